@@ -1,0 +1,38 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHONPATH := $(CURDIR):$(CURDIR)/proto:$(CURDIR)/kernels
+
+.PHONY: help setup check test test-full test-gpu demo bench stubs clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/ready ## a virtual environment in .venv from the pinned constraints
+
+.venv/ready: pyproject.toml constraints.txt tools/setup_env.py
+	@$(PYTHON) tools/setup_env.py
+
+check: setup ## lint, types, import contracts, fresh stubs
+	@$(BIN)/python tools/check.py
+
+test: check ## what CI runs: check, then the tests on a CPU
+	@$(BIN)/python -m pytest -m "not gpu and not full"
+
+test-full: setup ## all of every matrix of which `test` runs a choice
+	@$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: ## the tests marked gpu, with whatever python has torch with CUDA (PYTHON=...)
+	@$(PYTHON) -m pytest -m gpu
+
+demo: setup ## a cluster on this machine, shown at work
+	@$(BIN)/python -m deploy.demo
+
+bench: setup ## N streams over HTTP against a cluster on this machine
+	@$(BIN)/python -m benchmarks.serve
+
+stubs: setup ## write the protobuf stubs anew
+	@$(BIN)/python tools/generate_stubs.py
+
+clean: ## remove the environment and caches
+	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

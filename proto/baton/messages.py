@@ -1,0 +1,317 @@
+"""The messages that routers, prefill nodes and decode nodes exchange, as the state machines see them.
+
+    router -> node      Prefill, Abort
+    node -> router      Update(work, Started | Tokens | SampleEnd | HandedOff | Adopted | End), Load
+    prefill -> decode   Reserve, Commit, Release
+    decode -> prefill   Grant, Credit, Refuse, CommitReply
+
+All are frozen and hold plain values; `wire` turns them into protobuf and back. The life that they carry out is drawn in
+`docs/protocol.md`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from baton.block_hash import BlockHash
+from baton.errors import BatonError
+from baton.layout import KvLayout
+from baton.sampling import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorkId:
+    """Names one attempt at a request. A higher attempt of the same (epoch, request) fences all lower ones."""
+
+    router_epoch: int
+    request_id: str
+    attempt: int
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What all attempts at the request share."""
+        return self.router_epoch, self.request_id
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One of a request's n answers: its index, and its output so far."""
+
+    index: int
+    output_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token's logprob, and the most likely tokens with theirs, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# ---- router -> node ----
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTarget:
+    address: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute the KV of prompt + output so far, choose the next token of each sample, and hand off to `decode`.
+
+    Without `decode` the receiver generates all tokens itself. More than one sample only while none has output.
+    `deadline_s` counts from receipt.
+    """
+
+    work: WorkId
+    target_incarnation: str
+    prompt_tokens: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    sampling: SamplingParams
+    deadline_s: float
+    decode: DecodeTarget | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End the attempt and all below it, in whatever state; with `samples`, only those samples of this attempt.
+
+    Idempotent; also for unknown work, where it leaves a tombstone for messages still under way.
+    """
+
+    work: WorkId
+    samples: tuple[int, ...] = ()
+
+
+# ---- node -> router ----
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first chunk of the prompt is scheduled."""
+
+    num_cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Output tokens `[first_index, first_index + len(token_ids))` of one sample."""
+
+    sample: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnd:
+    """The sample ended by itself, after the last token sent. `stop_token_id`: which of `stop_token_ids` did it."""
+
+    sample: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """The prefill node's last word: the decode node took the commit."""
+
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The decode node's first word: it holds the KV and runs the request."""
+
+    transfer_s: float
+    num_cached_tokens: int
+    transfer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The node's last word on an attempt: all samples ended (`error` is None), or what went wrong."""
+
+    error: BatonError | None = None
+
+
+UpdateKind = Started | Tokens | SampleEnd | HandedOff | Adopted | End
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    work: WorkId
+    kind: UpdateKind
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a node is doing, sent with every heartbeat."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_blocks_free: int = 0
+    num_blocks_total: int = 0
+
+
+# ---- prefill -> decode ----
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ask for room for `num_tokens` computed tokens and one step more, for `num_samples` forks.
+
+    Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt.
+    """
+
+    work: WorkId
+    target_incarnation: str
+    num_tokens: int
+    block_hashes: tuple[BlockHash, ...]
+    num_samples: int
+    deadline_s: float
+    max_total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Make the request the decode node's. `samples` are the unfinished ones, all with outputs of one length, whose last
+    token has no KV yet. Idempotent by lease."""
+
+    lease: int
+    work: WorkId
+    target_incarnation: str
+    prompt_tokens: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    sampling: SamplingParams
+    deadline_s: float
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The lease (0: the still waiting Reserve of `work`) is not needed. Parts already granted are still drained."""
+
+    lease: int
+    work: WorkId
+
+
+PrefillToDecode = Reserve | Commit | Release
+
+
+# ---- decode -> prefill ----
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Room is reserved. Of `ceil(num_tokens / block_size)` blocks the first `num_held_blocks` are on the decode node
+    already; part i carries the i-th group of `part_blocks` (agreed in Hello) of the rest."""
+
+    work: WorkId
+    lease: int
+    num_held_blocks: int
+    num_parts: int
+    credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Parts `[0, credits)` of the lease may be sent: their receives are posted. Never shrinks."""
+
+    lease: int
+    credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    work: WorkId
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReply:
+    """`error` None: the request is the decode node's, which will say Adopted once all parts are in."""
+
+    lease: int
+    work: WorkId
+    error: BatonError | None = None
+
+
+DecodeToPrefill = Grant | Credit | Refuse | CommitReply
+
+
+# ---- what a node says of itself ----
+
+
+class NodeRole(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class TransportEndpoint:
+    """Where one rank takes KV bytes. `address` is opaque and carries its own checksum."""
+
+    rank: int
+    transport: str
+    address: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """generation_config.json, as far as it is honoured. None: the file does not say."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """All that a router needs to know of a node: it has no model folder of its own."""
+
+    role: NodeRole
+    incarnation: str
+    node_id: str
+    address: str
+    served_model_name: str
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    layout: KvLayout
+    endpoints: tuple[TransportEndpoint, ...]
+    tokenizer_digest: str
+    chat_template: str
+    special_tokens: dict[str, str]
+    generation_defaults: GenerationDefaults
+    vocab_size: int
+    add_bos: bool = False
+    protocol_version: int = 1
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a handoff stream, both ways. `part_blocks` is the decode node's; `error` refuses the peer."""
+
+    incarnation: str
+    node_id: str
+    layout: KvLayout
+    endpoints: tuple[TransportEndpoint, ...]
+    target_incarnation: str = ""
+    part_blocks: int = 0
+    error: BatonError | None = None
+    protocol_version: int = field(default=1)

@@ -1,0 +1,348 @@
+from baton.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTokenizerRequest(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    def __init__(self, digest: _Optional[str] = ...) -> None: ...
+
+class TokenizerChunk(_message.Message):
+    __slots__ = ("digest", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    data: bytes
+    def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class RouterMessage(_message.Message):
+    __slots__ = ("subscribe", "prefill", "abort")
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    subscribe: Subscribe
+    prefill: Prefill
+    abort: Abort
+    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class NodeMessage(_message.Message):
+    __slots__ = ("subscribed", "updates", "load")
+    SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    subscribed: Subscribed
+    updates: Updates
+    load: Load
+    def __init__(self, subscribed: _Optional[_Union[Subscribed, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Subscribe(_message.Message):
+    __slots__ = ("protocol_version", "router_epoch", "target_incarnation")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    router_epoch: int
+    target_incarnation: str
+    def __init__(self, protocol_version: _Optional[int] = ..., router_epoch: _Optional[int] = ..., target_incarnation: _Optional[str] = ...) -> None: ...
+
+class Subscribed(_message.Message):
+    __slots__ = ("protocol_version", "incarnation")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    incarnation: str
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class DecodeTarget(_message.Message):
+    __slots__ = ("address", "incarnation")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class Prefill(_message.Message):
+    __slots__ = ("work", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "decode", "cache_salt")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    work: _common_pb2.WorkId
+    target_incarnation: str
+    prompt_tokens: bytes
+    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.Sample]
+    sampling: _common_pb2.SamplingParams
+    deadline_s: float
+    decode: DecodeTarget
+    cache_salt: str
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., decode: _Optional[_Union[DecodeTarget, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("work", "samples")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    work: _common_pb2.WorkId
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Updates(_message.Message):
+    __slots__ = ("updates",)
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    updates: _containers.RepeatedCompositeFieldContainer[Update]
+    def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ...) -> None: ...
+
+class Update(_message.Message):
+    __slots__ = ("work", "started", "tokens", "sample_end", "handed_off", "adopted", "end")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_END_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OFF_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    work: _common_pb2.WorkId
+    started: Started
+    tokens: Tokens
+    sample_end: SampleEnd
+    handed_off: HandedOff
+    adopted: Adopted
+    end: End
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., sample_end: _Optional[_Union[SampleEnd, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ("num_cached_tokens", "queue_s")
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    queue_s: float
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("sample", "first_index", "token_ids", "logprobs")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    sample: int
+    first_index: int
+    token_ids: bytes
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, sample: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top_token_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_token_ids: bytes
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[bytes] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class SampleEnd(_message.Message):
+    __slots__ = ("sample", "reason", "stop_token_id")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    sample: int
+    reason: FinishReason
+    stop_token_id: int
+    def __init__(self, sample: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+
+class HandedOff(_message.Message):
+    __slots__ = ("prefill_s",)
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_s: float
+    def __init__(self, prefill_s: _Optional[float] = ...) -> None: ...
+
+class Adopted(_message.Message):
+    __slots__ = ("transfer_s", "num_cached_tokens", "transfer_bytes")
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    transfer_s: float
+    num_cached_tokens: int
+    transfer_bytes: int
+    def __init__(self, transfer_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _common_pb2.Error
+    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("num_waiting", "num_running", "num_blocks_free", "num_blocks_total")
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    num_waiting: int
+    num_running: int
+    num_blocks_free: int
+    num_blocks_total: int
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ...) -> None: ...
+
+class PrefillMessage(_message.Message):
+    __slots__ = ("hello", "reserve", "commit", "release", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    reserve: Reserve
+    commit: Commit
+    release: Release
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class DecodeMessage(_message.Message):
+    __slots__ = ("hello", "grant", "credit", "refuse", "commit_reply", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_REPLY_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    grant: Grant
+    credit: Credit
+    refuse: Refuse
+    commit_reply: CommitReply
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., commit_reply: _Optional[_Union[CommitReply, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_version", "incarnation", "target_incarnation", "node_id", "layout", "endpoints", "error", "part_blocks")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PART_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    incarnation: str
+    target_incarnation: str
+    node_id: str
+    layout: _common_pb2.KvLayout
+    endpoints: _containers.RepeatedCompositeFieldContainer[_common_pb2.TransportEndpoint]
+    error: _common_pb2.Error
+    part_blocks: int
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., node_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.TransportEndpoint, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., part_blocks: _Optional[int] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("work", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    work: _common_pb2.WorkId
+    target_incarnation: str
+    num_tokens: int
+    block_hashes: bytes
+    num_samples: int
+    deadline_s: float
+    max_total_tokens: int
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("work", "lease", "num_held_blocks", "num_parts", "credits")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    work: _common_pb2.WorkId
+    lease: int
+    num_held_blocks: int
+    num_parts: int
+    credits: int
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., lease: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_parts: _Optional[int] = ..., credits: _Optional[int] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("lease", "credits")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    credits: int
+    def __init__(self, lease: _Optional[int] = ..., credits: _Optional[int] = ...) -> None: ...
+
+class Refuse(_message.Message):
+    __slots__ = ("work", "error")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    work: _common_pb2.WorkId
+    error: _common_pb2.Error
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("lease", "work", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "cache_salt")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    work: _common_pb2.WorkId
+    target_incarnation: str
+    prompt_tokens: bytes
+    samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.Sample]
+    sampling: _common_pb2.SamplingParams
+    deadline_s: float
+    cache_salt: str
+    def __init__(self, lease: _Optional[int] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("lease", "work", "error")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    work: _common_pb2.WorkId
+    error: _common_pb2.Error
+    def __init__(self, lease: _Optional[int] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("lease", "work")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    work: _common_pb2.WorkId
+    def __init__(self, lease: _Optional[int] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ...) -> None: ...
