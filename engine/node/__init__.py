@@ -1,0 +1,5 @@
+"""The node shell, one for both roles: settings, router sessions, the engine's thread, what a node says of itself.
+
+What differs between the roles is intake and handoff: each gives the shell a `Role` (see `events`), which runs on the
+engine's thread and owns engine, leases and slots without a lock; the shell carries its messages.
+"""

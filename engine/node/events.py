@@ -1,0 +1,117 @@
+"""What passes between a node's network thread and its engine thread.
+
+    asyncio thread  --Event-->  inbox   --> Role.handle(event, now)   engine thread
+    asyncio thread  <--Output-- outbox  <-- Role.take_outputs()       engine thread
+
+A role is a state machine: events and the time go in, outputs come out. It has no sockets and no clock, so tests drive
+it through every order of events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.messages import Abort, DecodeTarget, DecodeToPrefill, Load, Prefill, PrefillToDecode, Update
+
+# ---- in ----
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A router subscribed. Work of epochs without a session is refused."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The router's stream ended: all its work on this node ends."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    epoch: int
+    message: Prefill | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOpened:
+    """The handoff stream to or from another node is up: Hello exchanged, layouts equal, transports connected.
+
+    `part_blocks`: blocks in a part, as the decode node says.
+    """
+
+    peer: str
+    part_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerClosed:
+    """The handoff stream is down, could not be opened, or went silent; `reason` is for a person."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """`peer` is the incarnation of the node that sent it."""
+
+    peer: str
+    message: PrefillToDecode | DecodeToPrefill
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The node was told to stop: finish what runs, refuse what comes."""
+
+
+Event = SessionOpened | SessionLost | FromRouter | PeerOpened | PeerClosed | FromPeer | Draining
+
+# ---- out ----
+
+
+@dataclass(frozen=True, slots=True)
+class ToRouter:
+    epoch: int
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class ToDecode:
+    """To the decode node `target`; the shell opens the stream when there is none."""
+
+    target: DecodeTarget
+    message: PrefillToDecode
+
+
+@dataclass(frozen=True, slots=True)
+class ToPrefill:
+    """To the prefill node of incarnation `peer`; dropped when its stream is gone (the role gets PeerClosed)."""
+
+    peer: str
+    message: DecodeToPrefill
+
+
+Output = ToRouter | ToDecode | ToPrefill
+
+
+class Role(Protocol):
+    """Runs on the engine's thread only. `now` is seconds of a monotonic clock."""
+
+    def handle(self, event: Event, now: float) -> None:
+        """Take one event in. Never blocks."""
+
+    def turn(self, now: float) -> bool:
+        """One turn of the node's loop: transfers, deadlines, at most one engine step. True: call again at once."""
+
+    def next_deadline(self) -> float | None:
+        """When `turn` must be called even if nothing happens. None: never."""
+
+    def take_outputs(self) -> list[Output]:
+        """What came out since the last call, in order."""
+
+    def load(self) -> Load: ...
