@@ -1,7 +1,7 @@
 """The messages that routers, prefill nodes and decode nodes exchange, as the state machines see them.
 
-    router -> node      Prefill, Abort
-    node -> router      Update(work, Started | Tokens | SampleEnd | HandedOff | Adopted | End), Load
+    router -> node      Subscribe, Prefill, Abort
+    node -> router      Subscribed, Update(work, Started | Tokens | SampleEnd | HandedOff | Adopted | End), Load
     prefill -> decode   Reserve, Commit, Release
     decode -> prefill   Grant, Credit, Refuse, CommitReply
 
@@ -12,8 +12,9 @@ All are frozen and hold plain values; `wire` turns them into protobuf and back. 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from baton import PROTOCOL_VERSION
 from baton.block_hash import BlockHash
 from baton.errors import BatonError
 from baton.layout import KvLayout
@@ -57,6 +58,15 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Subscribe:
+    """First message of a session. An epoch is new at every start of a router."""
+
+    router_epoch: int
+    target_incarnation: str
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeTarget:
     address: str
     incarnation: str
@@ -92,6 +102,14 @@ class Abort:
 
 
 # ---- node -> router ----
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribed:
+    """Answer to Subscribe: work may be placed now."""
+
+    incarnation: str
+    protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +317,7 @@ class NodeInfo:
     generation_defaults: GenerationDefaults
     vocab_size: int
     add_bos: bool = False
-    protocol_version: int = 1
+    protocol_version: int = PROTOCOL_VERSION
     version: str = ""
 
 
@@ -314,4 +332,9 @@ class Hello:
     target_incarnation: str = ""
     part_blocks: int = 0
     error: BatonError | None = None
-    protocol_version: int = field(default=1)
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Sent on an otherwise silent handoff stream, both ways."""

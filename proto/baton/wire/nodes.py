@@ -1,0 +1,75 @@
+"""What a node says of itself to a router."""
+
+from __future__ import annotations
+
+from baton.errors import InvalidRequest
+from baton.messages import GenerationDefaults, NodeInfo, NodeRole
+from baton.v1 import common_pb2
+from baton.wire import values
+
+_ROLE_TO_WIRE = {
+    NodeRole.PREFILL: common_pb2.NODE_ROLE_PREFILL,
+    NodeRole.DECODE: common_pb2.NODE_ROLE_DECODE,
+}
+_ROLE_FROM_WIRE = {int(wire): role for role, wire in _ROLE_TO_WIRE.items()}
+_OPTIONAL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
+    return common_pb2.NodeInfo(
+        protocol_version=info.protocol_version,
+        role=_ROLE_TO_WIRE[info.role],
+        incarnation=info.incarnation,
+        node_id=info.node_id,
+        address=info.address,
+        served_model_name=info.served_model_name,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        num_blocks=info.num_blocks,
+        layout=values.write_layout(info.layout),
+        endpoints=values.write_endpoints(info.endpoints),
+        tokenizer_digest=info.tokenizer_digest,
+        chat_template=info.chat_template,
+        special_tokens=info.special_tokens,
+        generation_defaults=_write_defaults(info.generation_defaults),
+        vocab_size=info.vocab_size,
+        version=info.version,
+        add_bos=info.add_bos,
+    )
+
+
+def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
+    """Raises InvalidRequest for a role of a newer version, or a layout that is none."""
+    role = _ROLE_FROM_WIRE.get(wire.role)
+    if role is None:
+        raise InvalidRequest(f"node role {wire.role} is not known here", "role")
+    return NodeInfo(
+        role=role,
+        incarnation=wire.incarnation,
+        node_id=wire.node_id,
+        address=wire.address,
+        served_model_name=wire.served_model_name,
+        max_model_len=wire.max_model_len,
+        max_num_seqs=wire.max_num_seqs,
+        num_blocks=wire.num_blocks,
+        layout=values.read_layout(wire.layout),
+        endpoints=values.read_endpoints(wire.endpoints),
+        tokenizer_digest=wire.tokenizer_digest,
+        chat_template=wire.chat_template,
+        special_tokens=dict(wire.special_tokens),
+        generation_defaults=_read_defaults(wire.generation_defaults),
+        vocab_size=wire.vocab_size,
+        add_bos=wire.add_bos,
+        protocol_version=wire.protocol_version,
+        version=wire.version,
+    )
+
+
+def _write_defaults(defaults: GenerationDefaults) -> common_pb2.GenerationDefaults:
+    given = {name: getattr(defaults, name) for name in _OPTIONAL_DEFAULTS}  # None leaves a field unset
+    return common_pb2.GenerationDefaults(eos_token_ids=defaults.eos_token_ids, **given)
+
+
+def _read_defaults(wire: common_pb2.GenerationDefaults) -> GenerationDefaults:
+    given = {name: getattr(wire, name) for name in _OPTIONAL_DEFAULTS if wire.HasField(name)}
+    return GenerationDefaults(eos_token_ids=tuple(wire.eos_token_ids), **given)

@@ -1,0 +1,159 @@
+"""Hypothesis strategies for every message of the shared language."""
+
+from hypothesis import strategies as st
+
+from baton import errors, messages
+from baton.layout import KvLayout
+from baton.sampling import FinishReason, SamplingParams
+
+uint32 = st.integers(0, 2**32 - 1)
+int31 = st.integers(0, 2**31 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+seconds = st.floats(0, 1e6)
+text = st.text(max_size=12)
+name = st.text(min_size=1, max_size=12)
+tokens = st.lists(uint32, max_size=40).map(tuple)
+some_tokens = st.lists(uint32, min_size=1, max_size=40).map(tuple)
+errors_ = st.builds(
+    lambda kind, message: kind(message),
+    st.sampled_from([errors.InvalidRequest, errors.Overloaded, errors.LayoutMismatch, errors.PeerLost]),
+    name,
+)
+maybe_error = st.none() | errors_
+work = st.builds(messages.WorkId, uint64, name, uint32)
+
+
+@st.composite
+def sampling(draw: st.DrawFn) -> SamplingParams:
+    max_tokens = draw(st.integers(1, 2**31 - 1))
+    return SamplingParams(
+        temperature=draw(st.floats(0, 100)),
+        top_p=draw(st.floats(0, 1, exclude_min=True)),
+        top_k=draw(int31),
+        min_p=draw(st.floats(0, 1)),
+        repetition_penalty=draw(st.floats(0.1, 10)),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        logit_bias=draw(st.dictionaries(int31, st.floats(-100, 100), max_size=4)),
+        seed=draw(uint64),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        ignore_eos=draw(st.booleans()),
+        stop_token_ids=tuple(draw(st.lists(int31, max_size=4))),
+        num_logprobs=draw(st.integers(-1, 20)),
+    )
+
+
+@st.composite
+def samples(draw: st.DrawFn, with_output: bool = True) -> tuple[messages.Sample, ...]:
+    indexes = draw(st.lists(uint32, min_size=1, max_size=4, unique=True))
+    length = draw(st.integers(0, 8)) if with_output else 0
+    output = st.lists(uint32, min_size=length, max_size=length).map(tuple)
+    return tuple(messages.Sample(index, draw(output)) for index in indexes)
+
+
+target = st.builds(messages.DecodeTarget, text, text)
+prefill = st.builds(
+    messages.Prefill,
+    work,
+    text,
+    some_tokens,
+    samples(with_output=False) | samples().map(lambda all_: all_[:1]),
+    sampling(),
+    seconds,
+    st.none() | target,
+    text,
+)
+abort = st.builds(messages.Abort, work, tokens)
+subscribe = st.builds(messages.Subscribe, uint64, text, uint32)
+router_message = prefill | abort | subscribe
+
+logprob = st.floats(-1e6, 0, width=32)
+logprobs_entry = st.builds(messages.TokenLogprobs, logprob, st.lists(st.tuples(uint32, logprob), max_size=4).map(tuple))
+
+
+@st.composite
+def said_tokens(draw: st.DrawFn) -> messages.Tokens:
+    ids = draw(tokens)
+    logprobs = draw(st.just(()) | st.tuples(*[logprobs_entry] * len(ids)))
+    return messages.Tokens(draw(uint32), draw(uint32), ids, logprobs)
+
+
+update_kind = st.one_of(
+    st.builds(messages.Started, uint32, seconds),
+    said_tokens(),
+    st.builds(messages.SampleEnd, uint32, st.sampled_from(FinishReason), st.none() | int31),
+    st.builds(messages.HandedOff, seconds),
+    st.builds(messages.Adopted, seconds, uint32, uint64),
+    st.builds(messages.End, maybe_error),
+)
+updates = st.lists(st.builds(messages.Update, work, update_kind), max_size=4).map(tuple)
+node_message = st.one_of(
+    updates,
+    st.builds(messages.Load, uint32, uint32, uint32, uint32),
+    st.builds(messages.Subscribed, text, uint32),
+)
+
+layout = st.builds(
+    KvLayout, uint32, uint32, uint32, uint32, st.integers(1, 2**32 - 1), text, uint32, uint32, uint64, text
+)
+endpoints = st.lists(st.builds(messages.TransportEndpoint, uint32, text, st.binary(max_size=40)), max_size=3).map(tuple)
+hello = st.builds(messages.Hello, name, text, layout, endpoints, text, uint32, maybe_error, uint32)
+block_hashes = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)
+prefill_message = st.one_of(
+    hello,
+    st.just(messages.Heartbeat()),
+    st.builds(
+        messages.Reserve,
+        work,
+        text,
+        st.integers(1, 2**32 - 1),
+        block_hashes,
+        st.integers(1, 2**32 - 1),
+        seconds,
+        uint32,
+    ),
+    st.builds(messages.Commit, uint64, work, text, tokens, samples(), sampling(), seconds, text),
+    st.builds(messages.Release, uint64, work),
+)
+decode_message = st.one_of(
+    hello,
+    st.just(messages.Heartbeat()),
+    st.builds(messages.Grant, work, uint64, uint32, uint32, uint32),
+    st.builds(messages.Credit, uint64, uint32),
+    st.builds(messages.Refuse, work, errors_),
+    st.builds(messages.CommitReply, uint64, work, maybe_error),
+)
+
+maybe_float = st.none() | st.floats(-10, 10)
+maybe_int = st.none() | int31
+node_info = st.builds(
+    messages.NodeInfo,
+    role=st.sampled_from(messages.NodeRole),
+    incarnation=text,
+    node_id=text,
+    address=text,
+    served_model_name=text,
+    max_model_len=uint32,
+    max_num_seqs=uint32,
+    num_blocks=uint32,
+    layout=layout,
+    endpoints=endpoints,
+    tokenizer_digest=text,
+    chat_template=text,
+    special_tokens=st.dictionaries(text, text, max_size=3),
+    generation_defaults=st.builds(
+        messages.GenerationDefaults,
+        eos_token_ids=st.lists(int31, max_size=3).map(tuple),
+        temperature=maybe_float,
+        top_p=maybe_float,
+        top_k=maybe_int,
+        min_p=maybe_float,
+        repetition_penalty=maybe_float,
+        max_new_tokens=maybe_int,
+    ),
+    vocab_size=uint32,
+    add_bos=st.booleans(),
+    protocol_version=uint32,
+    version=text,
+)

@@ -1,0 +1,185 @@
+"""Every message survives the wire; whatever a broken or newer peer sends is refused by name."""
+
+import pytest
+from hypothesis import given, settings
+
+from baton import wire
+from baton.errors import InvalidRequest, LayoutMismatch
+from baton.messages import End, Prefill, Refuse, Sample, SampleEnd, Update, WorkId
+from baton.sampling import FinishReason, SamplingParams
+from baton.v1 import common_pb2, node_pb2
+from tests.baton import strategies
+
+RUNS = settings(max_examples=80, deadline=None, derandomize=True)
+
+
+def same(sent: object, received: object) -> bool:
+    """Errors have no equality of their own: their text must agree."""
+    return sent == received or repr(sent) == repr(received)
+
+
+def through(message, kind):
+    """The protobuf as a peer parses it."""
+    return kind.FromString(message.SerializeToString())
+
+
+@RUNS
+@given(strategies.router_message)
+def test_router_message_round_trip(message):
+    sent = through(wire.write_router_message(message), node_pb2.RouterMessage)
+    assert same(message, wire.read_router_message(sent))
+
+
+@RUNS
+@given(strategies.node_message)
+def test_node_message_round_trip(message):
+    assert same(message, wire.read_node_message(through(wire.write_node_message(message), node_pb2.NodeMessage)))
+
+
+@RUNS
+@given(strategies.prefill_message)
+def test_prefill_message_round_trip(message):
+    sent = through(wire.write_prefill_message(message), node_pb2.PrefillMessage)
+    assert same(message, wire.read_prefill_message(sent))
+
+
+@RUNS
+@given(strategies.decode_message)
+def test_decode_message_round_trip(message):
+    sent = through(wire.write_decode_message(message), node_pb2.DecodeMessage)
+    assert same(message, wire.read_decode_message(sent))
+
+
+@RUNS
+@given(strategies.node_info)
+def test_node_info_round_trip(info):
+    assert wire.read_node_info(through(wire.write_node_info(info), common_pb2.NodeInfo)) == info
+
+
+def test_tokens_are_little_endian_uint32():
+    assert wire.pack_tokens([1, 0x01020304]) == b"\x01\0\0\0\x04\x03\x02\x01"
+    assert wire.unpack_tokens(b"\x01\0\0\0\x04\x03\x02\x01") == (1, 0x01020304)
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**32], [1.5]])
+def test_token_that_does_not_fit_is_refused(tokens):
+    with pytest.raises(InvalidRequest, match="prompt: a token id"):
+        wire.pack_tokens(tokens, "prompt")
+
+
+def test_left_over_bytes_are_refused():
+    with pytest.raises(InvalidRequest, match="prompt: 5 bytes"):
+        wire.unpack_tokens(b"12345", "prompt")
+
+
+def good_prefill() -> node_pb2.RouterMessage:
+    message = Prefill(WorkId(1, "r", 0), "i", (1, 2), (Sample(0),), SamplingParams(), 1.0)
+    return wire.write_router_message(message)
+
+
+def change(**fields):
+    """A good Prefill with the named fields set to what a broken peer may send."""
+
+    def apply() -> node_pb2.RouterMessage:
+        wire_message = good_prefill()
+        for name, value in fields.items():
+            if isinstance(value, list):
+                del wire_message.prefill.samples[:]
+                wire_message.prefill.samples.extend(value)
+            else:
+                setattr(wire_message.prefill, name, value)
+        return wire_message
+
+    return apply
+
+
+def bad_temperature() -> node_pb2.RouterMessage:
+    wire_message = good_prefill()
+    wire_message.prefill.sampling.temperature = float("nan")
+    return wire_message
+
+
+def unnamed_work() -> node_pb2.RouterMessage:
+    wire_message = good_prefill()
+    wire_message.prefill.ClearField("work")
+    return wire_message
+
+
+A = common_pb2.Sample(index=0, output_tokens=b"\1\0\0\0")
+B = common_pb2.Sample(index=1, output_tokens=b"\1\0\0\0")
+LONGER = common_pb2.Sample(index=1, output_tokens=b"\1\0\0\0\1\0\0\0")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (node_pb2.RouterMessage, "no known kind"),
+        (unnamed_work, "work names no request"),
+        (change(prompt_tokens=b""), "prompt: no tokens"),
+        (change(prompt_tokens=b"123"), "prompt: 3 bytes"),
+        (change(samples=[]), "samples: none"),
+        (change(samples=[A, A]), "given twice"),
+        (change(samples=[A, B]), "cannot share one prefill"),
+        (change(samples=[A, LONGER]), "differ in length"),
+        (change(deadline_s=float("nan")), "deadline_s"),
+        (change(deadline_s=float("inf")), "deadline_s"),
+        (change(deadline_s=-1.0), "deadline_s"),
+        (bad_temperature, "temperature must be"),
+    ],
+)
+def test_malformed_router_message_is_refused(make, text):
+    with pytest.raises(InvalidRequest, match=text):
+        wire.read_router_message(make())
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (wire.read_node_message, node_pb2.NodeMessage()),
+        (wire.read_prefill_message, node_pb2.PrefillMessage()),
+        (wire.read_decode_message, node_pb2.DecodeMessage()),
+        (wire.read_node_message, node_pb2.NodeMessage(updates={"updates": [{"work": {"request_id": "r"}}]})),
+    ],
+)
+def test_message_of_no_kind_is_refused(read, message):
+    with pytest.raises(InvalidRequest, match="no known kind"):
+        read(message)
+
+
+def test_unknown_enum_values_are_refused_by_name():
+    end = Update(WorkId(1, "r", 0), SampleEnd(0, FinishReason.STOP))
+    message = wire.write_node_message((end,))
+    message.updates.updates[0].sample_end.reason = 77
+    with pytest.raises(InvalidRequest, match="finish reason 77"):
+        wire.read_node_message(message)
+    with pytest.raises(InvalidRequest, match="node role 9"):
+        wire.read_node_info(common_pb2.NodeInfo(role=9))
+
+
+def test_numbers_beyond_their_field_are_refused_when_written():
+    params = SamplingParams(stop_token_ids=(2**40,))
+    message = Prefill(WorkId(1, "r", 0), "i", (1,), (Sample(0),), params, 1.0)
+    with pytest.raises(InvalidRequest, match="sampling parameters"):
+        wire.write_router_message(message)
+
+
+def test_errors_keep_kind_and_text():
+    work = WorkId(1, "r", 3)
+    refuse = wire.read_decode_message(wire.write_decode_message(Refuse(work, LayoutMismatch("block_size 16 != 32"))))
+    assert isinstance(refuse, Refuse)
+    assert isinstance(refuse.error, LayoutMismatch)
+    assert refuse.error.message == "block_size 16 != 32"
+    end = wire.read_node_message(wire.write_node_message((Update(work, End()),)))
+    assert end == (Update(work, End(None)),)
+
+
+def test_ragged_parts_of_messages_are_refused():
+    tokens = {"token_ids": b"\1\0\0\0", "logprobs": [{"logprob": -1.0}, {"logprob": -2.0}]}
+    message = node_pb2.NodeMessage(updates={"updates": [{"work": {"request_id": "r"}, "tokens": tokens}]})
+    with pytest.raises(InvalidRequest, match="1 tokens with 2 logprobs"):
+        wire.read_node_message(message)
+    reserve = {"work": {"request_id": "r"}, "num_tokens": 1, "num_samples": 1, "block_hashes": b"x" * 33}
+    with pytest.raises(InvalidRequest, match="block_hashes: 33 bytes"):
+        wire.read_prefill_message(node_pb2.PrefillMessage(reserve=reserve))
+    with pytest.raises(InvalidRequest, match="hello names no incarnation"):
+        wire.read_prefill_message(node_pb2.PrefillMessage(hello={"node_id": "x"}))
