@@ -1,0 +1,160 @@
+"""A request as the router sees it: its samples, the work it has placed, and what it tells the client."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError
+from baton.messages import DecodeTarget, Prefill, Sample, SampleEnd, TokenLogprobs, Tokens, WorkId
+from baton.sampling import FinishReason, SamplingParams
+
+
+class WorkState(enum.Enum):
+    """Where one attempt stands.
+
+        QUEUED --Started--> PREFILLING --first token--> HANDING_OFF --Adopted--> DECODING --End--> (gone)
+           |                    |                            |                      |
+           `--------------------+--- node lost, error -------+----------------------'--> next attempt, or the end
+
+    Messages of two nodes may overtake each other, so Adopted can come in any of the first three states; without a
+    handoff (decode node alone, or all samples ended on token 0) HANDING_OFF or DECODING may be skipped.
+    """
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDING_OFF = "handing_off"
+    DECODING = "decoding"
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """What the router's front ends ask for: token ids in, `n` samples out. `sampling.seed` is drawn already."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    n: int
+    sampling: SamplingParams
+    deadline_s: float
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """Durations in seconds, each by one process's own clock; of the attempt that got furthest."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+    num_cached_tokens: int = 0
+    num_decode_cached_tokens: int = 0
+    transfer_bytes: int = 0
+    num_attempts: int = 0
+    prefill_node: str = ""
+    decode_node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOut:
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOut:
+    sample: int
+    reason: FinishReason
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """The request's one end. `error` None: every sample ended by itself."""
+
+    error: BatonError | None
+    timings: RequestTimings
+
+
+RequestEvent = TokensOut | SampleOut | RequestEnd
+
+
+@dataclass(slots=True)
+class SampleLife:
+    """One sample: tokens accepted in order, and what came too early from the other node."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    early: list[Tokens | SampleEnd] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Work:
+    """One attempt at some samples of a request, placed on a prefill and a decode node, or on a decode node alone.
+
+    `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too.
+    """
+
+    id: WorkId
+    samples: list[SampleLife]
+    prefill: str
+    decode: str | None
+    state: WorkState = WorkState.QUEUED
+    handed_off: bool = False
+    end_waits: bool = False  # D's End came while tokens of P are still under way
+
+    @property
+    def unfinished(self) -> list[SampleLife]:
+        return [s for s in self.samples if not s.ended]
+
+    def nodes(self) -> list[str]:
+        """The incarnations that may still hold something of this work."""
+        prefill = [] if self.handed_off else [self.prefill]
+        return prefill + ([self.decode] if self.decode else [])
+
+    def depends_on(self, incarnation: str) -> bool:
+        """Whether the loss of that node loses the work. The prefill node matters until its last word and until the
+        decode node has said that the KV is in."""
+        if incarnation == self.decode:
+            return True
+        if incarnation != self.prefill:
+            return False
+        return not self.handed_off or self.state is not WorkState.DECODING or any(s.early for s in self.samples)
+
+
+@dataclass(slots=True)
+class RequestLife:
+    """A live request: its samples, and the work that will finish those that have not ended."""
+
+    request: RoutedRequest
+    arrived: float
+    deadline: float
+    samples: list[SampleLife]
+    works: dict[WorkId, Work] = field(default_factory=dict)
+    timings: RequestTimings = field(default_factory=RequestTimings)
+    avoid: set[str] = field(default_factory=set)  # nodes that failed it
+
+    def groups(self, samples: list[SampleLife]) -> list[list[SampleLife]]:
+        """Samples that one Prefill can carry: all together while none has output, else one each."""
+        if not any(s.tokens for s in samples):
+            return [samples]
+        return [[s] for s in samples]
+
+    def prefill(self, work: Work, decode: DecodeTarget | None, now: float) -> Prefill:
+        return Prefill(
+            work=work.id,
+            target_incarnation=work.prefill,
+            prompt_tokens=self.request.prompt_tokens,
+            samples=tuple(Sample(s.index, tuple(s.tokens)) for s in work.samples),
+            sampling=self.request.sampling,
+            deadline_s=self.deadline - now,
+            decode=decode,
+            cache_salt=self.request.cache_salt,
+        )
+
+    def end(self, error: BatonError | None, now: float) -> RequestEnd:
+        return RequestEnd(error, dataclasses.replace(self.timings, total_s=now - self.arrived))
