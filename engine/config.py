@@ -1,0 +1,46 @@
+"""What an engine is told once, at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.layout import num_blocks_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of one engine. Raises ValueError, naming the flag, when they cannot work together.
+
+    `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` is the token
+    budget of a step; `max_num_seqs` bounds the sequences that share one.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        _check(self.block_size >= 1, "block-size", self.block_size, "must be 1 or more")
+        _check(self.max_model_len >= 2, "max-model-len", self.max_model_len, "must be 2 or more")
+        _check(self.max_num_seqs >= 1, "max-num-seqs", self.max_num_seqs, "must be 1 or more")
+        _check(
+            self.max_num_batched_tokens >= 1, "max-num-batched-tokens", self.max_num_batched_tokens, "must be 1 or more"
+        )
+        _check(self.vocab_size >= 1, "model", self.vocab_size, "must have a vocabulary of 1 or more tokens")
+        needed = num_blocks_for(self.max_model_len, self.block_size)
+        _check(
+            self.num_blocks - 1 >= needed,
+            "num-gpu-blocks-override",
+            self.num_blocks - 1,
+            f"must be at least {needed}: one request of --max-model-len {self.max_model_len} fills so many blocks of "
+            f"{self.block_size} tokens (give the pool more memory, or lower --max-model-len)",
+        )
+
+
+def _check(holds: bool, flag: str, value: int, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"--{flag} {rule}, not {value}")

@@ -1,0 +1,237 @@
+"""The engine: sequences in, one batch per step, tokens out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.errors import InvalidRequest
+from baton.layout import num_blocks_for
+from baton.sampling import FinishReason
+from engine.block_manager import BlockManager
+from engine.config import EngineConfig
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceState
+from engine.step import Choice, Chunk, ModelRunner, SampledToken, StepResult
+
+__all__ = ["Choice", "Chunk", "Engine", "ModelRunner", "SampledToken", "StepResult"]
+
+
+class Engine:
+    """Runs sequences to their ends. Owned by one thread; nothing here blocks but the model.
+
+    A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With
+    `hand_off` it is parked after its prompt and keeps them until `release`. Blocks that a role allocates from `blocks`
+    for its leases are the role's, until `adopt` takes them over.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, blocks: BlockManager | None = None) -> None:
+        self.config = config
+        self.blocks = blocks or BlockManager(config.num_blocks, config.block_size)
+        self._runner = runner
+        self._scheduler = Scheduler(config, self.blocks)
+        self._sequences: dict[Sequence, None] = {}  # all that are not finished
+
+    # ---- what it is doing ----
+
+    @property
+    def num_reserved_seqs(self) -> int:
+        """Places in the batch promised to leases: waiting sequences are admitted to the others only."""
+        return self._scheduler.num_reserved_seqs
+
+    @num_reserved_seqs.setter
+    def num_reserved_seqs(self, value: int) -> None:
+        self._scheduler.num_reserved_seqs = value
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something runs or waits. A step may still find no room for it: see `StepResult.num_tokens`."""
+        return bool(self.num_running or self.num_waiting)
+
+    @property
+    def has_preempted(self) -> bool:
+        """Whether somebody who has run already waits for blocks: a moment to promise none to newcomers."""
+        return self._scheduler.num_preempted > 0
+
+    # ---- in ----
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises InvalidRequest, with the numbers, when it can never run."""
+        self._require_possible(seq)
+        self._sequences[seq] = None
+        self._scheduler.add(seq)
+
+    def adopt(self, seq: Sequence, outputs: dict[int, tuple[int, ...]], spare_blocks: list[int]) -> list[Sequence]:
+        """Take over a sequence whose KV was computed elsewhere; its samples run from the next step on.
+
+        outputs: per unfinished sample its output tokens, all of one length, of which the last has no KV yet; so KV of
+            N = len(prompt) + len(output) - 1 tokens is in the blocks.
+        seq.block_table: N // block_size + 1 blocks, the last with room for the next token; spare_blocks: one for each
+            sample but the first. All become the engine's.
+        Returns one running sequence per sample, in the order of `outputs`; `seq` itself is finished.
+        """
+        num_computed = len(seq.prompt_tokens) + len(next(iter(outputs.values()))) - 1
+        assert all(len(seq.prompt_tokens) + len(output) - 1 == num_computed for output in outputs.values())
+        assert len(spare_blocks) == len(outputs) - 1
+        table, seq.block_table = seq.block_table, []
+        seq.move_to(SequenceState.FINISHED)
+        seq.started_s = seq.arrived_s
+        num_full = num_computed // self.config.block_size
+        children = [seq.child(sample, output) for sample, output in outputs.items()]
+        self._seal(children[0], table, 0, num_full)
+        self._start_forks(children, table, num_computed, spare_blocks)
+        return children
+
+    def release(self, seq: Sequence) -> None:
+        """End a sequence in whatever state, and give its blocks back. Once more does nothing."""
+        if seq.state is SequenceState.FINISHED:
+            return
+        self._scheduler.remove(seq)
+        self._sequences.pop(seq, None)
+        table, seq.block_table = seq.block_table, []
+        self.blocks.release(table)
+        seq.move_to(SequenceState.FINISHED)
+
+    # ---- step ----
+
+    def step(self, now: float) -> StepResult:
+        """Compute one batch. `now` is seconds of the caller's monotonic clock."""
+        plan = self._scheduler.schedule()
+        result = StepResult(started=plan.started, preempted=plan.preempted)
+        for seq in plan.started:
+            seq.started_s = now
+        if plan.chunks:
+            for chunk, choices in zip(plan.chunks, self._runner.run(plan.chunks), strict=True):
+                self._retire(chunk, choices, result)
+        return result
+
+    def _retire(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
+        """Enter what a chunk's computation brought: full blocks get their names, sequences their tokens."""
+        seq = chunk.sequence
+        result.num_tokens += chunk.length
+        if seq.hand_off or chunk.start < len(seq.prompt_tokens):
+            result.advanced.append(seq)
+        block_size = self.config.block_size
+        self._seal(seq, seq.block_table, chunk.start // block_size, chunk.end // block_size)
+        reached_end = chunk.samples_token  # before a token is appended
+        seq.num_computed_tokens = chunk.end
+        if not reached_end:
+            return
+        sampled = [self._judge(seq, *drawn) for drawn in zip(seq.samples, choices, strict=True)]
+        if seq.hand_off:
+            self._scheduler.remove(seq)
+            seq.move_to(SequenceState.PARKED)
+            result.parked.append(seq)
+        elif len(sampled) > 1:
+            sampled = self._fork(seq, sampled)
+        else:
+            seq.tokens.append(sampled[0].token)
+            if sampled[0].finish:
+                self.release(seq)
+        result.sampled += sampled
+
+    def _judge(self, seq: Sequence, sample: int, choice: Choice) -> SampledToken:
+        """Whether the token ends its sample, and why."""
+        index, token, sampling = seq.num_output_tokens, choice.token, seq.sampling
+        finish: FinishReason | None = None
+        stop_token_id: int | None = None
+        if token in self.config.eos_token_ids and not sampling.ignore_eos:
+            finish = FinishReason.STOP
+        elif token in sampling.stop_token_ids:
+            finish, stop_token_id = FinishReason.STOP, token
+        elif index + 1 >= sampling.max_tokens or seq.num_tokens + 1 >= self.config.max_model_len:
+            finish = FinishReason.LENGTH
+        return SampledToken(seq, sample, index, token, choice.logprobs, finish, stop_token_id)
+
+    # ---- forks ----
+
+    def _fork(self, seq: Sequence, sampled: list[SampledToken]) -> list[SampledToken]:
+        """Each sample becomes a sequence of its own; finished ones hold nothing, the others share the prompt's KV."""
+        table, seq.block_table = seq.block_table, []
+        self.release(seq)
+        num_computed = seq.num_computed_tokens
+        num_full = num_computed // self.config.block_size
+        owned = [
+            replace(token, sequence=seq.child(token.sample, (*seq.output_tokens, token.token), num_full))
+            for token in sampled
+        ]
+        for token in owned:
+            if token.finish:
+                token.sequence.move_to(SequenceState.FINISHED)
+        self._place_forks([token.sequence for token in owned if not token.finish], table, num_computed)
+        return owned
+
+    def _place_forks(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
+        """Run as many of the children as find a block and a place now; the others wait as if preempted."""
+        room = 1 if num_computed % self.config.block_size == 0 else 0  # blocks that the first one needs as well
+        num_running = min(len(children), max(self._scheduler.num_free_seqs, 1))
+        while num_running and not self.blocks.can_allocate(num_running - 1 + room):
+            num_running -= 1
+        if num_running:
+            fresh = self.blocks.allocate(num_running - 1 + room)
+            self._start_forks(children[:num_running], table + fresh[:room], num_computed, fresh[room:])
+        else:
+            self.blocks.release(table)
+        for child in children[num_running:]:
+            self._sequences[child] = None
+            self._scheduler.requeue(child)
+
+    def _start_forks(self, children: list[Sequence], table: list[int], num_computed: int, spares: list[int]) -> None:
+        tables, copies = self.blocks.fork(table, num_computed, spares)
+        if copies:
+            self._runner.copy_blocks(copies)
+        for child, own in zip(children, tables, strict=True):
+            child.block_table = own
+            child.num_computed_tokens = num_computed
+            self._sequences[child] = None
+            self._scheduler.add_running(child)
+
+    # ---- checks ----
+
+    def _seal(self, seq: Sequence, table: list[int], first: int, end: int) -> None:
+        """Name blocks [first, end) of the table, which hold the sequence's KV in full."""
+        names = seq.block_hashes(end, self.config.block_size)
+        for i in range(first, end):
+            self.blocks.seal(table[i], names[i])
+
+    def _require_possible(self, seq: Sequence) -> None:
+        limit = self.config.max_model_len
+        if not seq.tokens:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if seq.num_tokens >= limit:
+            raise InvalidRequest(
+                f"the prompt has {seq.num_tokens} tokens, which leaves no room for an answer in a context of {limit}",
+                "prompt",
+            )
+        needed = num_blocks_for(seq.num_tokens, self.config.block_size)
+        if needed > self.blocks.num_total:
+            raise InvalidRequest(f"the prompt needs {needed} KV blocks of {self.blocks.num_total}", "prompt")
+        vocab_size = self.config.vocab_size
+        if not 0 <= min(seq.tokens) <= max(seq.tokens) < vocab_size:
+            raise InvalidRequest(f"token ids must be in [0, {vocab_size})", "prompt")
+        if any(token >= vocab_size for token in seq.sampling.logit_bias):
+            raise InvalidRequest(f"token ids of logit_bias must be in [0, {vocab_size})", "logit_bias")
+
+    def check_integrity(
+        self, leases: list[list[int]] | None = None, readers: list[int] | None = None, writers: list[int] | None = None
+    ) -> None:
+        """Assert that no block is lost: the engine's own tables, and the role's leases and open pins, are all."""
+        self._scheduler.check_integrity()
+        tables = [seq.block_table for seq in self._sequences]
+        self.blocks.check_integrity(tables, leases or (), readers or (), writers or ())
+        for seq in self._sequences:
+            self._check_writable(seq)
+
+    def _check_writable(self, seq: Sequence) -> None:
+        """What the sequence's next step writes is its own alone."""
+        if seq.state is SequenceState.RUNNING:
+            for block in seq.block_table[seq.num_computed_tokens // self.config.block_size :]:
+                assert self.blocks.hash_of(block) is None, f"{seq.work} would write the sealed block {block}"
+                assert self.blocks.num_owners(block) == 1, f"{seq.work} would write the shared block {block}"

@@ -1,0 +1,178 @@
+"""What the next step computes. One scheduler serves both roles; it decides and touches no tensor.
+
+Every sequence has `num_computed_tokens` and catches up with its tokens: a decode step is the case of one token to go
+(vLLM's v1 scheduler made this the one rule). A step has a budget of tokens. Sequences that generate come first, so that
+a long prompt delays nobody's next token; then running prompts, then waiting ones in order of arrival.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from baton.layout import num_blocks_for
+from engine.block_manager import BlockManager
+from engine.config import EngineConfig
+from engine.sequence import Sequence, SequenceState
+from engine.step import Chunk
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step, decided: block tables already cover the chunks."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)  # first time scheduled
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the queues and the running set; allocates blocks for what it schedules.
+
+    - A waiting sequence is admitted when all blocks of its tokens can be had, after its prefix hit. One that does not
+      fit blocks those behind it: nobody starves.
+    - Only generating sequences ask for more blocks. When there are none, the youngest running sequence gives back all
+      of its own and is computed anew later, before anything that still waits. Sequences to hand off never do: a
+      prefill node promised their blocks to a transfer.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
+        self.num_reserved_seqs = 0
+        self._config = config
+        self._blocks = blocks
+        self._running: dict[Sequence, None] = {}
+        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self._preempted: list[Sequence] = []  # by arrival; all go before `_waiting`
+        self._turn = 0  # who decodes first when the budget is smaller than the batch
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self._preempted)
+
+    @property
+    def num_free_seqs(self) -> int:
+        """Places in the batch, less those promised."""
+        return self._config.max_num_seqs - self.num_reserved_seqs - len(self._running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue it behind all others."""
+        self._waiting[seq] = None
+
+    def add_running(self, seq: Sequence) -> None:
+        """Take in a sequence that has its blocks."""
+        seq.move_to(SequenceState.RUNNING)
+        self._running[seq] = None
+
+    def requeue(self, seq: Sequence) -> None:
+        """Queue it before those that never ran, in order of arrival; its KV, if it had any, is gone."""
+        seq.num_computed_tokens = 0
+        seq.num_preemptions += 1
+        bisect.insort(self._preempted, seq, key=_arrival)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget it, wherever it is; its blocks are the caller's to release."""
+        self._running.pop(seq, None)
+        self._waiting.pop(seq, None)
+        if seq in self._preempted:
+            self._preempted.remove(seq)
+
+    def schedule(self) -> Plan:
+        """Choose the chunks of a step. Allocates, evicts and preempts; every chunk must then be computed."""
+        plan = Plan()
+        self._extend_tables(plan)
+        budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
+        if not plan.preempted:  # their blocks are somebody's next ones: admitting now would preempt again
+            self._admit(plan, budget)
+        return plan
+
+    def _extend_tables(self, plan: Plan) -> None:
+        """Give every generating sequence the block that its next token needs, the oldest first."""
+        for seq in sorted(self._running, key=_arrival):
+            while seq.state is SequenceState.RUNNING and self._lacks_block(seq):
+                if self._blocks.can_allocate(1):
+                    seq.block_table += self._blocks.allocate(1)
+                else:
+                    self._preempt_youngest(plan)
+
+    def _lacks_block(self, seq: Sequence) -> bool:
+        return len(seq.block_table) * self._config.block_size < seq.num_tokens
+
+    def _preempt_youngest(self, plan: Plan) -> None:
+        # The one that lacks a block is never to be handed off, so there is always a victim: at worst itself.
+        victim = max((seq for seq in self._running if not seq.hand_off), key=_arrival)
+        del self._running[victim]
+        victim.move_to(SequenceState.WAITING)
+        self._blocks.release(victim.block_table)
+        victim.block_table = []
+        self.requeue(victim)
+        plan.preempted.append(victim)
+
+    def _schedule_running(self, plan: Plan, budget: int) -> int:
+        """Chunks of the running sequences, those with one token to go first. Returns the budget left."""
+        decodes = [seq for seq in self._running if seq.num_computed_tokens == seq.num_tokens - 1]
+        prompts = [seq for seq in self._running if seq.num_computed_tokens < seq.num_tokens - 1]
+        if len(decodes) > budget:  # a small budget goes round, so that each gets its turn
+            self._turn %= len(decodes)
+            decodes = (decodes[self._turn :] + decodes[: self._turn])[:budget]
+            self._turn += budget
+        for seq in decodes + prompts:
+            if budget:
+                budget -= self._take_chunk(plan, seq, budget)
+        return budget
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        while budget and self.num_waiting and self.num_free_seqs > 0:
+            seq = self._preempted[0] if self._preempted else next(iter(self._waiting))
+            if not self._allocate_all(seq):
+                return
+            self.remove(seq)
+            self.add_running(seq)
+            if seq.started_s is None:
+                seq.num_cached_tokens = seq.num_computed_tokens
+                plan.started.append(seq)
+            budget -= self._take_chunk(plan, seq, budget)
+
+    def _allocate_all(self, seq: Sequence) -> bool:
+        """Blocks for all of its tokens: those that the prefix cache has, then fresh ones. False: too few are left."""
+        block_size = self._config.block_size
+        # At least one token is computed, for its logits, and never into a shared block.
+        hits = self._blocks.match(seq.block_hashes((seq.num_tokens - 1) // block_size, block_size))
+        num_fresh = num_blocks_for(seq.num_tokens, block_size) - len(hits)
+        if not self._blocks.can_allocate(num_fresh, keep=hits):
+            return False
+        self._blocks.acquire(hits)
+        seq.block_table = hits + self._blocks.allocate(num_fresh)
+        seq.num_computed_tokens = len(hits) * block_size
+        return True
+
+    def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
+        length = min(seq.num_tokens - seq.num_computed_tokens, budget)
+        plan.chunks.append(Chunk(seq, seq.num_computed_tokens, length))
+        return length
+
+    def check_integrity(self) -> None:
+        """Assert that each sequence is in the one queue that its state names, and the running tables fit."""
+        block_size = self._config.block_size
+        for seq in self._running:
+            assert seq.state is SequenceState.RUNNING
+            assert seq.num_computed_tokens < seq.num_tokens, f"{seq.work} has nothing to compute"
+            covered = len(seq.block_table) * block_size
+            assert seq.num_computed_tokens <= covered, f"{seq.work}: KV outside its table"
+            assert covered < seq.num_tokens + block_size, f"{seq.work}: its table is too long"
+        for seq in (*self._waiting, *self._preempted):
+            assert seq.state is SequenceState.WAITING
+            assert not seq.block_table, f"{seq.work} waits and holds blocks"
+        assert len({*self._running, *self._waiting, *self._preempted}) == self.num_running + self.num_waiting
+
+
+def _arrival(seq: Sequence) -> float:
+    return seq.arrived_s

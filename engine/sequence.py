@@ -1,0 +1,114 @@
+"""One sequence of tokens on its way through an engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from baton.block_hash import BlockHash, next_hash, root_hash
+from baton.messages import WorkId
+from baton.sampling import SamplingParams
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence stands in its engine.
+
+        WAITING --admitted--> RUNNING --prompt done, hand_off--> PARKED
+           ^                   |   |                               |
+           `-----preempted-----'   `--last token, or released--.   | released
+           |                                                   v   v
+           `---------------------released------------------> FINISHED
+
+    A waiting sequence holds no blocks; a running or parked one does; a finished one never will again.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PARKED = "parked"
+    FINISHED = "finished"
+
+
+_MOVES = {
+    SequenceState.WAITING: {SequenceState.RUNNING, SequenceState.FINISHED},
+    SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.PARKED, SequenceState.FINISHED},
+    SequenceState.PARKED: {SequenceState.FINISHED},
+    SequenceState.FINISHED: set[SequenceState](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The tokens of one sample (of several, until they fork) and how far their KV has been computed.
+
+    `tokens` is prompt + output, the prompt alone when not given; only the engine appends to it. `samples` are the
+    indexes of the request's answers that it stands for: several share one prefill, and fork when their first tokens
+    differ. `hand_off`: park after the prompt, with its blocks held, instead of generating. `arrived_s` orders
+    preemption: the youngest goes first.
+    """
+
+    work: WorkId
+    samples: list[int]
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    hand_off: bool = False
+    cache_salt: str = ""
+    arrived_s: float = 0.0
+
+    # The engine's own; read, but not written, by others (but see Engine.adopt for block_table).
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prefix hit when it was first scheduled
+    started_s: float | None = None  # when it was first scheduled
+    num_preemptions: int = 0
+    state: SequenceState = SequenceState.WAITING
+    _hashes: list[BlockHash] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = list(self.prompt_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - len(self.prompt_tokens)
+
+    @property
+    def output_tokens(self) -> tuple[int, ...]:
+        return tuple(self.tokens[len(self.prompt_tokens) :])
+
+    def move_to(self, state: SequenceState) -> None:
+        """The one way to change the state."""
+        assert state in _MOVES[self.state], f"{self.work}: {self.state.name} -> {state.name}"
+        self.state = state
+
+    def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
+        """Names of the first `num_blocks` full blocks. Each is computed once."""
+        assert num_blocks * block_size <= len(self.tokens)
+        while len(self._hashes) < num_blocks:
+            start = len(self._hashes) * block_size
+            parent = self._hashes[-1] if self._hashes else root_hash(self.cache_salt)
+            self._hashes.append(next_hash(parent, self.tokens[start : start + block_size]))
+        return self._hashes[:num_blocks]
+
+    def child(self, sample: int, output_tokens: tuple[int, ...], num_shared_blocks: int = 0) -> Sequence:
+        """A sequence for one of the samples, with that output and no blocks.
+
+        The tokens of the first `num_shared_blocks` blocks are this sequence's own, so their names are taken over.
+        """
+        child = Sequence(
+            work=self.work,
+            samples=[sample],
+            prompt_tokens=self.prompt_tokens,
+            sampling=self.sampling,
+            tokens=[*self.prompt_tokens, *output_tokens],
+            cache_salt=self.cache_salt,
+            arrived_s=self.arrived_s,
+            num_cached_tokens=self.num_cached_tokens,
+            started_s=self.started_s,
+        )
+        child._hashes = self._hashes[:num_shared_blocks]
+        return child
