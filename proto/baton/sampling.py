@@ -20,7 +20,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. Names, ranges and defaults are vLLM's; `seed` and `max_tokens` are always set between nodes.
+    """How to choose tokens. Names, ranges and defaults are vLLM's; `seed`, `max_tokens` are always set between nodes.
 
     The random draw for a token is a function of (`seed` + sample index, position) alone, so any node can take over at
     any position and draw the same token. `num_logprobs`: -1 none, 0 the chosen token's, k the k most likely too;
@@ -53,9 +53,16 @@ class SamplingParams:
         _check(0 <= self.seed < 2**64, "seed", self.seed, "must be an unsigned 64-bit number")
         _check(1 <= self.max_tokens < 2**31, "max_tokens", self.max_tokens, "must be 1 or more")
         _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "must be in [0, max_tokens]")
-        _check(-1 <= self.num_logprobs <= MAX_LOGPROBS, "logprobs", self.num_logprobs, f"must be at most {MAX_LOGPROBS}")
+        _check(
+            -1 <= self.num_logprobs <= MAX_LOGPROBS, "logprobs", self.num_logprobs, f"must be at most {MAX_LOGPROBS}"
+        )
         for token, bias in self.logit_bias.items():
-            _check(token >= 0 and -100.0 <= bias <= 100.0, "logit_bias", bias, "must be in [-100, 100], its token 0 or more")
+            _check(
+                token >= 0 and -100.0 <= bias <= 100.0,
+                "logit_bias",
+                bias,
+                "must be in [-100, 100], its token 0 or more",
+            )
 
     @property
     def greedy(self) -> bool:

@@ -1,0 +1,37 @@
+"""HOST:PORT, as flags and nodes write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HostPort:
+    """A host (name or address; IPv6 without its brackets) and a TCP port. Port 0: any free one, for listening."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_wildcard(self) -> bool:
+        """True for an address that stands for all of a machine's: one can listen on it but not be reached at it."""
+        return self.host in ("0.0.0.0", "::")
+
+    @classmethod
+    def parse(cls, text: str, allow_port_0: bool = False) -> HostPort:
+        """Read `HOST:PORT`, IPv6 as `[ADDRESS]:PORT`. Raises ValueError that says what is wrong."""
+        host, colon, port = text.strip().rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        host = host[1:-1] if bracketed else host
+        if not colon or not host or any(c.isspace() or c in "/[]" for c in host):
+            raise ValueError(f"must be HOST:PORT, not {text!r}")
+        if ":" in host and not bracketed:
+            raise ValueError(f"an IPv6 address needs brackets, as in [::1]:8000, not {text!r}")
+        if not port.isdecimal() or not port.isascii() or int(port) > 65535:
+            raise ValueError(f"the port must be a number up to 65535, not {port!r}")
+        if not int(port) and not allow_port_0:
+            raise ValueError(f"port 0 is no port to connect to: {text!r}")
+        return cls(host, int(port))

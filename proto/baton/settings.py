@@ -1,0 +1,190 @@
+"""Settings of every command: one name is the flag, the environment variable and the YAML key.
+
+    --max-num-seqs 8        BATON_MAX_NUM_SEQS=8        max-num-seqs: 8   (in the file of --config)
+
+A flag wins over the environment, the environment over the file, the file over the default. A command's settings are a
+subclass of `Settings`, each field with a description that gives its unit; `parse` makes one or ends the process with
+one line that names the flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+import baton
+from baton.address import HostPort
+
+ENV_PREFIX = "BATON_"
+EXIT_USAGE = 2
+
+
+def _connect_address(value: object) -> object:
+    return HostPort.parse(value) if isinstance(value, str) else value
+
+
+def _listen_address(value: object) -> object:
+    return HostPort.parse(value, allow_port_0=True) if isinstance(value, str) else value
+
+
+def _address_list(value: object) -> object:
+    """From `a:1,b:2`, or a list of such."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        return value
+    return tuple(HostPort.parse(part) for text in texts for part in str(text).split(",") if part.strip())
+
+
+ConnectAddress = Annotated[HostPort, BeforeValidator(_connect_address)]
+ListenAddress = Annotated[HostPort, BeforeValidator(_listen_address)]
+"""Port 0 takes any free port."""
+ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list)]
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class Settings(BaseSettings):
+    """What every command takes. Frozen: what is derived from settings lives elsewhere."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True, enable_decoding=False
+    )
+
+    prog: ClassVar[str] = "baton"
+
+    config: Path | None = Field(None, description="YAML file with settings, keys named like the flags")
+    log_level: LogLevel = Field("info", description="least severe log lines to write")
+
+    def logging_level(self) -> int:
+        return logging.getLevelNamesMapping()[self.log_level.upper()]
+
+
+S = TypeVar("S", bound=Settings)
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used; the text is one line that names the flag."""
+
+
+def parse(cls: type[S], argv: Sequence[str] | None = None) -> S:
+    """Settings from `argv` (default: the process's), the environment and the file.
+
+    Writes one line to stderr and exits with code 2 when that is impossible; `--help` and `--version` exit with 0.
+    """
+    parser = _Parser(prog=cls.prog, description=cls.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {baton.__version__}")
+    for name, field in cls.model_fields.items():
+        _add_flag(parser, name, field)
+    flags = vars(parser.parse_args(argv))
+    try:
+        return load(cls, flags)
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def load(cls: type[S], flags: Mapping[str, Any]) -> S:
+    """Settings from `flags` (by field name), the environment and the file. Raises SettingsError."""
+    path = flags.get("config") or os.environ.get(env_name("config"))
+    in_file = _read_file(cls, Path(path)) if path else {}
+    from_file = {name: value for name, value in in_file.items() if not os.environ.get(env_name(name))}
+    try:
+        return cls(**{**from_file, **flags})  # pydantic-settings adds the environment below these
+    except ValidationError as error:
+        raise SettingsError(_describe(error, flags, from_file, path)) from None
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def env_name(field: str) -> str:
+    return ENV_PREFIX + field.upper()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"{self.prog}: {message}\n")
+        raise SystemExit(EXIT_USAGE)
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    """All values stay text here: pydantic converts and checks them, whichever way they came."""
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
+    if field.annotation is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["metavar"] = _metavar(field.annotation)
+        if get_origin(field.annotation) is tuple:
+            options["action"] = "append"
+    parser.add_argument(flag_name(name), **options)
+
+
+def _help(field: FieldInfo) -> str:
+    text = str(field.description)
+    if field.is_required():
+        text += " (required)"
+    elif field.default not in (None, "", ()):
+        default = {True: "on", False: "off"}[field.default] if field.annotation is bool else field.default
+        text += f" (default: {default})"
+    return text.replace("%", "%%")
+
+
+def _metavar(annotation: Any) -> str:
+    """What stands for the value in `--help`: the choices, or the kind of value."""
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
+    kinds = {int: "N", float: "X", Path: "PATH", HostPort: "HOST:PORT", str: "TEXT"}
+    for part in (annotation, *get_args(annotation)):
+        if part in kinds:
+            return kinds[part] + (",..." if get_origin(annotation) is tuple else "")
+        if get_origin(part) is Literal:
+            return _metavar(part)
+    return "VALUE"
+
+
+def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:
+    """The file's settings by field name. Raises SettingsError."""
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config: cannot read {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise SettingsError(f"--config: {path} must map names to values")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in cls.model_fields or name == "config":
+            raise SettingsError(f"--config: {path} has an unknown key {key!r}")
+        if name in values:
+            raise SettingsError(f"--config: {path} sets {key!r} twice")
+        values[name] = value
+    return values
+
+
+def _describe(error: ValidationError, flags: Mapping[str, Any], in_file: Mapping[str, Any], path: object) -> str:
+    """The first error as one line: flag, where the value came from, what is wrong."""
+    first = error.errors(include_url=False)[0]
+    text = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # a rule over several fields: its text names them
+        return text
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        return f"{flag_name(name)}: required"
+    if first["type"] != "value_error":
+        text = f"{text}, not {first['input']!r}"
+    if name in flags:
+        return f"{flag_name(name)}: {text}"
+    origin = str(path) if name in in_file else env_name(name)
+    return f"{flag_name(name)} (from {origin}): {text}"

@@ -1,0 +1,76 @@
+"""A node's page for monitoring: `/metrics`, and `/health` that says why not."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from baton.address import HostPort
+
+StartResponse = Callable[[str, list[tuple[str, str]]], object]
+
+
+class MetricsServer:
+    """Serves on its own thread from construction to `close`.
+
+    `why_not` tells what keeps the process from serving; None: nothing. Raises OSError when `listen` cannot be had.
+    """
+
+    def __init__(
+        self, listen: HostPort, registry: CollectorRegistry, why_not: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self._metrics: Any = make_wsgi_app(registry)
+        self._why_not = why_not
+        kind = _Server6 if ":" in listen.host else _Server
+        self._server = make_server(listen.host, listen.port, self._answer, server_class=kind, handler_class=_Quiet)
+        self.address = HostPort(listen.host, self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+    def _answer(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            answer: Iterable[bytes] = self._metrics(environ, start)
+            return answer
+        if path == "/health":
+            reason = self._why_not()
+            return _text(start, "503 Service Unavailable" if reason else "200 OK", reason or "ok")
+        return _text(start, "404 Not Found", "try /metrics or /health")
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # not HTTPServer's own, which asks the resolver for this machine's name: seconds without a network
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Quiet(WSGIRequestHandler):
+    timeout = 10.0  # seconds that a silent client may hold a thread
+
+    def log_message(self, *_: object) -> None:
+        """A line for every scrape would drown the log."""
+
+
+def _text(start: StartResponse, status: str, text: str) -> list[bytes]:
+    body = (text + "\n").encode()
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
+    return [body]

@@ -1,0 +1,63 @@
+"""Log lines: one event a line, `key=value`, with the node's and the request's name in each.
+
+    2026-01-31T12:00:00.123Z level=info node_id=decode-0 request_id=r-17 logger=decode_node.server handoff open peer=p-1
+
+Code logs through stdlib module loggers. The request's name comes from `request_scope` (coroutines of one request) or,
+where one thread serves many requests, from `extra={"request_id": ...}`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TextIO
+
+NO_REQUEST = "-"
+
+_request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default=NO_REQUEST)
+
+
+@contextmanager
+def request_scope(request_id: str) -> Iterator[None]:
+    """Lines logged inside, also by tasks started inside, carry `request_id`."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def configure_logging(level: int, node_id: str, stream: TextIO | None = None) -> None:
+    """Send all loggers of the process to `stream` (default: stderr). Replaces what was configured before."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_LineFormatter(node_id))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    logging.captureWarnings(True)
+
+
+class _LineFormatter(logging.Formatter):
+    def __init__(self, node_id: str) -> None:
+        super().__init__()
+        self._node_id = node_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        request_id = getattr(record, "request_id", None) or _request_id.get()
+        line = (
+            f"{moment} level={record.levelname.lower()} node_id={self._node_id} request_id={_one_line(request_id)}"
+            f" logger={record.name} {_one_line(record.getMessage())}"
+        )
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def _one_line(text: object) -> str:
+    """A client's text must not forge lines of its own."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))

@@ -1,0 +1,160 @@
+"""Prometheus metrics, named as vLLM names them where it has the metric (`vllm:x` is `baton:x` here).
+
+One registry per process. The messages that travel anyway (`Started`, `Tokens`, `Adopted`, `End`, `Load`) are the one
+source of a node's numbers: nothing is timed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+
+import baton
+from baton.errors import BatonError, RequestCancelled
+from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Started, Tokens, Update
+from baton.v1 import common_pb2
+
+# As in vLLM, with finer steps at the low end of the inter-token latency.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_INTER_TOKEN_S = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_PHASE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the process's own numbers (CPU, memory, files) and its version."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    info = Gauge("baton:build_info", "Version of the software.", ["version"], registry=registry)
+    info.labels(baton.__version__).set(1)
+    return registry
+
+
+def outcome_labels(error: BatonError | None, finish_reason: str = "") -> tuple[str, str]:
+    """(outcome, reason) of an end: finished with its finish reason, cancelled, or failed with the error's code."""
+    if error is None:
+        return "finished", finish_reason
+    if isinstance(error, RequestCancelled):
+        return "cancelled", ""
+    return "failed", common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+
+
+class RouterMetrics:
+    """What a router counts. `model` is the served name; it labels every metric of a request as `model_name`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"baton:{name}", text, ["model_name"], buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"baton:{name}", text, ["model_name", *labels], registry=registry)
+
+        self.requests = Gauge("baton:num_requests", "Live requests by state.", ["state"], registry=registry)
+        self.nodes = Gauge("baton:nodes", "Nodes by role; ready or why not.", ["role", "state"], registry=registry)
+        self.ends = counter("request_ends", "Requests ended, by outcome.", "outcome", "reason")
+        self.attempts = counter("request_attempts", "Attempts beyond a request's first, by cause.", "reason")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
+        self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that a prefill node did not compute.")
+        self.first_token_s = histogram(
+            "time_to_first_token_seconds", "Receipt of a request to its first token.", _FIRST_TOKEN_S
+        )
+        self.inter_token_s = histogram(
+            "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
+        )
+        self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
+        self.queue_s = histogram("request_queue_time_seconds", "Waiting at the prefill node.", _PHASE_S)
+        self.prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to handed off.", _PHASE_S)
+        self.transfer_s = histogram("kv_transfer_seconds", "Grant to last byte on the decode node.", _PHASE_S)
+        self.transfer_bytes = counter("kv_transfer_bytes", "KV bytes that decode nodes took in.")
+
+    def set_requests(self, by_state: Mapping[str, int]) -> None:
+        for state, count in by_state.items():
+            self.requests.labels(state).set(count)
+
+    def observe(self, model: str, update: Update) -> None:
+        """Take in what a node says of a request's life."""
+        match update.kind:
+            case Started(num_cached_tokens, queue_s):
+                self.prefix_hits.labels(model).inc(num_cached_tokens)
+                self.queue_s.labels(model).observe(queue_s)
+            case HandedOff(prefill_s):
+                self.prefill_s.labels(model).observe(prefill_s)
+            case Adopted(transfer_s, _, transfer_bytes):
+                self.transfer_s.labels(model).observe(transfer_s)
+                self.transfer_bytes.labels(model).inc(transfer_bytes)
+
+    def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
+        self.ends.labels(model, *outcome_labels(error, finish_reason)).inc()
+        self.request_s.labels(model).observe(total_s)
+
+
+class NodeMetrics:
+    """What a node counts, from the messages that its shell carries. Labelled with model and role."""
+
+    def __init__(self, registry: CollectorRegistry, model: str, role: NodeRole) -> None:
+        names, values = ["model_name", "role"], (model, role.value)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"baton:{name}", text, names, buckets=_PHASE_S, registry=registry).labels(*values)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"baton:{name}", text, names, registry=registry).labels(*values)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"baton:{name}", text, names, registry=registry).labels(*values)
+
+        self._values = values
+        self._running = gauge("num_requests_running", "Requests in the running batch.")
+        self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.")
+        self._blocks = Gauge("baton:kv_blocks", "KV blocks by state.", [*names, "state"], registry=registry)
+        self._ends = Counter(
+            "baton:request_ends", "Attempts ended here.", [*names, "outcome", "reason"], registry=registry
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens received.")
+        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
+        self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to handed off.")
+        self._transfer_s = histogram("kv_transfer_seconds", "Grant to last byte scattered into the pool.")
+        self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes taken in.")
+
+    def received(self, prefill: Prefill) -> None:
+        self._prompt_tokens.inc(len(prefill.prompt_tokens))
+        self._prefix_queries.inc(len(prefill.prompt_tokens))
+
+    def sent(self, update: Update) -> None:
+        match update.kind:
+            case Tokens(token_ids=token_ids):
+                self._generation_tokens.inc(len(token_ids))
+            case Started(num_cached_tokens, queue_s):
+                self._prefix_hits.inc(num_cached_tokens)
+                self._queue_s.observe(queue_s)
+            case HandedOff(prefill_s):
+                self._prefill_s.observe(prefill_s)
+                self._ends.labels(*self._values, "handed_off", "").inc()
+            case Adopted(transfer_s, num_cached_tokens, transfer_bytes):
+                self._prefix_hits.inc(num_cached_tokens)
+                self._transfer_s.observe(transfer_s)
+                self._transfer_bytes.inc(transfer_bytes)
+            case End(error):
+                self._ends.labels(*self._values, *outcome_labels(error)).inc()
+
+    def set_load(self, load: Load) -> None:
+        self._running.set(load.num_running)
+        self._waiting.set(load.num_waiting)
+        used = load.num_blocks_total - load.num_blocks_free
+        self._usage.set(used / load.num_blocks_total if load.num_blocks_total else 0.0)
+
+    def set_blocks(self, by_state: Mapping[str, int]) -> None:
+        for state, count in by_state.items():
+            self._blocks.labels(*self._values, state).set(count)

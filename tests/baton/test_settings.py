@@ -1,0 +1,188 @@
+"""One name three ways, precedence, and one-line errors."""
+
+import subprocess
+import sys
+from typing import ClassVar, Literal
+
+import pytest
+from pydantic import Field, model_validator
+
+from baton.address import HostPort
+from baton.settings import ConnectAddress, ConnectAddresses, ListenAddress, Settings, parse
+
+
+class Example(Settings):
+    """A command for tests."""
+
+    prog: ClassVar[str] = "baton-example"
+
+    max_num_seqs: int = Field(8, gt=0, description="requests in one step")
+    share: float | None = Field(None, gt=0, le=1, description="share of memory, 100% is 1")
+    listen: ListenAddress = Field(HostPort("127.0.0.1", 0), description="address to serve on")
+    peer: ConnectAddress | None = Field(None, description="address of the peer")
+    nodes: ConnectAddresses = Field((), description="addresses of the nodes")
+    mode: Literal["auto", "cpu"] = Field("auto", description="where to run")
+    fast: bool = Field(False, description="take the fast way")
+    low: int = Field(0, description="lower end")
+    high: int = Field(9, description="upper end")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Example":
+        if self.low > self.high:
+            raise ValueError(f"--low {self.low} is above --high {self.high}")
+        return self
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "baton.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def fails(capsys, *argv: str) -> str:
+    """The one line that a bad start writes."""
+    with pytest.raises(SystemExit) as exit_:
+        parse(Example, list(argv))
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("baton-example: ")
+    return err
+
+
+def test_defaults():
+    settings = parse(Example, [])
+    assert (settings.max_num_seqs, settings.share, settings.listen) == (8, None, HostPort("127.0.0.1", 0))
+
+
+def test_flag_beats_environment_beats_file_beats_default(config, monkeypatch):
+    path = config("max-num-seqs: 3\nshare: 0.5\nhigh: 20\n")
+    monkeypatch.setenv("BATON_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("BATON_SHARE", "0.25")
+    settings = parse(Example, ["--config", path, "--max-num-seqs", "7"])
+    assert (settings.max_num_seqs, settings.share, settings.high, settings.low) == (7, 0.25, 20, 0)
+
+
+def test_the_file_may_be_named_by_the_environment_and_spell_keys_with_underscores(config, monkeypatch):
+    monkeypatch.setenv("BATON_CONFIG", config("max_num_seqs: 3\nnodes: ['a:1', 'b:2']\n"))
+    settings = parse(Example, [])
+    assert settings.max_num_seqs == 3
+    assert settings.nodes == (HostPort("a", 1), HostPort("b", 2))
+
+
+def test_an_empty_variable_is_none_at_all(config, monkeypatch):
+    monkeypatch.setenv("BATON_MAX_NUM_SEQS", "")
+    assert parse(Example, ["--config", config("max-num-seqs: 3")]).max_num_seqs == 3
+
+
+def test_address_lists(monkeypatch):
+    expected = (HostPort("a", 1), HostPort("::1", 2))
+    assert parse(Example, ["--nodes", "a:1, [::1]:2"]).nodes == expected
+    assert parse(Example, ["--nodes", "a:1", "--nodes", "[::1]:2"]).nodes == expected
+    monkeypatch.setenv("BATON_NODES", "a:1,[::1]:2")
+    assert parse(Example, []).nodes == expected
+
+
+def test_switches(monkeypatch):
+    assert parse(Example, ["--fast"]).fast
+    monkeypatch.setenv("BATON_FAST", "true")
+    assert parse(Example, []).fast
+    assert not parse(Example, ["--no-fast"]).fast
+
+
+def test_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        parse(Example, []).fast = True
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs: Input should be greater than 0, not '0'"),
+        (["--max-num-seqs", "many"], "--max-num-seqs: "),
+        (["--mode", "gpu"], "--mode: Input should be 'auto' or 'cpu', not 'gpu'"),
+        (["--listen", "8000"], "--listen: must be HOST:PORT, not '8000'"),
+        (["--listen", "::1:80"], "--listen: an IPv6 address needs brackets"),
+        (["--listen", "a:70000"], "--listen: the port must be a number up to 65535"),
+        (["--peer", "a:0"], "--peer: port 0 is no port to connect to"),
+        (["--nodes", "a:1,b"], "--nodes: must be HOST:PORT, not 'b'"),
+        (["--low", "10"], "--low 10 is above --high 9"),
+        (["--max-seqs", "3"], "unrecognized arguments: --max-seqs"),
+        (["--max-num", "3"], "unrecognized arguments: --max-num"),
+        (["--config", "/nowhere.yaml"], "--config: cannot read /nowhere.yaml"),
+    ],
+)
+def test_bad_flags_end_with_one_line(capsys, argv, text):
+    assert text in fails(capsys, *argv)
+
+
+def test_a_bad_variable_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("BATON_MAX_NUM_SEQS", "x")
+    assert "--max-num-seqs (from BATON_MAX_NUM_SEQS): " in fails(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-num-seqs: x", "--max-num-seqs (from "),
+        ("max-seqs: 3", "has an unknown key 'max-seqs'"),
+        ("low: 1\nconfig: other.yaml", "has an unknown key 'config'"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "sets 'max_num_seqs' twice"),
+        ("- 3", "must map names to values"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_bad_files_end_with_one_line(capsys, config, text, message):
+    assert message in fails(capsys, "--config", config(text))
+
+
+def test_a_missing_required_flag_is_named(capsys):
+    class Strict(Settings):
+        """Needs a model."""
+
+        prog: ClassVar[str] = "baton-example"
+        model: str = Field(description="folder or hub id")
+
+    with pytest.raises(SystemExit):
+        parse(Strict, [])
+    assert capsys.readouterr().err == "baton-example: --model: required\n"
+
+
+def test_help_has_every_flag_with_its_default(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(Example, ["--help"])
+    assert exit_.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--max-num-seqs N requests in one step (default: 8)" in out
+    assert "share of memory, 100% is 1" in out
+    assert "--mode {auto,cpu} where to run (default: auto)" in out
+    assert "--nodes HOST:PORT,... addresses of the nodes" in out
+    assert "--fast, --no-fast take the fast way (default: off)" in out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(Example, ["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith("baton-example 0.")
+
+
+@pytest.mark.parametrize("text", ["host:1", "[::1]:65535", "10.0.0.1:80"])
+def test_addresses_read_as_written(text):
+    assert str(HostPort.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:-1", "host:٣", "[]:80", "ho st:80", "http://h:80"])
+def test_addresses_that_are_none(text):
+    with pytest.raises(ValueError, match="must be"):
+        HostPort.parse(text)
+
+
+def test_settings_import_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import baton.settings, baton.telemetry, baton.wire"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

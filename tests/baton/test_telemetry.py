@@ -1,0 +1,130 @@
+"""Log lines carry names; messages become metrics; the metrics page answers and names a busy port."""
+
+import io
+import logging
+import urllib.error
+import urllib.request
+
+import pytest
+
+from baton.address import HostPort
+from baton.errors import Overloaded, RequestCancelled
+from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Sample, Started, Tokens, Update, WorkId
+from baton.sampling import SamplingParams
+from baton.telemetry import MetricsServer, NodeMetrics, RouterMetrics, configure_logging, new_registry, request_scope
+
+WORK = WorkId(1, "r", 0)
+LOCAL = HostPort("127.0.0.1", 0)
+
+
+@pytest.fixture
+def lines():
+    """What the process logs, as text."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    stream = io.StringIO()
+    configure_logging(logging.INFO, "n0", stream)
+    yield stream
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_lines_name_node_and_request(lines):
+    log = logging.getLogger("some.module")
+    with request_scope("r-1"):
+        log.info("placed node=%s", "p-0")
+    log.warning("aborted", extra={"request_id": "r-2"})
+    log.info("idle")
+    log.debug("not this one")
+    first, second, third = lines.getvalue().splitlines()
+    assert first.endswith("Z level=info node_id=n0 request_id=r-1 logger=some.module placed node=p-0")
+    assert "level=warning node_id=n0 request_id=r-2 logger=some.module aborted" in second
+    assert "request_id=- " in third
+
+
+def test_a_client_cannot_forge_lines(lines):
+    with request_scope("a\nlevel=error b"):
+        logging.getLogger("m").info("x\r\ny")
+    assert len(lines.getvalue().splitlines()) == 1
+
+
+def test_tracebacks_are_kept(lines):
+    try:
+        raise ValueError("odd")
+    except ValueError:
+        logging.getLogger("m").exception("failed")
+    assert "ValueError: odd" in lines.getvalue()
+
+
+def test_node_messages_become_metrics():
+    registry = new_registry()
+    metrics = NodeMetrics(registry, "tiny", NodeRole.DECODE)
+    metrics.received(Prefill(WORK, "i", (1, 2, 3), (Sample(0),), SamplingParams(), 1.0))
+    kinds = (
+        Started(2, 0.01),
+        Tokens(0, 0, (5, 6)),
+        HandedOff(0.2),
+        Adopted(0.1, 16, 4096),
+        End(),
+        End(RequestCancelled("gone")),
+        End(Overloaded("full")),
+    )
+    for kind in kinds:
+        metrics.sent(Update(WORK, kind))
+    metrics.set_load(Load(num_waiting=1, num_running=2, num_blocks_free=6, num_blocks_total=8))
+    metrics.set_blocks({"free": 5, "cached": 1})
+    labels = {"model_name": "tiny", "role": "decode"}
+
+    def value(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"baton:{name}", labels | more)
+
+    assert value("prompt_tokens_total") == 3
+    assert value("generation_tokens_total") == 2
+    assert value("prefix_cache_hits_total") == 18
+    assert value("kv_transfer_bytes_total") == 4096
+    assert value("kv_transfer_seconds_sum") == 0.1
+    assert value("num_requests_running") == 2
+    assert value("num_requests_waiting") == 1
+    assert value("kv_cache_usage_perc") == 0.25
+    assert value("kv_blocks", state="cached") == 1
+    for outcome, reason in (("finished", ""), ("cancelled", ""), ("failed", "overloaded"), ("handed_off", "")):
+        assert value("request_ends_total", outcome=outcome, reason=reason) == 1
+
+
+def test_router_metrics():
+    registry = new_registry()
+    metrics = RouterMetrics(registry)
+    metrics.set_requests({"queued": 1, "decoding": 0})
+    for kind in (Started(4, 0.01), HandedOff(0.2), Adopted(0.1, 16, 4096)):
+        metrics.observe("tiny", Update(WORK, kind))
+    metrics.ended("tiny", 0.5, None, "stop")
+    labels = {"model_name": "tiny"}
+    assert registry.get_sample_value("baton:num_requests", {"state": "queued"}) == 1
+    assert registry.get_sample_value("baton:prefix_cache_hits_total", labels) == 4
+    assert registry.get_sample_value("baton:kv_transfer_bytes_total", labels) == 4096
+    ends = labels | {"outcome": "finished", "reason": "stop"}
+    assert registry.get_sample_value("baton:request_ends_total", ends) == 1
+
+
+def get(address: HostPort, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_metrics_page():
+    reasons = [None, "draining"]
+    server = MetricsServer(LOCAL, new_registry(), lambda: reasons.pop(0))
+    try:
+        assert "baton:build_info{" in get(server.address, "/metrics")[1]
+        assert get(server.address, "/health") == (200, "ok\n")
+        assert get(server.address, "/health") == (503, "draining\n")
+        assert get(server.address, "/else")[0] == 404
+        with pytest.raises(OSError, match="in use"):
+            MetricsServer(server.address, new_registry())
+    finally:
+        server.close()
