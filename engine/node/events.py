@@ -96,7 +96,15 @@ class ToPrefill:
     message: DecodeToPrefill
 
 
-Output = ToRouter | ToDecode | ToPrefill
+@dataclass(frozen=True, slots=True)
+class ClosePeer:
+    """The transport lost the peer: close its handoff stream too. PeerClosed follows, as for every stream's end."""
+
+    peer: str
+    reason: str
+
+
+Output = ToRouter | ToDecode | ToPrefill | ClosePeer
 
 
 class Role(Protocol):

@@ -1,0 +1,288 @@
+"""The decode node as a state machine: leases and parts in, tokens out.
+
+Its loop is `turn`: take what arrived, end what is overdue, grant what fits, adopt what is complete, compute one step,
+tell the routers. Adoption puts a request into the very next step, so the batch that runs has no gap. A Prefill sent
+here directly runs on the same engine, with no lease.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError, DeadlineExceeded, NodeUnavailable, Overloaded, RequestCancelled
+from baton.messages import (
+    Abort,
+    Adopted,
+    Commit,
+    End,
+    Load,
+    Prefill,
+    Refuse,
+    Release,
+    Reserve,
+    SampleEnd,
+    Started,
+    Tokens,
+    WorkId,
+)
+from decode_node.leases import Lease
+from decode_node.outbox import Outbox
+from decode_node.reservations import Reservations
+from engine.engine import Engine
+from engine.node.events import (
+    ClosePeer,
+    Draining,
+    Event,
+    FromPeer,
+    FromRouter,
+    Output,
+    PeerClosed,
+    PeerOpened,
+    SessionLost,
+    SessionOpened,
+)
+from engine.node.fences import Fences
+from engine.node.intake import make_sequence
+from engine.sequence import Sequence
+from engine.step import SampledToken
+from kv_transfer.receiver import KvReceiver, PartArrived, PartFailed, PeerLost
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in this node's engine: the sequence of each live sample (one for all until a local prompt forks)."""
+
+    work: WorkId
+    deadline: float
+    received: float
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+
+
+class DecodeCore:
+    """Owned by the engine's thread, and owner of engine and receiver. `max_waiting` bounds each queue; `keep_s` is how
+    long tombstones and commit outcomes are kept: longer than the longest deadline."""
+
+    def __init__(
+        self, engine: Engine, receiver: KvReceiver, *, incarnation: str, max_waiting: int = 4096, keep_s: float = 7200.0
+    ) -> None:
+        self.engine = engine
+        self.receiver = receiver
+        self._incarnation = incarnation
+        self._max_waiting = max_waiting
+        self._fences = Fences(keep_s)
+        self._outbox = Outbox()
+        self._reservations = Reservations(engine, receiver, self._outbox, max_waiting=max_waiting, keep_s=keep_s)
+        self._running: dict[WorkId, Running] = {}
+        self._stopping = False
+
+    # ---- the loop ----
+
+    def turn(self, now: float) -> bool:
+        self._take_transfers(now)
+        self._end_overdue(now)
+        self._reservations.grant_waiting(now)
+        for lease in self._reservations.take_adoptable(now):
+            self._adopt(lease, now)
+        stepped = self.engine.has_work and self._take_step(now)
+        return stepped and self.engine.has_work
+
+    def _take_transfers(self, now: float) -> None:
+        for event in self.receiver.poll():
+            match event:
+                case PartArrived():
+                    self._reservations.part_arrived(event, now)
+                case PartFailed(_, lease, part, reason):
+                    self._reservations.part_failed(lease, part, reason, now)
+                case PeerLost(peer, reason):
+                    self._reservations.end_peer(peer, reason, now)
+                    self._outbox.add(ClosePeer(peer, reason))
+
+    def _take_step(self, now: float) -> bool:
+        result = self.engine.step(now)
+        for sequence in result.started:
+            queue_s = now - self._running[sequence.work].received
+            self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
+        for token in result.sampled:
+            self._sampled(self._running[token.sequence.work], token)
+        return result.num_tokens > 0
+
+    def _end_overdue(self, now: float) -> None:
+        self._reservations.end_overdue(now)
+        for running in [r for r in self._running.values() if r.deadline <= now]:
+            self._end_running(running, DeadlineExceeded("not finished by its deadline"))
+        self._fences.expire(now)
+
+    # ---- events in ----
+
+    def handle(self, event: Event, now: float) -> None:
+        match event:
+            case SessionOpened(epoch):
+                self._outbox.epochs.add(epoch)
+            case SessionLost(epoch):
+                self._outbox.epochs.discard(epoch)
+                for work in [w for w in self._works() if w.router_epoch == epoch]:
+                    self._end_work(work, RequestCancelled("the router's stream ended"), now)
+            case FromRouter(epoch, Prefill() as prefill):
+                self._prefill_here(epoch, prefill, now)
+            case FromRouter(_, Abort() as abort):
+                self._abort(abort, now)
+            case FromPeer(peer, Reserve() as reserve):
+                self._reserve(peer, reserve, now)
+            case FromPeer(peer, Commit() as commit):
+                self._reservations.commit(peer, commit, now)
+            case FromPeer(peer, Release() as release):
+                self._reservations.release(peer, release, now)
+            case PeerOpened():
+                pass  # its first Reserve says all
+            case PeerClosed(peer, reason):
+                self._reservations.end_peer(peer, reason, now)
+            case Draining():
+                self._stopping = True
+
+    def _admit(self, work: WorkId, now: float) -> bool:
+        """Whether the work is news. Then attempts before it end."""
+        if not self._fences.admit(work, now):
+            return False
+        for older in [w for w in self._works() if w.key == work.key]:
+            self._end_work(older, RequestCancelled(f"attempt {work.attempt} took its place"), now)
+        return True
+
+    def _check(self, target_incarnation: str) -> None:
+        if target_incarnation != self._incarnation:
+            raise NodeUnavailable(f"this is incarnation {self._incarnation}, not {target_incarnation}")
+        if self._stopping:
+            raise NodeUnavailable("the decode node is stopping")
+
+    def _reserve(self, peer: str, reserve: Reserve, now: float) -> None:
+        work = reserve.work
+        if not self._admit(work, now):
+            if work not in self._works():  # else it is a repeat of one that is being served
+                self._outbox.to_prefill(peer, Refuse(work, RequestCancelled("the attempt is over")))
+            return
+        try:
+            self._check(reserve.target_incarnation)
+            if work.router_epoch not in self._outbox.epochs:
+                raise NodeUnavailable("the request's router is not subscribed to the decode node")
+            self._reservations.reserve(peer, reserve, now)
+        except BatonError as error:
+            self._outbox.to_prefill(peer, Refuse(work, error))
+
+    def _prefill_here(self, epoch: int, prefill: Prefill, now: float) -> None:
+        work = prefill.work
+        if epoch not in self._outbox.epochs or not self._admit(work, now):
+            return  # a repeat, or fenced: whoever sent it has its answer or wants none
+        try:
+            self._check(prefill.target_incarnation)
+            if self.engine.num_waiting >= self._max_waiting:
+                raise Overloaded(f"{self._max_waiting} prompts are waiting")
+            sequence = make_sequence(prefill, vocab_size=self.engine.config.vocab_size, hand_off=False, now=now)
+            self.engine.add(sequence)
+        except BatonError as error:
+            self._outbox.to_router(work, End(error))
+            return
+        sequences = dict.fromkeys(sequence.samples, sequence)
+        self._running[work] = Running(work, now + prefill.deadline_s, now, sequences)
+
+    # ---- running ----
+
+    def _adopt(self, lease: Lease, now: float) -> None:
+        """Into the next step's batch: all KV is here. The engine takes over the lease's blocks."""
+        commit, work = lease.commit, lease.reserve.work
+        assert commit is not None
+        num_cached = lease.num_held * lease.block_size
+        self._outbox.to_router(work, Adopted(now - lease.granted, num_cached, lease.transfer_bytes))
+        stopped = self._fences.stopped(work)
+        outputs = {s.index: s.output_tokens for s in commit.samples if s.index not in stopped}
+        needed = max(0, len(outputs) - 1)
+        self.engine.blocks.release(lease.spares[needed:])
+        if not outputs:
+            self.engine.blocks.release(lease.table)
+            self._outbox.to_router(work, End())
+            return
+        sequence = Sequence(
+            work=work,
+            samples=list(outputs),
+            prompt_tokens=commit.prompt_tokens,
+            sampling=commit.sampling,
+            cache_salt=commit.cache_salt,
+            arrived_s=now,
+            block_table=lease.table,
+            num_computed_tokens=lease.reserve.num_tokens,
+            num_cached_tokens=num_cached,
+        )
+        adopted = self.engine.adopt(sequence, outputs, lease.spares[:needed])
+        self._running[work] = Running(work, lease.deadline, now, {s.samples[0]: s for s in adopted})
+
+    def _sampled(self, running: Running, token: SampledToken) -> None:
+        running.sequences[token.sample] = token.sequence
+        if token.sample in self._fences.stopped(running.work):  # stopped while its prompt stood for several samples
+            self._drop_sample(running, token.sample)
+            return
+        logprobs = (token.logprobs,) if token.logprobs else ()
+        self._outbox.to_router(running.work, Tokens(token.sample, token.index, (token.token,), logprobs))
+        if token.finish:
+            self._outbox.to_router(running.work, SampleEnd(token.sample, token.finish, token.stop_token_id))
+            self._drop_sample(running, token.sample)
+
+    def _drop_sample(self, running: Running, sample: int) -> None:
+        self.engine.release(running.sequences.pop(sample))
+        if not running.sequences:
+            del self._running[running.work]
+            self._outbox.to_router(running.work, End())
+
+    # ---- ends ----
+
+    def _works(self) -> set[WorkId]:
+        return {*self._running, *self._reservations.works()}
+
+    def _abort(self, abort: Abort, now: float) -> None:
+        work = abort.work
+        if not abort.samples:
+            self._fences.fence(work, now)
+            for known in [w for w in self._works() if w.key == work.key and w.attempt <= work.attempt]:
+                self._end_work(known, RequestCancelled("aborted by the router"), now)
+            return
+        self._fences.stop_samples(work, abort.samples, now)
+        running = self._running.get(work)
+        for sample in abort.samples:
+            sequence = running.sequences.get(sample) if running else None
+            if running and sequence and len(sequence.samples) == 1:
+                self._drop_sample(running, sample)
+
+    def _end_work(self, work: WorkId, error: BatonError, now: float) -> None:
+        self._reservations.end_work(work, error, now)
+        if running := self._running.get(work):
+            self._end_running(running, error)
+
+    def _end_running(self, running: Running, error: BatonError) -> None:
+        del self._running[running.work]
+        for sequence in running.sequences.values():
+            self.engine.release(sequence)
+        self._outbox.to_router(running.work, End(error))
+
+    # ---- what the shell asks ----
+
+    def next_deadline(self) -> float | None:
+        deadlines = [r.deadline for r in self._running.values()]
+        reserved = self._reservations.next_deadline()
+        return min([*deadlines, *([] if reserved is None else [reserved])], default=None)
+
+    def take_outputs(self) -> list[Output]:
+        return self._outbox.take()
+
+    def load(self) -> Load:
+        engine, blocks = self.engine, self.engine.blocks
+        waiting = engine.num_waiting + self._reservations.num_waiting
+        return Load(waiting, engine.num_running, blocks.num_free + blocks.num_cached, blocks.num_total)
+
+    @property
+    def idle(self) -> bool:
+        return not self._works()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where blocks, slots, leases and sequences disagree. For tests and the audit."""
+        self.engine.check_integrity(leases=self._reservations.tables())
+        self.receiver.check_integrity()

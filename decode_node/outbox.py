@@ -1,0 +1,29 @@
+"""What a decode node has to say, in order, until the shell takes it."""
+
+from __future__ import annotations
+
+from baton.messages import DecodeToPrefill, Update, UpdateKind, WorkId
+from engine.node.events import Output, ToPrefill, ToRouter
+
+
+class Outbox:
+    """Collects outputs. `epochs` are the routers that listen; words for others are dropped, since their sessions are
+    gone and their work with them."""
+
+    def __init__(self) -> None:
+        self.epochs: set[int] = set()
+        self._outputs: list[Output] = []
+
+    def to_router(self, work: WorkId, kind: UpdateKind) -> None:
+        if work.router_epoch in self.epochs:
+            self._outputs.append(ToRouter(work.router_epoch, Update(work, kind)))
+
+    def to_prefill(self, peer: str, message: DecodeToPrefill) -> None:
+        self._outputs.append(ToPrefill(peer, message))
+
+    def add(self, output: Output) -> None:
+        self._outputs.append(output)
+
+    def take(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs

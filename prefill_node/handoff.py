@@ -1,0 +1,91 @@
+"""One request on its way through a prefill node, and the decode node that it goes to."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from baton.layout import num_blocks_for
+from baton.messages import DecodeTarget, Grant, Prefill, SampleEnd, Tokens
+from engine.sequence import Sequence
+
+
+class HandoffState(enum.Enum):
+    """What the request still waits for here. Grant and prompt may come in either order.
+
+    COMPUTING --prompt computed, granted--> SENDING --Commit accepted, all parts gathered--> (gone: HandedOff)
+        |                                      |
+        +--- all samples ended on the first token: End, Release
+        `--- abort, deadline, refused, peer lost: End(error), Release; granted parts are drained
+    """
+
+    COMPUTING = "computing"
+    SENDING = "sending"
+
+
+@dataclass(slots=True)
+class Handoff:
+    """`results` is what the prompt's last chunk sampled: news for the router, held back until D has granted."""
+
+    message: Prefill
+    epoch: int
+    sequence: Sequence
+    received: float
+    deadline: float
+    started: float = 0.0
+    reserved: bool = False  # D was asked, and has to be told of the end
+    state: HandoffState = HandoffState.COMPUTING
+    grant: Grant | None = None
+    credits: int = 0
+    next_part: int = 0  # parts below it are gathered and on their way
+    results: list[Tokens | SampleEnd] = field(default_factory=list)
+    computed: bool = False
+    accepted: bool = False  # D took the commit
+    prefill_s: float = 0.0
+
+    @property
+    def target(self) -> DecodeTarget | None:
+        return self.message.decode
+
+    @property
+    def outputs(self) -> dict[int, tuple[int, ...]]:
+        """Output tokens of each unfinished sample, the one sampled here included."""
+        ended = {r.sample for r in self.results if isinstance(r, SampleEnd)}
+        fresh = {r.sample: r.token_ids for r in self.results if isinstance(r, Tokens)}
+        return {s.index: s.output_tokens + fresh[s.index] for s in self.message.samples if s.index not in ended}
+
+    @property
+    def all_gathered(self) -> bool:
+        return self.grant is not None and self.next_part == self.grant.num_parts
+
+    def ready_blocks(self, part_blocks: int, block_size: int) -> list[int] | None:
+        """The pool blocks of the next part, if D has a slot for it and its KV is computed."""
+        if self.grant is None or self.next_part >= self.credits:
+            return None
+        num_tokens = self.sequence.num_tokens
+        first = self.grant.num_held_blocks + self.next_part * part_blocks
+        last = min(first + part_blocks, num_blocks_for(num_tokens, block_size))
+        if self.sequence.num_computed_tokens < min(last * block_size, num_tokens):
+            return None
+        return self.sequence.block_table[first:last]
+
+
+@dataclass(slots=True)
+class Drain:
+    """A dead lease with parts that D has posted receives for: each is sent as a header without blocks, because a
+    posted receive is never cancelled."""
+
+    next_part: int
+    credits: int
+
+
+@dataclass(slots=True)
+class DecodePeer:
+    """A decode node as this prefill node sees it. Its leases come in increasing order, so a repeat is recognised."""
+
+    target: DecodeTarget
+    part_blocks: int = 0  # 0: its stream is not up yet
+    lost: bool = False  # its transport is gone, its stream about to be closed
+    last_lease: int = 0
+    leases: dict[int, Handoff] = field(default_factory=dict)
+    drains: dict[int, Drain] = field(default_factory=dict)
