@@ -1,0 +1,199 @@
+"""Paged attention under Hugging Face's model classes, through transformers' AttentionInterface.
+
+A batch is one row, [1, num_tokens], whatever sequences are in it. The implementation name `baton_paged` makes every
+attention module call `forward` here, and, being unknown to transformers' mask builders, makes the model build no mask.
+What to do is said by the module's own `AttentionSite`, so models of several nodes in one process do not meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from baton_kernels.kv_write import kv_write
+from baton_kernels.paged_attention import PagedBatch, paged_attention
+from engine.model.errors import UnsupportedModel
+from engine.model.kv_pool import KvPool, KvShape
+
+IMPLEMENTATION = "baton_paged"
+_SITE = "baton_attention_site"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a model asks of attention. query: [num_tokens, num_heads, head_dim]; key, value: with num_kv_heads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class AttentionSite(Protocol):
+    """Answers the calls of one attention module."""
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        """The attention's output, [num_tokens, num_heads, head_dim]."""
+
+
+def forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """transformers' signature. query, key, value: [1, heads, num_tokens, head_dim], usually transposed views."""
+    site: AttentionSite = module.__dict__[_SITE]
+    call = AttentionCall(
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1),
+        value=value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return site.attend(module, call)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, forward)
+
+
+# ---- while serving ----
+
+
+@dataclass(slots=True)
+class StepContext:
+    """The batch that the model is computing; one per runner, set before each forward."""
+
+    batch: PagedBatch | None = None
+    slot_mapping: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSite:
+    """One layer's part of the pool."""
+
+    step: StepContext
+    key_cache: Tensor
+    value_cache: Tensor
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        batch, slot_mapping = self.step.batch, self.step.slot_mapping
+        assert batch is not None
+        assert slot_mapping is not None
+        kv_write(call.key, call.value, self.key_cache, self.value_cache, slot_mapping)
+        return paged_attention(
+            call.query,
+            self.key_cache,
+            self.value_cache,
+            batch,
+            scale=call.scale,
+            sliding_window=call.sliding_window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+
+
+def attach(layers: list[nn.Module], pool: KvPool) -> StepContext:
+    """Bind the attention modules, in the order of their layers, to the pool."""
+    step = StepContext()
+    for index, module in enumerate(layers):
+        module.__dict__[_SITE] = LayerSite(step, *pool.layer(index))
+    return step
+
+
+# ---- at load ----
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a first forward showed: the attention modules in the order in which they run, and the shape of their KV."""
+
+    layers: list[nn.Module]
+    shape: KvShape
+
+
+class _ProbeSite:
+    """Attends within the probe's few tokens, and takes notes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, torch.Size, torch.Size]] = []
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        self.calls.append((module, call.key.shape[1:], call.value.shape[1:]))
+        q, k, v = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def probe(model: PreTrainedModel) -> Probe:
+    """Run a few tokens through the model, and find its attention. Raises UnsupportedModel when the engine would get it
+    wrong: state other than KV, attention that does not go through our function once per layer, or KV of mixed shapes.
+    """
+    config = model.config.get_text_config()
+    _refuse_by_config(config)
+    site = _ProbeSite()
+    for module in model.modules():
+        module.__dict__[_SITE] = site
+    try:
+        _forward_few_tokens(model)
+    finally:
+        for module in model.modules():
+            del module.__dict__[_SITE]
+    layers = [module for module, _, _ in site.calls]
+    if len(layers) != config.num_hidden_layers or len(set(layers)) != len(layers):
+        raise UnsupportedModel(
+            f"{type(model).__name__}: {len(set(layers))} modules called paged attention {len(layers)} times, "
+            f"for {config.num_hidden_layers} layers"
+        )
+    dims = {tuple(dim) for _, *key_and_value in site.calls for dim in key_and_value}
+    if len(dims) != 1:
+        raise UnsupportedModel(f"{type(model).__name__}: layers' KV differ in shape: {sorted(dims)}")
+    num_kv_heads, head_dim = dims.pop()
+    return Probe(layers, KvShape(len(layers), num_kv_heads, head_dim, model.dtype))
+
+
+def _forward_few_tokens(model: PreTrainedModel) -> None:
+    device = model.device
+    ids = torch.arange(4, device=device)[None] % model.config.get_text_config().vocab_size
+    keep = torch.tensor([1, 3], device=device)
+    try:
+        logits = model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=keep).logits
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedModel(f"{type(model).__name__} does not run on a flattened batch: {error}") from error
+    if logits.shape[:2] != (1, 2):
+        raise UnsupportedModel(f"{type(model).__name__} does not honour logits_to_keep: logits {tuple(logits.shape)}")
+
+
+def _refuse_by_config(config: Any) -> None:
+    """What a probe of four tokens cannot see."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(unknown))}")
+    # These take their frequencies from the longest sequence of the whole batch, so neighbours would change a result.
+    if bad := {"dynamic", "longrope"} & set(_rope_types(getattr(config, "rope_parameters", None))):
+        raise UnsupportedModel(f"{config.model_type}: RoPE of type {', '.join(sorted(bad))}")
+
+
+def _rope_types(parameters: Any) -> list[str]:
+    """All `rope_type` values; some models have one set of parameters per layer type."""
+    if not isinstance(parameters, dict):
+        return []
+    nested = [kind for value in parameters.values() for kind in _rope_types(value)]
+    return nested + ([parameters["rope_type"]] if "rope_type" in parameters else [])

@@ -1,0 +1,131 @@
+"""Finds a checkpoint, loads it, and reads what its files say beside the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from baton.messages import GenerationDefaults
+from engine.model.attention import IMPLEMENTATION
+from engine.model.errors import ModelNotFound, UnsupportedModel
+
+EMBEDDED = {"baton-tiny": Path(__file__).parents[1] / "checkpoints" / "baton-tiny"}
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """The folder of a model: an embedded one, a folder, or a hub id (downloaded once; from the cache alone when
+    HF_HUB_OFFLINE is set). Raises ModelNotFound."""
+    if name in EMBEDDED:
+        return EMBEDDED[name]
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(f"--model {name}: the folder has no config.json")
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as error:  # what the hub's errors derive from
+        reason = str(error).splitlines()[0]
+        raise ModelNotFound(f"--model {name} is neither a folder nor to be had from the hub: {reason}") from error
+
+
+def load_model(path: Path, dtype: str = "auto", device: str | torch.device = "cpu") -> PreTrainedModel:
+    """The checkpoint's model class with paged attention, in eval mode, on the device.
+
+    dtype: "auto" (the checkpoint's own), "float32", "float16" or "bfloat16"; on a CPU always float32, in which exact
+    ties between the two best logits do not occur. Code that comes with a checkpoint is never run. Raises
+    UnsupportedModel.
+    """
+    device = torch.device(device)
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
+    if not any(path.glob("*.safetensors")):
+        raise UnsupportedModel(f"{path} has no safetensors weights")
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32 if device.type == "cpu" else _DTYPES.get(dtype, "auto"),
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise UnsupportedModel(f"{path} cannot be loaded: {error}") from error
+    # Moved as a whole: from_pretrained places weights on a device itself only with the accelerate package.
+    loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    return loaded
+
+
+def max_model_len(path: Path) -> int:
+    """The context length that the configuration states, in tokens."""
+    config = _text_config(path)
+    length = getattr(config, "max_position_embeddings", None)
+    if not length:
+        raise UnsupportedModel(f"{path}: config.json states no max_position_embeddings")
+    return int(length)
+
+
+def vocab_size(path: Path) -> int:
+    return int(_text_config(path).vocab_size)
+
+
+def generation_defaults(path: Path) -> GenerationDefaults:
+    """What generation_config.json says; its EOS ids come from config.json when it is silent."""
+    stated = _read_json(path / "generation_config.json")
+    eos = stated.get("eos_token_id")
+    if eos is None:
+        eos = _read_json(path / "config.json").get("eos_token_id")
+    return GenerationDefaults(
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        temperature=stated.get("temperature"),
+        top_p=stated.get("top_p"),
+        top_k=stated.get("top_k"),
+        min_p=stated.get("min_p"),
+        repetition_penalty=stated.get("repetition_penalty"),
+        max_new_tokens=stated.get("max_new_tokens"),
+    )
+
+
+def fingerprint(path: Path) -> str:
+    """sha256, hex, that tells two models apart, in milliseconds for any size.
+
+    Over config.json (without the version of the library that wrote it) and, per weight file in order of name: its
+    size, its safetensors header (names, shapes, offsets), and 64 pieces of 4 KiB spread evenly over its data. Two
+    fine-tunes of one model differ in nearly every weight, so in nearly every piece.
+    """
+    config = _read_json(path / "config.json")
+    stated = {key: value for key, value in config.items() if key != "transformers_version" and not key.startswith("_")}
+    digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as data:
+            header = data.read(int.from_bytes(data.read(8), "little"))
+            digest.update(b"%s\0%d\0%s" % (file.name.encode(), size, header))
+            for i in range(64):
+                data.seek(len(header) + (size - len(header)) * i // 64)
+                digest.update(data.read(4096))
+    return digest.hexdigest()
+
+
+def _text_config(path: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True).get_text_config()
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The file's object; empty when there is no file."""
+    if not file.is_file():
+        return {}
+    parsed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return parsed

@@ -1,0 +1,41 @@
+"""Attention of a flattened batch, prefill chunks and decodes mixed, over keys and values that lie in KV blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton_kernels.paged_attention import reference
+from baton_kernels.paged_attention.batch import PagedBatch
+
+__all__ = ["PagedBatch", "paged_attention"]
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's new tokens over all of its tokens; returns [num_tokens, num_heads, head_dim].
+
+    query: [num_tokens, num_heads, head_dim], any strides; heads are grouped, `num_heads / num_kv_heads` in a row share
+        one KV head.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim] views, each [num_kv_heads, block_size,
+        head_dim] piece contiguous; the new tokens' are written already.
+    sliding_window: a token sees itself and the `sliding_window - 1` before it. softcap: scores become
+    `softcap * tanh(score / softcap)`. sinks: [num_heads], a score per head that takes part in the softmax and has no
+    value (gpt-oss).
+    """
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    assert query.shape[0] == batch.num_tokens
+    assert query.shape[1] % num_kv_heads == 0
+    assert query.shape[2] == head_dim
+    assert key_cache.shape == value_cache.shape
+    assert key_cache.stride() == value_cache.stride()
+    assert key_cache.stride()[1:] == (block_size * head_dim, head_dim, 1)
+    return reference.paged_attention(query, key_cache, value_cache, batch, scale, sliding_window, softcap, sinks)

@@ -1,0 +1,165 @@
+"""paged_attention in plain torch, quick enough on a CPU to serve from.
+
+Measured on one core (32 decodes, contexts of 2,048, 2 KV heads of 32): gathering a whole batch's KV costs more in page
+faults than its attention does, and one sequence at a time pays overheads; tiles whose keys fit the L2 cache take 3.3 ms
+a layer, against 17.6 for one tile of all. A chunk's queries go in runs of 256, each against the keys that it may see,
+so that a causal prompt costs half of its square.
+
+What lies in cached slots past a sequence's end is multiplied by a weight of zero, so it must be finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton_kernels.paged_attention.batch import PagedBatch
+
+CPU_TILE_BYTES = 1 << 20  # of keys; the L2 cache of a server core
+GPU_TILE_BYTES = 1 << 28
+QUERY_RUN = 256
+
+
+@dataclass(slots=True)
+class Tile:
+    """Sequences of one query length whose keys are gathered together.
+
+    tokens, positions: [num_seqs, query_len], the queries' rows in the batch and their places in their sequences.
+    pieces: [num_seqs, num_kv_heads, max_blocks], which [block_size, head_dim] pieces of the cache hold the keys.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    pieces: Tensor
+    max_context: int
+    masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+
+    def mask(self, sliding_window: int | None, first: int, end: int, num_keys: int) -> Tensor | None:
+        """[num_seqs, 1, end - first, num_keys], fp32: 0 or -inf to add to the scores of queries [first, end).
+
+        None when all of them see all keys.
+        """
+        key = (sliding_window, first)
+        if key not in self.masks:
+            distance = self.positions[:, first:end, None] - torch.arange(num_keys, device=self.positions.device)
+            hidden = distance < 0
+            if sliding_window is not None:
+                hidden |= distance >= sliding_window
+            mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self.masks[key] = mask[:, None] if bool(hidden.any()) else None
+        return self.masks[key]
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for tile in _tiles(batch, key_cache):
+        query_len = tile.tokens.shape[1]
+        key, value = _gather(key_cache, tile.pieces), _gather(value_cache, tile.pieces)
+        for first in range(0, query_len, QUERY_RUN):
+            end = min(first + QUERY_RUN, query_len)
+            num_keys = tile.max_context - (query_len - end)
+            tokens = tile.tokens[:, first:end]
+            mask = tile.mask(sliding_window, first, end, num_keys)
+            mask = None if mask is None else mask.to(query.dtype)
+            q = query[tokens].transpose(1, 2)
+            attended = _attend(q, key[:, :, :num_keys], value[:, :, :num_keys], mask, scale, softcap, sinks)
+            out[tokens] = attended.transpose(1, 2)
+    return out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """q [num_seqs, num_heads, query_len, head_dim], k and v [num_seqs, num_kv_heads, num_keys, head_dim] -> like q."""
+    if softcap is not None or sinks is not None:
+        return _attend_in_steps(q, k, v, mask, scale, softcap, sinks)
+    if q.shape[2] > 1:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    # One query each: a KV head's queries can stand as rows of one small matrix, and KV is read once.
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).view(q.shape)
+
+
+def _attend_in_steps(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(dim=-1)[..., : k.shape[2]].to(q.dtype) @ v
+
+
+def _gather(cache: Tensor, pieces: Tensor) -> Tensor:
+    """The keys or values in the order of their positions: [num_seqs, num_kv_heads, max_blocks * block_size, head_dim].
+
+    Whole [block_size, head_dim] pieces are copied, as rows of the memory around the cache's view of one layer.
+    """
+    block_size, head_dim = cache.shape[2:]
+    row = block_size * head_dim
+    num_rows = (cache.shape[0] - 1) * (cache.stride(0) // row) + cache.shape[1]
+    rows = cache.as_strided((num_rows, row), (row, 1))
+    return rows.index_select(0, pieces.view(-1)).view(*pieces.shape[:2], -1, head_dim)
+
+
+def _tiles(batch: PagedBatch, cache: Tensor) -> list[Tile]:
+    """The step's tiles, made for the first layer and the same for all others of its shape."""
+    key = ("tiles", cache.shape[1], cache.shape[3], cache.stride(0), cache.dtype)
+    if key not in batch.plans:
+        limit_bytes = CPU_TILE_BYTES if cache.device.type == "cpu" else GPU_TILE_BYTES
+        block_bytes = cache[0].numel() * cache.element_size()
+        groups = _groups(batch, max_blocks=limit_bytes // block_bytes)
+        batch.plans[key] = [_tile(batch, seqs, cache) for seqs in groups]
+    tiles: list[Tile] = batch.plans[key]
+    return tiles
+
+
+def _groups(batch: PagedBatch, max_blocks: int) -> list[list[int]]:
+    """Which sequences share a tile: a chunk is alone; decodes go together by length, padded to `max_blocks` in all."""
+    groups = [[i] for i, query_len in enumerate(batch.query_lens) if query_len > 1]
+    decodes = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1]
+    decodes.sort(key=lambda i: -batch.context_lens[i])
+    while decodes:
+        width = -(-batch.context_lens[decodes[0]] // batch.block_size)
+        size = max(1, max_blocks // width)
+        groups.append(decodes[:size])
+        decodes = decodes[size:]
+    return groups
+
+
+def _tile(batch: PagedBatch, seqs: list[int], cache: Tensor) -> Tile:
+    block_size = batch.block_size
+    query_len, max_context = batch.query_lens[seqs[0]], max(batch.context_lens[i] for i in seqs)
+    blocks = batch.host_tables[seqs, : -(-max_context // block_size)].astype(np.int64)
+    for row, i in zip(blocks, seqs, strict=True):
+        row[-(-batch.context_lens[i] // block_size) :] = row[0]  # padding reads the sequence's own keys, hidden
+    steps = np.arange(query_len)
+    first_tokens = np.cumsum([0, *batch.query_lens])[seqs]
+    first_positions = np.array([batch.context_lens[i] - query_len for i in seqs])
+    row = cache.stride(2) * block_size
+    indexes = (
+        first_tokens[:, None] + steps,
+        first_positions[:, None] + steps,
+        blocks[:, None, :] * (cache.stride(0) // row) + np.arange(cache.shape[1])[None, :, None],
+    )
+    tokens, positions, pieces = (torch.from_numpy(x).to(cache.device) for x in indexes)
+    return Tile(tokens, positions, pieces, max_context)

@@ -1,0 +1,84 @@
+"""sampling in plain torch.
+
+argmax(logits / T + g) with Gumbel noise g is a draw from softmax(logits / T) (the Gumbel-max trick). The noise of a
+token is a hash of (seed, position, token id) instead of a generator's next number, so it needs no state, and no order.
+The hash is 32-bit arithmetic throughout: two independent keys per row, and per token two rounds of murmur3's finalizer
+(Appleby, MurmurHash3, public domain).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from baton_kernels.sampling import DrawParams
+
+
+def sample(logits: Tensor, params: DrawParams, filtered: bool) -> Tensor:
+    scores = logits / params.temperature[:, None]
+    scores -= scores.amax(dim=-1, keepdim=True)
+    if filtered:
+        scores = scores.masked_fill(scores < _threshold(scores, params)[:, None], float("-inf"))
+    return (scores + gumbel_noise(params.seed, params.position, logits.shape[1])).argmax(dim=-1)
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """[num_rows, vocab_size], fp32, finite. seed and position: [num_rows], int64."""
+    bits = _hash(seed, position, vocab_size)
+    # 31 bits to (0, 1); fp32 keeps its relative precision near 0, which is where the winners lie.
+    uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
+    uniform = uniform.clamp_(max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def _hash(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """[num_rows, vocab_size] int32, all 32 bits well mixed."""
+    words = [_low32(x) for x in (seed, seed >> 32, position)]
+    first, second = _key(words, 0x243F6A88), _key(words, 0x13198A2E)  # digits of pi
+    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device)
+    x = _mix((tokens * _signed(0x9E3779B1))[None, :] ^ first[:, None])
+    return _mix(x + second[:, None])
+
+
+def _key(words: list[Tensor], start: int) -> Tensor:
+    key = torch.full_like(words[0], _signed(start))
+    for word in words:
+        key = _mix((key ^ word) + _signed(0x9E3779B9))
+    return key
+
+
+def _mix(x: Tensor) -> Tensor:
+    """murmur3's 32-bit finalizer, on int32 as if unsigned. Changes `x` in place."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= _signed(0x85EBCA6B)
+    x ^= (x >> 13) & 0x7FFFF
+    x *= _signed(0xC2B2AE35)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _low32(x: Tensor) -> Tensor:
+    """The low 32 bits of int64, as int32."""
+    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 32) if x >> 31 else x
+
+
+def _threshold(scores: Tensor, params: DrawParams) -> Tensor:
+    """[num_rows]: the smallest score that the filters keep. scores: at most 0, each row's largest is 0."""
+    floor = params.min_p.log()  # -inf when off: p >= min_p * p_max
+    ordered = scores.sort(dim=-1, descending=True).values
+    ordered = ordered.masked_fill(ordered < floor[:, None], float("-inf"))
+    last = torch.where(params.top_k > 0, params.top_k, scores.shape[1]).clamp(max=scores.shape[1]) - 1
+    kth = ordered.gather(1, last[:, None])
+    ordered = ordered.masked_fill(ordered < kth, float("-inf"))
+    probs = ordered.softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    top_p = torch.where(params.top_p < 1.0, params.top_p, float("inf"))  # fp32 sums may reach 1 before the last token
+    kept = (before < top_p[:, None]) & (ordered > float("-inf"))
+    return ordered.masked_fill(~kept, 0.0).amin(dim=-1)
