@@ -178,7 +178,7 @@ class DecodeCore:
             self._check(prefill.target_incarnation)
             if self.engine.num_waiting >= self._max_waiting:
                 raise Overloaded(f"{self._max_waiting} prompts are waiting")
-            sequence = make_sequence(prefill, vocab_size=self.engine.config.vocab_size, hand_off=False, now=now)
+            sequence = make_sequence(prefill, hand_off=False, now=now)
             self.engine.add(sequence)
         except BatonError as error:
             self._outbox.to_router(work, End(error))

@@ -53,7 +53,7 @@ class Reservations:
 
     def works(self) -> list[WorkId]:
         """All work that waits or has a lease."""
-        return [x.reserve.work for x in (*self._queue, *self._leases.values())]
+        return [x.reserve.work for x in self._holders()]
 
     def tables(self) -> list[list[int]]:
         """The blocks that each lease holds, for the integrity check."""
@@ -64,7 +64,10 @@ class Reservations:
         return len(self._queue)
 
     def next_deadline(self) -> float | None:
-        return min((x.deadline for x in (*self._queue, *self._leases.values())), default=None)
+        return min((x.deadline for x in self._holders()), default=None)
+
+    def _holders(self) -> list[Waiting | Lease]:
+        return [*self._queue, *self._leases.values()]
 
     # ---- reserve, grant ----
 
@@ -210,7 +213,7 @@ class Reservations:
 
     def end_peer(self, peer: str, reason: str, now: float) -> None:
         """The prefill node is gone: nobody will complete its leases."""
-        for work in {x.reserve.work for x in (*self._queue, *self._leases.values()) if x.peer == peer}:
+        for work in {x.reserve.work for x in self._holders() if x.peer == peer}:
             self.end_work(work, PeerLost(f"prefill node {peer}: {reason}"), now)
 
     def end_overdue(self, now: float) -> None:

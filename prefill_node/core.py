@@ -68,8 +68,8 @@ log = logging.getLogger(__name__)
 
 
 class PrefillCore:
-    """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; tombstones are kept
-    for `keep_s`: longer than the longest deadline."""
+    """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; `keep_s` is for
+    how long tombstones are kept: longer than the longest deadline."""
 
     def __init__(
         self, engine: Engine, sender: KvSender, *, incarnation: str, max_waiting: int = 4096, keep_s: float = 7200.0
@@ -82,6 +82,7 @@ class PrefillCore:
         self._epochs: set[int] = set()
         self._handoffs: dict[WorkId, Handoff] = {}
         self._peers: dict[str, DecodePeer] = {}
+        self._part_blocks: dict[str, int] = {}  # of the decode nodes whose streams are up
         self._outputs: list[Output] = []
         self._stopping = False
 
@@ -140,9 +141,9 @@ class PrefillCore:
             case FromRouter(_, Abort() as abort):
                 self._abort(abort, now)
             case PeerOpened(peer, part_blocks):
-                if peer in self._peers:
-                    self._peers[peer].part_blocks = part_blocks
+                self._part_blocks[peer] = part_blocks
             case PeerClosed(peer, reason):
+                self._part_blocks.pop(peer, None)
                 if peer in self._peers:
                     self._fail_peer(peer, reason, now)
                     del self._peers[peer]
@@ -160,7 +161,7 @@ class PrefillCore:
             self._fail(older, RequestCancelled(f"attempt {work.attempt} took its place"), now)
         try:
             self._check(prefill)
-            sequence = make_sequence(prefill, vocab_size=self.engine.config.vocab_size, hand_off=True, now=now)
+            sequence = make_sequence(prefill, hand_off=True, now=now)
             self.engine.add(sequence)
         except BatonError as error:
             self._to_router(epoch, work, End(error))
@@ -256,9 +257,9 @@ class PrefillCore:
         """Gather and push what is computed and has a slot at both ends."""
         if handoff.grant is None or handoff.target is None:
             return
-        peer = self._peers[handoff.target.incarnation]
+        part_blocks = self._part_blocks[handoff.target.incarnation]
         blocks = self.engine.blocks
-        while part := handoff.ready_blocks(peer.part_blocks, blocks.block_size):
+        while part := handoff.ready_blocks(part_blocks, blocks.block_size):
             blocks.pin_read(part)
             sent = self.sender.send(handoff.target.incarnation, handoff.grant.lease, handoff.next_part, part)
             blocks.unpin_read(part)

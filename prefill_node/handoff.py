@@ -84,7 +84,6 @@ class DecodePeer:
     """A decode node as this prefill node sees it. Its leases come in increasing order, so a repeat is recognised."""
 
     target: DecodeTarget
-    part_blocks: int = 0  # 0: its stream is not up yet
     lost: bool = False  # its transport is gone, its stream about to be closed
     last_lease: int = 0
     leases: dict[int, Handoff] = field(default_factory=dict)

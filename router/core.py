@@ -88,7 +88,7 @@ class RouterCore:
         self.pool.remove(incarnation)
         for life in list(self._requests.values()):
             for work in list(life.works.values()):
-                if work.depends_on(incarnation):
+                if work.id in life.works and work.depends_on(incarnation):  # one failure can end all the request's work
                     self._fail(life, work, NodeUnavailable(f"node {incarnation} lost: {reason}"), now, {incarnation})
 
     def node_load(self, incarnation: str, load: Load) -> None:
@@ -179,10 +179,11 @@ class RouterCore:
             case Tokens() | SampleEnd() as item:
                 self._item(life, work, item, incarnation, now)
             case HandedOff(prefill_s):
-                self._free(work.prefill, life)
-                work.handed_off = True
-                life.timings.prefill_s = prefill_s
-                self._after_progress(life, work, now)
+                if not work.handed_off:
+                    self._free(work.prefill, life)
+                    work.handed_off = True
+                    life.timings.prefill_s = prefill_s
+                    self._after_progress(life, work, now)
             case Adopted() as adopted:
                 work.state = WorkState.DECODING
                 life.timings.transfer_s = adopted.transfer_s

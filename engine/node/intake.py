@@ -7,18 +7,15 @@ from baton.messages import Prefill
 from engine.sequence import Sequence
 
 
-def make_sequence(prefill: Prefill, *, vocab_size: int, hand_off: bool, now: float) -> Sequence:
-    """The sequence that computes prompt and output so far. Raises InvalidRequest for what no engine could run."""
-    if not prefill.prompt_tokens:
-        raise InvalidRequest("the prompt has no tokens", "prompt")
+def make_sequence(prefill: Prefill, *, hand_off: bool, now: float) -> Sequence:
+    """The sequence that computes prompt and output so far. Raises InvalidRequest for impossible samples; whether
+    the tokens do, `Engine.add` says."""
     if not prefill.samples:
         raise InvalidRequest("no sample is asked for", "n")
     outputs = {s.output_tokens for s in prefill.samples}
     if len(outputs) != 1 or (len(prefill.samples) > 1 and outputs != {()}):
         raise InvalidRequest("several samples in one Prefill must have no output yet", "n")
     output = outputs.pop()
-    if max((*prefill.prompt_tokens, *output)) >= vocab_size:
-        raise InvalidRequest(f"a token id is not below the vocabulary size {vocab_size}", "prompt")
     if len(output) >= prefill.sampling.max_tokens:
         raise InvalidRequest(f"{len(output)} tokens of max_tokens {prefill.sampling.max_tokens} exist already")
     return Sequence(

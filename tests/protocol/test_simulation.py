@@ -1,0 +1,97 @@
+"""The protocol's state machines, raced: any order between streams, repeats, broken streams, crashes, aborts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from baton.sampling import SamplingParams
+from tests.protocol.fake_model import VOCAB_SIZE
+from tests.protocol.world import World
+
+PROMPTS = st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=24).map(tuple)
+
+
+class Protocol(RuleBasedStateMachine):
+    """Hypothesis chooses what happens next; the world checks after each act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(num_blocks=26)
+
+    @rule(prompt=PROMPTS, n=st.integers(1, 3), max_tokens=st.integers(1, 12), seed=st.integers(0, 3))
+    def submit(self, prompt: tuple[int, ...], n: int, max_tokens: int, seed: int) -> None:
+        self.world.submit(prompt, n, SamplingParams(seed=seed, max_tokens=max_tokens))
+
+    @rule(data=st.data(), times=st.integers(1, 8))
+    def go_on(self, data: st.DataObject, times: int) -> None:
+        for _ in range(times):
+            self.world.act(data.draw(st.sampled_from(self.world.enabled())))
+
+    @precondition(lambda self: self.world.live())
+    @rule(data=st.data())
+    def go_wrong(self, data: st.DataObject) -> None:
+        self.world.act(data.draw(st.sampled_from(self.world.faults())))
+
+    @rule(seconds=st.sampled_from([0.01, 1.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    def teardown(self) -> None:
+        self.world.run_dry()
+        self.world.check_whole()
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def race(seed: int, faults: float, num_blocks: int) -> World:
+    """One long random run; `faults` is the chance that a step is something going wrong."""
+    draw = random.Random(seed)
+    world = World(num_blocks=num_blocks, num_slots=draw.choice([1, 2, 4]))
+    for _ in range(400):
+        if draw.random() < 0.04:
+            prompt = tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randint(1, 40)))
+            if draw.random() < 0.5 and world.clients:  # a prefix that somebody has sent before
+                old = draw.choice(list(world.clients.values())).request.prompt_tokens
+                prompt = (old + prompt)[:40]
+            sampling = SamplingParams(
+                seed=draw.randrange(9), max_tokens=draw.randint(1, 20), ignore_eos=draw.random() < 0.3
+            )
+            world.submit(prompt, draw.choice([1, 1, 1, 2, 4]), sampling, draw.choice([0.5, 1e6, 1e6]))
+        acts = world.faults() if draw.random() < faults else world.enabled()
+        if acts:
+            world.act(draw.choice(acts))
+        if draw.random() < 0.1:
+            world.advance(draw.choice([0.001, 0.05]))
+    world.run_dry()
+    world.check_whole()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_without_faults_every_answer_is_whole(seed: int) -> None:
+    world = race(seed, faults=0.0, num_blocks=26)
+    for client in world.clients.values():
+        assert client.end
+        if client.request.deadline_s > 1:
+            assert client.end.error is None
+            assert client.got == client.want
+
+
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_with_faults_nothing_is_lost(seed: int) -> None:
+    race(seed, faults=0.08, num_blocks=26)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1000, 1400))
+def test_many_more(seed: int) -> None:
+    race(seed, faults=0.05 + (seed % 5) * 0.05, num_blocks=18 + seed % 30)
