@@ -123,3 +123,10 @@ class Role(Protocol):
         """What came out since the last call, in order."""
 
     def load(self) -> Load: ...
+
+    @property
+    def idle(self) -> bool:
+        """No request is on this node in any state, so that it may stop."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the node's books disagree."""

@@ -118,13 +118,13 @@ def get(address: HostPort, path: str) -> tuple[int, str]:
 
 def test_metrics_page():
     reasons = [None, "draining"]
-    server = MetricsServer(LOCAL, new_registry(), lambda: reasons.pop(0))
+    server = MetricsServer(LOCAL, new_registry(), {"/health": lambda: reasons.pop(0)})
     try:
         assert "baton:build_info{" in get(server.address, "/metrics")[1]
         assert get(server.address, "/health") == (200, "ok\n")
         assert get(server.address, "/health") == (503, "draining\n")
         assert get(server.address, "/else")[0] == 404
         with pytest.raises(OSError, match="in use"):
-            MetricsServer(server.address, new_registry())
+            MetricsServer(server.address, new_registry(), {})
     finally:
         server.close()

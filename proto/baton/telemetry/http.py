@@ -1,11 +1,11 @@
-"""A node's page for monitoring: `/metrics`, and `/health` that says why not."""
+"""A node's page for monitoring: `/metrics`, and checks such as `/health` that say why not."""
 
 from __future__ import annotations
 
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -13,20 +13,20 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.address import HostPort
 
+Check = Callable[[], str | None]
 StartResponse = Callable[[str, list[tuple[str, str]]], object]
 
 
 class MetricsServer:
     """Serves on its own thread from construction to `close`.
 
-    `why_not` tells what keeps the process from serving; None: nothing. Raises OSError when `listen` cannot be had.
+    `checks`: by path, what to ask; an answer of None is a 200, any other a 503 with that text. They run on the page's
+    threads. Raises OSError when `listen` cannot be had.
     """
 
-    def __init__(
-        self, listen: HostPort, registry: CollectorRegistry, why_not: Callable[[], str | None] = lambda: None
-    ) -> None:
+    def __init__(self, listen: HostPort, registry: CollectorRegistry, checks: Mapping[str, Check]) -> None:
         self._metrics: Any = make_wsgi_app(registry)
-        self._why_not = why_not
+        self._checks = checks
         kind = _Server6 if ":" in listen.host else _Server
         self._server = make_server(listen.host, listen.port, self._answer, server_class=kind, handler_class=_Quiet)
         self.address = HostPort(listen.host, self._server.server_port)
@@ -43,10 +43,10 @@ class MetricsServer:
         if path == "/metrics":
             answer: Iterable[bytes] = self._metrics(environ, start)
             return answer
-        if path == "/health":
-            reason = self._why_not()
+        if check := self._checks.get(path):
+            reason = check()
             return _text(start, "503 Service Unavailable" if reason else "200 OK", reason or "ok")
-        return _text(start, "404 Not Found", "try /metrics or /health")
+        return _text(start, "404 Not Found", "try " + " ".join(["/metrics", *self._checks]))
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):

@@ -1,0 +1,116 @@
+"""The decode node's end of handoff streams."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from weakref import WeakValueDictionary
+
+import grpc
+
+from baton import wire
+from baton.errors import BatonError, InvalidRequest
+from baton.messages import Hello
+from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
+from engine.node.handoff_stream import (
+    DECODE_CODEC,
+    HandoffStream,
+    PeerTransport,
+    Post,
+    address_for,
+    check_hello,
+    check_target,
+    connect,
+    describe,
+)
+from engine.node.loop import Turn
+from engine.node.sessions import Context
+from engine.node.streams import ENDED, EOF, HELLO_S, SILENCE_S
+
+log = logging.getLogger(__name__)
+
+
+class HandoffServer:
+    """Serves one stream for each prefill incarnation. Asyncio thread only.
+
+    A second stream of one incarnation takes the first one's place: the peer gave that up before we noticed. `hello` is
+    what this node says of itself, with the blocks of a part.
+    """
+
+    def __init__(self, hello: Hello, transport: PeerTransport, post: Post, *, silence_s: float = SILENCE_S) -> None:
+        self._hello = hello
+        self._transport = transport
+        self._post = post
+        self._silence_s = silence_s
+        self._streams: dict[str, HandoffStream] = {}
+        self._opened: dict[str, int] = {}  # peer -> number of the PeerOpened of its stream
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one stream of a peer at a time
+
+    def deliver(self, turn: Turn) -> None:
+        """Send a turn's messages; those for a stream that is gone, or was another when the role spoke, are dropped."""
+        for output in turn.outputs:
+            match output:
+                case ToPrefill(peer, message) if turn.num_handled >= self._opened.get(peer, turn.num_handled + 1):
+                    self._streams[peer].send(message)
+                case ClosePeer(peer, reason) if peer in self._streams:
+                    self._streams[peer].end(reason)
+
+    async def close(self) -> None:
+        """End all streams; their calls finish within the server's grace."""
+        for stream in self._streams.values():
+            stream.end("this node is stopping")
+
+    async def serve(self, context: Context) -> None:
+        """One `Handoff` call, from Hello to its end."""
+        theirs = await self._read_hello(context)
+        peer = theirs.incarnation
+        if old := self._streams.get(peer):
+            old.end("a new stream of the peer took its place")
+        lock = self._turns.setdefault(peer, asyncio.Lock())
+        async with lock:
+            await self._talk(context, theirs)
+
+    async def _read_hello(self, context: Context) -> Hello:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await context.read()
+            said = wire.read_prefill_message(first) if first is not EOF else None
+        except (TimeoutError, InvalidRequest):
+            said = None
+        if not isinstance(said, Hello):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a handoff stream opens with Hello")
+        return said
+
+    async def _talk(self, context: Context, theirs: Hello) -> None:
+        peer, reason = theirs.incarnation, "cancelled"
+        stream = self._streams[peer] = HandoffStream(peer, DECODE_CODEC)
+        try:
+            error = await self._connect(theirs)
+            if error is None:
+                self._opened[peer] = self._post(PeerOpened(peer, self._hello.part_blocks))
+                log.info("handoff open peer=%s node=%s", peer, theirs.node_id)
+            answer = dataclasses.replace(self._hello, error=error)
+            await context.write(wire.write_decode_message(answer))
+            if error is not None:
+                reason = describe(error)
+                return
+            reason = await stream.carry(context.read, context.write, self._post, self._silence_s)
+        finally:
+            self._transport.disconnect(peer)
+            del self._streams[peer]
+            if self._opened.pop(peer, None):
+                self._post(PeerClosed(peer, reason))
+            log.info("handoff over peer=%s node=%s reason=%s", peer, theirs.node_id, reason)
+        if reason != ENDED:
+            await context.abort(grpc.StatusCode.ABORTED, reason)
+
+    async def _connect(self, theirs: Hello) -> BatonError | None:
+        """Check the peer and connect the transport to it; what stands against it, if anything."""
+        try:
+            check_target(self._hello, theirs)
+            check_hello(self._hello, theirs)
+            await connect(self._transport, theirs.incarnation, address_for(self._hello, theirs))
+        except BatonError as error:
+            return error
+        return None

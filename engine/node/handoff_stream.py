@@ -1,0 +1,142 @@
+"""What both ends of a handoff stream do alike: introduce themselves, carry messages, notice silence.
+
+prefill node                decode node
+  | -- Hello ---------------> |  version, incarnation and layout are checked, transport connected
+  | <---------------- Hello - |  or one with the error that refuses the peer
+  |    transport connected    |
+  | <-> messages, heartbeats  |  silence of SILENCE_S ends the stream
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton import PROTOCOL_VERSION, wire
+from baton.errors import BatonError, InvalidRequest, NodeUnavailable, TransferError
+from baton.messages import CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, WorkId
+from engine.node.events import Event, FromPeer
+from engine.node.streams import HEARTBEAT_S, Stream, first_end, read_all
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 10_000
+
+
+class PeerTransport(Protocol):
+    """The part of a KV transport that the shell drives. Callable from any thread."""
+
+    def connect(self, peer: str, address: bytes) -> None:
+        """Blocks until parts can travel. Raises TransferError."""
+
+    def disconnect(self, peer: str) -> None:
+        """Cuts the peer off. Harmless for one that is not connected."""
+
+    def close(self) -> None:
+        """Ends all transfers and threads."""
+
+
+Post = Callable[[Event], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """The conversions of one end: what it reads and what it writes."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+
+
+PREFILL_CODEC = Codec(wire.read_decode_message, wire.write_prefill_message)
+DECODE_CODEC = Codec(wire.read_prefill_message, wire.write_decode_message)
+
+
+class HandoffStream(Stream[Any]):
+    """One stream that is up. `open_work` are the requests whose handoff is under way on it."""
+
+    def __init__(self, peer: str, codec: Codec) -> None:
+        super().__init__(MAX_WAITING)
+        self.peer = peer
+        self.open_work: set[WorkId] = set()
+        self._codec = codec
+        self._last_used = time.monotonic()
+
+    def send(self, message: Any) -> None:
+        self._note(message)
+        self.put(message)
+
+    async def carry(
+        self,
+        read: Callable[[], Awaitable[Any]],
+        write: Callable[[Any], Awaitable[Any]],
+        post: Post,
+        silence_s: float,
+        idle_s: float = math.inf,
+    ) -> str:
+        """Both directions until the stream ends; returns why. So long without a word, or without use, is an end."""
+
+        def receive(message: Any) -> None:
+            said = self._codec.read(message)
+            if isinstance(said, Hello):
+                raise InvalidRequest("a second Hello")
+            if not isinstance(said, Heartbeat):
+                self._note(said)
+                post(FromPeer(self.peer, said))
+
+        return await first_end(self.until_end(), read_all(read, receive, silence_s), self._write_all(write, idle_s))
+
+    async def _write_all(self, write: Callable[[Any], Awaitable[Any]], idle_s: float) -> str:
+        while self.open_work or time.monotonic() - self._last_used < idle_s:
+            for message in await self.take(HEARTBEAT_S) or [Heartbeat()]:
+                await write(self._codec.write(message))
+        return f"idle for {idle_s:g} s"
+
+    def _note(self, message: Any) -> None:
+        self._last_used = time.monotonic()
+        match message:
+            case Reserve(work=work):
+                self.open_work.add(work)
+            case Release(work=work) | Refuse(work=work) | CommitReply(work=work):
+                self.open_work.discard(work)
+
+
+def check_hello(mine: Hello, theirs: Hello) -> None:
+    """Raise the BatonError that names why these two cannot hand over to one another."""
+    if theirs.protocol_version != PROTOCOL_VERSION:
+        raise TransferError(f"protocol version {theirs.protocol_version} of {theirs.node_id} != {PROTOCOL_VERSION}")
+    mine.layout.require_same(theirs.layout, theirs.node_id)
+
+
+def check_target(mine: Hello, theirs: Hello) -> None:
+    """Raise NodeUnavailable for a Hello that was meant for an earlier life of this node."""
+    if theirs.target_incarnation != mine.incarnation:
+        raise NodeUnavailable(f"this is incarnation {mine.incarnation}, not {theirs.target_incarnation}")
+
+
+def address_for(mine: Hello, theirs: Hello) -> bytes:
+    """Where the peer takes bytes over the transport that this node speaks. Raises TransferError."""
+    spoken = mine.endpoints[0].transport
+    for endpoint in theirs.endpoints:
+        if endpoint.transport == spoken and endpoint.rank == 0:
+            return endpoint.address
+    offered = ", ".join(endpoint.transport for endpoint in theirs.endpoints) or "none"
+    raise TransferError(f"transport {spoken} is not offered by {theirs.node_id} ({offered})")
+
+
+async def connect(transport: PeerTransport, peer: str, address: bytes) -> None:
+    """`transport.connect` off the event loop. When cancelled it waits for the call, so that a disconnect follows it."""
+    call = asyncio.create_task(asyncio.to_thread(transport.connect, peer, address))
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
+
+
+def describe(error: BatonError) -> str:
+    return f"{type(error).__name__} {error.message}"

@@ -1,0 +1,151 @@
+"""The engine's thread: events in, turns of the role, outputs out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from baton.messages import Load
+from engine.node.events import Event, Output, Role
+
+log = logging.getLogger(__name__)
+
+GAUGE_PERIOD_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn gave.
+
+    `num_handled`: events that the role had taken in by then. Whoever reads the outputs drops those that the role made
+    before it heard that their stream had ended (see `NodeLoop.post`). `blocks` is None between two measurements.
+    """
+
+    outputs: list[Output]
+    num_handled: int
+    load: Load
+    idle: bool
+    blocks: Mapping[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Errand:
+    do: Callable[[], None]
+    future: Future[None]
+
+    def run(self) -> None:
+        try:
+            self.do()
+        except Exception as error:  # noqa: BLE001 - told to whoever waits for the future
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+
+class NodeLoop:
+    """Runs a role on a thread of its own, which sleeps until an event, a wake-up or the role's next deadline.
+
+    `post`, `wake` and `run_errand` may be called from any thread, also before `start`. `deliver` runs on the asyncio
+    loop on which `start` was called, once per turn that has something to tell. An exception on the thread ends it:
+    `failed` is called with it on the asyncio loop, and the process is expected to exit.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._inbox: deque[Event | _Errand] = deque()
+        self._posted = itertools.count(1)
+        self._num_handled = 0
+        self._awake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._told: tuple[Load, bool] | None = None
+        self._next_gauge = 0.0
+
+    def post(self, event: Event) -> int:
+        """Queue an event. Its number: a `Turn` with `num_handled` at or above it knows of the event."""
+        return self._put(event)
+
+    def wake(self) -> None:
+        """Have a turn soon: a transfer moved on."""
+        self._awake.set()
+
+    def run_errand(self, errand: Callable[[], None]) -> Future[None]:
+        """Run `errand` between two turns, on the role's thread, after the events posted before. Never finishes once the
+        loop has stopped."""
+        future: Future[None] = Future()
+        self._put(_Errand(errand, future))
+        return future
+
+    def start(
+        self,
+        role: Role,
+        deliver: Callable[[Turn], None],
+        failed: Callable[[BaseException], None],
+        count_blocks: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """Call it on the asyncio loop that is to get the turns. `count_blocks` runs on the role's thread."""
+        aio = asyncio.get_running_loop()
+
+        def run() -> None:
+            try:
+                while not self._stopping:
+                    self._turn(role, lambda turn: aio.call_soon_threadsafe(deliver, turn), count_blocks)
+            except Exception as error:  # the process's boundary: `failed` ends it
+                log.critical("engine thread failed", exc_info=error)
+                aio.call_soon_threadsafe(failed, error)
+
+        self._thread = threading.Thread(target=run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after its current turn. False: it did not end in time."""
+        self._stopping = True
+        self._awake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+    def _put(self, item: Event | _Errand) -> int:
+        with self._lock:
+            self._inbox.append(item)
+            number = next(self._posted)
+        self._awake.set()
+        return number
+
+    def _turn(
+        self, role: Role, deliver: Callable[[Turn], object], count_blocks: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._awake.clear()  # before the inbox is read: what comes after wakes the wait below
+        while self._inbox:
+            taken = self._inbox.popleft()
+            self._num_handled += 1
+            if isinstance(taken, _Errand):
+                taken.run()
+            else:
+                role.handle(taken, self._clock())
+        busy = role.turn(self._clock())
+        self._tell(role, deliver, count_blocks)
+        if not busy:
+            deadline = role.next_deadline()
+            self._awake.wait(None if deadline is None else max(0.0, deadline - self._clock()))
+
+    def _tell(
+        self, role: Role, deliver: Callable[[Turn], object], count_blocks: Callable[[], Mapping[str, int]]
+    ) -> None:
+        outputs, state = role.take_outputs(), (role.load(), role.idle)
+        if not outputs and state == self._told:
+            return
+        self._told = state
+        blocks = None
+        if state[1] or self._clock() >= self._next_gauge:
+            blocks, self._next_gauge = count_blocks(), self._clock() + GAUGE_PERIOD_S
+        deliver(Turn(outputs, self._num_handled, *state, blocks))

@@ -1,0 +1,143 @@
+"""The life of a node's process: load, serve, drain, exit.
+
+exit code 0    stopped by SIGTERM or SIGINT, all requests finished
+          1    could not start, or the engine failed, or requests were left at --drain-timeout
+          2    bad settings
+128 + signal   a second signal, at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+import baton
+from baton.address import HostPort
+from baton.messages import NodeInfo, NodeRole, TransportEndpoint
+from baton.telemetry import configure_logging
+from engine.node.build import Built
+from engine.node.errors import StartupError
+from engine.node.loop import NodeLoop
+from engine.node.settings import NodeSettings
+from engine.node.shell import Node, NodeParts, RoleSide
+
+log = logging.getLogger(__name__)
+
+MakeParts = Callable[[Callable[[], None]], NodeParts]
+"""Loads the model and makes the role; the argument wakes the engine's thread."""
+
+
+def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_parts: MakeParts) -> int:
+    """Serve until a signal; returns the exit code."""
+    configure_logging(settings.logging_level(), node_name(settings, role))
+    try:
+        require_free(settings.listen)
+        loop = NodeLoop()
+        parts = make_parts(loop.wake)
+        try:
+            return uvloop.run(_serve(settings, side, parts, loop))
+        finally:
+            parts.transport.close()
+    except (StartupError, ValueError, OSError) as error:
+        sys.stderr.write(f"{settings.prog}: {' '.join(str(error).split())}\n")
+        return 1
+    except KeyboardInterrupt:  # while the model was being loaded
+        return 128 + signal.SIGINT
+
+
+def node_name(settings: NodeSettings, role: NodeRole) -> str:
+    return settings.node_id or f"{role.value}-{settings.listen.port or os.getpid()}"
+
+
+def new_incarnation() -> str:
+    return uuid.uuid4().hex[:16]
+
+
+def describe(
+    settings: NodeSettings, role: NodeRole, built: Built, incarnation: str, endpoint: TransportEndpoint
+) -> NodeInfo:
+    """What the node says of itself, but for its address."""
+    config, tokenizer = built.engine.config, built.tokenizer
+    return NodeInfo(
+        role=role,
+        incarnation=incarnation,
+        node_id=node_name(settings, role),
+        address="",
+        served_model_name=built.served_model_name,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_blocks=built.engine.blocks.num_total,
+        layout=built.layout,
+        endpoints=(endpoint,),
+        tokenizer_digest=built.tokenizer_digest,
+        chat_template=tokenizer.chat_template,
+        special_tokens=tokenizer.special_tokens,
+        generation_defaults=built.generation_defaults,
+        vocab_size=config.vocab_size,
+        add_bos=tokenizer.add_bos,
+        version=baton.__version__,
+    )
+
+
+def require_free(listen: HostPort) -> None:
+    """Tell a busy port now, not after the model was loaded. Raises StartupError."""
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise StartupError(f"--listen: cannot listen on {listen}: {error.strerror}") from None
+
+
+async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop) -> int:
+    stop = _signals()
+    node = Node(settings, side, parts, loop)
+    await node.start()
+    log.info("ready address=%s metrics=http://%s/metrics", node.address, node.metrics.address)
+    ends: list[asyncio.Future[Any]] = [stop, node.failure]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    drained = not node.failure.done() and await _drain(node)
+    ended = await node.stop()
+    code = 0 if drained and ended else 1
+    log.info("stopped exit_code=%d", code)
+    if not ended:
+        os._exit(code)  # a thread inside the model cannot be unwound
+    return code
+
+
+async def _drain(node: Node) -> bool:
+    log.info("draining")
+    drain = asyncio.create_task(node.drain())
+    ends: list[asyncio.Future[Any]] = [drain, node.failure]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    drain.cancel()
+    done = drain.done() and drain.result()
+    if not done:
+        log.warning("requests were left unfinished")
+    return done
+
+
+def _signals() -> asyncio.Future[int]:
+    """Done at the first SIGTERM or SIGINT; a second one kills."""
+    aio = asyncio.get_running_loop()
+    first: asyncio.Future[int] = aio.create_future()
+
+    def handle(number: int) -> None:
+        if first.done():
+            os._exit(128 + number)
+        first.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        aio.add_signal_handler(number, handle, number)
+    return first

@@ -1,0 +1,173 @@
+"""Routers' sessions: the one way to place work on a node, and the way its answers go back.
+
+router                      node
+  | -- Subscribe ------------> |   version and incarnation are checked
+  | <------------ Subscribed - |   the role has SessionOpened before any work
+  | -- Prefill, Abort -------> |
+  | <-- Updates, Load -------- |   Load at least every HEARTBEAT_S
+  x                            |   end of the stream: SessionLost, all work of the epoch ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from baton import PROTOCOL_VERSION, wire
+from baton.errors import BatonError, InvalidRequest
+from baton.messages import Abort, End, Load, Prefill, Subscribe, Subscribed, Update, WorkId
+from baton.telemetry import NodeMetrics
+from baton.v1 import node_pb2
+from engine.node.events import Event, FromRouter, SessionLost, SessionOpened, ToRouter
+from engine.node.loop import Turn
+from engine.node.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, Stream, first_end, read_all
+
+log = logging.getLogger(__name__)
+
+MAX_UPDATES = 100_000
+"""Waiting for one router, some minutes of tokens: it does not read, and is cut off."""
+UPDATES_PER_MESSAGE = 8192
+LOAD_PERIOD_S = 0.1
+"""A changed load is told so often at most; an unchanged one every HEARTBEAT_S."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Session(Stream[Update]):
+    def __init__(self, epoch: int) -> None:
+        super().__init__(MAX_UPDATES)
+        self.epoch = epoch
+        self.opened = 0  # number of its SessionOpened
+
+
+class Sessions:
+    """All sessions of a node. Asyncio thread only.
+
+    `post` queues an event for the role and returns its number; `max_deadline_s` caps what a router allows a request.
+    """
+
+    def __init__(
+        self, incarnation: str, post: Callable[[Event], int], metrics: NodeMetrics, max_deadline_s: float
+    ) -> None:
+        self._incarnation = incarnation
+        self._post = post
+        self._metrics = metrics
+        self._max_deadline_s = max_deadline_s
+        self._by_epoch: dict[int, _Session] = {}
+        self._load = Load()
+
+    def deliver(self, turn: Turn) -> None:
+        """Queue a turn's updates, each for its router; cut off a router that does not read."""
+        self._load = turn.load
+        self._metrics.set_load(turn.load)
+        by_epoch: defaultdict[int, list[Update]] = defaultdict(list)
+        for output in turn.outputs:
+            if isinstance(output, ToRouter):
+                self._metrics.sent(output.update)
+                by_epoch[output.epoch].append(output.update)
+        for epoch, updates in by_epoch.items():
+            session = self._by_epoch.get(epoch)
+            # an older session of the epoch may have been meant: its work is over, the role just does not know yet
+            if session and turn.num_handled >= session.opened:
+                session.put(*updates)
+
+    async def serve(self, context: Context) -> None:
+        """One `Session` call, from Subscribe to its end."""
+        epoch = await self._subscribe(context)
+        session = self._open(epoch)
+        reason = "cancelled"
+        try:
+            await context.write(wire.write_node_message(Subscribed(self._incarnation)))
+            reason = await first_end(
+                session.until_end(),
+                read_all(context.read, lambda message: self._receive(session, message), silence_s=None),
+                self._write(session, context),
+            )
+        finally:
+            self._close(session, reason)
+        if reason != ENDED:
+            await context.abort(grpc.StatusCode.ABORTED, reason)
+
+    async def _subscribe(self, context: Context) -> int:
+        """The epoch of a subscriber that fits. Ends the call for any other."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await context.read()
+            said = wire.read_router_message(first) if first is not EOF else None
+        except (TimeoutError, InvalidRequest):
+            said = None
+        if not isinstance(said, Subscribe):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session opens with Subscribe")
+        if said.protocol_version != PROTOCOL_VERSION:
+            text = f"protocol version {said.protocol_version}, this node speaks {PROTOCOL_VERSION}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        if said.target_incarnation != self._incarnation:
+            text = f"this is incarnation {self._incarnation}, not {said.target_incarnation}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return said.router_epoch
+
+    def _open(self, epoch: int) -> _Session:
+        if old := self._by_epoch.get(epoch):
+            self._close(old, "a new session of the epoch took its place")
+        session = _Session(epoch)
+        self._by_epoch[epoch] = session
+        session.opened = self._post(SessionOpened(epoch))
+        log.info("session open epoch=%d", epoch)
+        return session
+
+    def _close(self, session: _Session, reason: str) -> None:
+        """Once for each session: an old one may have been replaced before its call ends."""
+        if self._by_epoch.get(session.epoch) is session:
+            del self._by_epoch[session.epoch]
+            self._post(SessionLost(session.epoch))
+            log.info("session over epoch=%d reason=%s", session.epoch, reason)
+        session.end(reason)
+
+    def _receive(self, session: _Session, message: node_pb2.RouterMessage) -> None:
+        try:
+            said = wire.read_router_message(message)
+        except BatonError as error:
+            self._refuse(session, message, error)
+            return
+        match said:
+            case Prefill(work=work) | Abort(work=work) if work.router_epoch != session.epoch:
+                raise InvalidRequest(f"work of epoch {work.router_epoch} in the session of {session.epoch}")
+            case Prefill():
+                self._metrics.received(said)
+                capped = dataclasses.replace(said, deadline_s=min(said.deadline_s, self._max_deadline_s))
+                self._post(FromRouter(session.epoch, capped))
+            case Abort():
+                self._post(FromRouter(session.epoch, said))
+            case Subscribe():
+                raise InvalidRequest("a second Subscribe")
+
+    def _refuse(self, session: _Session, message: node_pb2.RouterMessage, error: BatonError) -> None:
+        """A Prefill that makes no sense ends as that request's failure; anything else ends the session."""
+        work = message.prefill.work
+        if not work.request_id:
+            raise error
+        name = WorkId(work.router_epoch, work.request_id, work.attempt)
+        log.info("refused error=%s", error.message, extra={"request_id": name.request_id})
+        session.put(Update(name, End(error)))
+
+    async def _write(self, session: _Session, context: Context) -> str:
+        """Updates as they come, and the load."""
+        told, told_at = None, 0.0
+        while True:
+            now = time.monotonic()
+            due = told_at + (HEARTBEAT_S if told == self._load else LOAD_PERIOD_S)
+            if now >= due:
+                told, told_at = self._load, now
+                await context.write(wire.write_node_message(told))
+                continue
+            updates = await session.take(due - now)
+            for start in range(0, len(updates), UPDATES_PER_MESSAGE):
+                batch = tuple(updates[start : start + UPDATES_PER_MESSAGE])
+                await context.write(wire.write_node_message(batch))

@@ -1,0 +1,91 @@
+"""Settings of a node, of either role. Names that vLLM has are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from baton.address import HostPort
+from baton.settings import ListenAddress, Settings
+
+GIB = 1024**3
+METRICS_PORT_OFFSET = 1000
+
+
+class NodeSettings(Settings):
+    """What a prefill node and a decode node take alike."""
+
+    model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    served_model_name: str | None = Field(None, description="model name that clients use; unset: as in --model")
+    node_id: str | None = Field(None, description="name in logs; unset: role and port")
+
+    listen: ListenAddress = Field(HostPort("127.0.0.1", 0), description="gRPC address; port 0 takes any free one")
+    advertise: ListenAddress | None = Field(
+        None,
+        description="address that others reach this node at, port 0 standing for the port listened on; unset: --listen",
+    )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of /metrics and /health on the host of --listen, 0 takes any free one; "
+        f"unset: the port of --listen + {METRICS_PORT_OFFSET}",
+    )
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where to compute; auto: cuda where there is one"
+    )
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = Field(
+        "auto", description="of weights and KV cache; auto: float32 on a CPU, else the checkpoint's"
+    )
+    cpu_threads: int | None = Field(None, ge=1, description="threads that compute on a CPU; unset: torch's choice")
+    seed: int = Field(0, description="of torch's generators; requests carry seeds of their own")
+
+    max_model_len: int | None = Field(
+        None, ge=2, description="tokens of prompt and answer together; unset: the checkpoint's"
+    )
+    max_num_seqs: int = Field(256, ge=1, description="sequences in one step")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step; longer prompts go in chunks")
+    max_waiting: int = Field(4096, ge=1, description="requests that may queue; more are refused with 429")
+    request_timeout: float = Field(
+        3600.0, gt=0, description="seconds that a request may take at most, whatever its router allows"
+    )
+
+    block_size: int = Field(16, ge=1, description="tokens in one KV block; the same on all nodes")
+    num_gpu_blocks_override: int | None = Field(None, ge=2, description="KV blocks; unset: as many as the memory holds")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory to use, 1 is all")
+    kv_cache_memory_bytes: int | None = Field(
+        None, ge=1, description="bytes of the KV pool; unset: the share of the GPU that is left, on a CPU at most 1 GiB"
+    )
+
+    transport: Literal["ucx"] = Field("ucx", description="what carries KV blocks between nodes")
+    transfer_interface: str | None = Field(
+        None, description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0); unset: UCX chooses"
+    )
+    kv_slots: int = Field(8, ge=2, description="staging slots for KV parts")
+    kv_slot_blocks: int = Field(16, ge=1, description="KV blocks in one part; the same on all nodes")
+
+    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+
+    @model_validator(mode="after")
+    def _check(self) -> NodeSettings:
+        if self.listen.is_wildcard and self.advertise is None:
+            raise ValueError(f"--advertise: required with --listen {self.listen}, which nobody can connect to")
+        if self.advertise is not None and self.advertise.is_wildcard:
+            raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
+        return self
+
+    @property
+    def metrics_listen(self) -> HostPort:
+        """Port 0 where the default port would be none."""
+        port = self.metrics_port
+        if port is None:
+            port = self.listen.port + METRICS_PORT_OFFSET if self.listen.port else 0
+        return HostPort(self.listen.host, port if port <= 65535 else 0)
+
+    def advertised(self, port: int) -> HostPort:
+        """The address for others when this node listens on `port`."""
+        chosen = self.advertise or self.listen
+        return HostPort(chosen.host, chosen.port or port) if self.advertise else HostPort(chosen.host, port)

@@ -1,0 +1,171 @@
+"""A node that serves: gRPC server, engine thread and metrics page around one role."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from baton import PROTOCOL_VERSION
+from baton.address import HostPort
+from baton.channels import SERVER_OPTIONS
+from baton.messages import Hello, NodeInfo
+from baton.telemetry import MetricsServer, NodeMetrics, new_registry
+from baton.v1 import node_pb2_grpc
+from engine.node.errors import StartupError
+from engine.node.events import Draining, Role
+from engine.node.handoff_stream import PeerTransport, Post
+from engine.node.loop import NodeLoop, Turn
+from engine.node.sessions import Sessions
+from engine.node.settings import NodeSettings
+from engine.node.status import Health, NodeStatus
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.5
+"""For last words to leave, once the server takes no more calls."""
+THREAD_STOP_S = 10.0
+AUDIT_S = 30.0
+
+
+class Peers(Protocol):
+    """A role's handoff streams."""
+
+    def deliver(self, turn: Turn) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSide:
+    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and keeps its streams."""
+
+    service: str
+    serve: Callable[[grpc.aio.Server, Sessions, Hello, PeerTransport, Post], Peers]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a node is made of, but for its network. `info.address` is filled in once the port is known."""
+
+    role: Role
+    transport: PeerTransport
+    info: NodeInfo
+    tokenizer: bytes
+    part_blocks: int
+    count_blocks: Callable[[], Mapping[str, int]]
+
+
+class Node:
+    """Serves from `start` to `stop`. `loop` is the engine's thread, which the parts' transport wakes.
+
+    `failure` gets the exception when the engine's thread dies: then nothing works any more and the process must end.
+    """
+
+    def __init__(self, settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop) -> None:
+        self._settings = settings
+        self._side = side
+        self._parts = parts
+        self._loop = loop
+        self._why_not: str | None = "starting"
+        self._idle = asyncio.Event()
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Raises StartupError for an address that cannot be had."""
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        port = self._bind(self._settings.listen)
+        self.address = self._settings.advertised(port)
+        info = dataclasses.replace(self._parts.info, address=str(self.address))
+        registry = new_registry()
+        self.metrics = self._serve_metrics(registry)
+        self._metrics = NodeMetrics(registry, info.served_model_name, info.role)
+        limit = self._settings.request_timeout
+        self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, max_deadline_s=limit)
+        self._peers = self._side.serve(
+            self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post
+        )
+        node_pb2_grpc.add_NodeStatusServicer_to_server(NodeStatus(info, self._parts.tokenizer), self._server)  # type: ignore[no-untyped-call]
+        self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
+        self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count_blocks)
+        await self._server.start()
+        await self._health.serving()
+        self._why_not = None
+
+    async def drain(self) -> bool:
+        """Take no more work, and wait for what is here, at most --drain-timeout. False: some is left."""
+        self._why_not = "stopping"
+        await self._health.stopping()
+        self._loop.post(Draining())
+        idle = []
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout):
+                await asyncio.wrap_future(self._loop.run_errand(lambda: idle.append(self._parts.role.idle)))
+                if not all(idle):
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> bool:
+        """End all streams, the engine's thread and the metrics page. False: the thread did not end in time."""
+        await self._peers.close()
+        await self._server.stop(GRACE_S)
+        ended = await asyncio.to_thread(self._loop.stop, THREAD_STOP_S)
+        await asyncio.to_thread(self.metrics.close)
+        return ended
+
+    def _hello(self, info: NodeInfo) -> Hello:
+        return Hello(
+            incarnation=info.incarnation,
+            node_id=info.node_id,
+            layout=info.layout,
+            endpoints=info.endpoints,
+            part_blocks=self._parts.part_blocks,
+            protocol_version=PROTOCOL_VERSION,
+        )
+
+    def _bind(self, listen: HostPort) -> int:
+        try:
+            return int(self._server.add_insecure_port(str(listen)))
+        except RuntimeError:
+            raise StartupError(f"--listen: cannot listen on {listen} (address in use, or not this machine's)") from None
+
+    def _serve_metrics(self, registry: CollectorRegistry) -> MetricsServer:
+        listen = self._settings.metrics_listen
+        try:
+            return MetricsServer(listen, registry, {"/health": lambda: self._why_not, "/integrity": self._audit})
+        except OSError as error:
+            raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
+
+    def _deliver(self, turn: Turn) -> None:
+        """All that one turn of the engine's thread has to tell."""
+        if turn.idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+        if turn.blocks is not None:
+            self._metrics.set_blocks(turn.blocks)
+        self._sessions.deliver(turn)
+        self._peers.deliver(turn)
+
+    def _failed(self, error: BaseException) -> None:
+        self._why_not = f"the engine failed: {error}"
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+    def _audit(self) -> str | None:
+        """What is wrong with the node's books, between two turns; None: nothing. Called on a thread of its own."""
+        try:
+            self._loop.run_errand(self._parts.role.check_integrity).result(AUDIT_S)
+        except AssertionError as error:
+            return str(error) or "an assertion failed"
+        except TimeoutError:
+            return f"no turn ended within {AUDIT_S:g} s"
+        return None

@@ -1,0 +1,55 @@
+"""What a node tells whoever asks: its description, its tokenizer, health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton import wire
+from baton.messages import NodeInfo
+from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
+from engine.node.sessions import Context
+
+PIECE_BYTES = 1024 * 1024
+
+
+class NodeStatus(node_pb2_grpc.NodeStatusServicer):
+    """`tokenizer` is the text of a tokenizer.json, whose digest `info` carries."""
+
+    def __init__(self, info: NodeInfo, tokenizer: bytes) -> None:
+        self._info = wire.write_node_info(info)
+        self._tokenizer = tokenizer
+
+    async def Describe(self, request: node_pb2.DescribeRequest, context: Context) -> common_pb2.NodeInfo:  # noqa: N802
+        return self._info
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: node_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[node_pb2.TokenizerChunk]:
+        digest = self._info.tokenizer_digest
+        if request.digest not in ("", digest):
+            text = f"the tokenizer here has digest {digest}, not {request.digest}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        for start in range(0, len(self._tokenizer), PIECE_BYTES):
+            yield node_pb2.TokenizerChunk(digest=digest, data=self._tokenizer[start : start + PIECE_BYTES])
+
+
+class Health:
+    """grpc.health.v1 for the whole server ("") and for each service by name."""
+
+    def __init__(self, server: grpc.aio.Server, services: list[str]) -> None:
+        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined] # stubs without aio
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        self._names = ["", *services]
+        reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+
+    async def serving(self) -> None:
+        await asyncio.gather(*(self._servicer.set(n, health_pb2.HealthCheckResponse.SERVING) for n in self._names))
+
+    async def stopping(self) -> None:
+        """From now on NOT_SERVING, whatever else is set."""
+        await self._servicer.enter_graceful_shutdown()

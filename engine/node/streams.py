@@ -1,0 +1,109 @@
+"""What all long-lived streams share: a bounded outbox, a watch for silence, and an end with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from baton.errors import InvalidRequest
+
+M = TypeVar("M")
+
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined] # known to grpc, not to its type stubs
+HEARTBEAT_S = 0.5
+SILENCE_S = 5.0
+"""A peer that says nothing for so long is taken for dead, whatever its sockets say."""
+HELLO_S = 5.0
+"""How long a new stream may take to introduce itself."""
+ENDED = "the peer ended the stream"
+
+
+class Stream(Generic[M]):
+    """Our side of one stream: what waits to be written, and the reason why it has to end. Asyncio thread only.
+
+    A peer that reads slowly gets ever larger batches; with `limit` messages waiting it does not read at all, and the
+    stream ends.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: list[M] = []
+        self._filled = asyncio.Event()
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def put(self, *messages: M) -> None:
+        """Queue messages, unless the stream has ended."""
+        if len(self._waiting) + len(messages) > self._limit:
+            self.end("the peer does not read")
+        if not self._end.done():
+            self._waiting += messages
+            self._filled.set()
+
+    async def take(self, timeout_s: float) -> list[M]:
+        """All that waits, in order; after `timeout_s` without anything, an empty list."""
+        if not self._waiting:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._filled.wait()
+            except TimeoutError:
+                return []
+        self._filled.clear()
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def end(self, reason: str) -> None:
+        """Have the stream end; the first reason counts."""
+        if not self._end.done():
+            self._end.set_result(reason)
+
+    async def until_end(self) -> str:
+        return await asyncio.shield(self._end)
+
+
+async def read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None], silence_s: float | None) -> str:
+    """Hand each message to `handle` until the stream ends; returns why it did.
+
+    With `silence_s`, so long without a message is an end too. `handle` raises InvalidRequest for a message that makes
+    no sense, which is another.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(silence_s):
+                message = await read()
+        except TimeoutError:
+            return f"silent for {silence_s:g} s"
+        if message is EOF:
+            return ENDED
+        try:
+            handle(message)
+        except InvalidRequest as error:
+            return f"malformed message: {error.message}"
+
+
+async def first_end(*sides: Coroutine[Any, Any, str]) -> str:
+    """Run the sides of a stream until the first ends, stop the others, and return its reason."""
+    tasks = [asyncio.create_task(side) for side in sides]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return _reason(next(task for task in tasks if task in done))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _reason(side: asyncio.Task[str]) -> str:
+    """Why the side ended. What gRPC raises for a stream that is gone is a reason; anything else is our bug."""
+    try:
+        return side.result()
+    except grpc.aio.AioRpcError as error:
+        return rpc_reason(error)
+    except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+        return f"the stream broke: {error}"
+
+
+def rpc_reason(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,51 @@
+"""A model's tokenizer and chat template, as routers get them: they need no model folder, and run no code of its."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from engine.model.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """`json`: a tokenizer.json. `special_tokens`: bos_token, eos_token, ... by name, for the chat template."""
+
+    json: bytes
+    chat_template: str
+    special_tokens: dict[str, str]
+    add_bos: bool
+
+
+def read_tokenizer(path: Path) -> TokenizerFiles:
+    """The tokenizer of the checkpoint in `path`, converted to a fast one where it is not. Raises UnsupportedModel."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise UnsupportedModel(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedModel(f"{path}: {type(tokenizer).__name__} has no fast form (tokenizer.json)")
+    first = backend.encode("a").ids[:1]
+    return TokenizerFiles(
+        json=backend.to_str().encode(),
+        chat_template=_chat_template(tokenizer.chat_template),
+        special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items() if _is_text(token)},
+        add_bos=tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
+    )
+
+
+def _chat_template(template: object) -> str:
+    """The one template, or the default one of several."""
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _is_text(token: object) -> bool:
+    """Lists of further special tokens are no chat template's business."""
+    return not isinstance(token, (list, tuple))

@@ -1,0 +1,144 @@
+"""Streams to decode nodes: opened by the first Reserve for one, closed when idle, and never half alive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+
+from baton import wire
+from baton.channels import CHANNEL_OPTIONS
+from baton.errors import BatonError, InvalidRequest, LayoutMismatch, NodeUnavailable
+from baton.messages import DecodeTarget, Hello, PrefillToDecode, Reserve
+from baton.v1 import node_pb2_grpc
+from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
+from engine.node.handoff_stream import (
+    PREFILL_CODEC,
+    HandoffStream,
+    PeerTransport,
+    Post,
+    address_for,
+    check_hello,
+    connect,
+    describe,
+)
+from engine.node.loop import Turn
+from engine.node.streams import EOF, HELLO_S, SILENCE_S, rpc_reason
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+
+
+class DecodeLinks:
+    """One stream for each decode incarnation that this node hands over to. Asyncio thread only.
+
+    Messages wait in order while a stream is being opened. Each stream's end is told to the role once, as PeerClosed;
+    what the role said before it heard that is dropped, and only a Reserve opens a new stream.
+    `hello` is what this node says of itself; its `part_blocks` the most blocks that one of its slots holds.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        transport: PeerTransport,
+        post: Post,
+        *,
+        idle_s: float = IDLE_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._hello = hello
+        self._transport = transport
+        self._post = post
+        self._idle_s = idle_s
+        self._silence_s = silence_s
+        self._links: dict[str, HandoffStream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed: dict[str, int] = {}  # peer -> number of its PeerClosed, until the role has heard it
+
+    def deliver(self, turn: Turn) -> None:
+        """Send a turn's messages."""
+        self._closed = {peer: number for peer, number in self._closed.items() if number > turn.num_handled}
+        for output in turn.outputs:
+            match output:
+                case ToDecode(target, message):
+                    self._send(target, message)
+                case ClosePeer(peer, reason) if link := self._links.get(peer):
+                    link.end(reason)
+
+    async def close(self) -> None:
+        """End all streams. The role hears of each."""
+        for link in self._links.values():
+            link.end("this node is stopping")
+        await asyncio.gather(*self._tasks)
+
+    def _send(self, target: DecodeTarget, message: PrefillToDecode) -> None:
+        peer = target.incarnation
+        if peer in self._closed:
+            return
+        link = self._links.get(peer)
+        if link is None and isinstance(message, Reserve):
+            link = self._open(target)
+        if link is not None:
+            link.send(message)
+
+    def _open(self, target: DecodeTarget) -> HandoffStream:
+        link = self._links[target.incarnation] = HandoffStream(target.incarnation, PREFILL_CODEC)
+        task = asyncio.create_task(self._run(link, target))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return link
+
+    async def _run(self, link: HandoffStream, target: DecodeTarget) -> None:
+        reason = "cancelled"
+        try:
+            reason = await self._talk(link, target)
+        finally:
+            self._transport.disconnect(link.peer)
+            del self._links[link.peer]
+            self._closed[link.peer] = self._post(PeerClosed(link.peer, reason))
+            log.info("handoff over peer=%s address=%s reason=%s", link.peer, target.address, reason)
+
+    async def _talk(self, link: HandoffStream, target: DecodeTarget) -> str:
+        """Open the stream and use it to its end; returns why it ended, or could not be opened."""
+        async with grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS) as channel:
+            call = node_pb2_grpc.DecodeNodeStub(channel).Handoff()  # type: ignore[no-untyped-call]
+            try:
+                async with asyncio.timeout(HELLO_S):
+                    theirs = await self._introduce(call, target)
+                    await connect(self._transport, link.peer, address_for(self._hello, theirs))
+            except TimeoutError:
+                return f"no answer from {target.address} within {HELLO_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                return rpc_reason(error)
+            except BatonError as error:
+                return describe(error)
+            self._post(PeerOpened(link.peer, theirs.part_blocks))
+            log.info("handoff open peer=%s node=%s address=%s", link.peer, theirs.node_id, target.address)
+            return await link.carry(call.read, call.write, self._post, self._silence_s, self._idle_s)
+
+    async def _introduce(self, call: Any, target: DecodeTarget) -> Hello:
+        """Exchange Hellos. Raises the BatonError that either side has against the other."""
+        hello = Hello(
+            incarnation=self._hello.incarnation,
+            node_id=self._hello.node_id,
+            layout=self._hello.layout,
+            endpoints=self._hello.endpoints,
+            target_incarnation=target.incarnation,
+        )
+        await call.write(wire.write_prefill_message(hello))
+        answer = await call.read()
+        theirs = wire.read_decode_message(answer) if answer is not EOF else None
+        if not isinstance(theirs, Hello):
+            raise InvalidRequest("the decode node did not answer with Hello")
+        if theirs.error is not None:
+            raise theirs.error
+        check_hello(self._hello, theirs)
+        if theirs.incarnation != target.incarnation:
+            raise NodeUnavailable(f"{target.address} is incarnation {theirs.incarnation}, not {target.incarnation}")
+        if theirs.part_blocks > self._hello.part_blocks:
+            text = f"kv_slot_blocks {self._hello.part_blocks} < {theirs.part_blocks} of {theirs.node_id}"
+            raise LayoutMismatch(text, "kv_slot_blocks")
+        return theirs

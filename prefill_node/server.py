@@ -1,0 +1,33 @@
+"""The prefill node's gRPC service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.messages import Hello
+from baton.v1 import node_pb2, node_pb2_grpc
+from engine.node.handoff_stream import PeerTransport, Post
+from engine.node.sessions import Context, Sessions
+from engine.node.shell import RoleSide
+from prefill_node.links import DecodeLinks
+
+
+class PrefillNode(node_pb2_grpc.PrefillNodeServicer):
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def Session(self, requests: AsyncIterator[node_pb2.RouterMessage], context: Context) -> None:  # noqa: N802
+        await self._sessions.serve(context)
+
+
+def serve(
+    server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post
+) -> DecodeLinks:
+    """Register the service; the streams to decode nodes."""
+    node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillNode(sessions), server)  # type: ignore[no-untyped-call]
+    return DecodeLinks(hello, transport, post)
+
+
+PREFILL_SIDE = RoleSide("baton.v1.PrefillNode", serve)

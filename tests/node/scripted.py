@@ -1,0 +1,228 @@
+"""A node with a scripted role instead of an engine, and a transport that only takes notes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton import wire
+from baton.address import HostPort
+from baton.channels import CHANNEL_OPTIONS
+from baton.errors import TransferError
+from baton.layout import KvLayout
+from baton.messages import (
+    GenerationDefaults,
+    Load,
+    NodeInfo,
+    NodeRole,
+    Prefill,
+    Sample,
+    Subscribe,
+    TransportEndpoint,
+    WorkId,
+)
+from baton.sampling import SamplingParams
+from baton.v1 import node_pb2_grpc
+from engine.node.events import Event, Output
+from engine.node.loop import NodeLoop
+from engine.node.settings import NodeSettings
+from engine.node.shell import Node, NodeParts, RoleSide
+
+LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, 4096, "print")
+WAIT_S = 20.0
+
+
+class ScriptedRole:
+    """Answers each event with the outputs that `script` gives for it, in the same turn. Tests read `events`."""
+
+    def __init__(self, script: Callable[[Event], list[Output]] = lambda _: []) -> None:
+        self.script = script
+        self.events: list[Event] = []
+        self.outputs: list[Output] = []
+        self.state = Load(num_blocks_free=3, num_blocks_total=3)
+        self.is_idle = True
+        self.broken: str | None = None
+        self._aio = asyncio.get_event_loop()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    def handle(self, event: Event, now: float) -> None:
+        self.events.append(event)
+        self.outputs += self.script(event)
+
+    def turn(self, now: float) -> bool:
+        self._aio.call_soon_threadsafe(self._tell)
+        return False
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def take_outputs(self) -> list[Output]:
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def load(self) -> Load:
+        return self.state
+
+    @property
+    def idle(self) -> bool:
+        return self.is_idle
+
+    def check_integrity(self) -> None:
+        assert self.broken is None, self.broken
+
+    async def saw(self, kind: type, count: int = 1) -> list[Any]:
+        """All events of the kind, once there are `count`."""
+        async with asyncio.timeout(WAIT_S):
+            while len(found := [e for e in self.events if isinstance(e, kind)]) < count:
+                future = self._aio.create_future()
+                self._waiting.append((len(self.events), future))
+                if len(self.events) == self._waiting[-1][0]:
+                    await future
+        return found
+
+    def _tell(self) -> None:
+        for _ in range(len(self._waiting)):
+            seen, future = self._waiting.popleft()
+            if len(self.events) == seen:
+                self._waiting.append((seen, future))
+            elif not future.done():
+                future.set_result(None)
+
+
+@dataclass
+class NotingTransport:
+    """Notes who is connected."""
+
+    refuse: str | None = None
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def connect(self, peer: str, address: bytes) -> None:
+        if self.refuse:
+            raise TransferError(self.refuse)
+        self.notes.append(("connect", peer))
+
+    def disconnect(self, peer: str) -> None:
+        self.notes.append(("disconnect", peer))
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Running:
+    node: Node
+    role: ScriptedRole
+    loop: NodeLoop
+    transport: NotingTransport
+    info: NodeInfo
+    channel: grpc.aio.Channel
+
+    @property
+    def address(self) -> str:
+        return str(self.node.address)
+
+
+def info_for(role: NodeRole, incarnation: str, layout: KvLayout = LAYOUT) -> NodeInfo:
+    return NodeInfo(
+        role=role,
+        incarnation=incarnation,
+        node_id=f"{role.value}-0",
+        address="",
+        served_model_name="tiny",
+        max_model_len=64,
+        max_num_seqs=4,
+        num_blocks=3,
+        layout=layout,
+        endpoints=(TransportEndpoint(0, "memory", b"here"),),
+        tokenizer_digest="d1",
+        chat_template="",
+        special_tokens={},
+        generation_defaults=GenerationDefaults(),
+        vocab_size=32,
+    )
+
+
+@asynccontextmanager
+async def running(
+    side: RoleSide,
+    role: NodeRole,
+    *,
+    incarnation: str = "i1",
+    script: Callable[[Event], list[Output]] = lambda _: [],
+    layout: KvLayout = LAYOUT,
+    part_blocks: int = 4,
+    tokenizer: bytes = b"{}",
+    protocol_version: int | None = None,
+    **flags: Any,
+) -> AsyncIterator[Running]:
+    """A node on a free port, stopped at the end, and a channel to it."""
+    settings = NodeSettings(model="none", listen=HostPort("127.0.0.1", 0), drain_timeout=WAIT_S, **flags)
+    scripted, transport, loop = ScriptedRole(script), NotingTransport(), NodeLoop()
+    info = info_for(role, incarnation, layout)
+    parts = NodeParts(scripted, transport, info, tokenizer, part_blocks, lambda: {"free": 3})
+    node = Node(settings, side, parts, loop)
+    await node.start()
+    try:
+        async with grpc.aio.insecure_channel(str(node.address), options=CHANNEL_OPTIONS) as channel:
+            yield Running(
+                node, scripted, loop, transport, dataclasses.replace(info, address=str(node.address)), channel
+            )
+    finally:
+        assert await node.stop()
+
+
+class RouterStream:
+    """A router's end of a session."""
+
+    def __init__(self, stub: Any, subscribe: Subscribe | None) -> None:
+        self.call = stub.Session()
+        self._subscribe = subscribe
+
+    async def __aenter__(self) -> RouterStream:
+        if self._subscribe:
+            await self.send(self._subscribe)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.call.cancel()
+
+    async def send(self, message: wire.RouterToNode) -> None:
+        await self.call.write(wire.write_router_message(message))
+
+    async def read(self) -> wire.NodeToRouter:
+        async with asyncio.timeout(WAIT_S):
+            answer = await self.call.read()
+        assert answer is not grpc.aio.EOF
+        return wire.read_node_message(answer)
+
+    async def updates(self) -> tuple[Any, ...]:
+        """The next message that is updates."""
+        while not isinstance(message := await self.read(), tuple):
+            pass
+        return message
+
+    async def end(self) -> tuple[str, str]:
+        """Status and text with which the node ended the session."""
+        async with asyncio.timeout(WAIT_S):
+            try:
+                while await self.call.read() is not grpc.aio.EOF:
+                    pass
+            except grpc.aio.AioRpcError:
+                pass
+            return (await self.call.code()).name, await self.call.details()
+
+
+def session(node: Running, epoch: int = 1, target: str = "i1", **fields: Any) -> RouterStream:
+    stub = node_pb2_grpc.PrefillNodeStub(node.channel)
+    return RouterStream(stub, Subscribe(epoch, target, **fields))
+
+
+def prefill(work: WorkId, **fields: Any) -> Prefill:
+    base = Prefill(work, "i1", (1, 2, 3), (Sample(0),), SamplingParams(), 5.0)
+    return dataclasses.replace(base, **fields)

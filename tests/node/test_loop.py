@@ -1,0 +1,135 @@
+"""The engine's thread: one delivery per turn, no polling, deadlines, errands, failures."""
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from baton.messages import End, Load, Update, WorkId
+from engine.node.events import Draining, SessionOpened, ToRouter
+from engine.node.loop import NodeLoop, Turn
+
+WAIT_S = 20.0
+UPDATE = Update(WorkId(1, "r", 0), End())
+
+
+class Role:
+    def __init__(self):
+        self.handled, self.turns, self.outputs = [], 0, []
+        self.deadline, self.busy, self.error = None, 0, None
+        self.idle = True
+        self.turned = threading.Semaphore(0)
+
+    def handle(self, event, now):
+        self.handled.append(event)
+        self.outputs.append(ToRouter(1, UPDATE))
+
+    def turn(self, now):
+        self.turns += 1
+        if self.error:
+            raise self.error
+        self.busy = max(0, self.busy - 1)
+        if self.deadline is not None and self.deadline <= now:
+            self.deadline = None
+        self.turned.release()
+        return self.busy > 0
+
+    def next_deadline(self):
+        return self.deadline
+
+    def take_outputs(self):
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def load(self):
+        return Load(num_running=self.turns // 100)
+
+    def check_integrity(self): ...
+
+
+@contextmanager
+def started(role):
+    """A loop with the role, and what it delivers and why it failed."""
+    turns, failures = asyncio.Queue(), asyncio.Queue()
+    loop = NodeLoop()
+    loop.start(role, turns.put_nowait, failures.put_nowait)
+    try:
+        yield loop, turns, failures
+    finally:
+        assert loop.stop(WAIT_S)
+
+
+async def take(queue) -> Turn:
+    async with asyncio.timeout(WAIT_S):
+        return await queue.get()
+
+
+async def test_all_events_that_wait_go_into_one_turn_and_come_out_as_one_delivery():
+    role, loop, turns = Role(), NodeLoop(), asyncio.Queue()
+    assert [loop.post(SessionOpened(i)) for i in range(3)] == [1, 2, 3]
+    loop.start(role, turns.put_nowait, print)
+    turn = await take(turns)
+    assert [event.epoch for event in role.handled] == [0, 1, 2]
+    assert len(turn.outputs) == 3
+    assert turn.num_handled == 3
+    assert loop.stop(WAIT_S)
+    assert turns.empty()
+
+
+async def test_it_sleeps_while_nothing_happens():
+    role = Role()
+    with started(role) as (loop, turns, _):
+        await take(turns)
+        loop.post(Draining())
+        await take(turns)
+        before = role.turns
+        await asyncio.to_thread(role.turned.acquire, timeout=0.2)  # drains permits already given
+        while role.turned.acquire(blocking=False):
+            pass
+        assert not await asyncio.to_thread(role.turned.acquire, timeout=0.3)
+        assert role.turns == before
+
+
+async def test_a_wake_up_and_a_deadline_make_a_turn():
+    role = Role()
+    with started(role) as (loop, turns, _):
+        await take(turns)
+        assert role.turned.acquire(timeout=WAIT_S)
+        role.deadline = time.monotonic() + 0.05
+        loop.wake()
+        for _ in range(2):  # the wake-up's, then the deadline's
+            assert await asyncio.to_thread(role.turned.acquire, timeout=WAIT_S)
+        assert role.deadline is None
+
+
+async def test_a_busy_role_is_called_again_at_once():
+    role = Role()
+    role.busy = 50
+    with started(role):
+        for _ in range(50):
+            assert await asyncio.to_thread(role.turned.acquire, timeout=WAIT_S)
+    assert role.turns >= 50
+
+
+async def test_a_failure_ends_the_thread_and_is_told(caplog):
+    role = Role()
+    role.error = RuntimeError("odd")
+    with started(role) as (_, _, failures):
+        assert await take(failures) is role.error
+    assert "engine thread failed" in caplog.text
+
+
+async def test_errands_run_between_turns_and_after_the_events_before_them():
+    role, seen = Role(), []
+    with started(role) as (loop, _, _):
+        loop.post(Draining())
+        await asyncio.wrap_future(loop.run_errand(lambda: seen.append((threading.current_thread().name, role.handled))))
+        with pytest.raises(AssertionError, match="broken"):
+            await asyncio.wrap_future(loop.run_errand(_fail))
+    assert seen == [("engine", [Draining()])]
+
+
+def _fail():
+    raise AssertionError("broken")

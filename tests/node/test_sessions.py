@@ -1,0 +1,190 @@
+"""Routers' sessions over real gRPC: subscription, order, batching, replacement, loss."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.errors import InvalidRequest, RequestCancelled
+from baton.messages import Abort, End, Load, NodeRole, Subscribed, Tokens, Update, WorkId
+from baton.telemetry import NodeMetrics, new_registry
+from baton.v1 import node_pb2, node_pb2_grpc
+from decode_node.server import DECODE_SIDE
+from engine.node import sessions
+from engine.node.events import FromRouter, SessionLost, SessionOpened, ToRouter
+from engine.node.loop import Turn
+from engine.node.sessions import Sessions
+from engine.node.streams import Stream
+from prefill_node.server import PREFILL_SIDE
+from tests.node.scripted import RouterStream, Subscribe, prefill, running, session
+
+WORK = WorkId(1, "r", 0)
+
+
+def answer(event):
+    """Three updates for each prompt, all of one turn."""
+    if not isinstance(event, FromRouter):
+        return []
+    work = event.message.work
+    kinds = (Tokens(0, 0, (7,)), Tokens(0, 1, (8,)), End())
+    return [ToRouter(event.epoch, Update(work, kind)) for kind in kinds]
+
+
+async def test_a_session_from_subscription_to_loss():
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer) as node:
+        async with session(node) as router:
+            assert await router.read() == Subscribed("i1")
+            assert await router.read() == Load(num_blocks_free=3, num_blocks_total=3)
+            await router.send(prefill(WORK))
+            updates = await router.updates()
+            assert [u.kind for u in updates] == [Tokens(0, 0, (7,)), Tokens(0, 1, (8,)), End()]
+            await router.send(Abort(WORK))
+            await router.updates()
+        await node.role.saw(SessionLost)
+        kinds = [type(event) for event in node.role.events]
+        assert kinds == [SessionOpened, FromRouter, FromRouter, SessionLost]
+
+
+async def test_a_decode_node_has_the_same_sessions():
+    async with (
+        running(DECODE_SIDE, NodeRole.DECODE, script=answer) as node,
+        RouterStream(node_pb2_grpc.DecodeNodeStub(node.channel), Subscribe(1, "i1")) as router,
+    ):
+        await router.send(prefill(WORK))
+        assert len(await router.updates()) == 3
+
+
+async def test_load_is_the_heartbeat_and_told_soon_after_a_change():
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
+        seen = [await router.read() for _ in range(3)]
+        assert seen[1:] == [node.role.state] * 2
+        node.role.state = Load(num_running=1)
+        node.loop.wake()
+        while (load := await router.read()) == seen[1]:
+            pass
+        assert load == Load(num_running=1)
+
+
+@pytest.mark.parametrize(
+    ("subscribe", "code", "text"),
+    [
+        (Subscribe(1, "i1", protocol_version=99), "FAILED_PRECONDITION", "protocol version 99, this node speaks 1"),
+        (Subscribe(1, "old"), "FAILED_PRECONDITION", "this is incarnation i1, not old"),
+        (Abort(WORK), "INVALID_ARGUMENT", "a session opens with Subscribe"),
+    ],
+)
+async def test_a_subscriber_that_does_not_fit_is_refused(subscribe, code, text):
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
+        async with RouterStream(node_pb2_grpc.PrefillNodeStub(node.channel), subscribe) as router:
+            assert await router.end() == (code, text)
+        assert node.role.events == []
+
+
+async def test_a_router_that_says_nothing_at_all_is_refused():
+    async with (
+        running(PREFILL_SIDE, NodeRole.PREFILL) as node,
+        RouterStream(node_pb2_grpc.PrefillNodeStub(node.channel), None) as router,
+    ):
+        await router.call.done_writing()
+        assert await router.end() == ("INVALID_ARGUMENT", "a session opens with Subscribe")
+
+
+async def test_a_malformed_prompt_fails_that_request_alone():
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer) as node, session(node) as router:
+        bad = node_pb2.RouterMessage(prefill={"work": {"router_epoch": 1, "request_id": "bad"}})
+        await router.call.write(bad)
+        (update,) = await router.updates()
+        assert update.work == WorkId(1, "bad", 0)
+        assert isinstance(update.kind.error, InvalidRequest)
+        await router.send(prefill(WORK))
+        assert len(await router.updates()) == 3
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (prefill(WorkId(2, "r", 0)), "work of epoch 2 in the session of 1"),
+        (Subscribe(1, "i1"), "a second Subscribe"),
+    ],
+)
+async def test_a_router_that_breaks_the_rules_loses_its_session(message, text):
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
+        async with session(node) as router:
+            await router.send(message)
+            assert await router.end() == ("ABORTED", f"malformed message: {text}")
+        assert await node.role.saw(SessionLost) == [SessionLost(1)]
+
+
+async def test_a_second_session_of_an_epoch_takes_the_place_of_the_first():
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer) as node:
+        async with session(node) as first, session(node, epoch=2) as other:
+            await first.read()
+            await other.read()
+            async with session(node) as second:
+                assert await second.read() == Subscribed("i1")
+                assert (await first.end())[0] == "ABORTED"
+                opened = [e for e in node.role.events if e.epoch == 1]
+                assert opened == [SessionOpened(1), SessionLost(1), SessionOpened(1)]
+                await second.send(prefill(WORK))
+                assert len(await second.updates()) == 3
+                await other.send(prefill(WorkId(2, "r", 0)))
+                assert len(await other.updates()) == 3
+        assert len(await node.role.saw(SessionLost, 3)) == 3
+
+
+async def test_a_clean_end_and_a_vanished_router_are_both_losses():
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
+        async with session(node) as router:
+            await router.read()
+            await router.call.done_writing()
+            assert (await router.end())[0] == "OK"
+        await node.role.saw(SessionLost, 1)
+        async with grpc.aio.insecure_channel(node.address) as channel:
+            call = node_pb2_grpc.PrefillNodeStub(channel).Session()
+            await call.write(node_pb2.RouterMessage(subscribe={"protocol_version": 1, "target_incarnation": "i1"}))
+            await call.read()
+        await node.role.saw(SessionLost, 2)
+
+
+async def test_deadlines_are_capped_by_the_node():
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, request_timeout=2.0) as node, session(node) as router:
+        await router.send(prefill(WORK, deadline_s=100.0))
+        (event,) = await node.role.saw(FromRouter)
+        assert event.message.deadline_s == 2.0
+
+
+async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_next():
+    posted = []
+    hub = Sessions("i1", lambda event: posted.append(event) or len(posted), metrics(), 10.0)
+    session_ = hub._open(1)
+
+    def turn(num_handled):
+        return Turn([ToRouter(1, Update(WORK, End(RequestCancelled())))], num_handled, Load(), True, None)
+
+    hub.deliver(turn(0))
+    assert await session_.take(0) == []
+    hub.deliver(turn(1))
+    assert len(await session_.take(0)) == 1
+
+
+async def test_a_stream_whose_peer_does_not_read_ends():
+    stream = Stream(limit=3)
+    stream.put(1, 2, 3)
+    assert await stream.take(0) == [1, 2, 3]
+    stream.put(1, 2, 3)
+    stream.put(4)
+    async with asyncio.timeout(5):
+        assert await stream.until_end() == "the peer does not read"
+    stream.end("another reason")
+    assert await stream.until_end() == "the peer does not read"
+
+
+def metrics() -> NodeMetrics:
+    return NodeMetrics(new_registry(), "tiny", NodeRole.PREFILL)
+
+
+async def test_many_updates_go_in_messages_of_bounded_size(monkeypatch):
+    monkeypatch.setattr(sessions, "UPDATES_PER_MESSAGE", 2)
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer) as node, session(node) as router:
+        await router.send(prefill(WORK))
+        assert [len(await router.updates()) for _ in range(2)] == [2, 1]
