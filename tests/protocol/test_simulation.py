@@ -83,6 +83,7 @@ def test_without_faults_every_answer_is_whole(seed: int) -> None:
         assert client.end
         if client.request.deadline_s > 1:
             assert client.end.error is None
+            assert client.end.timings.num_attempts == 1
             assert client.got == client.want
 
 

@@ -15,7 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from baton.messages import DecodeToPrefill, GenerationDefaults, NodeInfo, NodeRole, PrefillToDecode, Update
+from baton.messages import (
+    Abort,
+    DecodeToPrefill,
+    End,
+    GenerationDefaults,
+    NodeInfo,
+    NodeRole,
+    PrefillToDecode,
+    Update,
+    WorkId,
+)
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from engine.config import EngineConfig
@@ -60,6 +70,7 @@ class Node:
     staging: Staging
     info: NodeInfo
     subscribed: bool = False  # as the router sees it
+    fenced: set[WorkId] = field(default_factory=set)  # work that it was told to abort
 
     def pool_is_whole(self) -> bool:
         blocks = self.core.engine.blocks
@@ -191,6 +202,7 @@ class World:
         def hello() -> None:
             if (decode, prefill) in self.links:
                 self._close_link(decode, prefill, self.links[decode, prefill], "replaced")
+            self.links[decode, prefill] = link
             self._link_up(decode, prefill, link)
             self._send(decode, prefill, lambda: self._link_up(prefill, decode, link))
 
@@ -200,8 +212,7 @@ class World:
             self._send(decode, prefill, lambda: self._close_link(prefill, decode, link, "connection refused"))
 
     def _link_up(self, me: str, peer: str, link: int) -> None:
-        if me in self.nodes and (peer in self.nodes) and self.links.get((me, peer), link) == link:
-            self.links[me, peer] = link
+        if me in self.nodes and peer in self.nodes and self.links.get((me, peer)) == link:
             self.nodes[me].transport.connect(peer, self.nodes[peer].transport.info(), 1.0)
             self.nodes[me].core.handle(PeerOpened(peer, PART_BLOCKS), self.now)
 
@@ -209,10 +220,10 @@ class World:
         """All streams between the two break: each end hears of it in its own time."""
         for this, other in ((me, peer), (peer, me)):
             self._cut(other, this)
-            if link := self.links.get((this, other)):
+            for link in {self.links.get((me, peer)), self.links.get((peer, me))} - {None}:
                 self._send(other, this, functools.partial(self._close_link, this, other, link, reason))
 
-    def _close_link(self, me: str, peer: str, link: int, reason: str) -> None:
+    def _close_link(self, me: str, peer: str, link: int | None, reason: str) -> None:
         if me in self.nodes and self.links.get((me, peer)) == link:
             del self.links[me, peer]
             self.nodes[me].transport.disconnect(peer)
@@ -255,10 +266,11 @@ class World:
             stream.pop()
 
     def _collect(self, incarnation: str) -> None:
-        updates: list[Update] = []
-        for output in self.nodes[incarnation].core.take_outputs():
+        node, updates = self.nodes[incarnation], list[Update]()
+        for output in node.core.take_outputs():
             match output:
                 case ToRouter(_, update):
+                    assert update.work not in node.fenced or isinstance(update.kind, End), f"{update} after its abort"
                     updates.append(update)
                 case ToDecode(target, message):
                     peer = target.incarnation
@@ -280,8 +292,17 @@ class World:
                 case ToNode(incarnation, message):
                     if incarnation in self.nodes and self.nodes[incarnation].subscribed:
                         self._deliver("router", incarnation, FromRouter(EPOCH, message))
+                        if isinstance(message, Abort) and not message.samples:
+                            self._send(
+                                "router", incarnation, functools.partial(self._fenced, incarnation, message.work)
+                            )
                 case Emit(request_id, event):
                     self.clients[request_id].take(event)
+
+    def _fenced(self, incarnation: str, work: WorkId) -> None:
+        if incarnation in self.nodes:
+            self._collect(incarnation)  # what it said before counts as said before
+            self.nodes[incarnation].fenced.add(work)
 
     # ---- clients ----
 
