@@ -127,6 +127,10 @@ class Running:
     def address(self) -> str:
         return str(self.node.address)
 
+    def say(self, *outputs: Output) -> None:
+        """Have the role put these out in its next turn."""
+        self.loop.run_errand(lambda: self.role.outputs.extend(outputs))
+
 
 def info_for(role: NodeRole, incarnation: str, layout: KvLayout = LAYOUT) -> NodeInfo:
     return NodeInfo(
@@ -158,7 +162,6 @@ async def running(
     layout: KvLayout = LAYOUT,
     part_blocks: int = 4,
     tokenizer: bytes = b"{}",
-    protocol_version: int | None = None,
     **flags: Any,
 ) -> AsyncIterator[Running]:
     """A node on a free port, stopped at the end, and a channel to it."""

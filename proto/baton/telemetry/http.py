@@ -30,13 +30,19 @@ class MetricsServer:
         kind = _Server6 if ":" in listen.host else _Server
         self._server = make_server(listen.host, listen.port, self._answer, server_class=kind, handler_class=_Quiet)
         self.address = HostPort(listen.host, self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._closing = True
+        self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; `serve_forever` would look up twice a second
         self._thread.join(timeout=5)
+        self._server.server_close()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            self._server.handle_request()
 
     def _answer(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]

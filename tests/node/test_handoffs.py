@@ -1,0 +1,272 @@
+"""Handoff streams between two nodes over real gRPC: Hello, order, ends that are told exactly once."""
+
+import asyncio
+import dataclasses
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+
+from baton import wire
+from baton.errors import RequestCancelled
+from baton.messages import (
+    Commit,
+    CommitReply,
+    Credit,
+    DecodeTarget,
+    Grant,
+    Heartbeat,
+    Hello,
+    NodeRole,
+    Refuse,
+    Release,
+    Reserve,
+    Sample,
+    TransportEndpoint,
+    WorkId,
+)
+from baton.sampling import SamplingParams
+from baton.v1 import node_pb2_grpc
+from decode_node.handoffs import HandoffServer
+from decode_node.server import DECODE_SIDE, DecodeNode
+from engine.node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
+from engine.node.loop import Turn
+from engine.node.shell import RoleSide
+from prefill_node.links import DecodeLinks
+from prefill_node.server import PREFILL_SIDE
+from tests.node.scripted import LAYOUT, WAIT_S, Running, running
+
+WORK = WorkId(1, "r", 0)
+COMMIT = Commit(1, WORK, "d1", (1, 2), (Sample(0, (3,)),), SamplingParams(), 5.0)
+GRANT = Grant(WORK, 1, 0, 1, 1)
+
+
+def reserve(work: WorkId = WORK) -> Reserve:
+    return Reserve(work, "d1", 2, (), 1, 5.0, 8)
+
+
+def target(node: Running, incarnation: str = "d1") -> DecodeTarget:
+    return DecodeTarget(node.address, incarnation)
+
+
+@asynccontextmanager
+async def pair(prefill=PREFILL_SIDE, decode=DECODE_SIDE, **decode_fields):
+    """A prefill node p1 and a decode node d1."""
+    async with AsyncExitStack() as stack:
+        decode_fields = {"incarnation": "d1"} | decode_fields
+        d = await stack.enter_async_context(running(decode, NodeRole.DECODE, **decode_fields))
+        p = await stack.enter_async_context(running(prefill, NodeRole.PREFILL, incarnation="p1"))
+        yield p, d
+
+
+def with_links(**fields) -> RoleSide:
+    """A prefill side whose links have other patience."""
+    return RoleSide(
+        PREFILL_SIDE.service,
+        lambda server, sessions, hello, transport, post: DecodeLinks(hello, transport, post, **fields),
+    )
+
+
+async def closed(node: Running) -> PeerClosed:
+    """The one PeerClosed of the node, whose transport was disconnected before."""
+    (event,) = await node.role.saw(PeerClosed)
+    assert node.transport.notes[-1] == ("disconnect", event.peer)
+    assert [e for e in node.role.events if isinstance(e, PeerClosed)] == [event]
+    return event
+
+
+async def test_a_reserve_opens_the_stream_and_messages_pass_in_order_both_ways():
+    async with pair() as (p, d):
+        p.say(ToDecode(target(d), reserve()), ToDecode(target(d), COMMIT))
+        assert [e.message for e in await d.role.saw(FromPeer, 2)] == [reserve(), COMMIT]
+        assert d.role.events[0] == PeerOpened("p1", 4)
+        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4)]
+        d.say(ToPrefill("p1", GRANT), ToPrefill("p1", Credit(1, 1)), ToPrefill("p1", CommitReply(1, WORK)))
+        events = await p.role.saw(FromPeer, 3)
+        assert [e.message for e in events] == [GRANT, Credit(1, 1), CommitReply(1, WORK)]
+        assert {e.peer for e in events} == {"d1"}
+        assert p.transport.notes == [("connect", "d1")]
+        assert d.transport.notes == [("connect", "p1")]
+
+
+async def test_the_streams_end_is_told_once_on_both_sides():
+    async with pair() as (p, d):
+        p.say(ToDecode(target(d), reserve()))
+        await p.role.saw(PeerOpened)
+        p.say(ClosePeer("d1", "its transport is gone"))
+        assert (await closed(p)).reason == "its transport is gone"
+        assert (await closed(d)).peer == "p1"
+
+
+async def test_the_decode_node_can_end_it_too():
+    async with pair() as (p, d):
+        p.say(ToDecode(target(d), reserve()))
+        await d.role.saw(FromPeer)
+        d.say(ClosePeer("p1", "its transport is gone"))
+        assert (await closed(d)).reason == "its transport is gone"
+        assert (await closed(p)).reason == "ABORTED: its transport is gone"
+
+
+async def test_only_a_reserve_opens_a_stream():
+    async with pair() as (p, d):
+        p.say(ToDecode(target(d), Release(0, WORK)), ToDecode(target(d), COMMIT))
+        p.say(ToDecode(target(d), reserve()))
+        assert [e.message for e in await d.role.saw(FromPeer)] == [reserve()]
+
+
+OTHER_LAYOUT = dataclasses.replace(LAYOUT, block_size=32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "incarnation", "reason"),
+    [
+        ({"layout": OTHER_LAYOUT}, "d1", "LayoutMismatch block_size 32 != 16 of prefill-0"),
+        ({"part_blocks": 8}, "d1", "LayoutMismatch kv_slot_blocks 4 < 8 of decode-0"),
+        ({"incarnation": "d2"}, "d1", "NodeUnavailable this is incarnation d2, not d1"),
+    ],
+)
+async def test_nodes_that_do_not_fit_say_why(fields, incarnation, reason):
+    async with pair(**fields) as (p, d):
+        p.say(ToDecode(target(d, incarnation), reserve()))
+        assert (await closed(p)).reason == reason
+        assert not [e for e in d.role.events if isinstance(e, FromPeer)]
+
+
+async def test_a_transport_that_cannot_connect_is_a_reason():
+    async with pair() as (p, d):
+        d.transport.refuse = "no route"
+        p.say(ToDecode(target(d), reserve()))
+        assert (await closed(p)).reason == "TransferError no route"
+        assert d.role.events == []
+
+
+async def test_a_node_that_is_not_there_is_a_reason():
+    async with pair() as (p, _):
+        p.say(ToDecode(DecodeTarget("127.0.0.1:9", "d9"), reserve()))
+        assert (await closed(p)).reason.startswith("UNAVAILABLE: ")
+
+
+async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reserve_opens_again():
+    async with pair() as (p, d):
+        posted: list = []
+        links = DecodeLinks(p.node._hello(p.info), p.transport, lambda e: posted.append(e) or len(posted))
+
+        def turn(num_handled, *outputs):
+            links.deliver(Turn([ToDecode(target(d), o) for o in outputs], num_handled, p.role.state, True, None))
+
+        turn(0, reserve())
+        await d.role.saw(FromPeer)
+        links._links["d1"].end("test")
+        await asyncio.gather(*links._tasks)
+        number = len(posted)
+        assert isinstance(posted[-1], PeerClosed)
+        turn(number - 1, reserve(WorkId(1, "late", 0)))
+        assert links._links == {}
+        turn(number, reserve(WorkId(1, "new", 0)))
+        seen = [e.message.work.request_id for e in await d.role.saw(FromPeer, 2)]
+        assert seen == ["r", "new"]
+        await links.close()
+
+
+async def test_an_idle_stream_is_closed_but_not_while_a_handoff_is_under_way():
+    async with pair(prefill=with_links(idle_s=0.0)) as (p, d):
+        p.say(ToDecode(target(d), reserve()))
+        await d.role.saw(FromPeer)
+        assert not [e for e in p.role.events if isinstance(e, PeerClosed)]
+        d.say(ToPrefill("p1", Refuse(WORK, RequestCancelled("over"))))
+        assert (await closed(p)).reason == "idle for 0 s"
+        await closed(d)
+
+
+async def test_a_second_stream_of_a_prefill_node_takes_the_place_of_the_first():
+    async with pair() as (_, d):
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(opened(d))
+            assert isinstance(await hear(first), Hello)
+            second = await stack.enter_async_context(opened(d))
+            assert isinstance(await hear(second), Hello)
+            assert await end_of(first) == "a new stream of the peer took its place"
+            kinds = [type(e) for e in d.role.events]
+            assert kinds == [PeerOpened, PeerClosed, PeerOpened]
+            assert [n for n, _ in d.transport.notes] == ["connect", "disconnect", "connect"]
+            d.say(ToPrefill("p9", GRANT))
+            while isinstance(message := await hear(second), Heartbeat):
+                pass
+            assert message == GRANT
+        await d.role.saw(PeerClosed, 2)
+
+
+HELLO = Hello("p9", "prefill-9", LAYOUT, (TransportEndpoint(0, "memory", b"there"),), "d1")
+
+
+@asynccontextmanager
+async def opened(node: Running, hello: Hello | None = HELLO):
+    """A prefill node's end of a stream, by hand."""
+    call = node_pb2_grpc.DecodeNodeStub(node.channel).Handoff()
+    if hello:
+        await call.write(wire.write_prefill_message(hello))
+    yield call
+    call.cancel()
+
+
+async def hear(call):
+    async with asyncio.timeout(WAIT_S):
+        return wire.read_decode_message(await call.read())
+
+
+async def end_of(call) -> str:
+    """The text with which the node ended the stream."""
+    async with asyncio.timeout(WAIT_S):
+        try:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error.details()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"protocol_version": 9}, "protocol version 9 of prefill-9 != 1"),
+        ({"endpoints": ()}, "transport memory is not offered by prefill-9 (none)"),
+        ({"target_incarnation": "d0"}, "this is incarnation d1, not d0"),
+    ],
+)
+async def test_a_peer_that_does_not_fit_is_answered_with_the_error(change, text):
+    async with pair() as (_, d), opened(d, dataclasses.replace(HELLO, **change)) as call:
+        answer = await hear(call)
+        assert answer.error.message == text
+        assert await call.read() is grpc.aio.EOF
+        assert d.role.events == []
+
+
+async def test_a_stream_opens_with_hello_and_has_but_one():
+    async with pair() as (_, d):
+        async with opened(d, None) as call:
+            await call.write(wire.write_prefill_message(Heartbeat()))
+            assert await end_of(call) == "a handoff stream opens with Hello"
+        async with opened(d) as call:
+            await call.write(wire.write_prefill_message(HELLO))
+            assert await end_of(call) == "malformed message: a second Hello"
+
+
+async def test_a_silent_peer_is_given_up():
+    def serve(server, sessions, hello, transport, post):
+        handoffs = HandoffServer(hello, transport, post, silence_s=0.2)
+        node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)
+        return handoffs
+
+    async with pair(decode=RoleSide(DECODE_SIDE.service, serve)) as (_, d), opened(d) as call:
+        await hear(call)
+        assert (await closed(d)).reason == "silent for 0.2 s"
+
+
+async def test_heartbeats_keep_a_quiet_stream_alive():
+    async with pair(prefill=with_links(silence_s=1.0)) as (p, d):
+        p.say(ToDecode(target(d), reserve()))
+        await p.role.saw(PeerOpened)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await p.role.saw(PeerClosed)
+        assert not [e for e in d.role.events if isinstance(e, PeerClosed)]
