@@ -1,0 +1,103 @@
+"""Chat messages to prompt text, by the model's own Jinja template.
+
+The environment offers what chat templates are written against (transformers, `utils/chat_template_utils.py`): trimmed
+blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, and the `generation`
+tag. It is sandboxed: a template comes from a model's repository.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from baton.errors import InvalidRequest
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what a model wrote, for training; here its body stands for itself."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it a set)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+class ChatTemplate:
+    """A compiled template. One that cannot be compiled refuses all messages, and says why."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        self._template: jinja2.Template | None = None
+        self._broken = ""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            self._broken = f"the model's chat template cannot be compiled: {error}"
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for messages of `role`, `content` and maybe `name`. Raises InvalidRequest with what the template
+        says of them."""
+        if self._template is None:
+            raise InvalidRequest(self._broken, "messages")
+        try:
+            return self._template.render(
+                **{
+                    **self._special_tokens,
+                    "tools": None,
+                    "documents": None,
+                    **(variables or {}),
+                    "messages": [self._known_role(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
+
+    def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
+        """OpenAI's newer name for system instructions, in the words of templates that do not know it."""
+        if message["role"] == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}
+        return dict(message)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(pattern)

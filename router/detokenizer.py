@@ -1,0 +1,76 @@
+"""Token ids to text, token by token: what comes out, `flush` included, adds up to `decode` of all ids."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """One sample's text as it grows."""
+
+    def add(self, token_id: int) -> str:
+        """The text that this token makes certain; often all of its own, nothing in the middle of a character."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back. Called once, after the last token."""
+        ...
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: tokens are bytes, only a character cut in two waits."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int]) -> None:
+        self._token_bytes = token_bytes
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._utf8.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For all other vocabularies, where tokens lean on neighbours (a leading space is dropped at the start only).
+
+    Decodes a window of recent tokens with and without the new ones and takes the difference, as
+    text-generation-inference's `decode_token` does. Raw byte tokens wait for the end of their run, since one bad
+    byte makes the whole run unreadable.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], is_raw_byte: Callable[[int], bool], skipped: frozenset[int]
+    ) -> None:
+        self._decode = decode
+        self._is_raw_byte = is_raw_byte
+        self._skipped = skipped
+        self._context: list[int] = []  # tokens whose text is out, kept because the next ones lean on them
+        self._pending: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        out = self.flush() if self._ends_raw_run(token_id) else ""
+        self._pending.append(token_id)
+        if self._is_raw_byte(token_id) or self._new_text().endswith(REPLACEMENT):
+            return out
+        return out + self.flush()
+
+    def flush(self) -> str:
+        text = self._new_text()
+        if self._pending:
+            self._context, self._pending = self._pending, []
+        return text
+
+    def _ends_raw_run(self, token_id: int) -> bool:
+        return bool(self._pending) and self._is_raw_byte(self._pending[-1]) and not self._is_raw_byte(token_id)
+
+    def _new_text(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._pending)[len(before) :]

@@ -1,0 +1,159 @@
+"""Runs the protocol's state machine: gives it time and events, carries out its actions.
+
+    front ends --submit, stop, cancel-->  RouterCore  --Prefill, Abort-->  node links
+    node links --up, said, lost------->               --RequestEvent---->  one sink per request
+
+All on one asyncio thread. A sink is called at once, from within the call that caused the event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.errors import BatonError
+from baton.messages import Abort, Load, NodeInfo, Prefill, Update
+from router.accounts import Accounts
+from router.core import Emit, RouterCore, ToNode
+from router.life import RequestEnd, RequestEvent, RoutedRequest, WorkState
+
+
+class Sink(Protocol):
+    """Where a request's events go. Must not raise."""
+
+    def __call__(self, event: RequestEvent, /) -> None: ...
+
+
+class Dispatcher:
+    def __init__(self, core: RouterCore, accounts: Accounts) -> None:
+        self._core = core
+        self._accounts = accounts
+        self._sinks: dict[str, Sink] = {}
+        self._links: dict[str, Callable[[Prefill | Abort], None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._carrying_out = False
+        self._cause = ""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- for the front ends ----
+
+    def submit(self, request: RoutedRequest, sink: Sink, received: float) -> None:
+        """Place a request that came in at `received` (`time.monotonic`), from when its deadline counts.
+
+        Its events go to `sink`, RequestEnd last. Raises BatonError, and then `sink` is not called.
+        """
+        try:
+            self._core.submit(request, received)
+        except BatonError as error:
+            self._accounts.refused(error, time.monotonic() - received)
+            raise
+        self._sinks[request.request_id] = sink
+        self._accounts.opened(request, received)
+        self._idle.clear()
+        self._carry_out()
+        self._arm()
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        self._core.stop_sample(request_id, sample, time.monotonic())
+        self._carry_out()
+
+    def cancel(self, request_id: str) -> None:
+        """The client left. Its RequestEnd still comes, during this call; idempotent."""
+        self._core.cancel(request_id, time.monotonic())
+        self._carry_out()
+
+    # ---- for the node links ----
+
+    def node_up(self, info: NodeInfo, send: Callable[[Prefill | Abort], None]) -> None:
+        """`send` takes messages for the node, in order, without blocking."""
+        self._links[info.incarnation] = send
+        self._core.node_up(info, time.monotonic())
+        self._carry_out()
+
+    def node_lost(self, incarnation: str, reason: str) -> None:
+        self._links.pop(incarnation, None)
+        self._cause = "node_lost"
+        self._core.node_lost(incarnation, reason, time.monotonic())
+        self._carry_out()
+
+    def node_said(self, incarnation: str, message: tuple[Update, ...] | Load) -> None:
+        if isinstance(message, Load):
+            self._core.node_load(incarnation, message)
+            return
+        now = time.monotonic()
+        self._cause = "node_error"
+        for update in message:
+            self._accounts.node_said(update)
+            self._core.update(incarnation, update, now)
+        self._carry_out()
+
+    # ---- for whoever runs it ----
+
+    def why_not_ready(self) -> str | None:
+        return self._core.why_not_ready()
+
+    def num_requests_by_state(self) -> dict[str, int]:
+        """Live work by state, states without any included."""
+        states = Counter(state.value for state in self._core.states())
+        return {state.value: states[state.value] for state in WorkState}
+
+    async def drained(self) -> None:
+        """Returns once no request is live."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Cancel what is still live."""
+        for request_id in list(self._sinks):
+            self.cancel(request_id)
+        if self._timer:
+            self._timer.cancel()
+
+    def _carry_out(self) -> None:
+        """All actions there are, and those that they cause: a sink may call back into `stop_sample` and `cancel`."""
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while actions := self._core.take_actions():
+                for action in actions:
+                    self._do(action)
+        finally:
+            self._carrying_out = False
+
+    def _do(self, action: ToNode | Emit) -> None:
+        if isinstance(action, ToNode):
+            if isinstance(action.message, Prefill) and action.message.work.attempt:
+                self._accounts.retried(self._cause)
+            if send := self._links.get(action.incarnation):
+                send(action.message)
+            return
+        self._accounts.event(action.request_id, action.event, time.monotonic())
+        if isinstance(action.event, RequestEnd):
+            sink = self._sinks.pop(action.request_id)
+            if not self._sinks:
+                self._idle.set()
+        else:
+            sink = self._sinks[action.request_id]
+        sink(action.event)
+
+    def _arm(self) -> None:
+        """One timer, for the next deadline; deadlines of requests that ended early make it fire for nothing."""
+        deadline = self._core.next_deadline()
+        if deadline is None:
+            return
+        loop = asyncio.get_running_loop()
+        when = loop.time() + max(0.001, deadline - time.monotonic())
+        if self._timer is None or self._timer.cancelled() or when < self._timer.when():
+            if self._timer:
+                self._timer.cancel()
+            self._timer = loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._core.tick(time.monotonic())
+        self._carry_out()
+        self._arm()

@@ -1,0 +1,151 @@
+"""One client request in flight: its prompts' events in, deltas out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import BatonError, InternalError
+from router.answer import Answer, Delta, join
+from router.dispatcher import Dispatcher
+from router.life import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut, TokensOut
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Part:
+    """One prompt of a request. `answers[i]` is sample i."""
+
+    request: RoutedRequest
+    answers: Sequence[Answer]
+    timings: RequestTimings | None = None  # set with its end
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """`num_cached_tokens`: prompt tokens that the prefill node did not compute."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+
+
+class Generation:
+    """Runs from `start` until all its parts ended, one failed, or `close`. One consumer calls `next`.
+
+    Tokens become text when they arrive, not when the client reads: a slow reader does not delay the stop string that
+    frees the nodes.
+    """
+
+    def __init__(self, request_id: str, dispatcher: Dispatcher, parts: Sequence[Part]) -> None:
+        self.request_id = request_id
+        self.parts = parts
+        self._dispatcher = dispatcher
+        self._live: set[str] = set()
+        self._waiting: list[Delta] = []
+        self._error: BatonError | None = None
+        self._something = asyncio.Event()
+
+    def start(self, received: float) -> None:
+        """Place all prompts. Raises BatonError, and then none is running."""
+        for part in self.parts:
+            try:
+                self._dispatcher.submit(part.request, _Sink(self, part), received)
+            except BatonError:
+                self.close()
+                raise
+            self._live.add(part.request.request_id)
+
+    @property
+    def done(self) -> bool:
+        """All has ended, and `next` has given it all."""
+        return not self._live and not self._waiting and self._error is None
+
+    async def next(self, timeout_s: float | None = None) -> list[Delta]:
+        """What came since the last call, in order; waits for something, at most `timeout_s`.
+
+        Empty when nothing came in time, or when all is done. Raises what ended the request early, after all that came
+        before.
+        """
+        if not self._waiting and self._error is None and self._live:
+            self._something.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._something.wait()
+            except TimeoutError:
+                return []
+        deltas, self._waiting = self._waiting, []
+        if not deltas and self._error is not None:
+            raise self._error
+        return deltas
+
+    def close(self) -> None:
+        """The client left, or has all that it wants. Idempotent."""
+        for request_id in list(self._live):
+            self._dispatcher.cancel(request_id)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            num_prompt_tokens=sum(len(part.request.prompt_tokens) for part in self.parts),
+            num_completion_tokens=sum(answer.num_tokens for part in self.parts for answer in part.answers),
+            num_cached_tokens=sum(part.timings.num_cached_tokens for part in self.parts if part.timings),
+        )
+
+    @property
+    def timings(self) -> RequestTimings:
+        """Of the prompt that took longest, among those that have ended."""
+        return max((p.timings for p in self.parts if p.timings), key=lambda t: t.total_s, default=RequestTimings())
+
+    def take(self, part: Part, event: RequestEvent) -> None:
+        """An event of one part. Never raises."""
+        try:
+            self._take(part, event)
+        except Exception as error:  # a request's boundary: our mistake ends this request, not the node's stream
+            log.exception("our own mistake", extra={"request_id": self.request_id})
+            self._fail(InternalError(f"{type(error).__name__}: {error}"))
+        self._something.set()
+
+    def _take(self, part: Part, event: RequestEvent) -> None:
+        match event:
+            case TokensOut(sample, token_ids, logprobs):
+                answer = part.answers[sample]
+                if not answer.ended:
+                    self._put(answer.add(token_ids, logprobs))
+                    if answer.ended:
+                        self._dispatcher.stop_sample(part.request.request_id, sample)
+            case SampleOut(sample, reason, stop_token_id):
+                answer = part.answers[sample]
+                if not answer.ended:
+                    self._put(answer.end(reason, stop_token_id))
+            case RequestEnd(error, timings):
+                part.timings = timings
+                self._live.discard(part.request.request_id)
+                if error is not None:
+                    self._fail(error)
+
+    def _put(self, delta: Delta) -> None:
+        """A reader that lags gets neighbouring deltas of an answer as one."""
+        if self._waiting and self._waiting[-1].index == delta.index:
+            self._waiting[-1] = join((self._waiting[-1], delta))
+        else:
+            self._waiting.append(delta)
+
+    def _fail(self, error: BatonError) -> None:
+        if self._error is None:
+            self._error = error
+            self.close()
+
+
+class _Sink:
+    """Takes one part's events."""
+
+    def __init__(self, generation: Generation, part: Part) -> None:
+        self._generation = generation
+        self._part = part
+
+    def __call__(self, event: RequestEvent, /) -> None:
+        self._generation.take(self._part, event)

@@ -1,0 +1,72 @@
+"""Every failure in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from baton.errors import BatonError, InvalidRequest
+from baton.v1 import common_pb2
+from router.ask import ContextTooLong
+from router.models import UnknownModel
+from router.scope import RETRY_AFTER_S
+
+_RETRYABLE = (429, 503)
+_CODES: dict[type[BatonError], str] = {UnknownModel: "model_not_found", ContextTooLong: "context_length_exceeded"}
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": _type_of(status), "param": param, "code": code}}
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def body_of(error: BatonError) -> dict[str, Any]:
+    code = _CODES.get(type(error)) or common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return error_body(error.http_status, error.message, param, code)
+
+
+def response_to(error: BatonError) -> JSONResponse:
+    """Its HTTP status; with Retry-After where another try may succeed."""
+    headers = {"retry-after": str(RETRY_AFTER_S)} if error.http_status in _RETRYABLE else None
+    return JSONResponse(body_of(error), error.http_status, headers)
+
+
+def describe_validation(error: ValidationError) -> InvalidRequest:
+    """The first thing that is wrong with a body, in one sentence that names the field."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"The request body is not valid JSON: {text.removeprefix('Invalid JSON: ')}")
+    where = ".".join(str(part) for part in first["loc"])
+    return InvalidRequest(f"{where}: {text}" if where else text, str(first["loc"][0]) if first["loc"] else None)
+
+
+async def on_baton_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, BatonError)
+    return response_to(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """Unknown paths and methods, and bodies that are too large."""
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code == 404:
+        message = f"There is nothing at {request.url.path}."
+    elif error.status_code == 405:
+        message = f"{request.method} is not allowed at {request.url.path}."
+    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+
+
+async def on_exception(_: Request, error: Exception) -> JSONResponse:
+    """Our own mistake. Logged where the request's id is known."""
+    return JSONResponse(error_body(500, f"internal error: {type(error).__name__}", code="internal"), 500)

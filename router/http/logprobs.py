@@ -1,0 +1,66 @@
+"""Logprobs with the tokens' texts, in the two forms of OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.messages import TokenLogprobs
+from router.answer import Delta
+from router.tokenizer import Tokenizer
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON cannot say (as in vLLM)."""
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """Its text; a token that is no text of its own as `bytes:` and its bytes, as OpenAI spells it."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
+    pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+    return {"content": [_chat_token(tokenizer, token_id, entry) for token_id, entry in pairs]}
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+    top = [_described(tokenizer, other, logprob) for other, logprob in entry.top]
+    return {**_described(tokenizer, token_id, entry.logprob), "top_logprobs": top}
+
+
+def _described(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token_id)
+    return {"token": token_text(tokenizer, token_id), "logprob": max(logprob, LEAST), "bytes": list(data)}
+
+
+class CompletionLogprobs:
+    """The older form, whose `text_offset` counts characters from the answer's start."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offsets: dict[int, int] = {}  # answer -> characters so far
+
+    def of(self, delta: Delta) -> dict[str, Any]:
+        texts = [token_text(self._tokenizer, token_id) for token_id in delta.token_ids]
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(entry.logprob, LEAST) for entry in delta.logprobs],
+            "top_logprobs": [self._top(text, entry) for text, entry in zip(texts, delta.logprobs, strict=True)],
+            "text_offset": self._advance(delta.index, texts),
+        }
+
+    def _top(self, chosen: str, entry: TokenLogprobs) -> dict[str, float]:
+        top = {token_text(self._tokenizer, token_id): max(logprob, LEAST) for token_id, logprob in entry.top}
+        return {**top, chosen: max(entry.logprob, LEAST)}
+
+    def _advance(self, index: int, texts: list[str]) -> list[int]:
+        offset = self._offsets.get(index, 0)
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        return offsets

@@ -1,0 +1,224 @@
+"""What clients may send: OpenAI's fields, and those of vLLM's additions that are built. Others are left alone, unless
+they would change the answer (`unsupported`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from baton.errors import InvalidRequest
+from baton.sampling import MAX_LOGPROBS
+from router.ask import Ask
+from router.http.unsupported import refuse_unsupported
+
+_CONFIG = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+def _strings(value: Any) -> Any:
+    """From one string, a list of them, or null."""
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a list of strings")
+    return tuple(texts)
+
+
+def _prompts(value: Any) -> Any:
+    """From text, token ids, or a list of either."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, a list of token ids, or a list of either")
+    if _is_ids(value):
+        return (tuple(value),)
+    if all(isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value):
+        return tuple(item if isinstance(item, str) else tuple(item) for item in value)
+    raise ValueError("must be a string, a list of token ids, or a list of either")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+def _message_text(value: Any) -> Any:
+    """From a string, a list of text parts, or null."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    return "\n".join(_part_text(part) for part in value)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise ValueError(f"a part of type {kind!r} is not supported: only text is")
+    if not isinstance(part.get("text"), str):
+        raise ValueError("a text part needs a string in `text`")
+    return str(part["text"])
+
+
+class ChatMessage(BaseModel):
+    model_config = _CONFIG
+    role: str
+    content: Annotated[str, BeforeValidator(_message_text)] = ""
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As a chat template takes it. Raises InvalidRequest for a tool's part of a conversation."""
+        calls = [name for name in ("tool_calls", "function_call") if (self.model_extra or {}).get(name)]
+        if calls or self.role in ("tool", "function"):
+            what = calls[0] if calls else f"role {self.role}"
+            raise InvalidRequest(f"Tool calls are not supported here: a message has `{what}`.", "messages")
+        named = {"name": self.name} if self.name is not None else {}
+        return {"role": self.role, "content": self.content, **named}
+
+
+class StreamOptions(BaseModel):
+    model_config = _CONFIG
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationFields(BaseModel):
+    """What chats and completions share."""
+
+    model_config = _CONFIG
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] = ()
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    timeout: Annotated[float | None, Field(description="seconds until the request is given up")] = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what cannot be had, or makes no sense together."""
+        extra = self.model_extra or {}
+        refuse_unsupported(extra)
+        best_of = extra.get("best_of")
+        if best_of is not None and best_of != (self.n or 1):
+            raise InvalidRequest("`best_of` other than `n` is not supported here.", "best_of")
+        if self.stream_options and not self.stream:
+            raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
+
+    def shared(self) -> dict[str, Any]:
+        """The fields of Ask that need no translation."""
+        return {
+            "n": 1 if self.n is None else self.n,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias or {},
+            "seed": self.seed,
+            "min_tokens": self.min_tokens or 0,
+            "ignore_eos": bool(self.ignore_eos),
+            "stop": self.stop,
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "include_stop_str_in_output": bool(self.include_stop_str_in_output),
+            "skip_special_tokens": self.skip_special_tokens is not False,
+            "timeout_s": self.timeout,
+            "cache_salt": self.cache_salt or "",
+        }
+
+
+class ChatRequest(GenerationFields):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if (self.model_extra or {}).get("echo"):
+            raise InvalidRequest("`echo` is not supported for chats.", "echo")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+        _check_num_logprobs(self.top_logprobs, "top_logprobs")
+
+    def ask(self, request_id: str, prompt: str) -> Ask:
+        """`prompt` is what the chat template made of the messages."""
+        return Ask(
+            request_id=request_id,
+            prompts=(prompt,),
+            add_special_tokens=bool(self.add_special_tokens),
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else -1,
+            **self.shared(),
+        )
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("`echo` together with `logprobs` is not supported here.", "echo")
+        _check_num_logprobs(self.logprobs, "logprobs")
+
+    def ask(self, request_id: str) -> Ask:
+        return Ask(
+            request_id=request_id,
+            prompts=self.prompt,
+            add_special_tokens=self.add_special_tokens is not False,
+            max_tokens=self.max_tokens,
+            num_logprobs=-1 if self.logprobs is None else self.logprobs,
+            **self.shared(),
+        )
+
+
+class TokenizeRequest(BaseModel):
+    """Either `prompt` or `messages`."""
+
+    model_config = _CONFIG
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        if self.prompt is None:
+            raise InvalidRequest("`prompt` or `messages` is needed.", "prompt")
+        return self.prompt
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = _CONFIG
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+
+def _check_num_logprobs(count: int | None, param: str) -> None:
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequest(f"`{param}` must be in [0, {MAX_LOGPROBS}], not {count}.", param)

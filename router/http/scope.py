@@ -1,0 +1,49 @@
+"""Around each HTTP request: its id, in and out and in every log line; its one line in the log; the last resort."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.telemetry import request_scope
+from router.scope import usable_request_id
+
+log = logging.getLogger(__name__)
+
+HEADER = b"x-request-id"
+_QUIET = frozenset({"/health", "/ready", "/metrics"})
+
+
+class RequestScope:
+    """Outermost ASGI application. Puts `request_id` and `received` (`time.monotonic`) into the request's state."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        received = time.monotonic()
+        given = next((value for name, value in scope["headers"] if name == HEADER), b"")
+        request_id = usable_request_id(given.decode("latin-1"))
+        scope.setdefault("state", {}).update(request_id=request_id, received=received)
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (HEADER, request_id.encode())]
+            await send(message)
+
+        with request_scope(request_id):
+            try:
+                await self._app(scope, receive, send_named)
+            except Exception:
+                log.exception("our own mistake in %s %s", scope["method"], scope["path"])
+            level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
+            took_ms = (time.monotonic() - received) * 1e3
+            log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], status, took_ms)

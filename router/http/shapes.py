@@ -1,0 +1,136 @@
+"""What clients get: whole answers and chunks of them, as chats and as completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from router.answer import Delta
+from router.generation import Generation, Usage
+from router.http.logprobs import CompletionLogprobs, chat_logprobs
+from router.life import RequestTimings
+from router.models import ServedModel
+
+
+class Shape(Protocol):
+    """One request's answer in JSON. Keeps what must be said once only, so each request has its own."""
+
+    def chunk(self, delta: Delta) -> dict[str, Any]: ...
+
+    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]: ...
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
+
+
+class ChatShape:
+    def __init__(self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool) -> None:
+        self._head = _head(f"chatcmpl-{request_id}", model)
+        self._tokenizer = model.tokenizer
+        self._logprobs = logprobs
+        self._token_ids = token_ids
+        self._begun: set[int] = set()
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        content: dict[str, Any] = {"content": delta.text}
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            content = {"role": "assistant", **content}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [self._choice(delta, {"delta": content})]}
+
+    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
+        choices = [self._choice(a, {"message": {"role": "assistant", "content": a.text}}) for a in answers]
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            **_account(generation),
+            **(_prompt_ids(generation) if self._token_ids else {}),
+        }
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(usage)}
+
+    def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = chat_logprobs(self._tokenizer, delta) if self._logprobs else None
+        return _choice(delta, content, logprobs, self._token_ids)
+
+
+class CompletionShape:
+    """`echoes[i]` is put before the text of answer i."""
+
+    def __init__(
+        self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool, echoes: Mapping[int, str]
+    ) -> None:
+        self._head = {**_head(f"cmpl-{request_id}", model), "object": "text_completion"}
+        self._logprobs = CompletionLogprobs(model.tokenizer) if logprobs else None
+        self._token_ids = token_ids
+        self._echoes = dict(echoes)
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        return {**self._head, "choices": [self._choice(delta)]}
+
+    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "choices": [self._choice(answer) for answer in answers],
+            **_account(generation),
+            **(_prompt_ids(generation) if self._token_ids else {}),
+        }
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": usage_of(usage)}
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        logprobs = self._logprobs.of(delta) if self._logprobs else None
+        text = self._echoes.pop(delta.index, "") + delta.text
+        return _choice(delta, {"text": text}, logprobs, self._token_ids)
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+
+
+def timings_of(timings: RequestTimings) -> dict[str, Any]:
+    """Our addition to the API: where the time went, in milliseconds, and which nodes did it."""
+    return {
+        "queue_ms": _ms(timings.queue_s),
+        "prefill_ms": _ms(timings.prefill_s),
+        "transfer_ms": _ms(timings.transfer_s),
+        "first_token_ms": _ms(timings.first_token_s),
+        "total_ms": _ms(timings.total_s),
+        "cached_tokens": timings.num_cached_tokens,
+        "decode_cached_tokens": timings.num_decode_cached_tokens,
+        "transfer_bytes": timings.transfer_bytes,
+        "attempts": timings.num_attempts,
+        "prefill_node": timings.prefill_node,
+        "decode_node": timings.decode_node,
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _head(answer_id: str, model: ServedModel) -> dict[str, Any]:
+    return {"id": answer_id, "object": "", "created": int(time.time()), "model": model.name}
+
+
+def _account(generation: Generation) -> dict[str, Any]:
+    return {"usage": usage_of(generation.usage), "timings": timings_of(generation.timings)}
+
+
+def _prompt_ids(generation: Generation) -> dict[str, Any]:
+    return {"prompt_token_ids": list(generation.parts[0].request.prompt_tokens)}
+
+
+def _choice(delta: Delta, content: dict[str, Any], logprobs: dict[str, Any] | None, token_ids: bool) -> dict[str, Any]:
+    """What all kinds of choice have around their content; `stop_reason` and `token_ids` are vLLM's additions."""
+    reason = delta.finish_reason.value if delta.finish_reason else None
+    choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason, "stop_reason": delta.stop}
+    return {**choice, "token_ids": list(delta.token_ids)} if token_ids else choice

@@ -1,0 +1,47 @@
+"""The command `baton-router`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from baton.settings import parse
+from baton.telemetry import configure_logging
+from router.server import RouterServer, StartError
+from router.settings import RouterSettings
+
+EXIT_FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. Exits with 1 when it cannot start."""
+    settings = parse(RouterSettings, argv)
+    configure_logging(settings.logging_level(), settings.node_id or f"router-{settings.http.port}")
+    try:
+        uvloop.run(_serve(settings))
+    except StartError as error:
+        sys.stderr.write(f"{settings.prog}: {error}\n")
+        sys.exit(EXIT_FAILED)
+
+
+async def _serve(settings: RouterSettings) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    server = RouterServer(settings)
+    await server.start()
+    await stop.wait()
+    await server.stop(hurry)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What the router knows of the model that its nodes serve: tokenizer, chat template, limits, defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from baton.errors import InvalidRequest, NodeUnavailable
+from baton.messages import GenerationDefaults, NodeInfo
+from router.chat import ChatTemplate
+from router.tokenizer import Tokenizer, check_digest
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that is not served here."""
+
+    http_status: ClassVar[int] = 404
+    grpc_status: ClassVar[str] = "NOT_FOUND"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`max_model_len` is the shortest context of all nodes in use, in tokens."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    defaults: GenerationDefaults
+
+
+class Models:
+    """The one model that a router serves, as its nodes tell it.
+
+    Kept when the last node goes; replaced when the next one that comes then serves another.
+    """
+
+    def __init__(self) -> None:
+        self._model: ServedModel | None = None
+        self._nodes: dict[str, NodeInfo] = {}
+        self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model of that name; without a name, the only one. Raises UnknownModel, or NodeUnavailable before any node
+        has said what it serves."""
+        if self._model is None:
+            raise NodeUnavailable("no node has been reached yet, so the model is not known")
+        if name and name != self._model.name:
+            raise UnknownModel(f"The model `{name}` does not exist. This router serves `{self._model.name}`.", "model")
+        return self._model
+
+    async def tokenizer(self, info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokenizer:
+        """The node's tokenizer: fetched once for each digest, however many nodes have it. Raises NodeUnavailable."""
+        digest = info.tokenizer_digest
+        if digest not in self._tokenizers:
+            self._tokenizers[digest] = asyncio.create_task(_load(info, fetch))
+        task = self._tokenizers[digest]
+        try:
+            return await asyncio.shield(task)
+        except BaseException:
+            if task.done() and self._tokenizers.get(digest) is task:
+                del self._tokenizers[digest]
+            raise
+
+    def check(self, info: NodeInfo) -> None:
+        """Raises NodeUnavailable when the node is in use already (under another address), or serves another model than
+        those in use."""
+        if info.incarnation in self._nodes:
+            raise NodeUnavailable("is configured twice, under different addresses")
+        for node in self._nodes.values():
+            if info.served_model_name != node.served_model_name:
+                what = f"{info.served_model_name!r}, while {node.node_id} serves {node.served_model_name!r}"
+                raise NodeUnavailable(f"serves model {what}")
+            if info.tokenizer_digest != node.tokenizer_digest:
+                raise NodeUnavailable(f"has another tokenizer than {node.node_id}")
+
+    def join(self, info: NodeInfo, tokenizer: Tokenizer) -> None:
+        """A node is in use from now on. Raises NodeUnavailable, as `check`."""
+        self.check(info)
+        if self._model is None or not self._nodes:
+            self._model = _model_of(info, tokenizer)
+        self._nodes[info.incarnation] = info
+        self._model = self._limited(self._model)
+
+    def leave(self, incarnation: str) -> None:
+        if self._nodes.pop(incarnation, None) and self._nodes and self._model:
+            self._model = self._limited(self._model)
+
+    def _limited(self, model: ServedModel) -> ServedModel:
+        return dataclasses.replace(model, max_model_len=min(node.max_model_len for node in self._nodes.values()))
+
+
+async def _load(info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokenizer:
+    data = await fetch()
+    check_digest(data, info.tokenizer_digest, info.node_id)
+    try:
+        return await asyncio.to_thread(Tokenizer, data)  # a large vocabulary takes a second
+    except Exception as error:
+        raise NodeUnavailable(f"the tokenizer of {info.node_id} cannot be read: {error}") from error
+
+
+def _model_of(info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
+    return ServedModel(
+        name=info.served_model_name,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        tokenizer=tokenizer,
+        chat=ChatTemplate(info.chat_template, info.special_tokens) if info.chat_template else None,
+        defaults=info.generation_defaults,
+    )

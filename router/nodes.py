@@ -1,0 +1,168 @@
+"""The streams to the nodes: one session each, opened again whenever it ends.
+
+connect -> Describe -> (GetTokenizer) -> Session: Subscribe, Subscribed, work and updates -> lost -> back-off
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.address import HostPort
+from baton.channels import CHANNEL_OPTIONS
+from baton.errors import BatonError, NodeUnavailable
+from baton.messages import Abort, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.v1 import node_pb2, node_pb2_grpc
+from baton.wire import RouterToNode, read_node_info, read_node_message, write_router_message
+from router.dispatcher import Dispatcher
+from router.models import Models
+from router.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_TIMEOUT_S = 5.0
+TOKENIZER_TIMEOUT_S = 60.0
+SILENCE_TIMEOUT_S = 5.0
+"""A node sends its load every second; one that is silent for this long hangs."""
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 2.0
+
+
+class NodeLink:
+    """Keeps one configured address connected. `problem` says why it is not in use; None while it is."""
+
+    def __init__(
+        self,
+        address: HostPort,
+        role: NodeRole,
+        epoch: int,
+        dispatcher: Dispatcher,
+        models: Models,
+        changed: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.role = role
+        self.problem: str | None = "not reached yet"
+        self._epoch = epoch
+        self._dispatcher = dispatcher
+        self._models = models
+        self._changed = changed
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            was_up = False
+            try:
+                await self._connect_once()
+            except _SessionLost as lost:
+                was_up = True
+                problem = str(lost)
+            except (BatonError, grpc.aio.AioRpcError, TimeoutError) as error:
+                problem = _reason(error)
+            except Exception as error:  # a boundary: one node's oddities must not cost the others
+                log.exception("node_address=%s our own mistake", self.address)
+                problem = repr(error)
+            self._set_problem(problem)
+            backoff_s = FIRST_BACKOFF_S if was_up else min(2 * backoff_s, LAST_BACKOFF_S)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _connect_once(self) -> None:
+        """One session, from the connection to its end. Always raises: _SessionLost when the node had been in use."""
+        async with grpc.aio.insecure_channel(str(self.address), options=CHANNEL_OPTIONS) as channel:
+            status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
+            info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
+            if info.role is not self.role:
+                raise NodeUnavailable(f"is a {info.role.value} node, but configured under --{self.role.value}")
+            tokenizer = await self._models.tokenizer(info, lambda: _fetch_tokenizer(status, info))
+            self._models.check(info)
+            await self._session(channel, info, tokenizer)
+
+    async def _session(self, channel: grpc.aio.Channel, info: NodeInfo, tokenizer: Tokenizer) -> None:
+        outgoing: asyncio.Queue[RouterToNode] = asyncio.Queue()
+        outgoing.put_nowait(Subscribe(self._epoch, info.incarnation))
+        prefills = self.role is NodeRole.PREFILL
+        make_stub: Any = node_pb2_grpc.PrefillNodeStub if prefills else node_pb2_grpc.DecodeNodeStub
+        call = make_stub(channel).Session(_written(outgoing))
+        try:
+            said = aiter(call)
+            await self._subscribed(said, info)
+            self._models.join(info, tokenizer)
+            raise _SessionLost(await self._in_use(said, info, outgoing.put_nowait))
+        finally:
+            call.cancel()
+
+    async def _subscribed(self, said: _Said, info: NodeInfo) -> None:
+        async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+            wire = await anext(said, None)
+        answer = read_node_message(wire) if wire else None
+        if not isinstance(answer, Subscribed) or answer.incarnation != info.incarnation:
+            raise NodeUnavailable("did not confirm the subscription")
+
+    async def _in_use(self, said: _Said, info: NodeInfo, send: Callable[[Prefill | Abort], None]) -> str:
+        """From Subscribed to the end of the stream; returns why it ended."""
+        self._dispatcher.node_up(info, send)
+        log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
+        self._set_problem(None)
+        reason = "the router is closing"
+        try:
+            reason = await self._listen(said, info.incarnation)
+        finally:
+            self._models.leave(info.incarnation)
+            self._dispatcher.node_lost(info.incarnation, reason)
+        return reason
+
+    async def _listen(self, said: _Said, incarnation: str) -> str:
+        """Pass on what the node says until its stream ends, breaks or goes silent; returns which."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(SILENCE_TIMEOUT_S) as silence:
+                async for wire in said:
+                    silence.reschedule(loop.time() + SILENCE_TIMEOUT_S)
+                    message = read_node_message(wire)
+                    if not isinstance(message, Subscribed):
+                        self._dispatcher.node_said(incarnation, message)
+        except TimeoutError:
+            return f"silent for {SILENCE_TIMEOUT_S:g} s"
+        except (BatonError, grpc.aio.AioRpcError) as error:
+            return _reason(error)
+        return "it ended the session"
+
+    def _set_problem(self, problem: str | None) -> None:
+        if problem == self.problem:
+            return
+        self.problem = problem
+        if problem:
+            log.warning("node_address=%s role=%s not in use: %s", self.address, self.role.value, problem)
+        self._changed()
+
+
+class _SessionLost(Exception):
+    """The session of a node that was in use ended."""
+
+
+_Said = AsyncIterator[node_pb2.NodeMessage]
+
+
+async def _written(outgoing: asyncio.Queue[RouterToNode]) -> AsyncIterator[node_pb2.RouterMessage]:
+    while True:
+        yield write_router_message(await outgoing.get())
+
+
+async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo) -> bytes:
+    request = node_pb2.GetTokenizerRequest(digest=info.tokenizer_digest)
+    return b"".join([chunk.data async for chunk in status.GetTokenizer(request, timeout=TOKENIZER_TIMEOUT_S)])
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return str(error)

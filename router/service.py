@@ -1,0 +1,100 @@
+"""What both front ends share: from a client's wish to a running generation."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.errors import InvalidRequest
+from router.answer import Answer
+from router.ask import Ask, check_prompt, sampling_params
+from router.dispatcher import Dispatcher
+from router.generation import Generation, Part
+from router.life import RoutedRequest
+from router.models import Models, ServedModel
+from router.stops import StopScanner
+
+log = logging.getLogger(__name__)
+
+INLINE_CHARS = 16_384
+"""Longer prompts are tokenized on another thread: 5 ms of work and more, beside which the hop is nothing."""
+
+
+class Service:
+    """`request_timeout_s` bounds each request, from its receipt."""
+
+    def __init__(self, dispatcher: Dispatcher, models: Models, request_timeout_s: float) -> None:
+        self.models = models
+        self._dispatcher = dispatcher
+        self._request_timeout_s = request_timeout_s
+        self._serial = itertools.count()
+
+    def render_chat(
+        self,
+        model: ServedModel,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat. Raises InvalidRequest."""
+        if model.chat is None:
+            raise InvalidRequest(f"The model `{model.name}` has no chat template. Use completions.", "messages")
+        if not messages:
+            raise InvalidRequest("messages must not be empty", "messages")
+        return model.chat.render(messages, add_generation_prompt, variables)
+
+    async def tokenize(self, model: ServedModel, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        if len(text) <= INLINE_CHARS:
+            return model.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
+
+    async def generate(self, model: ServedModel, ask: Ask, received: float) -> Generation:
+        """Start it. `received` is when the request came (`time.monotonic`). Raises BatonError.
+
+        The caller closes the generation, however it ends.
+        """
+        prompts = [
+            await self.tokenize(model, prompt, ask.add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in ask.prompts
+        ]
+        parts = [self._part(model, ask, prompt, i * ask.n) for i, prompt in enumerate(prompts)]
+        generation = Generation(ask.request_id, self._dispatcher, parts)
+        generation.start(received)
+        log.debug("placed prompts=%d n=%d", len(prompts), ask.n)
+        return generation
+
+    def _part(self, model: ServedModel, ask: Ask, prompt: tuple[int, ...], first_index: int) -> Part:
+        check_prompt(prompt, model)
+        sampling = sampling_params(ask, model, len(prompt))
+        request = RoutedRequest(
+            # Unique for ever: clients may repeat their ids, and nodes remember those that were aborted.
+            request_id=f"{ask.request_id}.{next(self._serial):x}",
+            prompt_tokens=prompt,
+            n=ask.n,
+            sampling=sampling,
+            deadline_s=min(self._request_timeout_s, ask.timeout_s or self._request_timeout_s),
+            cache_salt=ask.cache_salt,
+        )
+        eos = () if ask.ignore_eos else model.defaults.eos_token_ids
+        ending_ids = frozenset((*eos, *ask.stop_token_ids))
+        answers = [self._answer(model, ask, first_index + sample, ending_ids) for sample in range(ask.n)]
+        return Part(request, answers)
+
+    def _answer(self, model: ServedModel, ask: Ask, index: int, ending_ids: frozenset[int]) -> Answer:
+        return Answer(
+            index,
+            model.tokenizer.detokenizer(ask.skip_special_tokens),
+            StopScanner(ask.stop, ask.include_stop_str_in_output),
+            ending_ids,
+            ask.min_tokens,
+            ask.include_stop_str_in_output,
+        )
+
+
+def now() -> float:
+    """The clock of `received`."""
+    return time.monotonic()

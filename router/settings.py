@@ -1,0 +1,47 @@
+"""Settings of `baton-router`."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from baton.address import HostPort
+from baton.settings import ConnectAddresses, ListenAddress, Settings
+
+
+class RouterSettings(Settings):
+    """Takes requests over HTTP and gRPC, and has them answered by prefill and decode nodes. Needs no model folder."""
+
+    prog: ClassVar[str] = "baton-router"
+
+    prefill: ConnectAddresses = Field((), description="addresses of the prefill nodes")
+    decode: ConnectAddresses = Field((), description="addresses of the decode nodes")
+    http: ListenAddress = Field(
+        HostPort("127.0.0.1", 8000), description="address of the HTTP API, port 0 takes any free one"
+    )
+    grpc: ListenAddress = Field(
+        HostPort("127.0.0.1", 8001), description="address of the gRPC API, port 0 takes any free one"
+    )
+    node_id: str | None = Field(None, description="name in logs; unset: router and the HTTP port")
+
+    request_timeout: float = Field(600.0, gt=0, description="seconds that a request may take, from receipt to its end")
+    max_num_requests: int = Field(
+        4096, ge=0, description="requests in flight; more are refused with 429; 0 is no limit"
+    )
+    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="size of a request's body, bytes")
+    keep_alive_interval: float = Field(
+        5.0, gt=0, description="seconds between comments on a stream that has nothing to say yet"
+    )
+    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+
+    @model_validator(mode="after")
+    def _check(self) -> RouterSettings:
+        for name, addresses in (("--prefill", self.prefill), ("--decode", self.decode)):
+            if not addresses:
+                raise ValueError(f"{name}: at least one address is needed")
+        every = [*self.prefill, *self.decode]
+        twice = next((address for address in every if every.count(address) > 1), None)
+        if twice:
+            raise ValueError(f"--prefill, --decode: {twice} is given twice")
+        return self

@@ -1,0 +1,97 @@
+"""Text to token ids and back, with the very `tokenizer.json` that the nodes serve.
+
+Thread-safe: `tokenizers` releases the interpreter's lock while it encodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+
+from baton.errors import NodeUnavailable
+from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+
+class Tokenizer:
+    """A `tokenizer.json`. `data` is its content; `digest` (sha256, hex) is what a node calls it."""
+
+    def __init__(self, data: bytes) -> None:
+        self.digest = hashlib.sha256(data).hexdigest()
+        self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._skipped = frozenset(i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special)
+        decoder = json.loads(data).get("decoder")
+        self._byte_level = _is_byte_level(decoder)
+        self._byte_fallback = not self._byte_level and "ByteFallback" in _kinds(decoder)
+
+    def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh one, for one sample."""
+        skipped = self._skipped if skip_special_tokens else frozenset()
+        if self._byte_level:
+            return ByteDetokenizer(self.token_bytes, skipped)
+        return WindowDetokenizer(self._decode_all, self._is_raw_byte, skipped)
+
+    @functools.lru_cache(maxsize=2**18)  # noqa: B019  (a tokenizer lives as long as the process)
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for; an id without a token stands for nothing."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            table = _byte_of_char()
+            if all(char in table for char in token):
+                return bytes(table[char] for char in token)
+            return str(token).encode()
+        if self._is_raw_byte(token_id):
+            return bytes((int(token[3:5], 16),))
+        return self._decode_all([token_id]).encode()
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids, skip_special_tokens=False)
+
+    def _is_raw_byte(self, token_id: int) -> bool:
+        """Whether it is one of the `<0x00>` .. `<0xFF>` tokens that spell out what the vocabulary lacks."""
+        if not self._byte_fallback:
+            return False
+        token = self._tokenizer.id_to_token(token_id)
+        return token is not None and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def check_digest(data: bytes, digest: str, node: str) -> None:
+    """Raises NodeUnavailable unless `data`, fetched from `node`, is the tokenizer that it announced."""
+    found = hashlib.sha256(data).hexdigest()
+    if found != digest:
+        raise NodeUnavailable(f"tokenizer of {node} has digest {found[:12]}, not the announced {digest[:12]}")
+
+
+def _kinds(decoder: dict[str, Any] | None) -> list[str]:
+    """The kinds of a decoder and of those that it is made of."""
+    if not decoder:
+        return []
+    return [decoder["type"], *(kind for part in decoder.get("decoders", ()) for kind in _kinds(part))]
+
+
+def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+    """Whether each token is a string of bytes on its own, so that the text is their sum."""
+    return set(_kinds(decoder)) - {"Sequence", "Fuse"} == {"ByteLevel"}
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for: printable ones stand for themselves, the
+    others follow from U+0100 on (GPT-2's `bytes_to_unicode`)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,74 @@
+"""A router with scripted nodes behind it: in-process, on real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from baton.address import HostPort
+from baton.messages import NodeRole, Prefill
+from router.server import RouterServer
+from router.settings import RouterSettings
+from tests.router.fake_node import Answer, FakeCluster
+from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
+
+ANY_PORT = HostPort("127.0.0.1", 0)
+PATIENCE_S = 20.0
+
+
+def says(text: str, **more: object) -> Callable[[Prefill], Answer]:
+    """A script: every sample is this text and then EOS."""
+    tokens = (*tiny_tokenizer().encode(text, False), IM_END)
+    return lambda prefill: Answer(tokens=(tokens,), **more)
+
+
+class Router:
+    """A running router, and the nodes behind it."""
+
+    def __init__(self, nodes: FakeCluster, **settings: object) -> None:
+        self.nodes = nodes
+        self._settings = settings
+
+    async def start(self) -> None:
+        settings = {"http": ANY_PORT, "grpc": ANY_PORT, "drain_timeout": 1.0, **self._settings}
+        addresses = {role.value: self.nodes.addresses(role) for role in NodeRole}
+        self.server = RouterServer(RouterSettings(**{**addresses, **settings}))
+        await self.server.start()
+        self.http = f"http://{self.server.http_address}"
+        self.grpc = str(self.server.grpc_address)
+
+    async def ready(self, wanted: bool = True) -> None:
+        """Wait until it is ready; or until it is not."""
+        changed = asyncio.Event()
+        self.server.cluster.watch(lambda ready: changed.set() if ready is wanted else None)
+        async with asyncio.timeout(PATIENCE_S):
+            await changed.wait()
+
+    async def idle(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await self.server.dispatcher.drained()
+
+    async def stop(self) -> None:
+        hurry = asyncio.Event()
+        hurry.set()
+        await self.server.stop(hurry)
+
+
+@pytest.fixture
+async def nodes() -> AsyncIterator[FakeCluster]:
+    """One prefill and one decode node, which say hello."""
+    cluster = FakeCluster(says("hello world"))
+    await cluster.add(NodeRole.PREFILL)
+    await cluster.add(NodeRole.DECODE)
+    yield cluster
+    await cluster.close()
+
+
+@pytest.fixture
+async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
+    """Ready, in front of `nodes`."""
+    router = Router(nodes)
+    await router.start()
+    await router.ready()
+    yield router
+    await router.stop()

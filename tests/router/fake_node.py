@@ -1,0 +1,264 @@
+"""Nodes that answer by a script: real gRPC servers with the real messages, and no model behind them."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from baton import wire
+from baton.address import HostPort
+from baton.channels import SERVER_OPTIONS
+from baton.errors import BatonError
+from baton.layout import KvLayout
+from baton.messages import (
+    Abort,
+    Adopted,
+    End,
+    GenerationDefaults,
+    HandedOff,
+    Load,
+    NodeInfo,
+    NodeRole,
+    Prefill,
+    Sample,
+    SampleEnd,
+    Started,
+    Subscribe,
+    Subscribed,
+    TokenLogprobs,
+    Tokens,
+    Update,
+    WorkId,
+)
+from baton.sampling import FinishReason
+from baton.v1 import node_pb2, node_pb2_grpc
+from tests.router.tiny_tokenizer import (
+    CHAT_TEMPLATE,
+    EOT,
+    IM_END,
+    SPECIAL_TOKENS,
+    tiny_tokenizer,
+    tokenizer_json,
+    vocab_size,
+)
+
+HEARTBEAT_S = 0.2
+LAYOUT = KvLayout(4, 2, 32, 32, 16, "float32", 0, 2, 4 * 2 * 2 * 16 * 32 * 4, "fingerprint")
+
+
+@dataclass
+class Answer:
+    """What the nodes do with one request. `tokens[s]` are all of sample s; a list too short for it serves all samples.
+
+    The answer ends with STOP after its tokens, or with LENGTH at max_tokens. `hold` stops before token `hold_at`.
+    """
+
+    tokens: Sequence[Sequence[int]] = ((),)
+    stop_token_id: int | None = None
+    error: BatonError | None = None
+    hold: asyncio.Event | None = None
+    hold_at: int = 0
+    num_cached_tokens: int = 0
+
+
+class FakeCluster:
+    """Some prefill and decode nodes; `script` tells what becomes of a Prefill."""
+
+    def __init__(self, script: Callable[[Prefill], Answer]) -> None:
+        self.script = script
+        self.nodes: list[FakeNode] = []
+        self.prefills: list[Prefill] = []
+        self.aborts: list[Abort] = []
+        self.prefilling = asyncio.Event()
+        self.aborted = asyncio.Event()
+
+    async def add(self, role: NodeRole, **changes: object) -> "FakeNode":
+        node = FakeNode(self, role, len(self.nodes))
+        self.nodes.append(node)
+        await node.start(**changes)
+        return node
+
+    def addresses(self, role: NodeRole) -> tuple[HostPort, ...]:
+        return tuple(HostPort.parse(node.info.address) for node in self.nodes if node.info.role is role)
+
+    def node(self, incarnation: str) -> "FakeNode":
+        return next(node for node in self.nodes if node.info.incarnation == incarnation)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(node.stop() for node in self.nodes))
+
+
+@dataclass
+class _Session:
+    """One router's stream on one node."""
+
+    outgoing: asyncio.Queue[node_pb2.NodeMessage] = field(default_factory=asyncio.Queue)
+
+    def send(self, *updates: Update) -> None:
+        self.outgoing.put_nowait(wire.write_node_message(updates))
+
+
+class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServicer, node_pb2_grpc.DecodeNodeServicer):
+    def __init__(self, cluster: FakeCluster, role: NodeRole, number: int) -> None:
+        self._cluster = cluster
+        self._role = role
+        self._number = number
+        self._starts = 0
+        self.sessions: dict[int, _Session] = {}
+        self._works: dict[WorkId, asyncio.Task[None]] = {}
+        self._stopped_samples: set[tuple[WorkId, int]] = set()
+        self.silent = False
+        self.tokenizer_fetches = 0
+
+    async def start(self, port: int = 0, **changes: object) -> None:
+        self._starts += 1
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        node_pb2_grpc.add_NodeStatusServicer_to_server(self, self._server)
+        add = (
+            node_pb2_grpc.add_PrefillNodeServicer_to_server
+            if self._role is NodeRole.PREFILL
+            else node_pb2_grpc.add_DecodeNodeServicer_to_server
+        )
+        add(self, self._server)
+        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        name = f"{self._role.value}-{self._number}"
+        self.info = dataclasses.replace(node_info(self._role, name, f"127.0.0.1:{port}"), **changes)
+        self.info = dataclasses.replace(self.info, incarnation=f"{name}.{self._starts}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        for task in self._works.values():
+            task.cancel()
+        self.sessions.clear()
+        await self._server.stop(None)
+
+    async def restart(self, **changes: object) -> None:
+        """Die and come back, as another incarnation at the same address."""
+        port = HostPort.parse(self.info.address).port
+        await self.stop()
+        await self.start(port, **changes)
+
+    # ---- services ----
+
+    async def Describe(self, request: node_pb2.DescribeRequest, context: object) -> object:  # noqa: N802
+        return wire.write_node_info(self.info)
+
+    async def GetTokenizer(self, request: object, context: object) -> AsyncIterator[node_pb2.TokenizerChunk]:  # noqa: N802
+        self.tokenizer_fetches += 1
+        data = tokenizer_json()
+        for start in range(0, len(data), 4096):
+            yield node_pb2.TokenizerChunk(digest=self.info.tokenizer_digest, data=data[start : start + 4096])
+
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[node_pb2.RouterMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[node_pb2.NodeMessage]:
+        hello = wire.read_router_message(await anext(requests))
+        assert isinstance(hello, Subscribe)
+        if hello.target_incarnation != self.info.incarnation:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
+        session = self.sessions[hello.router_epoch] = _Session()
+        yield wire.write_node_message(Subscribed(self.info.incarnation))
+        reading = asyncio.create_task(self._read(requests))
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        message = await session.outgoing.get()
+                except TimeoutError:
+                    message = wire.write_node_message(Load())
+                if not self.silent:
+                    yield message
+        finally:
+            reading.cancel()
+            self.sessions.pop(hello.router_epoch, None)
+
+    async def _read(self, requests: AsyncIterator[node_pb2.RouterMessage]) -> None:
+        async for request in requests:
+            message = wire.read_router_message(request)
+            if isinstance(message, Prefill):
+                self._cluster.prefills.append(message)
+                self._cluster.prefilling.set()
+                self._works[message.work] = asyncio.create_task(self._answer(message))
+            elif isinstance(message, Abort):
+                self._cluster.aborts.append(message)
+                self._cluster.aborted.set()
+                self._abort(message)
+
+    def _abort(self, abort: Abort) -> None:
+        if abort.samples:
+            self._stopped_samples |= {(abort.work, sample) for sample in abort.samples}
+        for node in self._cluster.nodes:
+            if not abort.samples and (task := node._works.get(abort.work)):
+                task.cancel()
+
+    # ---- the life of one request, on both nodes ----
+
+    async def _answer(self, prefill: Prefill) -> None:
+        answer = self._cluster.script(prefill)
+        own, work, epoch = self, prefill.work, prefill.work.router_epoch
+        decode = self._cluster.node(prefill.decode.incarnation) if prefill.decode else self
+        if answer.hold and answer.hold_at == 0:
+            await answer.hold.wait()
+        own._send(epoch, Update(work, Started(answer.num_cached_tokens, 0.001)))
+        if answer.error:
+            own._send(epoch, Update(work, End(answer.error)))
+            return
+        open_samples = [s for s in prefill.samples if not own._step(prefill, answer, s, len(s.output_tokens))]
+        if decode is not own:
+            own._send(epoch, Update(work, HandedOff(0.002)))
+            decode._send(epoch, Update(work, Adopted(0.003, 0, 4096)))
+        index = len(prefill.samples[0].output_tokens) + 1
+        while open_samples:
+            if answer.hold and answer.hold_at == index:
+                await answer.hold.wait()
+            open_samples = [s for s in open_samples if not decode._step(prefill, answer, s, index)]
+            index += 1
+        decode._send(epoch, Update(work, End()))
+
+    def _step(self, prefill: Prefill, answer: Answer, sample: Sample, index: int) -> bool:
+        """Send one token of one sample, and maybe its end. True: it has ended."""
+        work = prefill.work
+        if (work, sample.index) in self._stopped_samples:
+            return True
+        tokens = answer.tokens[sample.index % len(answer.tokens)]
+        token = tokens[index]
+        logprobs = (
+            (TokenLogprobs(-0.5, ((token, -0.5), (7, -1.5))[: prefill.sampling.num_logprobs]),)
+            if prefill.sampling.num_logprobs >= 0
+            else ()
+        )
+        updates = [Update(work, Tokens(sample.index, index, (token,), logprobs))]
+        if index + 1 == len(tokens):
+            updates.append(Update(work, SampleEnd(sample.index, FinishReason.STOP, answer.stop_token_id)))
+        elif index + 1 == prefill.sampling.max_tokens:
+            updates.append(Update(work, SampleEnd(sample.index, FinishReason.LENGTH)))
+        self._send(work.router_epoch, *updates)
+        return len(updates) > 1
+
+    def _send(self, epoch: int, *updates: Update) -> None:
+        if session := self.sessions.get(epoch):
+            session.send(*updates)
+
+
+def node_info(role: NodeRole, node_id: str, address: str) -> NodeInfo:
+    return NodeInfo(
+        role=role,
+        incarnation=node_id,
+        node_id=node_id,
+        address=address,
+        served_model_name="tiny",
+        max_model_len=128,
+        max_num_seqs=8,
+        num_blocks=64,
+        layout=LAYOUT,
+        endpoints=(),
+        tokenizer_digest=tiny_tokenizer().digest,
+        chat_template=CHAT_TEMPLATE,
+        special_tokens=SPECIAL_TOKENS,
+        generation_defaults=GenerationDefaults(eos_token_ids=(IM_END, EOT), temperature=0.7, top_p=0.9),
+        vocab_size=vocab_size(),
+        add_bos=True,
+    )

@@ -1,0 +1,58 @@
+"""Chat templates: what transformers' templates are written against works, and refusals say why."""
+
+import pytest
+
+from baton.errors import InvalidRequest
+from router.chat import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "a <b> 'c'"}]
+
+
+def render(source: str, messages=MESSAGES) -> str:
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages)
+
+
+def test_blocks_are_trimmed_and_special_tokens_known():
+    source = "{{ bos_token }}\n  {% for m in messages %}\n[{{ m.role }}] {{ m['content'] }}\n  {% endfor %}\n"
+    assert render(source) == "<s>\n[user] a <b> 'c'\n"
+
+
+def test_json_is_not_escaped_for_html():
+    assert render("{{ messages[0].content | tojson }}") == "\"a <b> 'c'\""
+    assert render("{{ {'ä': 1} | tojson(indent=1) }}") == '{\n "ä": 1\n}'
+
+
+def test_loop_controls_the_generation_tag_and_the_date():
+    source = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert render(source) == "01"
+    assert render("{% generation %}x{{ bos_token }}{% endgeneration %}y") == "x<s>y"
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+
+
+def test_variables_of_the_request_are_seen_and_cannot_replace_the_messages():
+    template = ChatTemplate("{{ thinking }}{{ messages | length }}", {})
+    assert template.render(MESSAGES, variables={"thinking": "on", "messages": []}) == "on1"
+
+
+def test_what_the_template_refuses_is_said():
+    with pytest.raises(InvalidRequest, match="no odd turns"):
+        render("{{ raise_exception('no odd turns') }}")
+    with pytest.raises(InvalidRequest, match="refuses"):
+        render("{{ messages[7].content.upper() }}")
+
+
+def test_a_broken_template_refuses_all_messages():
+    template = ChatTemplate("{% for %}", {})
+    with pytest.raises(InvalidRequest, match="cannot be compiled"):
+        template.render(MESSAGES)
+
+
+def test_a_template_cannot_reach_into_the_process():
+    with pytest.raises(InvalidRequest, match="refuses"):
+        render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+
+
+@pytest.mark.parametrize(("known", "role"), [("developer", "developer"), ("", "system")])
+def test_developer_is_system_to_templates_that_do_not_know_it(known, role):
+    messages = [{"role": "developer", "content": ""}]
+    assert render("{# " + known + " #}{{ messages[0].role }}", messages) == role

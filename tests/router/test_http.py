@@ -1,0 +1,471 @@
+"""The HTTP API over a real socket: answers, streams, errors."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from baton.errors import CacheExhausted, InvalidRequest, Overloaded
+from baton.messages import NodeRole
+from tests.router.conftest import Router, says
+from tests.router.fake_node import Answer, FakeCluster
+from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def client(router):
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        yield client
+
+
+def events(text: str) -> list[dict]:
+    lines = [line for line in text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1] if not line.startswith(":")]
+
+
+def error_of(response: httpx.Response) -> dict:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+async def test_a_chat_answer(client, nodes):
+    response = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 50})
+    body = response.json()
+    assert response.status_code == 200
+    choice = body["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "hello world"}
+    assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", None, None)
+    prompt = tiny_tokenizer().encode("<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False)
+    assert nodes.prefills[0].prompt_tokens == prompt
+    completion = len(tiny_tokenizer().encode("hello world", False)) + 1
+    assert body["usage"]["prompt_tokens"] == len(prompt)
+    assert body["usage"]["completion_tokens"] == completion
+    assert body["usage"]["total_tokens"] == len(prompt) + completion
+    assert body["timings"]["attempts"] == 1
+    assert body["timings"]["transfer_bytes"] == 4096
+    assert (body["timings"]["prefill_node"], body["timings"]["decode_node"]) == ("prefill-0", "decode-1")
+
+
+async def test_cached_tokens_are_in_the_usage(client, nodes):
+    nodes.script = says("ok", num_cached_tokens=16)
+    body = (await client.post("/v1/chat/completions", json=CHAT)).json()
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+async def test_a_streamed_chat(client, nodes):
+    nodes.script = says("hello there 你好 🙂")
+    request = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    response = await client.post("/v1/chat/completions", json=request)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = events(response.text)
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(c["choices"][0]["delta"]["content"] for c in chunks[:-1]) == "hello there 你好 🙂"
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-1] == "stop"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+    assert chunks[-1]["timings"]["decode_node"] == "decode-1"
+    assert len({c["id"] for c in chunks}) == 1
+
+
+async def test_without_usage_the_last_chunk_carries_the_timings(client):
+    response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    chunks = events(response.text)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["timings"]["attempts"] == 1
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+async def test_defaults_come_from_the_model_and_the_context(client, nodes):
+    await client.post("/v1/completions", json={"prompt": [5, 6, 7], "top_p": 0.5})
+    sampling = nodes.prefills[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.7, 0.5, 128 - 3)
+    await client.post("/v1/completions", json={"prompt": [5, 6, 7], "seed": -1})
+    assert nodes.prefills[1].sampling.seed == 2**64 - 1
+    assert nodes.prefills[0].sampling.seed != nodes.prefills[1].sampling.seed
+
+
+async def test_sampling_reaches_the_nodes(client, nodes):
+    fields = {
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "seed": 11,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [9],
+    }
+    await client.post("/v1/completions", json={"prompt": [5], "logit_bias": {"17": 3}, **fields})
+    sampling = nodes.prefills[0].sampling
+    assert {name: getattr(sampling, name) for name in fields} == {**fields, "stop_token_ids": (9,)}
+    assert sampling.logit_bias == {17: 3.0}
+
+
+async def test_prompts_in_every_form(client, nodes):
+    text = (await client.post("/v1/completions", json={"prompt": "hello"})).json()
+    assert nodes.prefills[0].prompt_tokens == tiny_tokenizer().encode("hello", True)
+    assert text["choices"][0]["text"] == "hello world"
+    body = (await client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2})).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == 4
+    await client.post("/v1/completions", json={"prompt": [[5, 6], [7]]})
+    assert {p.prompt_tokens for p in nodes.prefills[3:]} == {(5, 6), (7,)}
+
+
+async def test_answers_to_several_prompts_keep_their_places(client, nodes):
+    def by_prompt(prefill):
+        word = "fox" if prefill.prompt_tokens == (5,) else "dog"
+        return Answer(tokens=[(*tiny_tokenizer().encode(f"{word}{i}", False), IM_END) for i in range(2)])
+
+    nodes.script = by_prompt
+    body = (await client.post("/v1/completions", json={"prompt": [[5], [6]], "n": 2})).json()
+    assert [c["text"] for c in body["choices"]] == ["fox0", "fox1", "dog0", "dog1"]
+    response = await client.post("/v1/completions", json={"prompt": [[5], [6]], "n": 2, "stream": True})
+    texts = dict.fromkeys(range(4), "")
+    for chunk in events(response.text):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert list(texts.values()) == ["fox0", "fox1", "dog0", "dog1"]
+
+
+async def test_echo(client, nodes):
+    body = (await client.post("/v1/completions", json={"prompt": "the fox: ", "echo": True})).json()
+    assert body["choices"][0]["text"] == "the fox: hello world"
+    response = await client.post("/v1/completions", json={"prompt": "the fox: ", "echo": True, "stream": True})
+    assert "".join(c["choices"][0]["text"] for c in events(response.text)) == "the fox: hello world"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_answer_and_frees_the_nodes(client, nodes, router, stream):
+    hold = asyncio.Event()  # never set: only an abort ends the nodes' work
+    nodes.script = says("the quick brown fox jumps over", hold=hold, hold_at=6)
+    stop_at = len(tiny_tokenizer().encode("the quick", False))
+    assert stop_at < 6
+    request = {**CHAT, "stop": ["quick"], "stream": stream}
+    response = await client.post("/v1/chat/completions", json=request)
+    if stream:
+        text = "".join(c["choices"][0]["delta"]["content"] for c in events(response.text))
+        choice = events(response.text)[-1]["choices"][0]
+    else:
+        choice = response.json()["choices"][0]
+        text = choice["message"]["content"]
+    assert (text, choice["finish_reason"], choice["stop_reason"]) == ("the ", "stop", "quick")
+    async with asyncio.timeout(10):
+        await nodes.aborted.wait()
+    await router.idle()
+
+
+async def test_one_of_two_samples_may_be_stopped(client, nodes):
+    words = ("the lazy dog jumps", "hello there fox")
+    tokens = [(*tiny_tokenizer().encode(word, False), IM_END) for word in words]
+    nodes.script = lambda prefill: Answer(tokens=tokens)
+    body = (await client.post("/v1/completions", json={"prompt": "x", "n": 2, "stop": "lazy"})).json()
+    assert [c["text"] for c in body["choices"]] == ["the ", "hello there fox"]
+    assert [c["stop_reason"] for c in body["choices"]] == ["lazy", None]
+
+
+async def test_length(client):
+    body = (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 1
+
+
+async def test_chat_logprobs(client):
+    body = (await client.post("/v1/chat/completions", json={**CHAT, "logprobs": True, "top_logprobs": 2})).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == body["usage"]["completion_tokens"]
+    assert "".join(entry["token"] for entry in content) == "hello world<|im_end|>"
+    assert content[0]["bytes"] == list(content[0]["token"].encode())
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5, -1.5]
+
+
+async def test_completion_logprobs(client):
+    body = (await client.post("/v1/completions", json={"prompt": "x", "logprobs": 2})).json()
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"][0] == -0.5
+    assert logprobs["text_offset"][1] == len(logprobs["tokens"][0])
+    assert len(logprobs["top_logprobs"][0]) == 2
+
+
+async def test_token_ids_on_request(client, nodes):
+    body = (await client.post("/v1/completions", json={"prompt": [5, 6], "return_token_ids": True})).json()
+    assert body["choices"][0]["token_ids"] == [*tiny_tokenizer().encode("hello world", False), IM_END]
+    assert body["prompt_token_ids"] == [5, 6]
+
+
+async def test_request_ids_in_and_out(client, nodes):
+    response = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    assert response.json()["id"] == "chatcmpl-mine-1"
+    assert nodes.prefills[0].work.request_id.startswith("mine-1.")
+    response = await client.get("/nowhere", headers={"x-request-id": "bad id"})
+    assert response.headers["x-request-id"] not in ("", "bad id")
+
+
+async def test_equal_request_ids_do_not_collide(client, nodes):
+    requests = (client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "same"}) for _ in range(4))
+    responses = await asyncio.gather(*requests)
+    assert [r.json()["choices"][0]["message"]["content"] for r in responses] == ["hello world"] * 4
+    assert len({p.work.request_id for p in nodes.prefills}) == 4
+
+
+async def test_tokens_and_back(client):
+    tokens = list(tiny_tokenizer().encode("hello 你好", True))
+    body = (await client.post("/tokenize", json={"prompt": "hello 你好", "return_token_strs": True})).json()
+    assert (body["tokens"], body["count"], body["max_model_len"]) == (tokens, len(tokens), 128)
+    assert body["token_strs"][0] == "<|bos|>"
+    chat = (await client.post("/tokenize", json={"messages": CHAT["messages"]})).json()
+    assert tiny_tokenizer().decode(chat["tokens"], False).endswith("<|im_start|>assistant\n")
+    body = (await client.post("/detokenize", json={"tokens": tokens})).json()
+    assert body == {"prompt": "<|bos|>hello 你好"}
+
+
+async def test_models(client):
+    body = (await client.get("/v1/models")).json()
+    assert [(m["id"], m["max_model_len"]) for m in body["data"]] == [("tiny", 128)]
+    assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
+    assert (await client.get("/v1/models/other")).status_code == 404
+
+
+async def test_harmless_fields_are_taken(client):
+    harmless = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "parallel_tool_calls": True,
+        "best_of": 1,
+        "stop": None,
+        "temperature": None,
+        "logit_bias": None,
+        "brand_new_field": 1,
+    }
+    assert (await client.post("/v1/chat/completions", json={**CHAT, **harmless})).status_code == 200
+
+
+async def test_content_in_parts_and_any_content_type(client, nodes):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]})
+    headers = {"content-type": "application/x-www-form-urlencoded"}
+    response = await client.post("/v1/chat/completions", content=body, headers=headers)
+    assert response.status_code == 200
+    assert "user\na\nb<|im_end|>" in tiny_tokenizer().decode(nodes.prefills[0].prompt_tokens, False)
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "says"),
+    [
+        ("chat/completions", b"{", 400, None, "not valid JSON"),
+        ("chat/completions", b"\xff", 400, None, "not valid JSON"),
+        ("chat/completions", b"[]", 400, None, "object"),
+        ("chat/completions", {"model": "tiny"}, 400, "messages", "required"),
+        ("chat/completions", {**CHAT, "messages": []}, 400, "messages", "empty"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 3}]}, 400, "messages", "text parts"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": IMAGE}]}, 400, "messages", "image_url"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "x", "content": ""}]}, 400, "messages", "Unknown role: x"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "tool", "content": ""}]}, 400, "messages", "Tool calls"),
+        ("chat/completions", {**CHAT, "model": "gpt"}, 404, "model", "`gpt` does not exist"),
+        ("chat/completions", {**CHAT, "max_tokens": "5"}, 400, "max_tokens", "integer"),
+        ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens", "1 or more"),
+        ("chat/completions", {**CHAT, "max_tokens": 128}, 400, "max_tokens", "128 > 128 - "),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 999}, 400, "max_tokens", "too large: 999"),
+        ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature", "not -1"),
+        ("chat/completions", {**CHAT, "top_p": 0}, 400, "top_p", "(0, 1]"),
+        ("chat/completions", {**CHAT, "n": 0}, 400, "n", "[1, 128]"),
+        ("chat/completions", {**CHAT, "stop": [1]}, 400, "stop", "list of strings"),
+        ("chat/completions", {**CHAT, "stop": ""}, 400, "stop", "empty string"),
+        ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
+        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
+        ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias", "integer"),
+        ("chat/completions", {**CHAT, "logit_bias": {"4000": 1}}, 400, "logit_bias", "outside"),
+        ("chat/completions", {**CHAT, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "max_tokens"),
+        ("chat/completions", {**CHAT, "stream_options": {}}, 400, "stream_options", "stream"),
+        ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
+        ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities", "not supported"),
+        ("chat/completions", {**CHAT, "timeout": 0}, 400, "timeout", "above 0"),
+        ("chat/completions", {**CHAT, "seed": 1.5}, 400, "seed", "integer"),
+        ("completions", {"prompt": ""}, 200, None, ""),
+        ("completions", {"prompt": "", "add_special_tokens": False}, 400, "prompt", "empty"),
+        ("completions", {"prompt": []}, 400, "prompt", "list of token ids"),
+        ("completions", {"prompt": [1, "a"]}, 400, "prompt", "list of token ids"),
+        ("completions", {"prompt": [[1], []]}, 400, "prompt", "list of token ids"),
+        ("completions", {"prompt": [400_000]}, 400, "prompt", "out of vocabulary"),
+        ("completions", {"prompt": [-1]}, 400, "prompt", "out of vocabulary"),
+        ("completions", {"prompt": [7] * 128}, 400, "prompt", "maximum context length is 128 tokens"),
+        ("completions", {"prompt": "x", "best_of": 2}, 400, "best_of", "not supported"),
+        ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
+        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+        ("completions", {"prompt": "x", "logprobs": True}, 400, "logprobs", "integer"),
+    ],
+)
+async def test_mistakes_are_named(client, path, body, status, param, says):
+    bodies = [body]
+    if isinstance(body, dict):
+        streams = [False] if "stream_options" in body else [False, True]
+        bodies = [json.dumps({**body, "stream": stream}).encode() for stream in streams]
+    for content in bodies:
+        response = await client.post(f"/v1/{path}", content=content)
+        assert response.status_code == status, response.text
+        if status != 200:
+            error = error_of(response)
+            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+            assert says in error["message"]
+
+
+async def test_codes_that_clients_look_for(client):
+    response = await client.post("/v1/completions", json={"prompt": [7] * 200})
+    assert error_of(response)["code"] == "context_length_exceeded"
+    assert "200 input tokens" in error_of(response)["message"]
+    response = await client.post("/v1/completions", json={"prompt": "x", "model": "other"})
+    assert error_of(response)["code"] == "model_not_found"
+
+
+async def test_unknown_paths_and_methods(client):
+    response = await client.get("/v1/nothing")
+    assert (response.status_code, error_of(response)["type"]) == (404, "invalid_request_error")
+    response = await client.get("/v1/chat/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert "GET" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (Overloaded("the queue is full"), 429, "1"),
+        (CacheExhausted("it can never fit"), 503, "1"),
+        (InvalidRequest("the node refuses"), 400, None),
+    ],
+)
+async def test_what_nodes_refuse_has_its_status_also_for_streams(client, nodes, stream, error, status, retry):
+    nodes.script = lambda prefill: Answer(error=error)
+    response = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    assert response.status_code == status
+    assert error.message in error_of(response)["message"]
+    assert response.headers.get("retry-after") == retry
+
+
+async def test_an_error_in_mid_stream_is_its_last_event(client, nodes, router):
+    hold = asyncio.Event()
+    nodes.script = says("hello world, hello there", hold=hold, hold_at=2)
+    lines = []
+    async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, "timeout": 0.3}) as response:
+        assert response.status_code == 200
+        lines = [line async for line in response.aiter_lines() if line]
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert last["error"]["code"] == "deadline_exceeded"
+    assert len(lines) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_deadlines(client, nodes, router, stream):
+    nodes.script = says("x", hold=asyncio.Event())
+    response = await client.post("/v1/chat/completions", json={**CHAT, "timeout": 0.2, "stream": stream})
+    assert response.status_code == 504
+    assert error_of(response)["code"] == "deadline_exceeded"
+    await router.idle()
+
+
+async def test_metrics(client):
+    await client.post("/v1/chat/completions", json=CHAT)
+    await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1})
+    text = (await client.get("/metrics")).text
+    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="stop"} 1.0' in text
+    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="length"} 1.0' in text
+    assert 'baton:time_to_first_token_seconds_count{model_name="tiny"} 2.0' in text
+    assert 'baton:num_requests{state="decoding"} 0.0' in text
+    assert 'baton:nodes{role="prefill",state="up"} 1.0' in text
+
+
+async def test_health(client, router, nodes):
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/ready")).json() == {"status": "ready"}
+    assert "version" in (await client.get("/version")).json()
+
+
+async def test_bodies_are_bounded(nodes):
+    router = Router(nodes, max_body_bytes=2048)
+    await router.start()
+    await router.ready()
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        response = await client.post("/v1/completions", json={"prompt": "x" * 4096})
+        assert (response.status_code, error_of(response)["type"]) == (413, "invalid_request_error")
+
+        async def pieces():
+            for _ in range(40):
+                yield b" " * 100
+
+        response = await client.post("/v1/completions", content=pieces())
+        assert response.status_code == 413
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+    await router.stop()
+
+
+async def test_too_many_requests_are_refused(nodes):
+    hold = asyncio.Event()
+    nodes.script = says("hello", hold=hold)
+    router = Router(nodes, max_num_requests=1)
+    await router.start()
+    await router.ready()
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        first = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        await nodes.prefilling.wait()
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert error_of(response)["type"] == "rate_limit_error"
+        hold.set()
+        assert (await first).status_code == 200
+    await router.stop()
+
+
+async def test_queued_streams_are_kept_alive(nodes):
+    hold = asyncio.Event()
+    nodes.script = says("hello", hold=hold)
+    router = Router(nodes, keep_alive_interval=0.05)
+    await router.start()
+    await router.ready()
+    async with (
+        httpx.AsyncClient(base_url=router.http, timeout=20) as client,
+        client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        assert await anext(lines) == ": keep-alive"
+        assert await anext(lines) == ""
+        assert await anext(lines) == ": keep-alive"
+        hold.set()
+        rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+    await router.stop()
+
+
+async def test_not_ready_says_why():
+    nodes = FakeCluster(says("x"))
+    await nodes.add(NodeRole.PREFILL)
+    decode = await nodes.add(NodeRole.DECODE)
+    await decode.stop()
+    router = Router(nodes)
+    await router.start()
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        response = await client.get("/ready")
+        assert response.status_code == 503
+        assert "no decode node" in error_of(response)["message"]
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    await router.stop()
+    await nodes.close()
