@@ -83,6 +83,11 @@ def build(settings: NodeSettings) -> Built:
     return built
 
 
+def count_blocks(engine: Engine) -> dict[str, int]:
+    """KV blocks by state, for metrics. Engine's thread only."""
+    return {state.value: count for state, count in engine.blocks.counts_by_state().items()}
+
+
 def _device(name: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:

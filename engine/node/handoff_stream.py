@@ -26,12 +26,14 @@ from engine.node.streams import HEARTBEAT_S, Stream, first_end, read_all
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
+CONNECT_S = 3.0
+"""For the transport to connect: less than SILENCE_S, since nothing is said meanwhile."""
 
 
 class PeerTransport(Protocol):
     """The part of a KV transport that the shell drives. Callable from any thread."""
 
-    def connect(self, peer: str, address: bytes) -> None:
+    def connect(self, peer: str, address: bytes, timeout_s: float) -> None:
         """Blocks until parts can travel. Raises TransferError."""
 
     def disconnect(self, peer: str) -> None:
@@ -130,7 +132,7 @@ def address_for(mine: Hello, theirs: Hello) -> bytes:
 
 async def connect(transport: PeerTransport, peer: str, address: bytes) -> None:
     """`transport.connect` off the event loop. When cancelled it waits for the call, so that a disconnect follows it."""
-    call = asyncio.create_task(asyncio.to_thread(transport.connect, peer, address))
+    call = asyncio.create_task(asyncio.to_thread(transport.connect, peer, address, CONNECT_S))
     try:
         await asyncio.shield(call)
     except asyncio.CancelledError:

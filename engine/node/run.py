@@ -22,6 +22,7 @@ import uvloop
 
 import baton
 from baton.address import HostPort
+from baton.errors import BatonError
 from baton.messages import NodeInfo, NodeRole, TransportEndpoint
 from baton.telemetry import configure_logging
 from engine.node.build import Built
@@ -40,18 +41,25 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_parts:
     """Serve until a signal; returns the exit code."""
     configure_logging(settings.logging_level(), node_name(settings, role))
     try:
-        require_free(settings.listen)
-        loop = NodeLoop()
-        parts = make_parts(loop.wake)
-        try:
-            return uvloop.run(_serve(settings, side, parts, loop))
-        finally:
-            parts.transport.close()
-    except (StartupError, ValueError, OSError) as error:
+        return _run(settings, side, make_parts)
+    except StartupError as error:
         sys.stderr.write(f"{settings.prog}: {' '.join(str(error).split())}\n")
         return 1
     except KeyboardInterrupt:  # while the model was being loaded
         return 128 + signal.SIGINT
+
+
+def _run(settings: NodeSettings, side: RoleSide, make_parts: MakeParts) -> int:
+    require_free(settings.listen)
+    loop = NodeLoop()
+    try:
+        parts = make_parts(loop.wake)
+    except (ValueError, OSError, BatonError) as error:  # what --model, sizes and the transport can be wrong about
+        raise StartupError(str(error)) from error
+    try:
+        return uvloop.run(_serve(settings, side, parts, loop))
+    finally:
+        parts.transport.close()
 
 
 def node_name(settings: NodeSettings, role: NodeRole) -> str:

@@ -81,7 +81,7 @@ def parse(cls: type[S], argv: Sequence[str] | None = None) -> S:
 
     Writes one line to stderr and exits with code 2 when that is impossible; `--help` and `--version` exit with 0.
     """
-    parser = _Parser(prog=cls.prog, description=cls.__doc__, allow_abbrev=False)
+    parser = _Parser(prog=cls.prog, usage="%(prog)s [--flag value ...]", description=cls.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {baton.__version__}")
     for name, field in cls.model_fields.items():
         _add_flag(parser, name, field)
@@ -141,15 +141,14 @@ def _help(field: FieldInfo) -> str:
 
 def _metavar(annotation: Any) -> str:
     """What stands for the value in `--help`: the choices, or the kind of value."""
-    if get_origin(annotation) is Literal:
-        return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
     kinds = {int: "N", float: "X", Path: "PATH", HostPort: "HOST:PORT", str: "TEXT"}
-    for part in (annotation, *get_args(annotation)):
-        if part in kinds:
-            return kinds[part] + (",..." if get_origin(annotation) is tuple else "")
-        if get_origin(part) is Literal:
-            return _metavar(part)
-    return "VALUE"
+    if annotation in kinds:
+        return kinds[annotation]
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(str(choice) for choice in parts) + "}"
+    found = next((name for part in parts if (name := _metavar(part)) != "VALUE"), "VALUE")
+    return found + ",..." if get_origin(annotation) is tuple else found
 
 
 def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:

@@ -161,6 +161,7 @@ def test_help_has_every_flag_with_its_default(capsys):
     assert "--max-num-seqs N requests in one step (default: 8)" in out
     assert "share of memory, 100% is 1" in out
     assert "--mode {auto,cpu} where to run (default: auto)" in out
+    assert "--peer HOST:PORT address of the peer" in out
     assert "--nodes HOST:PORT,... addresses of the nodes" in out
     assert "--fast, --no-fast take the fast way (default: off)" in out
 

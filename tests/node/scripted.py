@@ -103,7 +103,7 @@ class NotingTransport:
     refuse: str | None = None
     notes: list[tuple[str, str]] = field(default_factory=list)
 
-    def connect(self, peer: str, address: bytes) -> None:
+    def connect(self, peer: str, address: bytes, timeout_s: float) -> None:
         if self.refuse:
             raise TransferError(self.refuse)
         self.notes.append(("connect", peer))

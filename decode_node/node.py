@@ -1,0 +1,47 @@
+"""A decode node's process: model, receiver and core, put into the shell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import kv_transfer
+from baton.messages import NodeRole, TransportEndpoint
+from decode_node.core import DecodeCore
+from decode_node.server import DECODE_SIDE
+from engine.node.build import build, count_blocks
+from engine.node.run import describe, new_incarnation, run_node
+from engine.node.settings import NodeSettings
+from engine.node.shell import NodeParts
+from kv_transfer.parts import slot_bytes_for
+from kv_transfer.receiver import KvReceiver
+from kv_transfer.staging import Staging
+
+
+def run(settings: NodeSettings) -> int:
+    """Serve until a signal; returns the exit code."""
+    return run_node(settings, NodeRole.DECODE, DECODE_SIDE, lambda wake: make_parts(settings, wake))
+
+
+def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
+    """Load the model and make the role around it. Raises ValueError, OSError or a BatonError for a person."""
+    built = build(settings)
+    slot_bytes = slot_bytes_for(settings.kv_slot_blocks, built.layout.block_bytes)
+    staging = Staging(settings.kv_slots, slot_bytes, built.device)
+    transport = kv_transfer.create(settings.transport, staging, wake, settings.transfer_interface)
+    incarnation = new_incarnation()
+    core = DecodeCore(
+        built.engine,
+        KvReceiver(transport, staging, built.pool_bytes, built.layout),
+        incarnation=incarnation,
+        max_waiting=settings.max_waiting,
+        keep_s=settings.tombstone_s,
+    )
+    endpoint = TransportEndpoint(0, settings.transport, transport.info())
+    return NodeParts(
+        role=core,
+        transport=transport,
+        info=describe(settings, NodeRole.DECODE, built, incarnation, endpoint),
+        tokenizer=built.tokenizer.json,
+        part_blocks=settings.kv_slot_blocks,
+        count_blocks=lambda: count_blocks(built.engine),
+    )

@@ -1,0 +1,84 @@
+"""From a checkpoint on disk to an engine and a description."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from baton.settings import flag_name
+from engine.model.errors import ModelNotFound
+from engine.node.build import build
+from engine.node.settings import NodeSettings
+from tests.node.tiny_checkpoint import TEMPLATE, save_tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.set_num_threads(1)
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def settings(checkpoint, **fields) -> NodeSettings:
+    return NodeSettings(model=str(checkpoint), device="cpu", cpu_threads=1, **fields)
+
+
+def test_a_checkpoint_becomes_an_engine_and_all_that_a_router_needs(checkpoint):
+    built = build(settings(checkpoint, served_model_name="tiny", max_num_seqs=4, num_gpu_blocks_override=40))
+    config = built.engine.config
+    assert (config.max_model_len, config.vocab_size, config.eos_token_ids) == (256, 258, (0,))
+    assert built.engine.blocks.num_total == 40
+    assert built.pool_bytes.shape == (41, built.layout.block_bytes)
+    assert built.layout.dtype == "float32"
+    assert built.served_model_name == "tiny"
+    assert built.tokenizer.chat_template == TEMPLATE
+    assert built.tokenizer.special_tokens == {"bos_token": "<bos>", "eos_token": "<eos>"}
+    assert not built.tokenizer.add_bos
+    assert (built.generation_defaults.temperature, built.generation_defaults.top_k) == (0.5, 7)
+    tokenizer = Tokenizer.from_str(built.tokenizer.json.decode())
+    assert tokenizer.decode(tokenizer.encode("añb").ids) == "añb"
+    assert built.tokenizer_digest == hashlib.sha256(built.tokenizer.json).hexdigest()
+
+
+def test_the_pool_is_as_large_as_told_or_as_could_ever_be_filled(checkpoint):
+    by_bytes = build(settings(checkpoint, kv_cache_memory_bytes=1_000_000))
+    assert by_bytes.engine.blocks.num_total == 1_000_000 // by_bytes.layout.block_bytes
+    by_need = build(settings(checkpoint, max_num_seqs=2, max_model_len=100))
+    assert by_need.engine.blocks.num_total == 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"max_model_len": 1000}, "--max-model-len: 1000 is beyond the model's context of 256"),
+        ({"num_gpu_blocks_override": 3}, "--num-gpu-blocks-override must be at least 16"),
+        ({"device": "cuda"}, "--device: cuda is not available"),
+    ],
+)
+def test_what_cannot_work_is_named_by_its_flag(checkpoint, fields, text):
+    if fields.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match=text):
+        build(NodeSettings(model=str(checkpoint), cpu_threads=1, **{"device": "cpu"} | fields))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(ModelNotFound, match="has no config"):
+        build(settings(tmp_path))
+
+
+def test_the_default_of_several_chat_templates_is_taken(checkpoint, tmp_path):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    path.write_text(json.dumps(config))
+    assert build(settings(tmp_path)).tokenizer.chat_template == "A"
+
+
+@pytest.mark.parametrize("name", NodeSettings.model_fields)
+def test_every_flag_says_what_it_is(name):
+    assert NodeSettings.model_fields[name].description, flag_name(name)
