@@ -1,0 +1,32 @@
+"""Moves KV blocks between nodes: layouts, blocks and bytes, never requests.
+
+`KvSender` gathers blocks into staging slots, `KvReceiver` scatters slots into blocks, and a `Transport` moves slots
+between processes: `ucx`, or `memory` within one process. The network touches slots only, at both ends, so bytes that
+come late hit memory that nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+from kv_transfer.memory import MemoryTransport, process_hub
+from kv_transfer.staging import Staging
+from kv_transfer.transport import Transport
+
+TRANSPORTS = ("ucx", "memory")
+
+
+def create(name: str, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> Transport:
+    """The transport of that name, over `staging`; `wake` is called, on any thread, when `poll` has something.
+
+    interface: what carries the bytes, as in UCX_NET_DEVICES; None leaves the choice to the transport. Raises
+    TransferError when the machine lacks what the transport needs, ValueError for a name that is none of TRANSPORTS.
+    """
+    if name == "ucx":
+        from kv_transfer.ucx import UcxTransport  # loads a native library, which must not happen before a fork
+
+        return UcxTransport(staging, wake, interface)
+    if name == "memory":
+        return MemoryTransport(process_hub(), uuid.uuid4().hex, staging, wake)
+    raise ValueError(f"transport {name!r} is none of {', '.join(TRANSPORTS)}")

@@ -1,0 +1,142 @@
+"""Staging slots: the only memory that the network touches."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class SlotState(enum.Enum):
+    """
+    FREE --take--> HELD --lend--> IN_FLIGHT --reclaim--> HELD --give_back--> FREE
+    """
+
+    FREE = "free"
+    HELD = "held"  # the mover's
+    IN_FLIGHT = "in flight"  # the transport's
+
+
+class Fence(Protocol):
+    """Work handed to the device. `query` says whether it is done, and never waits."""
+
+    def query(self) -> bool: ...
+
+
+class _Passed:
+    def query(self) -> bool:
+        return True
+
+
+PASSED: Fence = _Passed()
+
+
+class Staging:
+    """`num_slots` slots of `slot_bytes`, on the device of the KV pool. Owned by the mover's thread, except `renew`.
+
+    The slots start as rows of one tensor [num_slots, slot_bytes], uint8. A slot whose transfer failed goes on with
+    other memory (`renew`): a peer that was cut off may write to, or read from, the old memory for as long as it likes.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device | str) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self.device = torch.device(device)
+        self._memory = list(torch.empty((num_slots, slot_bytes), dtype=torch.uint8, device=self.device))
+        self._states = [SlotState.FREE] * num_slots
+        self._free = deque(range(num_slots))
+        self._retired: deque[tuple[Tensor, Callable[[], bool]]] = deque()
+        self._exchange = threading.Lock()  # over the memory, which `renew` exchanges on another thread
+        self._reads = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def state(self, slot: int) -> SlotState:
+        return self._states[slot]
+
+    def take(self) -> int | None:
+        """A free slot, now the caller's; the one that rested longest. None: there is none."""
+        if not self._free:
+            return None
+        slot = self._free.popleft()
+        self._move(slot, SlotState.FREE, SlotState.HELD)
+        return slot
+
+    def lend(self, slot: int) -> None:
+        """The slot goes to the transport, until an event names it."""
+        self._move(slot, SlotState.HELD, SlotState.IN_FLIGHT)
+
+    def reclaim(self, slot: int) -> None:
+        """An event named the slot: it is the mover's again."""
+        self._move(slot, SlotState.IN_FLIGHT, SlotState.HELD)
+
+    def give_back(self, slot: int) -> None:
+        self._move(slot, SlotState.HELD, SlotState.FREE)
+        self._free.append(slot)
+
+    def memory(self, slot: int) -> Tensor:
+        """[slot_bytes], uint8. Ask anew for each transfer: `renew` exchanges it."""
+        return self._memory[slot]
+
+    def read(self, slot: int, num_bytes: int) -> bytes:
+        """The first bytes of a slot that arrived. Does not wait for work queued on the device's current stream."""
+        with torch.cuda.stream(self._reads) if self._reads else contextlib.nullcontext():
+            return self._memory[slot][:num_bytes].cpu().numpy().tobytes()
+
+    def write(self, slot: int, data: bytes) -> None:
+        """Put `data` at the slot's start, in order with the work queued on the current stream."""
+        self._memory[slot][: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def fence(self) -> Fence:
+        """Passed once all work queued so far on the current stream is done."""
+        if self.device.type != "cuda":
+            return PASSED
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def renew(self, slot: int, is_over: Callable[[], bool] = lambda: True) -> None:
+        """Give a slot in flight other memory. Called by the transport, on its thread, before it reports Failed.
+
+        The old memory rests, and may serve a slot again when `num_slots` others were retired after it and `is_over`
+        says that the native operation on it is complete. So failures cost at most as much memory again, unless
+        operations never complete.
+        """
+        assert self._states[slot] is SlotState.IN_FLIGHT
+        with self._exchange:
+            self._retired.append((self._memory[slot], is_over))
+            self._memory[slot] = self._fresh()
+
+    def _fresh(self) -> Tensor:
+        for i in range(len(self._retired) - self.num_slots):
+            memory, is_over = self._retired[i]
+            if is_over():
+                del self._retired[i]
+                return memory
+        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
+
+    def forget_retired(self) -> None:
+        """The transport is closed: nothing can touch the retired memory any more."""
+        with self._exchange:
+            self._retired.clear()
+
+    def check_integrity(self) -> None:
+        """Assert that each slot has exactly one owner, and memory of its own."""
+        assert len(set(self._free)) == len(self._free), "a slot is free twice"
+        free = {slot for slot, state in enumerate(self._states) if state is SlotState.FREE}
+        assert set(self._free) == free, f"free list {sorted(self._free)}, states say {sorted(free)}"
+        with self._exchange:
+            used = [m.data_ptr() for m in self._memory] + [m.data_ptr() for m, _ in self._retired]
+        assert len(set(used)) == len(used), "two slots share memory, or one uses retired memory"
+
+    def _move(self, slot: int, before: SlotState, after: SlotState) -> None:
+        assert self._states[slot] is before, f"slot {slot} is {self._states[slot].value}, not {before.value}"
+        self._states[slot] = after

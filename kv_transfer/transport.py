@@ -1,0 +1,95 @@
+"""What every transport does: bytes from one process's staging slot into another's, and nothing else.
+
+    prefill node                                             decode node
+                                                             expect(peer, tag, slot)     a receive is posted
+    push(peer, tag, slot)   ==== bytes of the slot ====>     (matched by tag alone)
+    Sent                                                     Arrived
+
+A slot handed to `push` or `expect` is the transport's until exactly one event names it: Sent, Arrived or Failed. After
+that event no network byte is written into, or read from, that slot's memory, whatever became of the peer. `Sent` says
+that the slot may be reused, never that the bytes were delivered.
+
+One transport serves one mover (a `KvSender` or a `KvReceiver`), since `poll` hands out each event once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+CONNECT_S = 5.0
+
+TAG_BITS = 63
+"""Tags are below 2**TAG_BITS; what is above belongs to the transports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The slot's bytes were read for the last time."""
+
+    peer: str
+    tag: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The peer's message is in the slot. No transport tells its length: the part's header does."""
+
+    peer: str
+    tag: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The message was not sent, or not received; `reason` is for a person."""
+
+    peer: str
+    tag: int
+    slot: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The peer is gone, and no longer connected. Comes after the Failed of all operations with it."""
+
+    peer: str
+    reason: str
+
+
+TransportEvent = Sent | Arrived | Failed | PeerLost
+
+
+class Transport(Protocol):
+    """One per process. All methods may be called from any thread; only `connect` and `close` block.
+
+    `peer` names one incarnation of one process: it never comes back under the same name with another address.
+    """
+
+    def info(self) -> bytes:
+        """The address of this transport, opaque, carrying its own checksum; peers pass it to `connect`."""
+
+    def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
+        """Make `peer` reachable, `address` being what its `info` said. Both sides connect, in any order.
+
+        Harmless when connected already. Raises TransferError for an address that is damaged, of an incompatible
+        transport, or another than the peer is connected by, and when the peer cannot be reached within `timeout_s`.
+        """
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        """Send the first `num_bytes` of a slot; waits for the peer's `expect` for as long as both live."""
+
+    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        """Receive at most `num_bytes` into a slot. Called before the peer may push; a longer message is Failed."""
+
+    def poll(self) -> list[TransportEvent]:
+        """What happened since the last call."""
+
+    def disconnect(self, peer: str) -> None:
+        """Forget the peer: each operation with it still under way ends with Failed. No PeerLost. Harmless when not
+        connected."""
+
+    def close(self) -> None:
+        """End all operations, with Failed, and all threads. Slots are untouched by the time it returns."""
