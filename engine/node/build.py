@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from baton.layout import KvLayout, num_blocks_for
 from baton.messages import GenerationDefaults
@@ -50,6 +52,8 @@ class Built:
 def build(settings: NodeSettings) -> Built:
     """Load the model of `settings`. Takes seconds to minutes. Raises ValueError with one line for a person."""
     began = time.monotonic()
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # type: ignore[no-untyped-call] # a log is no place for it
     device = _device(settings.device)
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)

@@ -61,7 +61,7 @@ class Sessions:
         self._metrics = metrics
         self._max_deadline_s = max_deadline_s
         self._by_epoch: dict[int, _Session] = {}
-        self._load = Load()
+        self._load: Load | None = None  # until the first turn
 
     def deliver(self, turn: Turn) -> None:
         """Queue a turn's updates, each for its router; cut off a router that does not read."""
@@ -127,6 +127,7 @@ class Sessions:
         if self._by_epoch.get(session.epoch) is session:
             del self._by_epoch[session.epoch]
             self._post(SessionLost(session.epoch))
+            self._metrics.lost(session.epoch)
             log.info("session over epoch=%d reason=%s", session.epoch, reason)
         session.end(reason)
 
@@ -159,13 +160,15 @@ class Sessions:
 
     async def _write(self, session: _Session, context: Context) -> str:
         """Updates as they come, and the load."""
-        told, told_at = None, 0.0
+        told: Load | None = None
+        told_at = 0.0
         while True:
             now = time.monotonic()
             due = told_at + (HEARTBEAT_S if told == self._load else LOAD_PERIOD_S)
             if now >= due:
                 told, told_at = self._load, now
-                await context.write(wire.write_node_message(told))
+                if told is not None:
+                    await context.write(wire.write_node_message(told))
                 continue
             updates = await session.take(due - now)
             for start in range(0, len(updates), UPDATES_PER_MESSAGE):

@@ -145,7 +145,15 @@ class Node:
             raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
 
     def _deliver(self, turn: Turn) -> None:
-        """All that one turn of the engine's thread has to tell."""
+        """All that one turn of the engine's thread has to tell. An exception here must not pass in silence: what was
+        not sent is lost."""
+        try:
+            self._carry(turn)
+        except Exception as error:  # the process's boundary: `failure` ends it
+            log.critical("network side failed", exc_info=error)
+            self._failed(error)
+
+    def _carry(self, turn: Turn) -> None:
         if turn.idle:
             self._idle.set()
         else:

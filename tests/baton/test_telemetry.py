@@ -92,6 +92,32 @@ def test_node_messages_become_metrics():
         assert value("request_ends_total", outcome=outcome, reason=reason) == 1
 
 
+def test_token_times_are_taken_on_the_node():
+    registry, now = new_registry(), [10.0]
+    metrics = NodeMetrics(registry, "tiny", NodeRole.DECODE, clock=lambda: now[0])
+    metrics.received(Prefill(WORK, "i", (1,), (Sample(0),), SamplingParams(), 1.0))
+    for moment, sample in ((10.5, 0), (10.5, 1), (10.75, 0), (11.0, 1)):
+        now[0] = moment
+        metrics.sent(Update(WORK, Tokens(sample, 0, (5,))))
+    labels = {"model_name": "tiny", "role": "decode"}
+    sums = [
+        registry.get_sample_value(f"baton:{name}", labels)
+        for name in (
+            "time_to_first_token_seconds_sum",
+            "time_to_first_token_seconds_count",
+            "inter_token_latency_seconds_sum",
+            "inter_token_latency_seconds_count",
+        )
+    ]
+    assert sums == [0.5, 1, 0.75, 2]
+    metrics.received(Prefill(WorkId(1, "other", 0), "i", (1,), (Sample(0),), SamplingParams(), 1.0))
+    metrics.sent(Update(WorkId(2, "r", 0), Tokens(0, 0, (5,))))
+    metrics.lost(1)
+    metrics.sent(Update(WorkId(2, "r", 0), End()))
+    assert not metrics._received
+    assert not metrics._last_token
+
+
 def test_router_metrics():
     registry = new_registry()
     metrics = RouterMetrics(registry)

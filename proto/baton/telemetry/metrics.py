@@ -6,13 +6,14 @@ source of a node's numbers: nothing is timed twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 import baton
 from baton.errors import BatonError, RequestCancelled
-from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Started, Tokens, Update
+from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Started, Tokens, Update, WorkId
 from baton.v1 import common_pb2
 
 # As in vLLM, with finer steps at the low end of the inter-token latency.
@@ -97,13 +98,19 @@ class RouterMetrics:
 
 
 class NodeMetrics:
-    """What a node counts, from the messages that its shell carries. Labelled with model and role."""
+    """What a node counts, from the messages that its shell carries. Labelled with model and role. One thread's."""
 
-    def __init__(self, registry: CollectorRegistry, model: str, role: NodeRole) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model: str,
+        role: NodeRole,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         names, values = ["model_name", "role"], (model, role.value)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"baton:{name}", text, names, buckets=_PHASE_S, registry=registry).labels(*values)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _PHASE_S) -> Histogram:
+            return Histogram(f"baton:{name}", text, names, buckets=buckets, registry=registry).labels(*values)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"baton:{name}", text, names, registry=registry).labels(*values)
@@ -112,6 +119,9 @@ class NodeMetrics:
             return Gauge(f"baton:{name}", text, names, registry=registry).labels(*values)
 
         self._values = values
+        self._clock = clock
+        self._received: dict[WorkId, float] = {}  # until the first token
+        self._last_token: dict[WorkId, dict[int, float]] = {}  # by sample
         self._running = gauge("num_requests_running", "Requests in the running batch.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.")
@@ -123,31 +133,47 @@ class NodeMetrics:
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._first_token_s = histogram(
+            "time_to_first_token_seconds", "Receipt of a prompt here to its first token.", _FIRST_TOKEN_S
+        )
+        self._inter_token_s = histogram(
+            "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
+        )
         self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
         self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to handed off.")
         self._transfer_s = histogram("kv_transfer_seconds", "Grant to last byte scattered into the pool.")
         self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes taken in.")
 
     def received(self, prefill: Prefill) -> None:
+        self._received[prefill.work] = self._clock()
         self._prompt_tokens.inc(len(prefill.prompt_tokens))
         self._prefix_queries.inc(len(prefill.prompt_tokens))
 
     def sent(self, update: Update) -> None:
         match update.kind:
-            case Tokens(token_ids=token_ids):
+            case Tokens(sample, _, token_ids):
                 self._generation_tokens.inc(len(token_ids))
+                self._time_tokens(update.work, sample)
             case Started(num_cached_tokens, queue_s):
                 self._prefix_hits.inc(num_cached_tokens)
                 self._queue_s.observe(queue_s)
             case HandedOff(prefill_s):
                 self._prefill_s.observe(prefill_s)
                 self._ends.labels(*self._values, "handed_off", "").inc()
+                self._forget(update.work)
             case Adopted(transfer_s, num_cached_tokens, transfer_bytes):
                 self._prefix_hits.inc(num_cached_tokens)
                 self._transfer_s.observe(transfer_s)
                 self._transfer_bytes.inc(transfer_bytes)
             case End(error):
                 self._ends.labels(*self._values, *outcome_labels(error)).inc()
+                self._forget(update.work)
+
+    def lost(self, epoch: int) -> None:
+        """A router is gone, and its requests with it: they get no last word."""
+        for work in {*self._received, *self._last_token}:
+            if work.router_epoch == epoch:
+                self._forget(work)
 
     def set_load(self, load: Load) -> None:
         self._running.set(load.num_running)
@@ -158,3 +184,16 @@ class NodeMetrics:
     def set_blocks(self, by_state: Mapping[str, int]) -> None:
         for state, count in by_state.items():
             self._blocks.labels(*self._values, state).set(count)
+
+    def _time_tokens(self, work: WorkId, sample: int) -> None:
+        now = self._clock()
+        if received := self._received.pop(work, None):
+            self._first_token_s.observe(now - received)
+        last = self._last_token.setdefault(work, {})
+        if sample in last:
+            self._inter_token_s.observe(now - last[sample])
+        last[sample] = now
+
+    def _forget(self, work: WorkId) -> None:
+        self._received.pop(work, None)
+        self._last_token.pop(work, None)
