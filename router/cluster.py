@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """Links to all configured nodes. Watchers are told whether the router is ready, on the event loop's thread."""
+    """Links to all configured nodes. Watchers are told with each change of a node whether the router is ready."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Cluster:
         decode: Sequence[HostPort],
     ) -> None:
         roles = [(address, NodeRole.PREFILL) for address in prefill] + [(a, NodeRole.DECODE) for a in decode]
-        self._links = [NodeLink(address, role, epoch, dispatcher, models, self._changed) for address, role in roles]
+        self.links = [NodeLink(address, role, epoch, dispatcher, models, self._changed) for address, role in roles]
         self._dispatcher = dispatcher
         self._tasks: list[asyncio.Task[None]] = []
         self._watchers: list[Callable[[bool], None]] = []
@@ -37,7 +37,7 @@ class Cluster:
 
     def start(self) -> None:
         """Begin to connect to all nodes, in the background."""
-        self._tasks = [asyncio.create_task(link.run(), name=f"node {link.address}") for link in self._links]
+        self._tasks = [asyncio.create_task(link.run(), name=f"node {link.address}") for link in self.links]
         self._changed()
 
     def watch(self, watcher: Callable[[bool], None]) -> None:
@@ -62,22 +62,18 @@ class Cluster:
         reason = self._dispatcher.why_not_ready()
         if reason is None:
             return None
-        problems = [f"{link.role.value} node {link.address}: {link.problem}" for link in self._links if link.problem]
+        problems = [f"{link.role.value} node {link.address}: {link.problem}" for link in self.links if link.problem]
         return f"{reason} ({'; '.join(problems)})" if problems else reason
 
     def num_nodes_by_state(self) -> dict[tuple[str, str], int]:
         """Configured nodes by (role, "up" or "down")."""
-        states = Counter((link.role.value, "down" if link.problem else "up") for link in self._links)
+        states = Counter((link.role.value, "down" if link.problem else "up") for link in self.links)
         return {(role.value, state): states[role.value, state] for role in NodeRole for state in ("up", "down")}
 
     def _changed(self) -> None:
         reason = self.why_not_ready()
-        if reason == self._said:
-            return
-        self._said = reason
-        if reason:
+        if reason and reason != self._said:
             log.warning("not ready: %s", reason)
-        else:
-            log.info("ready: requests can be answered")
+        self._said = reason
         for watcher in self._watchers:
             watcher(reason is None)

@@ -9,16 +9,19 @@ All on one asyncio thread. A sink is called at once, from within the call that c
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages import Abort, Load, NodeInfo, Prefill, Update
+from baton.messages import Abort, Load, NodeInfo, Prefill, Update, WorkId
 from router.accounts import Accounts
 from router.core import Emit, RouterCore, ToNode
 from router.life import RequestEnd, RequestEvent, RoutedRequest, WorkState
+
+log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -128,6 +131,7 @@ class Dispatcher:
         if isinstance(action, ToNode):
             if isinstance(action.message, Prefill) and action.message.work.attempt:
                 self._accounts.retried(self._cause)
+                self._log_retry(action.message.work)
             if send := self._links.get(action.incarnation):
                 send(action.message)
             return
@@ -139,6 +143,9 @@ class Dispatcher:
         else:
             sink = self._sinks[action.request_id]
         sink(action.event)
+
+    def _log_retry(self, work: WorkId) -> None:
+        log.warning("tried again attempt=%d cause=%s", work.attempt, self._cause, extra={"request_id": work.request_id})
 
     def _arm(self) -> None:
         """One timer, for the next deadline; deadlines of requests that ended early make it fire for nothing."""

@@ -124,8 +124,26 @@ class Generation:
             case RequestEnd(error, timings):
                 part.timings = timings
                 self._live.discard(part.request.request_id)
+                self._log_end(part, error, timings)
                 if error is not None:
                     self._fail(error)
+
+    def _log_end(self, part: Part, error: BatonError | None, timings: RequestTimings) -> None:
+        log.info(
+            "ended work=%s error=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d attempts=%d"
+            " first_token_ms=%.1f total_ms=%.1f prefill_node=%s decode_node=%s",
+            part.request.request_id,
+            repr(error.message) if error else "none",
+            len(part.request.prompt_tokens),
+            timings.num_cached_tokens,
+            sum(answer.num_tokens for answer in part.answers),
+            timings.num_attempts,
+            timings.first_token_s * 1e3,
+            timings.total_s * 1e3,
+            timings.prefill_node,
+            timings.decode_node,
+            extra={"request_id": self.request_id},
+        )
 
     def _put(self, delta: Delta) -> None:
         """A reader that lags gets neighbouring deltas of an answer as one."""

@@ -66,9 +66,23 @@ class Models:
                 del self._tokenizers[digest]
             raise
 
-    def check(self, info: NodeInfo) -> None:
-        """Raises NodeUnavailable when the node is in use already (under another address), or serves another model than
-        those in use."""
+    def join(self, info: NodeInfo, tokenizer: Tokenizer) -> None:
+        """A node is in use from now until `leave`.
+
+        Raises NodeUnavailable when it is already, under another address, or serves another model than those in use.
+        """
+        self._check(info)
+        if self._model is None or not self._nodes:
+            self._model = _model_of(info, tokenizer)
+        self._nodes[info.incarnation] = info
+        self._model = self._limited(self._model)
+
+    def leave(self, incarnation: str) -> None:
+        del self._nodes[incarnation]
+        if self._nodes and self._model:
+            self._model = self._limited(self._model)
+
+    def _check(self, info: NodeInfo) -> None:
         if info.incarnation in self._nodes:
             raise NodeUnavailable("is configured twice, under different addresses")
         for node in self._nodes.values():
@@ -77,18 +91,6 @@ class Models:
                 raise NodeUnavailable(f"serves model {what}")
             if info.tokenizer_digest != node.tokenizer_digest:
                 raise NodeUnavailable(f"has another tokenizer than {node.node_id}")
-
-    def join(self, info: NodeInfo, tokenizer: Tokenizer) -> None:
-        """A node is in use from now on. Raises NodeUnavailable, as `check`."""
-        self.check(info)
-        if self._model is None or not self._nodes:
-            self._model = _model_of(info, tokenizer)
-        self._nodes[info.incarnation] = info
-        self._model = self._limited(self._model)
-
-    def leave(self, incarnation: str) -> None:
-        if self._nodes.pop(incarnation, None) and self._nodes and self._model:
-            self._model = self._limited(self._model)
 
     def _limited(self, model: ServedModel) -> ServedModel:
         return dataclasses.replace(model, max_model_len=min(node.max_model_len for node in self._nodes.values()))

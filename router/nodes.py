@@ -22,7 +22,6 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import RouterToNode, read_node_info, read_node_message, write_router_message
 from router.dispatcher import Dispatcher
 from router.models import Models
-from router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +80,13 @@ class NodeLink:
             if info.role is not self.role:
                 raise NodeUnavailable(f"is a {info.role.value} node, but configured under --{self.role.value}")
             tokenizer = await self._models.tokenizer(info, lambda: _fetch_tokenizer(status, info))
-            self._models.check(info)
-            await self._session(channel, info, tokenizer)
+            self._models.join(info, tokenizer)
+            try:
+                await self._session(channel, info)
+            finally:
+                self._models.leave(info.incarnation)
 
-    async def _session(self, channel: grpc.aio.Channel, info: NodeInfo, tokenizer: Tokenizer) -> None:
+    async def _session(self, channel: grpc.aio.Channel, info: NodeInfo) -> None:
         outgoing: asyncio.Queue[RouterToNode] = asyncio.Queue()
         outgoing.put_nowait(Subscribe(self._epoch, info.incarnation))
         prefills = self.role is NodeRole.PREFILL
@@ -93,7 +95,6 @@ class NodeLink:
         try:
             said = aiter(call)
             await self._subscribed(said, info)
-            self._models.join(info, tokenizer)
             raise _SessionLost(await self._in_use(said, info, outgoing.put_nowait))
         finally:
             call.cancel()
@@ -114,7 +115,6 @@ class NodeLink:
         try:
             reason = await self._listen(said, info.incarnation)
         finally:
-            self._models.leave(info.incarnation)
             self._dispatcher.node_lost(info.incarnation, reason)
         return reason
 

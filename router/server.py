@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 EPOCH_BITS = 63
 _SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
+_IDLE_S = 75
+"""For connections without a request: longer than most clients keep theirs, so that none reuses one just closed."""
 _CLOSE_S = 1.0
 """For connections to end after their requests have."""
 
@@ -61,6 +63,7 @@ class RouterServer:
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
         self.app = create_app(GenerateRoutes(self._service, limits), status)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # known to grpc, not to its stubs
+        self._ready = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -131,11 +134,15 @@ class RouterServer:
             log_level=logging.WARNING,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=int(self._settings.drain_timeout + _CLOSE_S) + 1,
         )
 
     def _readiness(self, ready: bool) -> None:
         """The cluster's watcher."""
+        if ready is self._ready:
+            return
+        self._ready = ready
         if ready:
             log.info("ready http://%s grpc=%s", self.http_address, self.grpc_address)
         task = asyncio.create_task(self._set_health(ready))

@@ -9,11 +9,10 @@ from baton.address import HostPort
 from baton.messages import NodeRole, Prefill
 from router.server import RouterServer
 from router.settings import RouterSettings
-from tests.router.fake_node import Answer, FakeCluster
+from tests.router.fake_node import PATIENCE_S, Answer, FakeCluster
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 ANY_PORT = HostPort("127.0.0.1", 0)
-PATIENCE_S = 20.0
 
 
 def says(text: str, **more: object) -> Callable[[Prefill], Answer]:
@@ -39,10 +38,19 @@ class Router:
 
     async def ready(self, wanted: bool = True) -> None:
         """Wait until it is ready; or until it is not."""
+        await self.until(lambda: (self.server.why_not_ready() is None) is wanted)
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        """Wait for nodes to come or go, from the router's view."""
         changed = asyncio.Event()
-        self.server.cluster.watch(lambda ready: changed.set() if ready is wanted else None)
+        self.server.cluster.watch(lambda ready: changed.set())
         async with asyncio.timeout(PATIENCE_S):
-            await changed.wait()
+            while not holds():
+                changed.clear()
+                await changed.wait()
+
+    def problems(self) -> str:
+        return "; ".join(link.problem for link in self.server.cluster.links if link.problem)
 
     async def idle(self) -> None:
         async with asyncio.timeout(PATIENCE_S):

@@ -46,6 +46,7 @@ from tests.router.tiny_tokenizer import (
 )
 
 HEARTBEAT_S = 0.2
+PATIENCE_S = 20.0
 LAYOUT = KvLayout(4, 2, 32, 32, 16, "float32", 0, 2, 4 * 2 * 2 * 16 * 32 * 4, "fingerprint")
 
 
@@ -72,8 +73,7 @@ class FakeCluster:
         self.nodes: list[FakeNode] = []
         self.prefills: list[Prefill] = []
         self.aborts: list[Abort] = []
-        self.prefilling = asyncio.Event()
-        self.aborted = asyncio.Event()
+        self._news = asyncio.Event()
 
     async def add(self, role: NodeRole, **changes: object) -> "FakeNode":
         node = FakeNode(self, role, len(self.nodes))
@@ -86,6 +86,17 @@ class FakeCluster:
 
     def node(self, incarnation: str) -> "FakeNode":
         return next(node for node in self.nodes if node.info.incarnation == incarnation)
+
+    def tell(self) -> None:
+        """Something has happened."""
+        self._news.set()
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        """Wait for nodes to have got or sent something."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                self._news.clear()
+                await self._news.wait()
 
     async def close(self) -> None:
         await asyncio.gather(*(node.stop() for node in self.nodes))
@@ -111,6 +122,8 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self._works: dict[WorkId, asyncio.Task[None]] = {}
         self._stopped_samples: set[tuple[WorkId, int]] = set()
         self.silent = False
+        self.num_sent_tokens = 0
+        self.num_sessions = 0
         self.tokenizer_fetches = 0
 
     async def start(self, port: int = 0, **changes: object) -> None:
@@ -160,6 +173,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         if hello.target_incarnation != self.info.incarnation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
         session = self.sessions[hello.router_epoch] = _Session()
+        self.num_sessions += 1
         yield wire.write_node_message(Subscribed(self.info.incarnation))
         reading = asyncio.create_task(self._read(requests))
         try:
@@ -180,11 +194,11 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
             message = wire.read_router_message(request)
             if isinstance(message, Prefill):
                 self._cluster.prefills.append(message)
-                self._cluster.prefilling.set()
+                self._cluster.tell()
                 self._works[message.work] = asyncio.create_task(self._answer(message))
             elif isinstance(message, Abort):
                 self._cluster.aborts.append(message)
-                self._cluster.aborted.set()
+                self._cluster.tell()
                 self._abort(message)
 
     def _abort(self, abort: Abort) -> None:
@@ -238,7 +252,13 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self._send(work.router_epoch, *updates)
         return len(updates) > 1
 
+    @property
+    def host_port(self) -> HostPort:
+        return HostPort.parse(self.info.address)
+
     def _send(self, epoch: int, *updates: Update) -> None:
+        self.num_sent_tokens += sum(isinstance(update.kind, Tokens) for update in updates)
+        self._cluster.tell()
         if session := self.sessions.get(epoch):
             session.send(*updates)
 

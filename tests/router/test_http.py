@@ -158,8 +158,7 @@ async def test_a_stop_string_ends_the_answer_and_frees_the_nodes(client, nodes, 
         choice = response.json()["choices"][0]
         text = choice["message"]["content"]
     assert (text, choice["finish_reason"], choice["stop_reason"]) == ("the ", "stop", "quick")
-    async with asyncio.timeout(10):
-        await nodes.aborted.wait()
+    await nodes.until(lambda: nodes.aborts)
     await router.idle()
 
 
@@ -425,7 +424,7 @@ async def test_too_many_requests_are_refused(nodes):
     await router.ready()
     async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
         first = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
-        await nodes.prefilling.wait()
+        await nodes.until(lambda: nodes.prefills)
         response = await client.post("/v1/chat/completions", json=CHAT)
         assert (response.status_code, response.headers["retry-after"]) == (429, "1")
         assert error_of(response)["type"] == "rate_limit_error"
@@ -469,3 +468,24 @@ async def test_not_ready_says_why():
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     await router.stop()
     await nodes.close()
+
+
+async def test_the_application_alone(router):
+    """As mounted in another server: no socket of ours."""
+    transport = httpx.ASGITransport(router.server.app)
+    async with httpx.AsyncClient(base_url="http://router", transport=transport) as client:
+        response = await client.post("/v1/chat/completions", json=CHAT)
+        assert response.json()["choices"][0]["message"]["content"] == "hello world"
+        response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        assert events(response.text)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_numbers_at_their_limits(client, nodes):
+    body = {"prompt": [5], "seed": 2**70 + 1, "temperature": 1, "top_k": -1, "max_tokens": 127}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert (nodes.prefills[0].sampling.seed, nodes.prefills[0].sampling.top_k) == (1, 0)
+    for bad in ({"top_k": 2**40}, {"top_k": -2}, {"max_tokens": 2**40}, {"stop_token_ids": [2**40]}, {"n": 1000}):
+        assert (await client.post("/v1/completions", json={"prompt": [5], **bad})).status_code == 400
+    for bad in (b'{"prompt": [5], "temperature": NaN}', b'{"prompt": [5], "temperature": 1e999}'):
+        assert (await client.post("/v1/completions", content=bad)).status_code == 400
+    assert (await client.post("/v1/completions", json={"prompt": [5]})).status_code == 200

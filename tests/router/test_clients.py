@@ -1,0 +1,227 @@
+"""Real clients: openai's over HTTP, a generated one over gRPC; and clients that leave."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from baton import wire
+from baton.errors import Overloaded
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc, node_pb2
+from tests.router.conftest import says
+from tests.router.fake_node import Answer
+from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def client(router):
+    async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def channel(router):
+    async with grpc.aio.insecure_channel(router.grpc) as channel:
+        yield channel
+
+
+@pytest.fixture
+async def stub(channel):
+    return generation_pb2_grpc.GenerationStub(channel)
+
+
+# ---- openai ----
+
+
+async def test_openai_chat(client):
+    answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=1)
+    assert answer.choices[0].message.content == "hello world"
+    assert answer.choices[0].logprobs.content[0].top_logprobs[0].logprob == -0.5
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+async def test_openai_stream(client):
+    options = {"include_usage": True}
+    stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, stream_options=options)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].delta.content for c in chunks if c.choices) == "hello world"
+    assert chunks[-1].usage.completion_tokens > 0
+    stream = await client.completions.create(model="tiny", prompt="x", stream=True, n=2)
+    texts = ["", ""]
+    async for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["hello world"] * 2
+
+
+async def test_openai_errors(client, nodes):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        await client.chat.completions.create(model="other", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1000)
+    nodes.script = lambda prefill: Answer(error=Overloaded("full"))
+    with pytest.raises(openai.RateLimitError):
+        await client.chat.completions.create(model="tiny", messages=MESSAGES)
+
+
+async def test_openai_sees_an_error_in_mid_stream(client, nodes):
+    nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
+    stream = await client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, extra_body={"timeout": 0.3}
+    )
+    with pytest.raises(openai.APIError, match="not finished within"):
+        async for _ in stream:
+            pass
+
+
+# ---- clients that leave ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hold_at", [0, 2])
+async def test_a_client_that_leaves_cancels_its_request(router, nodes, stream, hold_at):
+    nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=hold_at)
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as http:
+        body = {"messages": MESSAGES, "stream": stream, "n": 2}
+        request = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        await nodes.until(lambda: nodes.prefills)
+        request.cancel()
+        await nodes.until(lambda: nodes.aborts)
+        await router.idle()
+        metrics = (await http.get("/metrics")).text
+    assert 'request_ends_total{model_name="tiny",outcome="cancelled",reason=""} 1.0' in metrics
+
+
+async def test_a_grpc_client_that_leaves_cancels_its_request(router, nodes, stub):
+    nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
+    call = stub.Generate(pb.GenerateRequest(prompt="x"))
+    assert (await call.read()).WhichOneof("event") == "started"
+    assert (await call.read()).delta.token_ids
+    call.cancel()
+    await nodes.until(lambda: nodes.aborts)
+    await router.idle()
+
+
+# ---- gRPC ----
+
+
+async def collect(call) -> tuple[pb.GenerationStarted, list[pb.GenerationDelta], pb.GenerationFinished]:
+    responses = [response async for response in call]
+    kinds = [response.WhichOneof("event") for response in responses]
+    assert kinds == ["started", *["delta"] * (len(kinds) - 2), "finished"]
+    return responses[0].started, [r.delta for r in responses[1:-1]], responses[-1].finished
+
+
+async def test_grpc_generate(stub, nodes):
+    call = stub.Generate(pb.GenerateRequest(prompt="hello", logprobs=2), metadata=(("x-request-id", "mine"),))
+    assert dict(await call.initial_metadata())["x-request-id"] == "mine"
+    started, deltas, finished = await collect(call)
+    ids = tuple(token for delta in deltas for token in wire.unpack_tokens(delta.token_ids))
+    assert ids == (*tiny_tokenizer().encode("hello world", False), IM_END)
+    assert "".join(delta.text for delta in deltas) == "hello world"
+    assert sum(len(delta.logprobs) for delta in deltas) == len(ids)
+    assert deltas[-1].finish_reason == node_pb2.FINISH_REASON_STOP
+    assert started.num_prompt_tokens == finished.usage.num_prompt_tokens == len(nodes.prefills[0].prompt_tokens)
+    assert (finished.usage.num_completion_tokens, finished.timings.decode_node) == (len(ids), "decode-1")
+    assert nodes.prefills[0].work.request_id.startswith("mine.")
+
+
+async def test_grpc_inputs(stub, nodes):
+    ids = pb.TokenIds(ids=wire.pack_tokens((5, 6, 7)))
+    await collect(stub.Generate(pb.GenerateRequest(prompt_tokens=ids, temperature=0, seed=-3, max_tokens=1)))
+    assert nodes.prefills[0].prompt_tokens == (5, 6, 7)
+    assert (nodes.prefills[0].sampling.temperature, nodes.prefills[0].sampling.seed) == (0.0, 2**64 - 3)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    await collect(stub.Generate(pb.GenerateRequest(chat=chat)))
+    text = tiny_tokenizer().decode(nodes.prefills[1].prompt_tokens, False)
+    assert text == "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_grpc_stops_and_samples(stub, nodes):
+    nodes.script = says("the lazy dog")
+    _, deltas, finished = await collect(stub.Generate(pb.GenerateRequest(prompt="x", n=2, stop=["lazy"])))
+    ends = [delta for delta in deltas if delta.finish_reason]
+    assert {delta.index: delta.stop_string for delta in ends} == {0: "lazy", 1: "lazy"}
+    assert "".join(delta.text for delta in deltas if delta.index == 1) == "the "
+    assert finished.usage.num_completion_tokens % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "says_"),
+    [
+        (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "no input"),
+        (pb.GenerateRequest(prompt="x", model="other"), grpc.StatusCode.NOT_FOUND, "does not exist"),
+        (pb.GenerateRequest(prompt="x", top_p=2), grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
+        (pb.GenerateRequest(prompt="x", logprobs=-1), grpc.StatusCode.INVALID_ARGUMENT, "logprobs"),
+        (pb.GenerateRequest(prompt_tokens=pb.TokenIds(ids=b"abc")), grpc.StatusCode.INVALID_ARGUMENT, "multiple"),
+        (pb.GenerateRequest(prompt="x" * 4000), grpc.StatusCode.INVALID_ARGUMENT, "maximum context length"),
+        (pb.GenerateRequest(prompt="x", timeout_s=0.1), grpc.StatusCode.DEADLINE_EXCEEDED, "not finished"),
+    ],
+)
+async def test_grpc_errors(stub, nodes, request_, status, says_):
+    nodes.script = says("x", hold=asyncio.Event())
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in stub.Generate(request_):
+            pass
+    assert error.value.code() is status
+    assert says_ in error.value.details()
+
+
+async def test_grpc_deadline_of_the_call(stub, nodes, router):
+    nodes.script = says("x", hold=asyncio.Event())
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in stub.Generate(pb.GenerateRequest(prompt="x"), timeout=0.3):
+            pass
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await router.idle()
+    assert nodes.prefills[0].deadline_s < 1
+
+
+async def test_grpc_overload_tells_when_to_retry(stub, nodes):
+    nodes.script = lambda prefill: Answer(error=Overloaded("full"))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        async for _ in stub.Generate(pb.GenerateRequest(prompt="x")):
+            pass
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert dict(error.value.trailing_metadata())["retry-after"] == "1"
+
+
+async def test_grpc_tokens_and_models(stub):
+    assert [m.id for m in (await stub.ListModels(pb.ListModelsRequest())).models] == ["tiny"]
+    tokens = await stub.Tokenize(pb.TokenizeRequest(prompt="hello"))
+    assert wire.unpack_tokens(tokens.token_ids) == tiny_tokenizer().encode("hello", True)
+    tokens = await stub.Tokenize(pb.TokenizeRequest(prompt="hello", add_special_tokens=False))
+    text = await stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
+    assert text.text == "hello"
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.Detokenize(pb.DetokenizeRequest(token_ids=b"abc"))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_grpc_health_follows_readiness(router, nodes, channel):
+    stub = health_pb2_grpc.HealthStub(channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Generation"))
+    states = health_pb2.HealthCheckResponse
+    async with asyncio.timeout(10):
+        while (await watch.read()).status != states.SERVING:
+            pass
+        await nodes.nodes[1].stop()
+        while (await watch.read()).status != states.NOT_SERVING:
+            pass
+    watch.cancel()
+
+
+async def test_grpc_reflection(router):
+    def services() -> list[str]:
+        with grpc.insecure_channel(router.grpc) as channel:
+            return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    assert {"baton.v1.Generation", "grpc.health.v1.Health"} <= set(await asyncio.to_thread(services))

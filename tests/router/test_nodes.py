@@ -1,0 +1,217 @@
+"""Nodes that come, go, hang and do not fit, in any order."""
+
+import asyncio
+import dataclasses
+import time
+
+import httpx
+import pytest
+
+from baton.errors import PeerLost
+from baton.messages import NodeRole
+from tests.router.conftest import Router, says
+from tests.router.fake_node import LAYOUT, Answer, FakeCluster
+from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def empty():
+    cluster = FakeCluster(says("hello world"))
+    yield cluster
+    await cluster.close()
+
+
+async def answer(router: Router, **more: object) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        return await client.post("/v1/chat/completions", json={**CHAT, **more})
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+async def test_nodes_may_start_after_the_router(empty):
+    prefill = await empty.add(NodeRole.PREFILL)
+    decode = await empty.add(NodeRole.DECODE)
+    await prefill.stop()
+    await decode.stop()
+    router = Router(empty)
+    await router.start()
+    await router.until(lambda: "Connection refused" in (router.server.why_not_ready() or ""))
+    assert (await answer(router)).status_code == 503
+    await prefill.restart()
+    await decode.restart()
+    await router.ready()
+    assert text_of(await answer(router)) == "hello world"
+    await router.stop()
+
+
+async def test_a_restarted_node_is_taken_in_again(router, nodes):
+    fetches = sum(node.tokenizer_fetches for node in nodes.nodes)
+    assert fetches == 1
+    started = time.monotonic()
+    await nodes.nodes[1].restart()
+    await router.ready(False)
+    await router.ready()
+    assert time.monotonic() - started < 5
+    assert text_of(await answer(router)) == "hello world"
+    assert sum(node.tokenizer_fetches for node in nodes.nodes) == fetches
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_lost_decode_node_costs_no_token(empty, stream):
+    """The answer goes on elsewhere, without a gap or a repeat."""
+    await empty.add(NodeRole.PREFILL)
+    first, second = await empty.add(NodeRole.DECODE), await empty.add(NodeRole.DECODE)
+    router = Router(empty)
+    await router.start()
+    await router.ready()
+    await router.until(lambda: not router.problems())
+    text = "the quick brown fox jumps over the lazy dog"
+    tokens = (*tiny_tokenizer().encode(text, False), IM_END)
+    hold, held = asyncio.Event(), asyncio.Event()
+
+    def script(prefill):
+        if prefill.work.attempt:
+            return Answer(tokens=(tokens,))
+        held.set()
+        return Answer(tokens=(tokens,), hold=hold, hold_at=3)
+
+    empty.script = script
+    request = asyncio.create_task(answer(router, stream=stream))
+    await held.wait()
+    victim = first if empty.prefills[0].decode.incarnation == first.info.incarnation else second
+    await empty.until(lambda: victim.num_sent_tokens >= 2)
+    killed = time.monotonic()
+    await victim.stop()
+    response = await request
+    assert time.monotonic() - killed < 2
+    if stream:
+        assert '"attempts":2' in response.text
+    else:
+        assert text_of(response) == text
+        assert response.json()["timings"]["attempts"] == 2
+        assert response.json()["usage"]["completion_tokens"] == len(tokens)
+    assert empty.prefills[1].samples[0].output_tokens == tokens[:3]
+    await router.stop()
+
+
+@pytest.mark.parametrize("role", list(NodeRole))
+async def test_without_another_node_a_lost_one_is_a_503(router, nodes, role):
+    nodes.script = says("hello world", hold=asyncio.Event())
+    request = asyncio.create_task(answer(router))
+    await nodes.until(lambda: nodes.prefills)
+    killed = time.monotonic()
+    await next(node for node in nodes.nodes if node.info.role is role).stop()
+    if role is NodeRole.PREFILL:  # the decode node does it alone, with the same script
+        await nodes.until(lambda: len(nodes.prefills) == 2)
+        assert nodes.prefills[1].decode is None
+        await nodes.nodes[1].stop()
+    response = await request
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert time.monotonic() - killed < 3
+    assert f"{role.value} node" in response.json()["error"]["message"]
+
+
+async def test_a_lost_transfer_is_tried_again(router, nodes):
+    def script(prefill):
+        return says("hello world")(prefill) if prefill.work.attempt else Answer(error=PeerLost("the endpoint broke"))
+
+    nodes.script = script
+    response = await answer(router)
+    assert text_of(response) == "hello world"
+    assert response.json()["timings"]["attempts"] == 2
+    async with httpx.AsyncClient(base_url=router.http) as client:
+        metrics = (await client.get("/metrics")).text
+    assert 'baton:request_attempts_total{model_name="tiny",reason="node_error"} 1.0' in metrics
+
+
+async def test_a_node_that_hangs_is_lost(router, nodes):
+    nodes.nodes[1].silent = True
+    await router.until(lambda: "silent for 5 s" in (router.server.why_not_ready() or ""))
+    assert (await answer(router)).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("changes", "says_"),
+    [
+        ({"layout": dataclasses.replace(LAYOUT, block_size=32)}, "LayoutMismatch block_size 16 != 32"),
+        ({"served_model_name": "other"}, "serves model"),
+        ({"tokenizer_digest": "0" * 64}, "tokenizer"),
+    ],
+)
+async def test_a_node_that_does_not_fit_is_named(empty, changes, says_):
+    await empty.add(NodeRole.PREFILL)
+    await empty.add(NodeRole.DECODE, **changes)
+    router = Router(empty)
+    await router.start()
+    await router.until(lambda: says_ in (router.server.why_not_ready() or ""))
+    response = await answer(router)
+    assert response.status_code == 503
+    await router.stop()
+
+
+async def test_nodes_in_each_others_place_are_named(empty):
+    prefill, decode = await empty.add(NodeRole.PREFILL), await empty.add(NodeRole.DECODE)
+    router = Router(empty, prefill=(decode.host_port,), decode=(prefill.host_port,))
+    await router.start()
+    await router.until(lambda: "is a prefill node, but configured under --decode" in router.problems())
+    await router.until(lambda: "is a decode node, but configured under --prefill" in router.problems())
+    await router.stop()
+
+
+async def test_one_node_under_two_names_is_used_once(empty):
+    await empty.add(NodeRole.PREFILL)
+    decode = await empty.add(NodeRole.DECODE)
+    twice = (decode.host_port, dataclasses.replace(decode.host_port, host="localhost"))
+    router = Router(empty, decode=twice)
+    await router.start()
+    await router.ready()
+    await router.until(lambda: router.problems() == "is configured twice, under different addresses")
+    assert decode.num_sessions == 1
+    assert text_of(await answer(router)) == "hello world"
+    await router.stop()
+
+
+async def test_the_shortest_context_counts(empty):
+    await empty.add(NodeRole.PREFILL)
+    await empty.add(NodeRole.DECODE, max_model_len=64)
+    router = Router(empty)
+    await router.start()
+    await router.ready()
+    response = await answer(router, max_tokens=100)
+    assert "context length is 64 tokens" in response.json()["error"]["message"]
+    await router.stop()
+
+
+async def test_draining_lets_requests_end(nodes):
+    hold = asyncio.Event()
+    nodes.script = says("hello world", hold=hold)
+    router = Router(nodes, drain_timeout=20)
+    await router.start()
+    await router.ready()
+    request = asyncio.create_task(answer(router))
+    await nodes.until(lambda: nodes.prefills)
+    stop = asyncio.create_task(router.server.stop(asyncio.Event()))
+    await router.ready(False)
+    assert "shutting down" in router.server.why_not_ready()
+    hold.set()
+    assert text_of(await request) == "hello world"
+    async with asyncio.timeout(10):
+        await stop
+
+
+async def test_a_drain_in_a_hurry_cancels_what_runs(nodes):
+    nodes.script = says("hello world", hold=asyncio.Event())
+    router = Router(nodes, drain_timeout=20)
+    await router.start()
+    await router.ready()
+    request = asyncio.create_task(answer(router))
+    await nodes.until(lambda: nodes.prefills)
+    async with asyncio.timeout(10):
+        await router.stop()
+    assert (await request).status_code in (499, 503)
