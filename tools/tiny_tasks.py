@@ -33,73 +33,113 @@ PIECE = re.compile(r"[0-9]| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
 
 HELDOUT_ONE_IN = 16
 
-NAMES = """Adam Agnes Alan Albert Alice Amber Amir Anders Andrea Anna Anton Arthur Astrid Aysha Basil Beatrix Bella Ben
-Bertha Bianca Boris Brenda Bruno Carl Carmen Cecil Chiara Clara Conrad Cora Cyril Dagmar Daisy Daniel Dara Diana Dmitri
-Dora Edgar Edith Eduardo Elena Elias Ella Elsa Emil Emma Enzo Erik Esther Eva Farid Felix Fiona Flora Frank Frida Gemma
-George Gerda Gino Gloria Greta Gustav Hanna Harold Hassan Hector Heidi Helen Henry Hilda Hugo Ida Igor Ilse Ines Iris
-Isaac Ivan Ivy Jack Jade Jana Jasper Joan Joel John Jonas Judith Julia Karin Karl Kate Keiko Kurt Lara Laura Lea Leo
-Lena Liam Lilian Linda Lorenzo Louis Lucas Lucy Luna Magda Marco Maria Marta Martin Max Maya Mila Mina Monica Nadia
-Nathan Nina Noah Nora Olga Oliver Omar Oscar Otto Paul Paula Pedro Petra Philip Pia Quinn Ralf Rania Rita Robert Rosa
-Ruth Sam Sandra Sara Silvia Simon Sofia Stella Sven Tara Theo Thomas Tina Tom Ulla Uma Vera Victor Viola Walter Wanda
-Wendy Xenia Yara Yusuf Zara Zoe""".split()
-CITIES = """Rome Paris Berlin Madrid Lisbon Vienna Prague Warsaw Dublin Oslo Helsinki Stockholm Copenhagen Amsterdam
-Brussels Zurich Geneva Milan Venice Naples Athens Istanbul Cairo Tunis Nairobi Lagos Accra Dakar Tokyo Osaka Kyoto Seoul
-Beijing Hanoi Bangkok Delhi Mumbai Sydney Perth Auckland Toronto Montreal Boston Chicago Denver Seattle Austin Havana
-Lima Quito Bogota Santiago Krakow Porto Seville Lyon Hamburg Munich Cologne Leipzig""".split()
-COLOURS = "red blue green yellow orange purple pink brown black white grey golden silver violet turquoise crimson".split()
-THINGS = """box lamp chair table clock vase cup plate bowl basket bottle book bag ball carpet curtain cushion door drawer
-umbrella mirror piano radio suitcase teapot towel blanket candle ladder bucket kettle jacket hat scarf bicycle boat kite
-drum guitar painting""".split()
-PLACES = """kitchen garden cellar attic garage bedroom bathroom hallway library office workshop shed barn tower school
-station museum bakery market hotel harbour chapel theatre studio pantry greenhouse stable castle cabin village""".split()
-ANIMALS = """fox cat dog horse rabbit bear wolf owl mouse duck goose hen frog turtle hedgehog squirrel deer goat sheep cow
-donkey otter beaver badger swan crow robin sparrow lion tiger elephant monkey penguin whale dolphin seal bee snail camel
-parrot""".split()
-FOODS = """bread cheese soup rice pasta pizza salad honey butter cake pie pancakes porridge beans carrots potatoes
-tomatoes mushrooms onions spinach apples pears cherries grapes melons plums peaches lemons oranges strawberries nuts
-chocolate yoghurt noodles dumplings omelette sausages fish lentils pumpkin""".split()
-JOBS = """baker teacher doctor nurse farmer painter singer dancer writer lawyer pilot sailor driver gardener carpenter
-plumber tailor butcher barber cook waiter librarian engineer architect chemist dentist judge miner printer weaver""".split()
-ADJECTIVES = """old young small big little tall short quiet loud happy sad brave shy clever kind gentle curious tired
-hungry proud calm busy lazy honest lonely cheerful careful strange bright dark warm cold heavy light soft hard clean
-dusty empty full round narrow wide pretty plain fresh famous simple secret wooden broken""".split()
-WORDS = """apple river stone cloud forest mountain window bridge flower silver summer winter spring autumn morning evening
-shadow thunder island ocean desert meadow valley orchard pebble feather button needle hammer pencil ribbon marble
-copper cotton velvet pepper ginger maple willow cedar lantern compass anchor barrel wagon tunnel puzzle rocket planet
-comet magnet engine wheel paper letter number circle square corner ladder basket candle mirror blanket pocket finger
-shoulder garden kitchen village castle market harbour station music story dream""".split()
-TIMES = """today yesterday tomorrow again later soon often sometimes at noon|at night|in the morning|in the evening|in the
-afternoon|after lunch|before breakfast|on Monday|on Tuesday|on Wednesday|on Thursday|on Friday|on Saturday|on Sunday|in
-winter|in spring|in summer|in autumn|every day|once a week|for an hour|all day long""".replace("\n", " ")
-WHEN = [*"today yesterday again later sometimes".split(), *TIMES.split("|")[1:]]
-VERBS_PAST = """cleaned painted moved carried dropped found lost bought sold borrowed repaired opened closed admired
-noticed forgot washed polished hid showed wanted needed liked measured weighed""".split()
-MOTIONS = """walked ran went drove travelled hurried returned cycled wandered strolled""".split()
-SPEECH = """said thought believed heard hoped knew wrote remembered explained whispered""".split()
-WEATHER = """sunny rainy cloudy windy foggy snowy stormy warm cold mild dry wet""".split()
-ADVERBS = """slowly quickly quietly carefully happily sadly bravely gently loudly often never always""".split()
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _phrases(text: str) -> list[str]:
+    return [" ".join(phrase.split()) for phrase in text.split("|")]
+
+
+NAMES = _words("""
+    Adam Agnes Alan Albert Alice Amber Amir Anders Andrea Anna Anton Arthur Astrid Aysha Basil Beatrix Bella Ben Bertha
+    Bianca Boris Brenda Bruno Carl Carmen Cecil Chiara Clara Conrad Cora Cyril Dagmar Daisy Daniel Dara Diana Dmitri
+    Dora Edgar Edith Eduardo Elena Elias Ella Elsa Emil Emma Enzo Erik Esther Eva Farid Felix Fiona Flora Frank Frida
+    Gemma George Gerda Gino Gloria Greta Gustav Hanna Harold Hassan Hector Heidi Helen Henry Hilda Hugo Ida Igor Ilse
+    Ines Iris Isaac Ivan Ivy Jack Jade Jana Jasper Joan Joel John Jonas Judith Julia Karin Karl Kate Keiko Kurt Lara
+    Laura Lea Leo Lena Liam Lilian Linda Lorenzo Louis Lucas Lucy Luna Magda Marco Maria Marta Martin Max Maya Mila Mina
+    Monica Nadia Nathan Nina Noah Nora Olga Oliver Omar Oscar Otto Paul Paula Pedro Petra Philip Pia Quinn Ralf Rania
+    Rita Robert Rosa Ruth Sam Sandra Sara Silvia Simon Sofia Stella Sven Tara Theo Thomas Tina Tom Ulla Uma Vera Victor
+    Viola Walter Wanda Wendy Xenia Yara Yusuf Zara Zoe
+""")
+CITIES = _words("""
+    Rome Paris Berlin Madrid Lisbon Vienna Prague Warsaw Dublin Oslo Helsinki Stockholm Copenhagen Amsterdam Brussels
+    Zurich Geneva Milan Venice Naples Athens Istanbul Cairo Tunis Nairobi Lagos Accra Dakar Tokyo Osaka Kyoto Seoul
+    Beijing Hanoi Bangkok Delhi Mumbai Sydney Perth Auckland Toronto Montreal Boston Chicago Denver Seattle Austin
+    Havana Lima Quito Bogota Santiago Krakow Porto Seville Lyon Hamburg Munich Cologne Leipzig
+""")
+COLOURS = _words("""
+    red blue green yellow orange purple pink brown black white grey golden silver violet turquoise crimson
+""")
+THINGS = _words("""
+    box lamp chair table clock vase cup plate bowl basket bottle book bag ball carpet curtain cushion door drawer
+    umbrella mirror piano radio suitcase teapot towel blanket candle ladder bucket kettle jacket hat scarf bicycle boat
+    kite drum guitar painting
+""")
+PLACES = _words("""
+    kitchen garden cellar attic garage bedroom bathroom hallway library office workshop shed barn tower school station
+    museum bakery market hotel harbour chapel theatre studio pantry greenhouse stable castle cabin village
+""")
+ANIMALS = _words("""
+    fox cat dog horse rabbit bear wolf owl mouse duck goose hen frog turtle hedgehog squirrel deer goat sheep cow donkey
+    otter beaver badger swan crow robin sparrow lion tiger elephant monkey penguin whale dolphin seal bee snail camel
+    parrot
+""")
+FOODS = _words("""
+    bread cheese soup rice pasta pizza salad honey butter cake pie pancakes porridge beans carrots potatoes tomatoes
+    mushrooms onions spinach apples pears cherries grapes melons plums peaches lemons oranges strawberries nuts
+    chocolate yoghurt noodles dumplings omelette sausages fish lentils pumpkin
+""")
+JOBS = _words("""
+    baker teacher doctor nurse farmer painter singer dancer writer lawyer pilot sailor driver gardener carpenter plumber
+    tailor butcher barber cook waiter librarian engineer architect chemist dentist judge miner printer weaver
+""")
+ADJECTIVES = _words("""
+    old young small big little tall short quiet loud happy sad brave shy clever kind gentle curious tired hungry proud
+    calm busy lazy honest lonely cheerful careful strange bright dark warm cold heavy light soft hard clean dusty empty
+    full round narrow wide pretty plain fresh famous simple secret wooden broken
+""")
+WORDS = _words("""
+    apple river stone cloud forest mountain window bridge flower silver summer winter spring autumn morning evening
+    shadow thunder island ocean desert meadow valley orchard pebble feather button needle hammer pencil ribbon marble
+    copper cotton velvet pepper ginger maple willow cedar lantern compass anchor barrel wagon tunnel puzzle rocket
+    planet comet magnet engine wheel paper letter number circle square corner ladder basket candle mirror blanket pocket
+    finger shoulder garden kitchen village castle market harbour station music story dream
+""")
+WHEN = _phrases("""
+    today | yesterday | again | later | sometimes | at night | in the morning | in the evening | in the afternoon |
+    after lunch | before breakfast | on Monday | on Tuesday | on Wednesday | on Thursday | on Friday | on Saturday |
+    on Sunday | in winter | in spring | in summer | in autumn | every day | once a week | for an hour | all day long
+""")
+OPENERS = [when[0].upper() + when[1:] for when in WHEN]
+VERBS_PAST = _words("""
+    cleaned painted moved carried dropped found lost bought sold borrowed repaired opened closed admired noticed forgot
+    washed polished hid showed wanted needed liked measured weighed
+""")
+MOTIONS = _words("""
+    walked ran went drove travelled hurried returned cycled wandered strolled
+""")
+SPEECH = _words("""
+    said thought believed heard hoped knew wrote remembered explained whispered
+""")
+WEATHER = _words("""
+    sunny rainy cloudy windy foggy snowy stormy warm cold mild dry wet
+""")
+ADVERBS = _words("""
+    slowly quickly quietly carefully happily sadly bravely gently loudly often never always
+""")
 
 # Only in the tokeniser's corpus, so that everyday English costs about one token a word.
-COMMON = """the of and to in is you that it he was for on are as with his they I at be this have from or one had by word
-but not what all were we when your can there use an each which she do how their if will up other about out many then
-them these so some her would make like him into time has look two more write go see number no way could people my than
-first water been call who oil its now find long down day did get come made may part over new sound take only little work
-know place year live me back give most very after thing our just name good sentence man think say great where help
-through much before line right too mean any same tell boy follow came want show also around form three small set put end
-does another well large must big even such because turn here why ask went men read need land different home us move try
-hand picture change off play spell air away house point page letter mother answer found study still learn should world
-high every near add food between own below country plant last school father keep tree never start city earth eye light
-thought head under story saw left few while along might close something seem next hard open example begin life always
-those both paper together got group often run important until children side feet car mile night walk white sea began
-grow took river four carry state once book hear stop without second later miss idea enough eat face watch far really
-almost let above girl sometimes mountain cut young talk soon list song being leave family body music colour server
-request token model prefill decode cache block router network memory system user assistant hello world thanks please
-yes remember question text object keys order alphabetical backwards reverse repeat count smallest largest json value
-null true false error message system data stream chat test code function return class import print""".split()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Samples and the split
+COMMON = _words("""
+    the of and to in is you that it he was for on are as with his they I at be this have from or one had by word but not
+    what all were we when your can there use an each which she do how their if will up other about out many then them
+    these so some her would make like him into time has look two more write go see number no way could people my than
+    first water been call who oil its now find long down day did get come made may part over new sound take only little
+    work know place year live me back give most very after thing our just name good sentence man think say great where
+    help through much before line right too mean any same tell boy follow came want show also around form three small
+    set put end does another well large must big even such because turn here why ask went men read need land different
+    home us move try hand picture change off play spell air away house point page letter mother answer found study still
+    learn should world high every near add food between own below country plant last school father keep tree never start
+    city earth eye light thought head under story saw left few while along might close something seem next hard open
+    example begin life always those both paper together got group often run important until children side feet car mile
+    night walk white sea began grow took river four carry state once book hear stop without second later miss idea
+    enough eat face watch far really almost let above girl sometimes mountain cut young talk soon list song being leave
+    family body music colour server request token model prefill decode cache block router network memory system user
+    assistant hello world thanks please yes remember question text object keys order alphabetical backwards reverse
+    repeat count smallest largest json value null true false error message system data stream chat test code function
+    return class import print
+""")
 
 
 @dataclass(frozen=True)
@@ -155,20 +195,20 @@ def in_split(key: str, split: Split) -> bool:
 
 
 def _draw(make: Callable[[], T], key: Callable[[T], str], split: Split) -> T:
-    """Draw until the drawn content belongs to `split` (16 draws on average for held-out content)."""
-    while True:
+    """Draw until the drawn content belongs to `split` (16 draws on average for held-out content).
+
+    Raises ValueError where there is no such content, as for a range so narrow that none of it is held out.
+    """
+    for _ in range(10_000):
         drawn = make()
         if in_split(key(drawn), split):
             return drawn
+    raise ValueError(f"no {split} content in 10,000 draws, the last of them {key(drawn)!r}")
 
 
 def estimate_tokens(text: str) -> int:
     """The number of tokens of `text` to within a few per cent: nearly every word of the grammar is one token."""
     return len(PIECE.findall(text))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Filler text
 
 
 def _pick(rng: Random, items: Sequence[T]) -> T:
@@ -195,7 +235,8 @@ def filler_sentence(rng: Random) -> str:
     if kind == 0:
         return f"{p(rng, NAMES)} {p(rng, VERBS_PAST)} the {p(rng, ADJECTIVES)} {p(rng, THINGS)} {p(rng, WHEN)}."
     if kind == 1:
-        return f"The {p(rng, ADJECTIVES)} {p(rng, ANIMALS)} {p(rng, MOTIONS)} {p(rng, ADVERBS)} to the {p(rng, PLACES)}."
+        animal = f"{p(rng, ADJECTIVES)} {p(rng, ANIMALS)}"
+        return f"The {animal} {p(rng, MOTIONS)} {p(rng, ADVERBS)} to the {p(rng, PLACES)}."
     if kind == 2:
         return f"It was {p(rng, WEATHER)} in {p(rng, CITIES)} {p(rng, WHEN)}."
     if kind == 3:
@@ -205,7 +246,7 @@ def filler_sentence(rng: Random) -> str:
     if kind == 5:
         return f"{p(rng, NAMES)} and {p(rng, NAMES)} {p(rng, MOTIONS)} from {p(rng, CITIES)} to {p(rng, CITIES)}."
     if kind == 6:
-        return f"{p(rng, WHEN).capitalize()}, {p(rng, NAMES)} ate {p(rng, FOODS)} with {p(rng, FOODS)}."
+        return f"{p(rng, OPENERS)}, {p(rng, NAMES)} ate {p(rng, FOODS)} with {p(rng, FOODS)}."
     if kind == 7:
         return f"The {p(rng, JOBS)} {p(rng, VERBS_PAST)} {_article(p(rng, COLOURS))} {p(rng, THINGS)}."
     if kind == 8:
@@ -229,10 +270,6 @@ def filler(rng: Random, num_tokens: int) -> list[str]:
         count += sentence.count(" ") + 2  # the words, and the full stop
         sentences.append(sentence)
     return sentences
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Facts, and recall of them
 
 
 @dataclass(frozen=True)
@@ -298,10 +335,15 @@ def facts(rng: Random, count: int, split: Split = "train") -> list[Fact]:
     return list(found.values())
 
 
+def new_facts(rng: Random, known: Sequence[Fact], split: Split = "train") -> list[Fact]:
+    """Up to three facts, none about what a fact of `known` is about."""
+    return [item for item in facts(rng, rng.randint(1, 3), split) if all(item.stem != old.stem for old in known)]
+
+
 def passage(rng: Random, stated: Sequence[Fact], num_tokens: int) -> str:
     """A text of about `num_tokens` tokens that states every fact of `stated` once, each at a random place."""
     room = num_tokens - sum(estimate_tokens(item.statement) for item in stated)
-    sentences = filler(rng, max(room, 0))
+    sentences = filler(rng, max(int(room * 0.95), 0))  # 5 %: numbers and breaks, which `filler` does not count
     for item in stated:
         sentences.insert(int(rng.random() * (len(sentences) + 1)), item.statement)
     size = rng.randint(4, 12)
@@ -319,7 +361,9 @@ def num_facts_for(rng: Random, num_tokens: int) -> int:
     return rng.randint(1, max(2, min(24, num_tokens // 100)))
 
 
-def recall(rng: Random, split: Split = "train", num_tokens: int = 200, num_facts: int = 0, plain: bool = False) -> Sample:
+def recall(
+    rng: Random, split: Split = "train", num_tokens: int = 200, num_facts: int = 0, plain: bool = False
+) -> Sample:
     """Recall of one fact stated somewhere in a prompt of about `num_tokens` tokens, among distractor facts.
 
     `num_facts` counts the asked fact too; 0 draws it. The fact's place in the text is uniform.
@@ -352,10 +396,6 @@ def tell(rng: Random, stated: Sequence[Fact]) -> list[Message]:
 def exchange(sample: Sample) -> list[Message]:
     """A sample's last user message and its answer, as two messages."""
     return [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.answer}]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers and lists
 
 
 def sums(rng: Random, split: Split = "train", plain: bool = False) -> Sample:
@@ -410,14 +450,18 @@ def _commas(items: Sequence[object]) -> str:
     return ", ".join(map(str, items))
 
 
+REVERSIBLE = (
+    (WORDS, "these words", " "),
+    (WORDS, "this list", ", "),
+    (list("abcdefghijklmnopqrstuvwxyz"), "these letters", " "),
+)
+
+
 def reverse(rng: Random, split: Split = "train") -> Sample:
-    """Three to ten words, letters or digits, to be written in reverse order."""
-    pool, what, joint = _pick(
-        rng, ((WORDS, "words", " "), (WORDS, "list", ", "), (list("abcdefghijklmnopqrstuvwxyz"), "letters", " "))
-    )
+    """Three to ten words or letters, to be written in reverse order."""
+    pool, what, joint = _pick(rng, REVERSIBLE)
     items = _draw(lambda: [_pick(rng, pool) for _ in range(rng.randint(3, 10))], str, split)
-    return Sample("reverse", f"Reverse these {what}: {joint.join(items)}".replace("these list", "this list"),
-                  joint.join(reversed(items)))
+    return Sample("reverse", f"Reverse {what}: {joint.join(items)}", joint.join(reversed(items)))
 
 
 def repeat(rng: Random, split: Split = "train") -> Sample:
@@ -432,7 +476,7 @@ def _word_or_number(rng: Random) -> str:
 
 
 def count_items(rng: Random, split: Split = "train") -> Sample:
-    """How many times a word stands in a list of up to twelve words; the answer is 0 to 7."""
+    """How many times a word stands in a list of up to ten words; the answer is 0 to 5."""
     items = _draw(lambda: _list_with_repeats(rng), str, split)
     word = items[0]
     rest = items[1:]
@@ -444,24 +488,32 @@ def count_items(rng: Random, split: Split = "train") -> Sample:
 def _list_with_repeats(rng: Random) -> list[str]:
     """The word to count, then the list."""
     words = rng.sample(WORDS, rng.randint(2, 5))
-    number = rng.randint(0, 7)
-    rest = [words[0]] * number + [_pick(rng, words[1:]) for _ in range(rng.randint(1, 12 - number))]
+    number = rng.randint(0, 5)
+    rest = [words[0]] * number + [_pick(rng, words[1:]) for _ in range(rng.randint(1, 10 - number))]
     rng.shuffle(rest)
     return [words[0], *rest]
 
 
 def count_up(rng: Random, split: Split = "train", span: int = 0) -> Sample:
-    """Counting up or down between two numbers up to 150, over `span` steps (0 draws up to 100): a long answer."""
-    steps = span or int(1 + 99 * rng.random() ** 2)
-    low = _draw(lambda: rng.randint(0, 150 - steps), lambda drawn: f"count {drawn} {steps}", split)
+    """Counting up or down between two numbers up to 150: a long answer.
+
+    `span` fixes the number of steps, and then counts up from anywhere: some spans have no held-out range at all.
+    """
+    low, steps = (
+        (rng.randint(0, 150 - span), span)
+        if span
+        else _draw(lambda: _count_range(rng), lambda drawn: f"count {drawn[0]} {drawn[1]}", split)
+    )
     numbers = list(range(low, low + steps + 1))
     if not span and rng.random() < 0.25:
         return Sample("count_down", f"Count down from {numbers[-1]} to {low}.", _commas(numbers[::-1]))
     return Sample("count_up", f"Count from {low} to {numbers[-1]}.", _commas(numbers))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# JSON
+def _count_range(rng: Random) -> tuple[int, int]:
+    """Where to count from, and over how many steps: 1 to 99, most often few."""
+    steps = int(1 + 99 * rng.random() ** 3)
+    return rng.randint(0, 150 - steps), steps
 
 
 def fill_json(rng: Random, split: Split = "train") -> Sample:
@@ -475,8 +527,13 @@ def fill_json(rng: Random, split: Split = "train") -> Sample:
     rng.shuffle(told)
     text = " ".join(_about(known, key, "He" if i else str(known["name"])) for i, key in enumerate(told))
     wanted = f"{', '.join(keys[:-1])} and {keys[-1]}"
-    prompt = _pick(rng, (f"{text}\n\nFill a JSON object with the keys {wanted}.",
-                         f"Fill a JSON object with the keys {wanted} from this text: {text}"))
+    prompt = _pick(
+        rng,
+        (
+            f"{text}\n\nFill a JSON object with the keys {wanted}.",
+            f"Fill a JSON object with the keys {wanted} from this text: {text}",
+        ),
+    )
     return Sample("fill_json", prompt, json.dumps({key: known[key] for key in keys}), kind="json")
 
 
@@ -507,24 +564,32 @@ def _about(known: dict[str, str | int], key: str, who: str) -> str:
     }[key]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stories and small talk
-
-
 def story_text(rng: Random, hero: str, num_middles: int) -> str:
     """A story about the animal `hero`: an opening, `num_middles` scenes and an end."""
-    p, name, friend = _pick, _pick(rng, NAMES), _pick(rng, ANIMALS)
+    name, friend = _pick(rng, NAMES), _pick(rng, ANIMALS)
     while friend == hero:
-        friend = p(rng, ANIMALS)
-    thing, place, home = p(rng, THINGS), p(rng, PLACES), p(rng, PLACES)
-    colour = p(rng, COLOURS)
-    opening = p(rng, (
-        f"Once upon a time there was {_article(p(rng, ADJECTIVES))} {hero} called {name}. {name} lived near the {home}.",
-        f"{name} was {_article(p(rng, ADJECTIVES))} {hero} who lived behind the {home}.",
-        f"In a small house by the {home} lived {_article(p(rng, ADJECTIVES))} {hero}. The {hero} was called {name}.",
-    ))
-    scenes = [
-        f"One {p(rng, WEATHER)} day {name} found {_article(colour)} {thing} in the {place}.",
+        friend = _pick(rng, ANIMALS)
+    thing, place, home = _pick(rng, THINGS), _pick(rng, PLACES), _pick(rng, PLACES)
+    colour = _pick(rng, COLOURS)
+    opening = _story_opening(rng, hero, name, home)
+    found = f"One {_pick(rng, WEATHER)} day {name} found {_article(colour)} {thing} in the {place}."
+    scenes = [found, *_story_scenes(rng, hero, name, friend, thing, place)]
+    return " ".join([opening, *scenes[:num_middles], _story_ending(rng, hero, name, friend)])
+
+
+def _story_opening(rng: Random, hero: str, name: str, home: str) -> str:
+    what = [f"{_article(_pick(rng, ADJECTIVES))} {hero}" for _ in range(3)]
+    openings = (
+        f"Once upon a time there was {what[0]} called {name}. {name} lived near the {home}.",
+        f"{name} was {what[1]} who lived behind the {home}.",
+        f"In a small house by the {home} lived {what[2]}. The {hero} was called {name}.",
+    )
+    return _pick(rng, openings)
+
+
+def _story_scenes(rng: Random, hero: str, name: str, friend: str, thing: str, place: str) -> list[str]:
+    p = _pick
+    return [
         f"{name} {p(rng, ADVERBS)} carried the {thing} home and put it next to the door.",
         f'"Whose {thing} is this?" asked {name}. Nobody knew.',
         f"A {friend} came by and looked at the {thing}.",
@@ -532,17 +597,21 @@ def story_text(rng: Random, hero: str, num_middles: int) -> str:
         f"The {hero} was {p(rng, ('sad', 'surprised', 'a little worried'))} for a moment, but then {name} smiled.",
         f"{name} gave the {thing} back, and the {friend} was very {p(rng, ('happy', 'glad', 'thankful'))}.",
         f"Together they {p(rng, MOTIONS)} to the {p(rng, PLACES)} and shared some {p(rng, FOODS)}.",
-        f"On the way they met {_article(p(rng, JOBS))} from {p(rng, CITIES)}, who told them a {p(rng, ADJECTIVES)} story.",
+        f"On the way they met {_article(p(rng, JOBS))} from {p(rng, CITIES)}, "
+        f"who told them a {p(rng, ADJECTIVES)} story.",
         f"They laughed until the {p(rng, ('moon', 'first star', 'evening star'))} came up over the {p(rng, PLACES)}.",
         f"The next morning the {friend} came back with {p(rng, FOODS)} and {p(rng, FOODS)}.",
         f"It was {p(rng, WEATHER)}, so they stayed inside and played with the {p(rng, THINGS)} all day.",
     ]
-    ending = p(rng, (
+
+
+def _story_ending(rng: Random, hero: str, name: str, friend: str) -> str:
+    endings = (
         f"From that day on, the {hero} and the {friend} were the best of friends.",
         f"That night {name} went to sleep, tired and happy.",
-        f"And {name} never forgot that {p(rng, WEATHER)} day.",
-    ))
-    return " ".join([opening, *scenes[:num_middles], ending])
+        f"And {name} never forgot that {_pick(rng, WEATHER)} day.",
+    )
+    return _pick(rng, endings)
 
 
 def story(rng: Random, split: Split = "train", num_middles: int = 0) -> Sample:
@@ -551,8 +620,14 @@ def story(rng: Random, split: Split = "train", num_middles: int = 0) -> Sample:
     hero = _pick(rng, ANIMALS)
     middles = num_middles or rng.randint(3, 8)
     long = middles > 8
-    prompt = f"Tell me a long story about a {hero}." if long else _pick(
-        rng, (f"Tell me a short story about a {hero}.", f"Write a story about a {hero}.", f"Tell me about a {hero}."))
+    prompt = (
+        f"Tell me a long story about a {hero}."
+        if long
+        else _pick(
+            rng,
+            (f"Tell me a short story about a {hero}.", f"Write a story about a {hero}.", f"Tell me about a {hero}."),
+        )
+    )
     return Sample("story", prompt, story_text(rng, hero, middles), kind="story", mentions=(hero,))
 
 
@@ -573,9 +648,11 @@ def story_plain(rng: Random, split: Split = "train") -> Sample:
 SMALL_TALK = (
     (("Hello", "Hello!", "Hi", "Hi!", "Hi there", "Good morning"), "Hello! How can I help you?"),
     (("Who are you?", "What are you?", "What is your name?"), "I am baton-tiny, a very small language model."),
-    (("What can you do?", "Help", "How can you help me?"),
-     "I can recall facts from a long text, add small numbers, sort and reverse lists, count, fill JSON objects and tell "
-     "short stories."),
+    (
+        ("What can you do?", "Help", "How can you help me?"),
+        "I can recall facts from a long text, add small numbers, sort and reverse lists, count, fill JSON objects "
+        "and tell short stories.",
+    ),
     (("Thank you!", "Thanks", "Thank you"), "You are welcome."),
     (("Bye", "Goodbye", "Good night"), "Goodbye!"),
     (("How are you?", "How are you today?"), "I am fine, thank you. How can I help you?"),
@@ -591,20 +668,17 @@ def small_talk(rng: Random, split: Split = "train") -> Sample:
     return Sample("small_talk", _pick(rng, prompts), answer)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The tasks by name, and whole chats of them
-
 TaskFn = Callable[[Random, Split], Sample]
 
 SHORT_TASKS: dict[str, tuple[TaskFn, float]] = {  # name -> (task, its share of the short tasks)
-    "sums": (sums, 0.17),
+    "sums": (sums, 0.14),
     "sums3": (sums3, 0.08),
     "sort_numbers": (sort_numbers, 0.13),
-    "sort_words": (sort_words, 0.11),
-    "reverse": (reverse, 0.12),
+    "sort_words": (sort_words, 0.10),
+    "reverse": (reverse, 0.09),
     "repeat": (repeat, 0.05),
-    "count_items": (count_items, 0.11),
-    "count_up": (count_up, 0.04),
+    "count_items": (count_items, 0.15),
+    "count_up": (count_up, 0.07),
     "fill_json": (fill_json, 0.10),
     "story": (story, 0.05),
     "long_story": (long_story, 0.02),
@@ -613,8 +687,13 @@ SHORT_TASKS: dict[str, tuple[TaskFn, float]] = {  # name -> (task, its share of 
 _TASKS = [task for task, _ in SHORT_TASKS.values()]
 _SHARES = [share for _, share in SHORT_TASKS.values()]
 
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are baton-tiny, a helpful assistant.", "Answer briefly.",
-                  "You are a friendly assistant. Answer the user's questions.", "Be brief and exact.")
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are baton-tiny, a helpful assistant.",
+    "Answer briefly.",
+    "You are a friendly assistant. Answer the user's questions.",
+    "Be brief and exact.",
+)
 
 
 def short_task(rng: Random, split: Split = "train") -> Sample:
@@ -642,13 +721,13 @@ def task_chat(rng: Random, num_tokens: int, split: Split = "train") -> list[Mess
 def _next_turn(rng: Random, known: list[Fact], split: Split) -> list[Message]:
     draw = rng.random()
     if draw < 0.12:
-        new = [item for item in facts(rng, rng.randint(1, 3), split) if all(item.stem != old.stem for old in known)]
+        new = new_facts(rng, known, split)
         known += new
         if new:
             return tell(rng, new)
     if draw < 0.25 and known:
         return question_turn(rng, known)
-    if draw < 0.37:
+    if draw < 0.45:
         return exchange(recall(rng, split, num_tokens=int(40 + 160 * rng.random())))
     return exchange(short_task(rng, split))
 
@@ -696,7 +775,7 @@ def chunked_chat(rng: Random, num_tokens: int, split: Split = "train") -> list[M
         turn[0] = {"role": "user", "content": f"{text}\n\n{turn[0]['content']}"}
         count += sum(estimate_tokens(message["content"]) + 5 for message in turn)
         messages += turn
-        unstated = [item for item in facts(rng, rng.randint(1, 3), split) if all(item.stem != old.stem for old in known)]
+        unstated = new_facts(rng, known, split)
         known += unstated
     return messages
 
