@@ -118,7 +118,7 @@ class PrefillCore:
         for sequence in result.started:
             self._started(self._handoffs[sequence.work], sequence, now)
         for token in result.sampled:
-            self._sampled(self._handoffs[token.sequence.work], token, now)
+            self._sampled(self._handoffs[token.sequence.work], token)
         return result.num_tokens > 0
 
     def _end_overdue(self, now: float) -> None:
@@ -244,12 +244,12 @@ class PrefillCore:
         handoff.reserved = True
         self._to_decode(prefill.decode, reserve)
 
-    def _sampled(self, handoff: Handoff, token: SampledToken, now: float) -> None:
+    def _sampled(self, handoff: Handoff, token: SampledToken) -> None:
         logprobs = (token.logprobs,) if token.logprobs else ()
         handoff.results.append(Tokens(token.sample, token.index, (token.token,), logprobs))
         if token.finish:
             handoff.results.append(SampleEnd(token.sample, token.finish, token.stop_token_id))
-        handoff.computed, handoff.prefill_s = True, now - handoff.started
+        handoff.computed = True
 
     # ---- moving on ----
 
@@ -279,7 +279,7 @@ class PrefillCore:
         if handoff.state is HandoffState.SENDING and handoff.all_gathered:
             self.engine.release(handoff.sequence)
             if handoff.accepted:
-                self._finish(handoff, HandedOff(handoff.prefill_s), now)
+                self._finish(handoff, HandedOff(now - handoff.started), now)
 
     def _tell_results(self, handoff: Handoff) -> None:
         for result in handoff.results:

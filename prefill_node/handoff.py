@@ -41,7 +41,6 @@ class Handoff:
     results: list[Tokens | SampleEnd] = field(default_factory=list)
     computed: bool = False
     accepted: bool = False  # D took the commit
-    prefill_s: float = 0.0
 
     @property
     def target(self) -> DecodeTarget | None:
