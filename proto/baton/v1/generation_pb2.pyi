@@ -1,4 +1,3 @@
-from baton.v1 import common_pb2 as _common_pb2
 from baton.v1 import node_pb2 as _node_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
