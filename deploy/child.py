@@ -1,0 +1,31 @@
+"""How a child of the supervisor begins: `python -m deploy.child PARENT_PID MODULE ARGUMENT...`.
+
+It asks the kernel to be killed when its parent dies, by whatever cause, and then becomes MODULE. The kernel watches the
+thread that started the child, so the supervisor starts children from its main thread. (Doing this between fork and exec
+instead would run Python in a forked copy of a process with threads.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, module = int(sys.argv[1]), sys.argv[2]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before the kernel was asked
+        return
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

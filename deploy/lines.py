@@ -1,0 +1,29 @@
+"""Lines of several processes on one stream, each behind its process's name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import TextIO
+
+COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # as terminals number them; red is for nobody
+RESET = "\x1b[0m"
+
+
+class NamedLines:
+    """Writes `NAME | LINE`. Names are coloured where `stream` is a terminal and NO_COLOR is not set."""
+
+    def __init__(self, stream: TextIO, names: Sequence[str]) -> None:
+        self._stream = stream
+        width = max(len(name) for name in names)
+        coloured = stream.isatty() and not os.environ.get("NO_COLOR")
+        self._heads = {}
+        for i, name in enumerate(names):
+            head = f"{name:{width}} |"
+            self._heads[name] = f"\x1b[{COLOURS[i % len(COLOURS)]}m{head}{RESET}" if coloured else head
+
+    def __call__(self, name: str, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody reads: no reason to stop serving
+            self._stream.write(f"{self._heads[name]} {line}\n")
+            self._stream.flush()

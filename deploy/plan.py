@@ -1,0 +1,112 @@
+"""Which processes make up a cluster on this machine: a pure function of settings, machine and ports.
+
+On a CPU the nodes share the cores. On GPUs each node gets one, in turn; it sees the others too, behind its own, since
+UCX reaches a peer's memory only on a device that it sees, and makes the first one current.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.address import HostPort
+from baton.settings import ENV_PREFIX
+from deploy.settings import OwnSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One process: a Python module with its arguments, and what its environment has beyond ours."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`gpus`: as CUDA_VISIBLE_DEVICES names them."""
+
+    num_cores: int
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    listen: HostPort
+    metrics: HostPort
+
+
+def this_machine() -> Machine:
+    """What we may use of it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    else:
+        gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    return Machine(len(os.sched_getaffinity(0)), tuple(gpus))
+
+
+def node_names(settings: OwnSettings) -> list[str]:
+    prefills = [f"prefill-{i}" for i in range(settings.prefill)]
+    return prefills + [f"decode-{i}" for i in range(settings.decode)]
+
+
+def plan(
+    settings: OwnSettings, machine: Machine, http: HostPort, grpc: HostPort, ports: Mapping[str, NodePorts]
+) -> list[Child]:
+    """The router, then the nodes, each named in `ports`."""
+    threads = str(settings.cpu_threads or max(1, machine.num_cores // len(ports)))
+    gpus = _gpus(settings, machine, list(ports))
+    nodes = []
+    for name, held in ports.items():
+        own = [f"--node-id={name}", f"--listen={held.listen}", f"--metrics-port={held.metrics.port}"]
+        env = {"OMP_NUM_THREADS": threads, **gpus[name].env}
+        arguments = (*settings.node_flags(), *own, f"--cpu-threads={threads}", *gpus[name].arguments)
+        nodes.append(Child(name, f"{name.split('-')[0]}_node.main", arguments, env))
+    return [_router(settings, http, grpc, ports), *nodes]
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without our own settings: they are read here and handed on as flags."""
+    return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """What a node is told of the GPU that it gets; nothing on a CPU."""
+
+    arguments: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def _gpus(settings: OwnSettings, machine: Machine, names: Sequence[str]) -> dict[str, _Gpu]:
+    if settings.device == "cpu" or not machine.gpus:
+        return dict.fromkeys(names, _Gpu())
+    chosen = {name: i % len(machine.gpus) for i, name in enumerate(names)}
+    nodes_on = Counter(chosen.values())
+    gpus = {}
+    for name, gpu in chosen.items():
+        order = (machine.gpus[gpu], *machine.gpus[:gpu], *machine.gpus[gpu + 1 :])
+        share = settings.gpu_memory_utilization / nodes_on[gpu]
+        gpus[name] = _Gpu((f"--gpu-memory-utilization={share:.4g}",), {"CUDA_VISIBLE_DEVICES": ",".join(order)})
+    return gpus
+
+
+def _router(settings: OwnSettings, http: HostPort, grpc: HostPort, ports: Mapping[str, NodePorts]) -> Child:
+    def addresses(role: str) -> str:
+        return ",".join(str(p.listen) for name, p in ports.items() if name.startswith(role))
+
+    arguments = (
+        *settings.router_flags(),
+        "--node-id=router",
+        f"--prefill={addresses('prefill')}",
+        f"--decode={addresses('decode')}",
+        f"--http={http}",
+        f"--grpc={grpc}",
+    )
+    return Child("router", "router.main", arguments)

@@ -1,0 +1,34 @@
+"""Ports that stay ours while no process of ours listens on them.
+
+A socket that is bound but does not listen keeps its port: the kernel gives it to nobody who asks for any free one. With
+SO_REUSEADDR on both sides a child process may listen there all the same. So a port is chosen once, without a race, and
+a child that died finds it again.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from baton.address import HostPort
+
+
+class PortTaken(Exception):
+    """Somebody listens there, or the address is not this machine's. The text names it."""
+
+
+class HeldPort:
+    """Holds `address`, whose port 0 becomes a free one, until `close`. Raises PortTaken."""
+
+    def __init__(self, address: HostPort) -> None:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((address.host, address.port))
+        except OSError as error:
+            self._socket.close()
+            raise PortTaken(f"{address} cannot be had: {error.strerror or error}") from None
+        self.address = HostPort(address.host, self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,87 @@
+"""Settings of `baton-up`: its own, and those that it hands on to nodes and router under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, create_model
+from pydantic.fields import FieldInfo
+
+from baton.address import HostPort
+from baton.settings import ListenAddress, Settings, flag_name
+from engine.node.settings import NodeSettings
+from router.settings import RouterSettings
+
+
+class OwnSettings(Settings):
+    """What `baton-up` decides itself, for each process or for all of them together."""
+
+    model: str = Field(
+        "baton-tiny", description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)"
+    )
+    prefill: int = Field(1, ge=1, description="prefill nodes to start")
+    decode: int = Field(1, ge=1, description="decode nodes to start")
+    http: ListenAddress = Field(
+        HostPort("127.0.0.1", 8000), description="address of the HTTP API, port 0 takes any free one"
+    )
+    grpc: ListenAddress = Field(
+        HostPort("127.0.0.1", 8001), description="address of the gRPC API, port 0 takes any free one"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where the nodes compute; auto: cuda where there is one"
+    )
+    cpu_threads: int | None = Field(
+        None, ge=1, description="threads that compute on a CPU, of each node; unset: an equal share of the cores"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of each GPU's memory to use, divided among the nodes on it, 1 is all"
+    )
+    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+    ready_timeout: float = Field(600.0, gt=0, description="seconds until all must be ready to answer requests")
+
+    def node_flags(self) -> list[str]:
+        """Flags for every node: the model, and what else was set here by flag, environment or file."""
+        return [f"--model={self.model}", *_flags(self, _HANDED_ON_TO_NODES)]
+
+    def router_flags(self) -> list[str]:
+        """Flags for the router, likewise."""
+        return list(_flags(self, _HANDED_ON_TO_ROUTER))
+
+
+_PER_PROCESS = {"listen", "advertise", "metrics_port", "node_id"}
+
+
+def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:
+    skipped = {"config", *_PER_PROCESS} | OwnSettings.model_fields.keys()
+    return {name: field for name, field in settings.model_fields.items() if name not in skipped}
+
+
+_SHARED = ("log_level", "drain_timeout")
+_HANDED_ON_TO_NODES = ("device", *_handed_on(NodeSettings), *_SHARED)
+_HANDED_ON_TO_ROUTER = (*_handed_on(RouterSettings), *_SHARED)
+
+_FIELDS: Any = {
+    name: (field.annotation, field) for name, field in (_handed_on(NodeSettings) | _handed_on(RouterSettings)).items()
+}
+
+
+class _Command(OwnSettings):
+    """Start a cluster on this machine: a router, and prefill and decode nodes. Serves until Ctrl-C; a second one kills.
+
+    What is not listed as baton-up's own goes to the nodes or the router as it is.
+    """
+
+    prog: ClassVar[str] = "baton-up"
+
+
+UpSettings = create_model("UpSettings", __base__=_Command, __doc__=_Command.__doc__, **_FIELDS)
+
+
+def _flags(settings: Settings, names: tuple[str, ...]) -> Iterator[str]:
+    values: Mapping[str, Any] = {name: getattr(settings, name) for name in names if name in settings.model_fields_set}
+    for name, value in values.items():
+        if isinstance(value, bool):
+            yield flag_name(name) if value else flag_name(f"no_{name}")
+        elif value is not None:
+            yield f"{flag_name(name)}={value}"

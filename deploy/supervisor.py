@@ -1,0 +1,183 @@
+"""Keeps child processes running: starts them, passes on their lines, restarts the dead, stops them all.
+
+A child's life here, until the supervisor stops:
+
+    start --> runs --> died: reported --> waits 0.5 s, 1 s, 2 s, ... 30 s --> start
+                                          (0.5 s again after a minute of health)
+
+What exits with an error of its own accord before all were ready once cannot start at all (its flags, the model): that
+ends the whole, with the child's last line in view, instead of being tried again for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from deploy.plan import Child, clean_environment
+
+Write = Callable[[str, str], None]
+"""Takes a child's name, or OURS, and one line without its end."""
+
+OURS = "baton-up"
+MAX_LINE_BYTES = 64 * 1024
+LAST_LINES_S = 1.0
+"""For the lines of a process that ended, should a process of its own hold the pipe open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    first_s: float = 0.5
+    last_s: float = 30.0
+    healthy_s: float = 60.0
+
+
+DEFAULT_BACKOFF = Backoff()
+
+
+class Supervisor:
+    """Lives on the event loop of the main thread: the kernel ends children with the thread that started them.
+
+    `cannot_start` is called with the name and exit code of such a child, until `proven` is set.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        write: Write,
+        *,
+        cannot_start: Callable[[str, int], None],
+        backoff: Backoff = DEFAULT_BACKOFF,
+    ) -> None:
+        self.write = write
+        self.cannot_start = cannot_start
+        self.proven = False
+        self.backoff = backoff
+        self._keepers = [_Keeper(child, self) for child in children]
+
+    def start(self) -> None:
+        for keeper in self._keepers:
+            keeper.start()
+
+    def say(self, text: str) -> None:
+        self.write(OURS, text)
+
+    async def stop(self, names: Sequence[str], timeout_s: float) -> None:
+        """Ask the children of these names to end (SIGTERM), and kill what is left after `timeout_s`."""
+        keepers = [keeper for keeper in self._keepers if keeper.child.name in names]
+        for keeper in keepers:
+            keeper.terminate()
+        tasks = [keeper.task for keeper in keepers if keeper.task]
+        if not tasks:
+            return
+        _, running = await asyncio.wait(tasks, timeout=timeout_s)
+        for keeper in keepers:
+            if keeper.task in running:
+                self.say(f"{keeper.child.name} has not ended within {timeout_s:g} s: killed")
+                keeper.kill()
+        if running:
+            await asyncio.wait(running)
+
+    async def kill(self) -> None:
+        """End all children at once (SIGKILL)."""
+        for keeper in self._keepers:
+            keeper.kill()
+        tasks = [keeper.task for keeper in self._keepers if keeper.task]
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+class _Keeper:
+    """One child, over all its lives."""
+
+    def __init__(self, child: Child, supervisor: Supervisor) -> None:
+        self.child = child
+        self.task: asyncio.Task[None] | None = None
+        self._supervisor = supervisor
+        self._process: asyncio.subprocess.Process | None = None
+        self._stop = asyncio.Event()
+
+    def start(self) -> None:
+        self.task = asyncio.create_task(self._run(), name=f"keeper {self.child.name}")
+
+    def terminate(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        self._stop.set()
+        if self._process and self._process.returncode is None:
+            os.killpg(self._process.pid, number)  # a group of its own: with whatever it started
+
+    async def _run(self) -> None:
+        backoff = self._supervisor.backoff
+        wait_s = backoff.first_s
+        while not self._stop.is_set():
+            began = time.monotonic()
+            code = await self._live()
+            if self._stop.is_set():
+                return
+            if code > 0 and not self._supervisor.proven:
+                self._supervisor.cannot_start(self.child.name, code)
+                return
+            if time.monotonic() - began >= backoff.healthy_s:
+                wait_s = backoff.first_s
+            self._supervisor.say(f"{self.child.name} {_how_it_ended(code)}; it starts again in {wait_s:g} s")
+            await self._pause(wait_s)
+            wait_s = min(2 * wait_s, backoff.last_s)
+
+    async def _live(self) -> int:
+        """One life, from start to end; its exit code, negative for a signal."""
+        child = self.child
+        command = [sys.executable, "-P", "-m", "deploy.child", str(os.getpid()), child.module, *child.arguments]
+        self._process = process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**clean_environment(os.environ), **child.env},
+            process_group=0,  # Ctrl-C is for us: we end them in order
+        )
+        if self._stop.is_set():  # while it was being started
+            self.kill()
+        assert process.stdout
+        lines = asyncio.create_task(self._pass_on(process.stdout))
+        code = await process.wait()
+        await asyncio.wait([lines], timeout=LAST_LINES_S)
+        lines.cancel()
+        return code
+
+    async def _pass_on(self, stream: asyncio.StreamReader) -> None:
+        rest = b""
+        while data := await stream.read(MAX_LINE_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._supervisor.write(self.child.name, line.decode(errors="replace"))
+        if rest:
+            self._supervisor.write(self.child.name, rest.decode(errors="replace"))
+
+    async def _pause(self, seconds: float) -> None:
+        """Until then, or until the supervisor stops."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            pass
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

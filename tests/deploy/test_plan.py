@@ -1,0 +1,98 @@
+"""Which processes a cluster is made of, and what each is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.address import HostPort
+from baton.settings import parse
+from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, plan
+from deploy.settings import OwnSettings, UpSettings
+from engine.node.settings import NodeSettings
+from router.settings import RouterSettings
+
+HTTP, GRPC = HostPort("127.0.0.1", 8000), HostPort("127.0.0.1", 8001)
+
+
+def settings(*flags: str) -> OwnSettings:
+    return parse(UpSettings, flags)
+
+
+def planned(machine: Machine, *flags: str) -> dict[str, Child]:
+    up = settings(*flags)
+    ports = {
+        name: NodePorts(HostPort("127.0.0.1", 9000 + i), HostPort("127.0.0.1", 9100 + i))
+        for i, name in enumerate(node_names(up))
+    }
+    return {child.name: child for child in plan(up, machine, HTTP, GRPC, ports)}
+
+
+def test_smallest_cluster() -> None:
+    children = planned(Machine(2, ()))
+    assert list(children) == ["router", "prefill-0", "decode-0"]
+    assert [child.module for child in children.values()] == ["router.main", "prefill_node.main", "decode_node.main"]
+    router = parse(RouterSettings, children["router"].arguments)
+    assert router.prefill == (HostPort("127.0.0.1", 9000),)
+    assert router.decode == (HostPort("127.0.0.1", 9001),)
+    assert (router.http, router.grpc) == (HTTP, GRPC)
+    node = parse(NodeSettings, children["decode-0"].arguments)
+    assert (node.model, node.listen, node.metrics_port) == ("baton-tiny", HostPort("127.0.0.1", 9001), 9101)
+
+
+def test_nodes_share_the_cores() -> None:
+    children = planned(Machine(16, ()), "--prefill=2", "--decode=3")
+    assert [name for name in children if name != "router"] == [
+        *(f"prefill-{i}" for i in (0, 1)),
+        *(f"decode-{i}" for i in range(3)),
+    ]
+    nodes = [child for name, child in children.items() if name != "router"]
+    assert {parse(NodeSettings, node.arguments).cpu_threads for node in nodes} == {3}
+    assert {node.env["OMP_NUM_THREADS"] for node in nodes} == {"3"}
+    assert parse(NodeSettings, planned(Machine(1, ()))["prefill-0"].arguments).cpu_threads == 1
+    assert parse(NodeSettings, planned(Machine(1, ()), "--cpu-threads=5")["prefill-0"].arguments).cpu_threads == 5
+
+
+def test_each_node_has_a_gpu_of_its_own_first_and_shares_its_memory() -> None:
+    children = planned(Machine(8, ("4", "6")), "--prefill=1", "--decode=2", "--gpu-memory-utilization=0.8")
+    nodes = [children[name] for name in ("prefill-0", "decode-0", "decode-1")]
+    assert [node.env["CUDA_VISIBLE_DEVICES"] for node in nodes] == ["4,6", "6,4", "4,6"]
+    shares = [parse(NodeSettings, node.arguments).gpu_memory_utilization for node in nodes]
+    assert shares == [0.4, 0.8, 0.4]
+
+
+def test_gpus_are_left_alone_on_request() -> None:
+    node = planned(Machine(8, ("0",)), "--device=cpu")["prefill-0"]
+    assert "CUDA_VISIBLE_DEVICES" not in node.env
+    assert parse(NodeSettings, node.arguments).device == "cpu"
+
+
+def test_settings_are_handed_on_however_they_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("max-num-seqs: 7\nprefill: 2\n")
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "32")
+    children = planned(
+        Machine(2, ()), f"--config={file}", "--request-timeout=9", "--max-num-requests=5", "--log-level=debug"
+    )
+    assert "prefill-1" in children
+    node = parse(NodeSettings, children["prefill-1"].arguments)
+    assert (node.max_num_seqs, node.block_size, node.request_timeout, node.log_level) == (7, 32, 9.0, "debug")
+    router = parse(RouterSettings, children["router"].arguments)
+    assert (router.max_num_requests, router.request_timeout, router.log_level) == (5, 9.0, "debug")
+
+
+def test_what_was_not_set_is_left_to_the_process() -> None:
+    names = {argument.split("=")[0] for argument in planned(Machine(2, ()))["decode-0"].arguments}
+    assert names == {"--model", "--node-id", "--listen", "--metrics-port", "--cpu-threads"}
+
+
+def test_every_setting_of_node_and_router_can_be_given() -> None:
+    own = {"config", "listen", "advertise", "metrics_port", "node_id"}
+    assert (
+        NodeSettings.model_fields.keys() | RouterSettings.model_fields.keys()
+    ) - own <= UpSettings.model_fields.keys()
+
+
+def test_children_do_not_see_our_settings() -> None:
+    assert clean_environment({"BATON_MODEL": "m", "HOME": "/"}) == {"HOME": "/"}
