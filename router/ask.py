@@ -12,6 +12,8 @@ from router.models import ServedModel
 
 MAX_N = 128
 """As in OpenAI's API."""
+MAX_PROMPTS = 2048
+"""In one request, as in OpenAI's API."""
 SEED_SPACE = 2**64
 _DRAWN_SEED_BITS = 63
 _INT32_END = 2**31
@@ -58,6 +60,8 @@ class Ask:
         """Raises InvalidRequest, naming the parameter."""
         if not self.prompts:
             raise InvalidRequest("there is no prompt", "prompt")
+        if len(self.prompts) > MAX_PROMPTS:
+            raise InvalidRequest(f"there must be at most {MAX_PROMPTS} prompts, not {len(self.prompts)}", "prompt")
         if not 1 <= self.n <= MAX_N:
             raise InvalidRequest(f"n must be in [1, {MAX_N}], not {self.n}", "n")
         if "" in self.stop:

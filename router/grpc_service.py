@@ -70,7 +70,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             text, special = self._text(model, request)
             if request.HasField("add_special_tokens"):
                 special = request.add_special_tokens
-            tokens = await self._service.tokenize(model, text, special)
+            [tokens] = await self._service.tokenize(model, [text], special)
             return pb.TokenizeResponse(token_ids=wire.pack_tokens(tokens), max_model_len=model.max_model_len)
 
         return await _answered("Tokenize", context, run, time.monotonic())

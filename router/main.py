@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,11 @@ async def _serve(settings: RouterSettings) -> None:
         loop.add_signal_handler(number, on_signal)
     server = RouterServer(settings)
     await server.start()
-    await stop.wait()
+    gc.freeze()  # what the start has made stays: collections need not look at it again
+    stopping, ended = asyncio.create_task(stop.wait()), asyncio.create_task(server.ended())
+    await asyncio.wait((stopping, ended), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    ended.cancel()
     await server.stop(hurry)
 
 

@@ -162,7 +162,8 @@ async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo)
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
+        details = error.details() or error.code().name
+        return details.rpartition(": ")[2] if "last error:" in details else details  # gRPC wraps the system's word
     if isinstance(error, TimeoutError):
         return "no answer"
     return str(error)

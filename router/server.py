@@ -77,7 +77,7 @@ class RouterServer:
             raise
         self._http = _HttpServer(self._http_config())
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
-        await self._http.up.wait()
+        await self._http_up()
         log.info("listening http=%s grpc=%s", self.http_address, self.grpc_address)
         self.cluster.start()
         self.cluster.watch(self._readiness)
@@ -98,6 +98,10 @@ class RouterServer:
         await asyncio.gather(*ending)
         await self.cluster.close()
 
+    async def ended(self) -> None:
+        """Returns, or raises, when the HTTP server ends by itself: without `stop`, that is our own mistake."""
+        await asyncio.shield(self._http_task)
+
     def why_not_ready(self) -> str | None:
         return self.cluster.why_not_ready()
 
@@ -106,6 +110,13 @@ class RouterServer:
             return self.models.get(None).name
         except NodeUnavailable:
             return ""
+
+    async def _http_up(self) -> None:
+        up = asyncio.create_task(self._http.up.wait())
+        await asyncio.wait((up, self._http_task), return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            up.cancel()
+            await self._http_task
 
     async def _start_grpc(self) -> HostPort:
         self._grpc = grpc.aio.server(

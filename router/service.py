@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from router.stops import StopScanner
 log = logging.getLogger(__name__)
 
 INLINE_CHARS = 16_384
-"""Longer prompts are tokenized on another thread: 5 ms of work and more, beside which the hop is nothing."""
+"""Longer texts are tokenized on another thread: 5 ms of work and more, beside which the hop is nothing."""
 
 
 class Service:
@@ -47,20 +46,25 @@ class Service:
             raise InvalidRequest("messages must not be empty", "messages")
         return model.chat.render(messages, add_generation_prompt, variables)
 
-    async def tokenize(self, model: ServedModel, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        if len(text) <= INLINE_CHARS:
-            return model.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
+    async def tokenize(
+        self, model: ServedModel, prompts: Sequence[str | tuple[int, ...]], add_special_tokens: bool
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each prompt; those given as such stay."""
+
+        def encode_all() -> list[tuple[int, ...]]:
+            encode = model.tokenizer.encode
+            return [encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
+
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE_CHARS:
+            return encode_all()
+        return await asyncio.to_thread(encode_all)
 
     async def generate(self, model: ServedModel, ask: Ask, received: float) -> Generation:
         """Start it. `received` is when the request came (`time.monotonic`). Raises BatonError.
 
         The caller closes the generation, however it ends.
         """
-        prompts = [
-            await self.tokenize(model, prompt, ask.add_special_tokens) if isinstance(prompt, str) else prompt
-            for prompt in ask.prompts
-        ]
+        prompts = await self.tokenize(model, ask.prompts, ask.add_special_tokens)
         parts = [self._part(model, ask, prompt, i * ask.n) for i, prompt in enumerate(prompts)]
         generation = Generation(ask.request_id, self._dispatcher, parts)
         generation.start(received)
@@ -93,8 +97,3 @@ class Service:
             ask.min_tokens,
             ask.include_stop_str_in_output,
         )
-
-
-def now() -> float:
-    """The clock of `received`."""
-    return time.monotonic()

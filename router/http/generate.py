@@ -76,7 +76,7 @@ class GenerateRoutes:
         model = self._service.models.get(body.model)
         text = body.text if body.messages is None else self._chat_prompt(model, body)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        tokens = await self._service.tokenize(model, text, special)
+        [tokens] = await self._service.tokenize(model, [text], special)
         texts = [token_text(model.tokenizer, token) for token in tokens] if body.return_token_strs else None
         answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": texts}
         return JSONResponse(answer)

@@ -72,6 +72,15 @@ async def test_a_streamed_chat(client, nodes):
     assert len({c["id"] for c in chunks}) == 1
 
 
+async def test_usage_may_be_in_every_chunk(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = {"prompt": [5, 6], "stream": True, "stream_options": options}
+    chunks = events((await client.post("/v1/completions", json=request)).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(tiny_tokenizer().encode("hello world", False)) + 1
+
+
 async def test_without_usage_the_last_chunk_carries_the_timings(client):
     response = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
     chunks = events(response.text)

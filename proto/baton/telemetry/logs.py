@@ -60,4 +60,5 @@ class _LineFormatter(logging.Formatter):
 
 def _one_line(text: object) -> str:
     """A client's text must not forge lines of its own."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
+    line = str(text)
+    return line if line.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
