@@ -1,4 +1,4 @@
-"""A decode node's process: model, receiver and core, put into the shell."""
+"""A decode node's parts: model, receiver and core, for the shell."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from collections.abc import Callable
 import kv_transfer
 from baton.messages import NodeRole, TransportEndpoint
 from decode_node.core import DecodeCore
-from decode_node.server import DECODE_SIDE
-from engine.node.build import build, count_blocks
-from engine.node.run import describe, new_incarnation, run_node
+from engine.node.build import build, count_blocks, describe, new_incarnation
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.staging import Staging
-
-
-def run(settings: NodeSettings) -> int:
-    """Serve until a signal; returns the exit code."""
-    return run_node(settings, NodeRole.DECODE, DECODE_SIDE, lambda wake: make_parts(settings, wake))
 
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:

@@ -1,4 +1,4 @@
-"""A prefill node's process: model, sender and core, put into the shell."""
+"""A prefill node's parts: model, sender and core, for the shell."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ from collections.abc import Callable
 
 import kv_transfer
 from baton.messages import NodeRole, TransportEndpoint
-from engine.node.build import build, count_blocks
-from engine.node.run import describe, new_incarnation, run_node
+from engine.node.build import build, count_blocks, describe, new_incarnation
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from prefill_node.core import PrefillCore
-from prefill_node.server import PREFILL_SIDE
-
-
-def run(settings: NodeSettings) -> int:
-    """Serve until a signal; returns the exit code."""
-    return run_node(settings, NodeRole.PREFILL, PREFILL_SIDE, lambda wake: make_parts(settings, wake))
 
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+import baton
 from baton.layout import KvLayout, num_blocks_for
-from baton.messages import GenerationDefaults
+from baton.messages import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import loader
@@ -85,6 +87,36 @@ def build(settings: NodeSettings) -> Built:
         time.monotonic() - began,
     )
     return built
+
+
+def new_incarnation() -> str:
+    return uuid.uuid4().hex[:16]
+
+
+def describe(
+    settings: NodeSettings, role: NodeRole, built: Built, incarnation: str, endpoint: TransportEndpoint
+) -> NodeInfo:
+    """What the node says of itself, but for its address."""
+    config, tokenizer = built.engine.config, built.tokenizer
+    return NodeInfo(
+        role=role,
+        incarnation=incarnation,
+        node_id=settings.name(role),
+        address="",
+        served_model_name=built.served_model_name,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_blocks=built.engine.blocks.num_total,
+        layout=built.layout,
+        endpoints=(endpoint,),
+        tokenizer_digest=built.tokenizer_digest,
+        chat_template=tokenizer.chat_template,
+        special_tokens=tokenizer.special_tokens,
+        generation_defaults=built.generation_defaults,
+        vocab_size=config.vocab_size,
+        add_bos=tokenizer.add_bos,
+        version=baton.__version__,
+    )
 
 
 def count_blocks(engine: Engine) -> dict[str, int]:

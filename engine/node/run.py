@@ -14,18 +14,15 @@ import os
 import signal
 import socket
 import sys
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import uvloop
 
-import baton
 from baton.address import HostPort
 from baton.errors import BatonError
-from baton.messages import NodeInfo, NodeRole, TransportEndpoint
+from baton.messages import NodeRole
 from baton.telemetry import configure_logging
-from engine.node.build import Built
 from engine.node.errors import StartupError
 from engine.node.loop import NodeLoop
 from engine.node.settings import NodeSettings
@@ -33,13 +30,13 @@ from engine.node.shell import Node, NodeParts, RoleSide
 
 log = logging.getLogger(__name__)
 
-MakeParts = Callable[[Callable[[], None]], NodeParts]
-"""Loads the model and makes the role; the argument wakes the engine's thread."""
+MakeParts = Callable[[NodeSettings, Callable[[], None]], NodeParts]
+"""Loads the model and makes the role around it; the second argument wakes the engine's thread."""
 
 
 def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_parts: MakeParts) -> int:
     """Serve until a signal; returns the exit code."""
-    configure_logging(settings.logging_level(), node_name(settings, role))
+    configure_logging(settings.logging_level(), settings.name(role))
     try:
         return _run(settings, side, make_parts)
     except StartupError as error:
@@ -50,11 +47,13 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_parts:
 
 
 def _run(settings: NodeSettings, side: RoleSide, make_parts: MakeParts) -> int:
-    require_free(settings.listen)
+    require_free("--listen", settings.listen)
+    require_free("--metrics-port", settings.metrics_listen)
     loop = NodeLoop()
     try:
-        parts = make_parts(loop.wake)
+        parts = make_parts(settings, loop.wake)
     except (ValueError, OSError, BatonError) as error:  # what --model, sizes and the transport can be wrong about
+        log.debug("start failed", exc_info=error)
         raise StartupError(str(error)) from error
     try:
         return uvloop.run(_serve(settings, side, parts, loop))
@@ -62,41 +61,7 @@ def _run(settings: NodeSettings, side: RoleSide, make_parts: MakeParts) -> int:
         parts.transport.close()
 
 
-def node_name(settings: NodeSettings, role: NodeRole) -> str:
-    return settings.node_id or f"{role.value}-{settings.listen.port or os.getpid()}"
-
-
-def new_incarnation() -> str:
-    return uuid.uuid4().hex[:16]
-
-
-def describe(
-    settings: NodeSettings, role: NodeRole, built: Built, incarnation: str, endpoint: TransportEndpoint
-) -> NodeInfo:
-    """What the node says of itself, but for its address."""
-    config, tokenizer = built.engine.config, built.tokenizer
-    return NodeInfo(
-        role=role,
-        incarnation=incarnation,
-        node_id=node_name(settings, role),
-        address="",
-        served_model_name=built.served_model_name,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        num_blocks=built.engine.blocks.num_total,
-        layout=built.layout,
-        endpoints=(endpoint,),
-        tokenizer_digest=built.tokenizer_digest,
-        chat_template=tokenizer.chat_template,
-        special_tokens=tokenizer.special_tokens,
-        generation_defaults=built.generation_defaults,
-        vocab_size=config.vocab_size,
-        add_bos=tokenizer.add_bos,
-        version=baton.__version__,
-    )
-
-
-def require_free(listen: HostPort) -> None:
+def require_free(flag: str, listen: HostPort) -> None:
     """Tell a busy port now, not after the model was loaded. Raises StartupError."""
     try:
         kind, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
@@ -105,7 +70,7 @@ def require_free(listen: HostPort) -> None:
             probe.bind(address)
             probe.listen()
     except OSError as error:
-        raise StartupError(f"--listen: cannot listen on {listen}: {error.strerror}") from None
+        raise StartupError(f"{flag}: cannot listen on {listen}: {error.strerror}") from None
 
 
 async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
+from baton.messages import NodeRole
 from baton.settings import ListenAddress, Settings
 
 GIB = 1024**3
@@ -76,6 +78,10 @@ class NodeSettings(Settings):
         if self.advertise is not None and self.advertise.is_wildcard:
             raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
         return self
+
+    def name(self, role: NodeRole) -> str:
+        """The node's name in logs."""
+        return self.node_id or f"{role.value}-{self.listen.port or os.getpid()}"
 
     @property
     def tombstone_s(self) -> float:

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from baton.messages import Adopted, Started
 from baton.sampling import SamplingParams
-from tests.node.processes import Process, Router
+from tests.node.processes import WAIT_S, Process, Router
 from tests.node.tiny_checkpoint import save_tiny
 
 FLAGS = ("--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "64")
@@ -24,14 +24,15 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def nodes(checkpoint):
-    """(prefill, decode); at the end both drain and leave with code 0."""
+    """(prefill, decode); at the end a signal of either kind has them leave with code 0."""
     started = [Process.start(module, checkpoint, *FLAGS) for module in ("prefill_node", "decode_node")]
     try:
         for process in started:
             process.wait_ready()
         yield started
     finally:
-        codes = [process.stop() for process in started]
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        codes = [process.stop(number) for process, number in zip(started, numbers, strict=True)]
     assert codes == [0, 0], "".join(started[0].lines + started[1].lines)
 
 
@@ -78,24 +79,14 @@ async def test_numbers_are_there_for_whoever_scrapes(nodes):
         assert process.page("/health") == "ok\n"
 
 
-def test_a_busy_port_ends_the_start_with_one_line(checkpoint):
+def test_a_start_that_cannot_work_ends_with_one_line(checkpoint, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        process = Process.start("decode_node", checkpoint, "--listen", address)
-        assert process.popen.wait(90) == 1
-        process.stop()
-    assert process.lines == [f"baton-decode: --listen: cannot listen on {address}: Address already in use\n"]
-
-
-def test_a_model_that_is_not_there_ends_the_start_with_one_line(tmp_path):
-    process = Process.start("prefill_node", tmp_path)
-    assert process.popen.wait(90) == 1
-    process.stop()
-    (line,) = process.lines
+        busy = Process.start("decode_node", checkpoint, "--listen", address)
+        missing = Process.start("prefill_node", tmp_path)
+        assert [busy.popen.wait(WAIT_S), missing.popen.wait(WAIT_S)] == [1, 1]
+        busy.stop()
+        missing.stop()
+    assert busy.lines == [f"baton-decode: --listen: cannot listen on {address}: Address already in use\n"]
+    (line,) = missing.lines
     assert line.startswith(f"baton-prefill: --model {tmp_path}")
-
-
-def test_an_interrupt_ends_it_like_a_termination(checkpoint):
-    process = Process.start("decode_node", checkpoint, *FLAGS)
-    process.wait_ready()
-    assert process.stop(signal.SIGINT) == 0

@@ -115,8 +115,8 @@ async def test_a_busy_port_is_named():
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
         busy = node.node.address
         with pytest.raises(StartupError, match=f"--listen: cannot listen on {busy}: Address already in use"):
-            require_free(busy)
-    require_free(busy)
+            require_free("--listen", busy)
+    require_free("--listen", busy)
 
 
 async def test_an_engine_that_dies_is_told_to_the_process(caplog):
