@@ -17,9 +17,9 @@ from deploy.demo.table import account
 
 AFTERWARDS = """\
 [bold]Go on with[/]
-  .venv/bin/baton-up --model baton-tiny          [dim]a cluster that stays, on http://127.0.0.1:8000[/]
-  curl http://127.0.0.1:8000/v1/models           [dim]README.md has more to ask it[/]
-  make test                                      [dim]what holds all this together[/]"""
+  .venv/bin/baton-up                       [dim]a cluster that stays[/]
+  curl http://127.0.0.1:8000/v1/models     [dim]README.md has more to ask it[/]
+  make test                                [dim]what holds this together[/]"""
 
 
 async def demo(console: Console) -> None:

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from random import Random
 
 from rich.console import Console
-from rich.markup import escape
+from rich.padding import Padding
+from rich.text import Text
 
 from deploy.demo.client import Client, Reply
 from deploy.demo.cluster import Blocks, Cluster, DemoFailed
@@ -52,14 +53,18 @@ class Show:
         first = await self._ask("fact", sample)
         self._question(f"({first.num_prompt_tokens:,} tokens of text) {question}")
         self._answer(first)
-        self._note(f"{_nodes(first)}: {_megabytes(first)} of KV cache were handed over")
+        self._note(
+            f"{first.timings['prefill_node']} handed {_megabytes(first)} of KV cache over to "
+            f"{first.timings['decode_node']}, first token after {first.timings['first_token_ms']:.0f} ms"
+        )
         second = await self._ask("fact, again", sample)
         self._question("(the same again)")
         self._answer(second)
         cached = {place: second.timings[key] for place, key in _CACHED.items()}
+        prefill, decode = second.timings["prefill_node"], second.timings["decode_node"]
         self._note(
-            f"{second.timings['prefill_node']} had {cached['prefill']:,} of these tokens in its cache and "
-            f"{second.timings['decode_node']} {cached['decode']:,}: {_megabytes(second)} had to travel"
+            f"{prefill} had {cached['prefill']:,} of the tokens in its cache, {decode} {cached['decode']:,}: "
+            f"{_megabytes(second)} had to travel, first token after {second.timings['first_token_ms']:.0f} ms"
         )
         for place, num_tokens in cached.items():
             if num_tokens < CACHED_SHARE * second.num_prompt_tokens:
@@ -94,8 +99,8 @@ class Show:
                 await self._blocks(name, lambda blocks: not blocks.in_use)
             after = await self._blocks(node, lambda blocks: not blocks.in_use)
         self._note(
-            f"the client left after {CANCEL_AFTER_CHUNKS} pieces: {node} held {during.in_use} KV blocks for it, and now"
-            f" {after.in_use}; {after.by_state['free']:,} free + {after.by_state['cached']:,} cached = {after.total:,}"
+            f"the client left after {CANCEL_AFTER_CHUNKS} pieces. {node} held {during.in_use} KV blocks for it, and now"
+            f" {after.in_use}: {after.by_state['free']:,} free + {after.by_state['cached']:,} cached = {after.total:,}"
         )
         if after.total != before.total:
             raise DemoFailed(f"{node} had {before.total} KV blocks and has {after.total}")
@@ -125,20 +130,19 @@ class Show:
         self._console.print(f"\n[bold cyan]{text}")
 
     def _question(self, text: str) -> None:
-        self._console.print(f"  [dim]>[/] {escape(text)}", highlight=False)
+        self._put(Text.assemble(("> ", "bold"), text, no_wrap=True, overflow="ellipsis"), indent=2)
 
     def _answer(self, reply: Reply) -> None:
-        self._console.print(f"    {escape(reply.text.strip())} [green]✓", highlight=False)
+        self._put(Text.assemble(reply.text.strip(), (" ✓", "bold green")), indent=4)
 
     def _note(self, text: str) -> None:
-        self._console.print(f"    [dim]{escape(text)}", highlight=False)
+        self._put(Text(text, style="dim"), indent=4)
+
+    def _put(self, text: Text, indent: int) -> None:
+        self._console.print(Padding(text, (0, 0, 0, indent), expand=False))
 
 
 _CACHED = {"prefill": "cached_tokens", "decode": "decode_cached_tokens"}
-
-
-def _nodes(reply: Reply) -> str:
-    return f"{reply.timings['prefill_node']} -> {reply.timings['decode_node']}"
 
 
 def _megabytes(reply: Reply) -> str:

@@ -9,26 +9,19 @@ from rich.table import Table
 
 from deploy.demo.client import Reply
 
-PHASES_MS = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms")
+PHASES = {"queue": "queue_ms", "prefill": "prefill_ms", "transfer": "transfer_ms", "first\ntoken": "first_token_ms"}
+CACHED = ("cached_tokens", "decode_cached_tokens")
 
 
 def account(replies: Sequence[Reply]) -> Table:
-    """Phases in milliseconds, each measured by the process that did the work."""
-    table = Table(box=SIMPLE, header_style="bold", pad_edge=False)
-    table.add_column("request")
-    for head in (
-        "prompt",
-        "queue ms",
-        "prefill ms",
-        "transfer ms",
-        "first token ms",
-        "tokens/s",
-        "cached P",
-        "cached D",
-    ):
-        table.add_column(head, justify="right")
+    """Each phase measured by the process that did the work; fits a terminal of 80 columns."""
+    caption = "phases in ms; cached: prompt tokens found on the prefill + the decode node"
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), header_style="bold", caption=caption, caption_justify="left")
+    table.add_column("request", no_wrap=True)
+    for head in ("prompt", *PHASES, "tok/s", "cached"):
+        table.add_column(head, justify="right", no_wrap=True)
     for reply in replies:
-        phases = [f"{reply.timings[phase]:,.1f}" for phase in PHASES_MS]
-        cached = [f"{reply.timings[key]:,}" for key in ("cached_tokens", "decode_cached_tokens")]
-        table.add_row(reply.name, f"{reply.num_prompt_tokens:,}", *phases, f"{reply.tokens_per_s:,.0f}", *cached)
+        phases = [f"{reply.timings[key]:,.1f}" for key in PHASES.values()]
+        cached = "+".join(f"{reply.timings[key]:,}" for key in CACHED)
+        table.add_row(reply.name, f"{reply.num_prompt_tokens:,}", *phases, f"{reply.tokens_per_s:,.0f}", cached)
     return table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -14,9 +13,8 @@ from pathlib import Path
 
 from deploy.plan import Child
 from deploy.supervisor import MAX_LINE_BYTES, Backoff, Supervisor
+from tests.deploy.up_process import PATH, wait_for_end
 
-ROOT = Path(__file__).parents[2]
-PATH = os.pathsep.join(str(ROOT / name) for name in ("", "proto", "kernels"))
 WAIT_S = 30.0
 QUICK = Backoff(first_s=0.01, last_s=0.04, healthy_s=3600.0)
 
@@ -75,18 +73,6 @@ async def supervised(
         yield supervisor, heard
     finally:
         await supervisor.kill()
-
-
-def wait_for_end(pid: int) -> None:
-    """Until no process has this id; it may be anybody's child."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([process], [], [], WAIT_S)[0], f"process {pid} goes on"
-    finally:
-        os.close(process)
 
 
 async def test_lines_carry_the_name_of_who_wrote_them(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""`baton-up` for real: a cluster answers, loses a node, gets it back; and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import httpx
+import pytest
+
+from tests.deploy.up_process import Up, wait_for_end
+
+ANY_PORTS = ("--http=127.0.0.1:0", "--grpc=127.0.0.1:0", "--device=cpu")
+
+
+def answer(url: str) -> str:
+    body = {"model": "baton-tiny", "messages": [{"role": "user", "content": "What is 28 + 98?"}], "temperature": 0}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    return str(response.raise_for_status().json()["choices"][0]["message"]["content"])
+
+
+@pytest.mark.timeout(300)
+def test_cluster_answers_heals_and_leaves_nothing_behind() -> None:
+    with Up(*ANY_PORTS) as up:
+        url = up.wait_ready()
+        assert answer(url) == "28 + 98 = 126"
+        first = up.children()
+        assert sorted(first) == ["decode-0", "prefill-0", "router"]
+
+        os.kill(first["decode-0"], signal.SIGKILL)
+        up.wait_for(r"^baton-up +\| decode-0 was killed by SIGKILL; it starts again in 0.5 s$")
+        up.wait_for(r"(?s)decode-0 was killed.*^decode-0 .* ready address")
+        up.wait_for(r"(?s)decode-0 was killed.*^router .* ready http")
+        assert answer(url) == "28 + 98 = 126"
+        second = up.children()
+        assert second["decode-0"] != first["decode-0"]
+        assert second["prefill-0"] == first["prefill-0"]
+
+        up.send(signal.SIGKILL)
+        for pid in second.values():
+            wait_for_end(pid)
+
+
+@pytest.mark.timeout(200)
+def test_more_nodes_and_all_end_when_asked() -> None:
+    with Up(*ANY_PORTS, "--prefill=1", "--decode=2", "--max-model-len=256", "--num-gpu-blocks-override=64") as up:
+        url = up.wait_ready()
+        for node in ("prefill-0", "decode-0", "decode-1"):
+            up.wait_for(rf"^router .* node_id={node} .* up$")
+        assert answer(url) == "28 + 98 = 126"
+        children = up.children()
+        up.send(signal.SIGTERM)
+        up.wait_for(r"^baton-up +\| stopping; Ctrl-C again kills$")
+        assert up.wait_end() == 0
+        for pid in children.values():
+            wait_for_end(pid)
+        assert "killed" not in up.log
+
+
+@pytest.mark.parametrize("flag", ["http", "grpc"])
+def test_busy_port_is_named_before_anything_starts(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = "{}:{}".format(*server.getsockname())
+        with Up(*ANY_PORTS, f"--{flag}={address}") as up:
+            assert up.wait_end() == 1
+            assert up.log == f"baton-up: --{flag}: {address} cannot be had: Address already in use\n"
+
+
+def test_bad_flag_is_named_before_anything_starts() -> None:
+    with Up("--prefill=0") as up:
+        assert up.wait_end() == 2
+        assert up.log == "baton-up: --prefill: Input should be greater than or equal to 1, not '0'\n"
+
+
+@pytest.mark.timeout(200)
+def test_what_no_node_can_start_with_ends_it_all() -> None:
+    with Up(*ANY_PORTS, "--max-model-len=1000000") as up:
+        assert up.wait_end(150) == 1
+        up.wait_for(r"^(prefill|decode)-0 +\| .*--max-model-len: 1000000")
+        up.wait_for(r"^baton-up +\| (prefill|decode)-0 cannot start \(exit code 1\)$")
