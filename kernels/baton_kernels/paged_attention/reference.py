@@ -54,6 +54,18 @@ class Tile:
         return self.masks[key]
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step's tiles, and room for the keys and values of one: [max_pieces, block_size * head_dim] each.
+
+    Fresh memory for each tile costs more in page faults than the copy into it.
+    """
+
+    tiles: list[Tile]
+    keys: Tensor
+    values: Tensor
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -65,9 +77,11 @@ def paged_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for tile in _tiles(batch, key_cache):
+    plan = _plan(batch, key_cache)
+    for tile in plan.tiles:
         query_len = tile.tokens.shape[1]
-        key, value = _gather(key_cache, tile.pieces), _gather(value_cache, tile.pieces)
+        key = _gather(key_cache, tile.pieces, plan.keys)
+        value = _gather(value_cache, tile.pieces, plan.values)
         for first in range(0, query_len, QUERY_RUN):
             end = min(first + QUERY_RUN, query_len)
             num_keys = tile.max_context - (query_len - end)
@@ -109,28 +123,32 @@ def _attend_in_steps(
     return scores.softmax(dim=-1)[..., : k.shape[2]].to(q.dtype) @ v
 
 
-def _gather(cache: Tensor, pieces: Tensor) -> Tensor:
+def _gather(cache: Tensor, pieces: Tensor, room: Tensor) -> Tensor:
     """The keys or values in the order of their positions: [num_seqs, num_kv_heads, max_blocks * block_size, head_dim].
 
-    Whole [block_size, head_dim] pieces are copied, as rows of the memory around the cache's view of one layer.
+    Whole [block_size, head_dim] pieces are copied, as rows of the memory around the cache's view of one layer, into
+    `room`, which the next tile overwrites.
     """
     block_size, head_dim = cache.shape[2:]
     row = block_size * head_dim
     num_rows = (cache.shape[0] - 1) * (cache.stride(0) // row) + cache.shape[1]
     rows = cache.as_strided((num_rows, row), (row, 1))
-    return rows.index_select(0, pieces.view(-1)).view(*pieces.shape[:2], -1, head_dim)
+    gathered = room[: pieces.numel()]
+    torch.index_select(rows, 0, pieces.view(-1), out=gathered)
+    return gathered.view(*pieces.shape[:2], -1, head_dim)
 
 
-def _tiles(batch: PagedBatch, cache: Tensor) -> list[Tile]:
+def _plan(batch: PagedBatch, cache: Tensor) -> Plan:
     """The step's tiles, made for the first layer and the same for all others of its shape."""
     key = ("tiles", cache.shape[1], cache.shape[3], cache.stride(0), cache.dtype)
     if key not in batch.plans:
         limit_bytes = CPU_TILE_BYTES if cache.device.type == "cpu" else GPU_TILE_BYTES
         block_bytes = cache[0].numel() * cache.element_size()
-        groups = _groups(batch, max_blocks=limit_bytes // block_bytes)
-        batch.plans[key] = [_tile(batch, seqs, cache) for seqs in groups]
-    tiles: list[Tile] = batch.plans[key]
-    return tiles
+        tiles = [_tile(batch, seqs, cache) for seqs in _groups(batch, max_blocks=limit_bytes // block_bytes)]
+        room = cache.new_empty((2, max(tile.pieces.numel() for tile in tiles), cache.shape[2] * cache.shape[3]))
+        batch.plans[key] = Plan(tiles, room[0], room[1])
+    plan: Plan = batch.plans[key]
+    return plan
 
 
 def _groups(batch: PagedBatch, max_blocks: int) -> list[list[int]]:

@@ -1,0 +1,281 @@
+"""Engine and scheduler under random arrivals, aborts, leases and handoffs, in pools small enough to evict and preempt.
+
+The model is a fake whose KV can be read back, so a wrong block table is a failed assertion in it; and each sample's
+tokens are compared, one by one, with those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.layout import num_blocks_for
+from baton.messages import WorkId
+from baton.sampling import FinishReason, SamplingParams
+from engine.config import EngineConfig
+from engine.engine import Engine, SampledToken, StepResult
+from engine.sequence import Sequence, SequenceState
+from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 40
+
+
+@dataclass
+class Request:
+    """What one request should give, and what it gave."""
+
+    expected: dict[int, tuple[list[int], FinishReason]]
+    got: dict[int, list[int]]
+    sequences: list[Sequence]
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    aborted: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.aborted or len(self.finished) == len(self.expected)
+
+
+@dataclass
+class Lease:
+    """A handoff within one pool: the blocks that its second half will run in."""
+
+    source: Sequence
+    table: list[int]
+    spares: list[int]
+    samples: list[int]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(11, 16),
+        budget=st.sampled_from([64, 16, 7, 3, 1]),
+        max_num_seqs=st.sampled_from([8, 4, 2]),
+    )
+    def start(self, num_blocks: int, budget: int, max_num_seqs: int) -> None:
+        config = EngineConfig(
+            num_blocks=num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(EOS,),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+        )
+        self.config = config
+        self.model = FakeModel(num_blocks, BLOCK_SIZE)
+        self.engine = Engine(config, self.model)
+        self.requests: dict[WorkId, Request] = {}
+        self.queue: list[WorkId] = []  # as they arrived, until started
+        self.leases: list[Lease] = []
+        self.held: list[list[int]] = []  # blocks promised to nothing in particular
+        self.now = 0.0
+
+    # ---- what can happen ----
+
+    @rule(
+        prefix=st.sampled_from([(5, 6, 7, 8, 9, 10, 11, 12), (5, 6, 7, 8, 1, 1)]),
+        suffix=st.lists(st.integers(2, 3), max_size=6),
+        num_samples=st.sampled_from([1, 1, 2, 3]),
+        max_tokens=st.integers(1, 30),
+        seed=st.integers(0, 3),
+        hand_off=st.sampled_from([False, False, True]),
+        num_given=st.integers(0, 3),
+        salt=st.sampled_from(["", "", "salt"]),
+    )
+    def arrive(
+        self,
+        prefix: tuple[int, ...],
+        suffix: list[int],
+        num_samples: int,
+        max_tokens: int,
+        seed: int,
+        hand_off: bool,
+        num_given: int,
+        salt: str,
+    ) -> None:
+        if sum(not request.ended for request in self.requests.values()) >= 8:
+            return
+        prompt = (*prefix, *suffix)
+        sampling = SamplingParams(seed=seed, max_tokens=max_tokens)
+        samples = list(range(num_samples))
+        expected = {s: expected_output(prompt, sampling, s, MAX_MODEL_LEN) for s in samples}
+        given = expected[0][0][: min(num_given, len(expected[0][0]) - 1)] if num_samples == 1 else []
+        self.now += 1
+        work = WorkId(1, str(len(self.requests)), 0)
+        seq = Sequence(work, samples, prompt, sampling, [*prompt, *given], hand_off, salt, self.now)
+        self.engine.add(seq)
+        self.requests[work] = Request(expected, {s: list(given) for s in samples}, [seq])
+        self.queue.append(work)
+
+    @rule(times=st.integers(1, 12))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.now += 1
+            before = [seq for seq in self.live(SequenceState.WAITING) if seq.num_preemptions]
+            result = self.engine.step(self.now)
+            self.take(result)
+            self.whole()
+            if result.started:
+                assert not any(seq.state is SequenceState.WAITING for seq in before), "newcomers went first"
+
+    @precondition(lambda self: any(not request.ended for request in self.requests.values()))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        works = [work for work, request in self.requests.items() if not request.ended]
+        work = data.draw(st.sampled_from(works))
+        request = self.requests[work]
+        request.aborted = True
+        for lease in [lease for lease in self.leases if lease.source.work == work]:
+            self.drop(lease)
+        for seq in request.sequences * 2:  # once more changes nothing
+            self.engine.release(seq)
+        self.queue = [waiting for waiting in self.queue if waiting != work]
+
+    @rule(n=st.integers(1, 4))
+    def hold(self, n: int) -> None:
+        if len(self.held) < 2 and self.engine.blocks.can_allocate(n):
+            self.held.append(self.engine.blocks.allocate(n))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def let_go(self) -> None:
+        self.engine.blocks.release(self.held.pop())
+
+    @precondition(lambda self: self.parked())
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        """As a decode node grants: blocks and places for all forks, the prefix from its own cache."""
+        seq = data.draw(st.sampled_from(self.parked()))
+        request = self.requests[seq.work]
+        samples = [s for s in seq.samples if s not in request.finished]
+        num_full = seq.num_tokens // BLOCK_SIZE
+        blocks = self.engine.blocks
+        hits = blocks.match(seq.block_hashes(num_full, BLOCK_SIZE))
+        needed = num_full + len(samples) - len(hits)
+        places = self.config.max_num_seqs - self.engine.num_running - self.engine.num_reserved_seqs
+        if not samples or len(samples) > places or not blocks.can_allocate(needed, keep=hits):
+            return
+        blocks.acquire(hits)
+        fresh = blocks.allocate(needed)
+        table = hits + fresh[: num_full + 1 - len(hits)]
+        self.engine.num_reserved_seqs += len(samples)
+        self.leases.append(Lease(seq, table, fresh[num_full + 1 - len(hits) :], samples))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        source, request = lease.source, self.requests[lease.source.work]
+        num_moved = num_blocks_for(source.num_tokens, BLOCK_SIZE)
+        for block, target in zip(source.block_table[:num_moved], lease.table, strict=False):
+            if self.engine.blocks.hash_of(target) is None:
+                self.model.copy_blocks([(block, target)])
+        self.engine.release(source)
+        target = Sequence(source.work, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s)
+        target.cache_salt, target.block_table = source.cache_salt, lease.table
+        outputs = {s: tuple(request.got[s]) for s in lease.samples}
+        self.engine.num_reserved_seqs -= len(lease.samples)
+        event(f"adopted {len(outputs)}")
+        children = self.engine.adopt(target, outputs, lease.spares)
+        assert [child.samples for child in children] == [[s] for s in lease.samples]
+        assert all(child.num_computed_tokens == child.num_tokens - 1 for child in children)
+        request.sequences += [target, *children]
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def expire(self) -> None:
+        lease = self.leases[0]
+        self.drop(lease)
+        self.requests[lease.source.work].aborted = True
+        self.engine.release(lease.source)
+
+    # ---- what must hold ----
+
+    def take(self, result: StepResult) -> None:
+        assert result.num_tokens <= self.config.max_num_batched_tokens
+        for seq in result.started:
+            assert self.queue.pop(0) == seq.work, "not first come, first served"
+            assert seq.num_cached_tokens % BLOCK_SIZE == 0
+            assert seq.num_cached_tokens < seq.num_tokens
+            event(f"prefix hit {bool(seq.num_cached_tokens)}")
+        if result.preempted:
+            event("preempted")
+            assert all(not seq.hand_off for seq in result.preempted)
+            stayed = [seq.arrived_s for seq in self.live(SequenceState.RUNNING) if not seq.hand_off]
+            assert max(stayed, default=0) <= min(seq.arrived_s for seq in result.preempted), "not the youngest"
+        for token in result.sampled:
+            self.hear(token)
+        for seq in result.parked:
+            assert seq.state is SequenceState.PARKED
+            assert seq.num_computed_tokens == seq.num_tokens
+            assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE)
+            if self.requests[seq.work].ended:  # all of it ended with its first token
+                self.engine.release(seq)
+
+    def hear(self, token: SampledToken) -> None:
+        request = self.requests[token.sequence.work]
+        assert not request.aborted
+        assert token.sample not in request.finished
+        if token.sequence not in request.sequences:
+            request.sequences.append(token.sequence)
+        output, reason = request.expected[token.sample]
+        got = request.got[token.sample]
+        assert token.index == len(got), "a gap or a repeat"
+        got.append(token.token)
+        assert got == output[: len(got)]
+        assert token.finish == (reason if len(got) == len(output) else None)
+        if token.finish:
+            request.finished[token.sample] = token.finish
+            event(f"finished after {token.sequence.num_preemptions} preemptions")
+            if not token.sequence.hand_off:
+                assert token.sequence.state is SequenceState.FINISHED
+                assert not token.sequence.block_table
+
+    def live(self, state: SequenceState) -> list[Sequence]:
+        known = [seq for request in self.requests.values() for seq in request.sequences]
+        return [seq for seq in known if seq.state is state]
+
+    def parked(self) -> list[Sequence]:
+        leased = [lease.source for lease in self.leases]
+        return [seq for seq in self.live(SequenceState.PARKED) if seq not in leased]
+
+    def drop(self, lease: Lease) -> None:
+        self.leases.remove(lease)
+        self.engine.num_reserved_seqs -= len(lease.samples)
+        self.engine.blocks.release(lease.table)
+        self.engine.blocks.release(lease.spares)
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "engine"):
+            leases = [blocks for lease in self.leases for blocks in (lease.table, lease.spares)]
+            self.engine.check_integrity(leases + self.held)
+            assert self.engine.num_running + self.engine.num_reserved_seqs <= self.config.max_num_seqs
+
+    def teardown(self) -> None:
+        """With all leases gone and nobody new, everything left runs to its end."""
+        if not hasattr(self, "engine"):
+            return
+        while self.held:
+            self.let_go()
+        while self.leases:
+            self.expire()
+        for _ in range(2000):
+            self.take(self.engine.step(self.now))
+            for seq in self.parked():
+                self.requests[seq.work].aborted = True
+                self.engine.release(seq)
+            if not self.engine.has_work:
+                break
+        assert all(request.ended for request in self.requests.values()), "somebody starved"
+        self.engine.check_integrity()
+        blocks = self.engine.blocks
+        assert blocks.num_free + blocks.num_cached == blocks.num_total
+
+
+EngineMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestEngine = EngineMachine.TestCase
