@@ -1,0 +1,253 @@
+"""Routers and nodes as real processes on this machine, which tests may kill, stop and start again one by one.
+
+    with Cluster(folder) as cluster:
+        prefill, decode = cluster.node("prefill", "prefill-0"), cluster.node("decode", "decode-0")
+        router = cluster.router([prefill], [decode])
+        router.wait_ready()
+
+Every process keeps its ports over all its lives. None outlives the test process, whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.address import HostPort
+from deploy.plan import clean_environment
+from deploy.ports import HeldPort
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 90.0
+"""For anything that only takes as long as the machine needs. Many times what an idle one takes."""
+POLL_S = 0.01
+PAGE_TIMEOUT_S = 40.0
+STOP_S = 20.0
+MODEL = "baton-tiny"
+
+M = TypeVar("M", bound="Member")
+Role = Literal["prefill", "decode"]
+
+
+def wait_until(why_not: Callable[[], str | None], timeout_s: float = PATIENCE_S) -> None:
+    """Ask until there is no more reason why not. From async tests: in a thread."""
+    deadline = time.monotonic() + timeout_s
+    while reason := why_not():
+        assert time.monotonic() < deadline, f"after {timeout_s:g} s: {reason}"
+        time.sleep(POLL_S)
+
+
+class Member:
+    """One process of a cluster, over all its lives. `args` do not change."""
+
+    def __init__(self, name: str, module: str, args: Sequence[str], folder: Path, http: HostPort) -> None:
+        self.name = name
+        self.url = f"http://{http}"
+        self.log = folder / f"{name}.log"
+        self._command = [sys.executable, "-m", "deploy.child", str(os.getpid()), module, *args]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client = httpx.Client(trust_env=False, timeout=PAGE_TIMEOUT_S)
+
+    def start(self) -> None:
+        """Begin a new life; `wait_*` tells when it serves."""
+        assert not self.alive, f"{self.name} runs"
+        roots = (ROOT, ROOT / "proto", ROOT / "kernels")
+        env = {
+            **clean_environment(os.environ),
+            "PYTHONPATH": os.pathsep.join(map(str, roots)),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=env
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> float:
+        """SIGKILL; returns when (`time.monotonic`)."""
+        assert self._process
+        at = time.monotonic()
+        self._process.kill()
+        self._process.wait(STOP_S)
+        return at
+
+    def freeze(self) -> None:
+        """SIGSTOP: it hangs, with all its connections up."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit code."""
+        self._signal(signal.SIGTERM)
+        assert self._process
+        return self._process.wait(STOP_S)
+
+    def close(self) -> None:
+        """End it at once, if it runs."""
+        if self.alive:
+            self.kill()
+        self._client.close()
+
+    def page(self, path: str) -> httpx.Response:
+        return self._client.get(self.url + path)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all samples with these labels."""
+        families = text_string_to_metric_families(self.page("/metrics").text)
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    def wait_page(self, path: str, timeout_s: float = PATIENCE_S) -> None:
+        """Until that page answers 200."""
+        wait_until(lambda: self._why_not(path), timeout_s)
+
+    def _why_not(self, path: str) -> str | None:
+        assert self.alive, f"{self.name} ended by itself:\n{self.log_tail()}"
+        try:
+            answer = self.page(path)
+        except httpx.TransportError as error:
+            return f"{self.name} {path}: {error!r}"
+        return None if answer.status_code == 200 else f"{self.name} {path}: {answer.status_code} {answer.text}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process
+        self._process.send_signal(number)
+
+    def log_tail(self, since: int = 0, limit: int = 8000) -> str:
+        """What it logged from byte `since` on; the end of it."""
+        return self.log.read_bytes()[since:][-limit:].decode(errors="replace") if self.log.exists() else ""
+
+
+class Node(Member):
+    """`address`: of its gRPC services."""
+
+    def __init__(self, name: str, role: Role, flags: Sequence[str], folder: Path, ports: Sequence[HeldPort]) -> None:
+        self.role = role
+        self.address = ports[0].address
+        own = [f"--node-id={name}", f"--listen={self.address}", f"--metrics-port={ports[1].address.port}"]
+        shared = [f"--model={MODEL}", "--device=cpu", "--cpu-threads=1", "--drain-timeout=5"]
+        super().__init__(name, f"{role}_node.main", [*shared, *own, *flags], folder, ports[1].address)
+
+    def wait_ready(self) -> None:
+        self.wait_page("/health")
+
+    def wait_whole(self) -> None:
+        """Until no request is left and every block is back; its books must balance then."""
+        wait_until(self._why_not_whole)
+        audit = self.page("/integrity")
+        assert audit.status_code == 200, f"{self.name}: {audit.text}"
+
+    def _why_not_whole(self) -> str | None:
+        load = {name: self.metric(f"baton:num_requests_{name}") for name in ("running", "waiting")}
+        blocks = {state: self.metric("baton:kv_blocks", state=state) for state in ("free", "cached")}
+        total = self.metric("baton:kv_blocks")
+        whole = total > 0 and sum(blocks.values()) == total and not any(load.values())
+        return None if whole else f"{self.name} is not whole: {load}, {blocks} of {total} blocks"
+
+
+class Router(Member):
+    """`grpc`: address of its gRPC API; `url` is that of HTTP."""
+
+    def __init__(
+        self,
+        name: str,
+        prefill: Sequence[HostPort],
+        decode: Sequence[HostPort],
+        flags: Sequence[str],
+        folder: Path,
+        ports: Sequence[HeldPort],
+    ) -> None:
+        self.grpc = ports[1].address
+        own = [f"--node-id={name}", f"--http={ports[0].address}", f"--grpc={self.grpc}", "--drain-timeout=5"]
+        nodes = [f"--prefill={','.join(map(str, prefill))}", f"--decode={','.join(map(str, decode))}"]
+        super().__init__(name, "router.main", [*own, *nodes, *flags], folder, ports[0].address)
+
+    def wait_ready(self) -> None:
+        self.wait_page("/ready")
+
+    def wait_nodes(self, prefill: int, decode: int) -> None:
+        """Until so many nodes are in use."""
+
+        def why_not() -> str | None:
+            up = [self.metric("baton:nodes", role=role, state="up") for role in ("prefill", "decode")]
+            return None if up == [prefill, decode] else f"{self.name} uses {up} prefill and decode nodes"
+
+        wait_until(why_not)
+
+    def states(self) -> dict[str, int]:
+        """Live requests by state; states without any left out."""
+        names = ("queued", "prefilling", "handing_off", "decoding")
+        counts = {name: int(self.metric("baton:num_requests", state=name)) for name in names}
+        return {name: count for name, count in counts.items() if count}
+
+    def wait_states(self, timeout_s: float = PATIENCE_S, **wanted: int) -> None:
+        """Until the live requests are exactly these."""
+
+        def why_not() -> str | None:
+            states = self.states()
+            return None if states == wanted else f"{self.name} has {states}, not {wanted}"
+
+        wait_until(why_not, timeout_s)
+
+
+class Cluster:
+    """All processes of a test, and the ports that they keep. Logs go to `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.members: list[Member] = []
+        self._folder = folder
+        self._held: list[HeldPort] = []
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in reversed(self.members):
+            member.close()
+        for port in self._held:
+            port.close()
+
+    def node(self, role: Role, name: str, *flags: str, start: bool = True) -> Node:
+        """A node, being started; or only its addresses, for a later `start`."""
+        return self._add(Node(name, role, flags, self._folder, self._ports(2)), start)
+
+    def same_address(self, node: Node, name: str, *flags: str) -> Node:
+        """Another node where `node`, which must not run, was."""
+        assert not node.alive
+        ports = [
+            port for port in self._held if str(port.address) in (str(node.address), node.url.removeprefix("http://"))
+        ]
+        ports.sort(key=lambda port: port.address != node.address)
+        return self._add(Node(name, node.role, flags, self._folder, ports), True)
+
+    def router(self, prefill: Sequence[Node], decode: Sequence[Node], *flags: str, name: str = "") -> Router:
+        """A router in front of these nodes, being started."""
+        name = name or f"router-{sum(isinstance(member, Router) for member in self.members)}"
+        addresses = [[node.address for node in nodes] for nodes in (prefill, decode)]
+        return self._add(Router(name, *addresses, flags, self._folder, self._ports(2)), True)
+
+    def _add(self, member: M, start: bool) -> M:
+        self.members.append(member)
+        if start:
+            member.start()
+        return member
+
+    def _ports(self, count: int) -> list[HeldPort]:
+        ports = [HeldPort(HostPort("127.0.0.1", 0)) for _ in range(count)]
+        self._held += ports
+        return ports

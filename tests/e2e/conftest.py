@@ -1,0 +1,82 @@
+"""The cluster that ordinary end-to-end tests share, and the logs of all processes beside every failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Node, Router
+
+_clusters: list[Cluster] = []
+_marks: dict[str, int] = {}
+NEAR_TIES = pytest.StashKey[list[int]]()
+"""Answers compared, and those among them that leave the reference at a near tie."""
+
+
+@dataclass(frozen=True)
+class House:
+    """Two prefill nodes and two decode nodes; several routers, each in front of one pair of them.
+
+    `chunk_64` and `chunk_2048`: prompts go in chunks of so many tokens, and are handed to the same decode node, so that
+    a test can have a prompt cached on either side alone. `small`: in front of the decode node whose pool holds one
+    request of full length and no more.
+    """
+
+    cluster: Cluster
+    nodes: tuple[Node, ...]
+    chunk_64: Router
+    chunk_2048: Router
+    small: Router
+
+    def wait_whole(self) -> None:
+        for node in self.nodes:
+            node.wait_whole()
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with Cluster(tmp_path_factory.mktemp("house")) as cluster:
+        _clusters.append(cluster)
+        blocks = "--num-gpu-blocks-override=4096"
+        narrow = cluster.node("prefill", "prefill-64", "--max-num-batched-tokens=64", blocks)
+        wide = cluster.node("prefill", "prefill-2048", "--max-num-batched-tokens=2048", blocks)
+        decode = cluster.node("decode", "decode-large", blocks)
+        small = cluster.node("decode", "decode-small", "--num-gpu-blocks-override=256")
+        routers = [cluster.router([p], [d]) for p, d in ((narrow, decode), (wide, decode), (wide, small))]
+        for router in routers:
+            router.wait_ready()
+        yield House(cluster, (narrow, wide, decode, small), *routers)
+        _clusters.remove(cluster)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """An empty one, of this module's own."""
+    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        _clusters.append(cluster)
+        yield cluster
+        _clusters.remove(cluster)
+
+
+@pytest.fixture(autouse=True)
+def _mark_logs() -> None:
+    """Where this test's lines begin."""
+    _marks.update({str(m.log): m.log.stat().st_size for c in _clusters for m in c.members if m.log.exists()})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed:
+        for member in (member for cluster in _clusters for member in cluster.members):
+            if text := member.log_tail(_marks.get(str(member.log), 0)):
+                report.sections.append((f"log of {member.name}", text))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    compared, near_ties = config.stash.get(NEAR_TIES, [0, 0])
+    if compared:
+        terminalreporter.write_line(f"parity: {compared} answers compared with references, {near_ties} near ties")
