@@ -104,14 +104,22 @@ class PrefillCore:
                 case PartSent():
                     pass  # its slot is free again, which is all that `_send_parts` asks
                 case PartFailed(peer, lease, part, reason):
-                    handoff = self._peers[peer].leases.get(lease) if peer in self._peers else None
-                    if handoff:
-                        self._fail(handoff, PeerLost(f"part {part} did not reach decode node {peer}: {reason}"), now)
+                    self._part_failed(peer, lease, PeerLost(f"part {part} did not reach {peer}: {reason}"), now)
                 case PeerGone(peer, reason):
                     if peer in self._peers:
                         self._peers[peer].lost = True
                         self._fail_peer(peer, reason, now)
                     self._outputs.append(ClosePeer(peer, reason))
+
+    def _part_failed(self, peer: str, lease: int, error: PeerLost, now: float) -> None:
+        known = self._peers.get(peer)
+        if known is None or not known.first_lease or lease < known.first_lease:
+            return  # its stream is down, and everything with it has failed already
+        if handoff := known.leases.get(lease):
+            self._fail(handoff, error, now)
+        else:
+            # The request is the decode node's, which may wait for this part for ever: have it see a broken stream.
+            self._outputs.append(ClosePeer(peer, error.message))
 
     def _take_step(self, now: float) -> bool:
         result = self.engine.step(now)
@@ -213,6 +221,7 @@ class PrefillCore:
         if grant.lease <= peer.last_lease:
             return  # a repeat
         peer.last_lease = grant.lease
+        peer.first_lease = peer.first_lease or grant.lease
         handoff = self._handoffs.get(grant.work)
         if handoff is None or handoff.target != peer.target:
             peer.drains[grant.lease] = Drain(0, grant.credits)  # it ended while the grant was under way

@@ -80,10 +80,12 @@ class Drain:
 
 @dataclass(slots=True)
 class DecodePeer:
-    """A decode node as this prefill node sees it. Its leases come in increasing order, so a repeat is recognised."""
+    """A decode node as this prefill node sees it over one stream. Its leases come in increasing order, so that a repeat
+    is recognised, and what belonged to an earlier stream too."""
 
     target: DecodeTarget
     lost: bool = False  # its transport is gone, its stream about to be closed
+    first_lease: int = 0  # 0: none yet
     last_lease: int = 0
     leases: dict[int, Handoff] = field(default_factory=dict)
     drains: dict[int, Drain] = field(default_factory=dict)
