@@ -8,7 +8,7 @@ import pathlib
 import sys
 import tempfile
 
-from grpc_tools import protoc  # type: ignore[import-untyped]
+from grpc_tools import protoc
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "proto"
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")

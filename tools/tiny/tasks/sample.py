@@ -1,0 +1,59 @@
+"""A prompt, the answer to it, and the judgement of an answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Message = dict[str, str]
+CheckKind = Literal["exact", "json", "story"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and what a right answer to it is.
+
+    A chat sample ends with a user message; a plain one is text for the completions endpoint, and its answer starts
+    with the space that joins it to the prompt.
+    """
+
+    task: str
+    prompt: str
+    answer: str
+    kind: CheckKind = "exact"
+    history: tuple[Message, ...] = ()  # the messages before the last one
+    mentions: tuple[str, ...] = ()  # what a story must mention
+    plain: bool = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """The chat messages to send: the history, then the prompt as the user's turn."""
+        if self.plain:
+            raise ValueError(f"{self.task} is a plain completion: send .prompt")
+        return [*self.history, {"role": "user", "content": self.prompt}]
+
+    def check(self, text: str) -> bool:
+        """Whether `text`, a reply without special tokens, is a right answer."""
+        if self.kind == "json":
+            return _same_json(text, self.answer)
+        if self.kind == "story":
+            return _good_story(text, self.mentions)
+        return text.strip() == self.answer.strip()
+
+
+def _same_json(text: str, expected: str) -> bool:
+    try:
+        return bool(json.loads(text) == json.loads(expected))
+    except ValueError:
+        return False
+
+
+def _good_story(text: str, mentions: Sequence[str]) -> bool:
+    """At least 25 words in whole sentences, every wanted word among them, and no sentence twice."""
+    text = text.strip()
+    sentences = [part.strip() for part in re.split(r"[.!?]", text) if part.strip()]
+    whole = text[-1:] in {".", "!", "?"} and len(text.split()) >= 25
+    return whole and len(sentences) == len(set(sentences)) and all(word in text for word in mentions)

@@ -1,0 +1,75 @@
+"""The architecture of baton-tiny, its first weights, and its files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tools.tiny.training.tokenizer import BOS, EOT, IM_END, MAX_LENGTH, PAD, VOCAB_SIZE
+
+HEAD_DIM = 32
+
+# 100,000 and not 10,000: with 32 dimensions a head, it leaves five pairs of them, not two, that turn less than a
+# quarter over 4,096 positions and so can match content at any distance.
+ROPE_THETA = 100_000.0
+
+GENERATION_CONFIG = {
+    "bos_token_id": BOS,
+    "pad_token_id": PAD,
+    "eos_token_id": [IM_END, EOT],
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.95,
+}
+
+HOW_IT_WAS_LOADED = {"backend", "is_local", "local_files_only"}  # transformers 5 writes these, and needs none of them
+
+
+def model_config() -> LlamaConfig:
+    """The architecture of baton-tiny."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_LENGTH,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=[IM_END, EOT],
+        pad_token_id=PAD,
+    )
+
+
+def new_model(seed: int) -> LlamaForCausalLM:
+    """A fresh model; the projections into the residual stream start smaller, by the depth (GPT-2's rule)."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(model_config())
+    scale = 1 / math.sqrt(2 * model.config.num_hidden_layers)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(scale)
+            layer.mlp.down_proj.weight.mul_(scale)
+    return model
+
+
+def save(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write the weights, rounded to bf16, with their configuration and tokenizer."""
+    rounded: Any = LlamaForCausalLM(model_config())
+    rounded.load_state_dict(model.state_dict())
+    rounded = rounded.to(torch.bfloat16)
+    rounded.generation_config = type(rounded.generation_config)(**GENERATION_CONFIG)
+    rounded.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    path = out / "tokenizer_config.json"  # the class is named so that transformers 4 and 5 both know it
+    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in HOW_IT_WAS_LOADED}
+    path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")

@@ -1,0 +1,35 @@
+"""What a training run is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run does; `smoke` swaps in figures that a CPU manages in a minute."""
+
+    out: Path
+    minutes: float
+    steps: int
+    seed: int
+    device: torch.device
+    compiled: bool
+    resume: Path | None
+    peak_lr: float
+    num_workers: int
+    slab_tokens: int
+    slabs_per_step: int
+    max_length: int
+    eval_prompts: int
+    eval_rows: tuple[str, ...]
+    save_every_s: float
+    card_date: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products compute in; the master weights are fp32 everywhere."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
