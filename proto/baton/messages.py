@@ -141,7 +141,7 @@ class SampleEnd:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """The prefill node's last word: the decode node took the commit. `prefill_s`: since the first chunk was scheduled."""
+    """The prefill node's last word: the decode node took the commit. `prefill_s`: since the first chunk was started."""
 
     prefill_s: float
 
