@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from baton.channels import CHANNEL_OPTIONS
 from baton.errors import BatonError, NodeUnavailable
 from baton.messages import Abort, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
 from baton.v1 import node_pb2, node_pb2_grpc
-from baton.wire import RouterToNode, read_node_info, read_node_message, write_router_message
+from baton.wire import read_node_info, read_node_message, write_router_message
 from router.dispatcher import Dispatcher
 from router.models import Models
 
@@ -29,8 +29,12 @@ DESCRIBE_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
 SILENCE_TIMEOUT_S = 5.0
 """A node sends its load every second; one that is silent for this long hangs."""
+LAST_WORD_S = 0.5
+"""For a stream that cannot be written to any more to say why."""
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
+
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # known to grpc, not to its type stubs
 
 
 class NodeLink:
@@ -87,43 +91,50 @@ class NodeLink:
                 self._models.leave(info.incarnation)
 
     async def _session(self, channel: grpc.aio.Channel, info: NodeInfo) -> None:
-        outgoing: asyncio.Queue[RouterToNode] = asyncio.Queue()
-        outgoing.put_nowait(Subscribe(self._epoch, info.incarnation))
         prefills = self.role is NodeRole.PREFILL
         make_stub: Any = node_pb2_grpc.PrefillNodeStub if prefills else node_pb2_grpc.DecodeNodeStub
-        call = make_stub(channel).Session(_written(outgoing))
+        call: _Call = make_stub(channel).Session()
         try:
-            said = aiter(call)
-            await self._subscribed(said, info)
-            raise _SessionLost(await self._in_use(said, info, outgoing.put_nowait))
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                await self._subscribe(call, info)
+            raise _SessionLost(await self._in_use(call, info))
         finally:
             call.cancel()
 
-    async def _subscribed(self, said: _Said, info: NodeInfo) -> None:
-        async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-            wire = await anext(said, None)
-        answer = read_node_message(wire) if wire else None
+    async def _subscribe(self, call: _Call, info: NodeInfo) -> None:
+        await call.write(write_router_message(Subscribe(self._epoch, info.incarnation)))
+        wire: Any = await call.read()
+        answer = None if wire is EOF else read_node_message(wire)
         if not isinstance(answer, Subscribed) or answer.incarnation != info.incarnation:
             raise NodeUnavailable("did not confirm the subscription")
 
-    async def _in_use(self, said: _Said, info: NodeInfo, send: Callable[[Prefill | Abort], None]) -> str:
+    async def _in_use(self, call: _Call, info: NodeInfo) -> str:
         """From Subscribed to the end of the stream; returns why it ended."""
-        self._dispatcher.node_up(info, send)
+        outgoing: asyncio.Queue[Prefill | Abort] = asyncio.Queue()
+        self._dispatcher.node_up(info, outgoing.put_nowait)
         log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
         self._set_problem(None)
+        reading = asyncio.create_task(self._listen(call, info.incarnation))
+        writing = asyncio.create_task(_write(call, outgoing))
         reason = "the router is closing"
         try:
-            reason = await self._listen(said, info.incarnation)
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reading,), timeout=LAST_WORD_S)  # what it says last tells more than a failed write
+            reason = reading.result() if reading.done() else f"cannot write to it: {writing.exception()!r}"
         finally:
+            reading.cancel()
+            writing.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
             self._dispatcher.node_lost(info.incarnation, reason)
         return reason
 
-    async def _listen(self, said: _Said, incarnation: str) -> str:
+    async def _listen(self, call: _Call, incarnation: str) -> str:
         """Pass on what the node says until its stream ends, breaks or goes silent; returns which."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(SILENCE_TIMEOUT_S) as silence:
-                async for wire in said:
+                wire: Any
+                while (wire := await call.read()) is not EOF:
                     silence.reschedule(loop.time() + SILENCE_TIMEOUT_S)
                     message = read_node_message(wire)
                     if not isinstance(message, Subscribed):
@@ -147,12 +158,13 @@ class _SessionLost(Exception):
     """The session of a node that was in use ended."""
 
 
-_Said = AsyncIterator[node_pb2.NodeMessage]
+_Call = grpc.aio.StreamStreamCall[node_pb2.RouterMessage, node_pb2.NodeMessage]
 
 
-async def _written(outgoing: asyncio.Queue[RouterToNode]) -> AsyncIterator[node_pb2.RouterMessage]:
+async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort]) -> None:
+    """All messages in order, until it fails."""
     while True:
-        yield write_router_message(await outgoing.get())
+        await call.write(write_router_message(await outgoing.get()))
 
 
 async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo) -> bytes:

@@ -165,17 +165,15 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         for start in range(0, len(data), 4096):
             yield node_pb2.TokenizerChunk(digest=self.info.tokenizer_digest, data=data[start : start + 4096])
 
-    async def Session(  # noqa: N802
-        self, requests: AsyncIterator[node_pb2.RouterMessage], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[node_pb2.NodeMessage]:
-        hello = wire.read_router_message(await anext(requests))
+    async def Session(self, _: object, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+        hello = wire.read_router_message(await context.read())
         assert isinstance(hello, Subscribe)
         if hello.target_incarnation != self.info.incarnation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")
         session = self.sessions[hello.router_epoch] = _Session()
         self.num_sessions += 1
-        yield wire.write_node_message(Subscribed(self.info.incarnation))
-        reading = asyncio.create_task(self._read(requests))
+        await context.write(wire.write_node_message(Subscribed(self.info.incarnation)))
+        reading = asyncio.create_task(self._read(context))
         try:
             while True:
                 try:
@@ -184,13 +182,13 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
                 except TimeoutError:
                     message = wire.write_node_message(Load())
                 if not self.silent:
-                    yield message
+                    await context.write(message)
         finally:
             reading.cancel()
             self.sessions.pop(hello.router_epoch, None)
 
-    async def _read(self, requests: AsyncIterator[node_pb2.RouterMessage]) -> None:
-        async for request in requests:
+    async def _read(self, context: grpc.aio.ServicerContext) -> None:
+        while (request := await context.read()) is not grpc.aio.EOF:
             message = wire.read_router_message(request)
             if isinstance(message, Prefill):
                 self._cluster.prefills.append(message)
