@@ -59,7 +59,9 @@ def load_model(path: Path, dtype: str = "auto", device: str | torch.device = "cp
             local_files_only=True,
         )
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise UnsupportedModel(f"{path} cannot be loaded: {error}") from error
+        bypassed = isinstance(error, KeyError) and error.args == (IMPLEMENTATION,)
+        reason = "its class has attention functions of its own" if bypassed else str(error)
+        raise UnsupportedModel(f"{path} cannot be loaded: {reason}") from error
     # Moved as a whole: from_pretrained places weights on a device itself only with the accelerate package.
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded

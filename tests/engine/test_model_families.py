@@ -1,0 +1,142 @@
+"""Logits of the runner, chunk by chunk over paged KV, against transformers' own forward; and what it must refuse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MambaConfig
+
+from baton.messages import WorkId
+from baton.sampling import SamplingParams
+from engine.config import EngineConfig
+from engine.model import loader
+from engine.model.attention import probe
+from engine.model.errors import UnsupportedModel
+from engine.model.runner import TorchModelRunner
+from engine.sequence import Sequence
+from engine.step import Chunk
+from tests.engine import tiny_models
+
+torch.set_num_threads(1)
+
+SIZES = EngineConfig(num_blocks=65, max_model_len=512, vocab_size=tiny_models.VOCAB_SIZE, block_size=8)
+
+
+class LogitsOf(TorchModelRunner):
+    """Says the logits of each chunk that samples, as the sampler gets them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(loader.load_model(folder), SIZES)
+        self.pool.tensor[1:] = float("nan")  # whatever is read must have been written before
+
+    def __call__(self, *chunks: Chunk) -> list[torch.Tensor]:
+        self.rows: list[torch.Tensor] = []
+        self.run(chunks)
+        return self.rows
+
+    def _forward(self, chunks: Iterable[Chunk]) -> torch.Tensor:
+        logits = super()._forward(list(chunks))
+        self.rows = list(logits)
+        return logits
+
+
+def sequences(lengths: list[int]) -> list[Sequence]:
+    rng, order, result = random.Random(1), list(range(1, 65)), []
+    rng.shuffle(order)
+    for number, length in enumerate(lengths):
+        tokens = tuple(rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(length))
+        seq = Sequence(WorkId(1, str(number), 0), [0], tokens, SamplingParams(temperature=0.0))
+        seq.block_table = [order.pop() for _ in range(-(-length // SIZES.block_size))]
+        result.append(seq)
+    return result
+
+
+@pytest.mark.parametrize("family", tiny_models.CONFIGS)
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.CONFIGS[family], tmp_path)
+    run = LogitsOf(folder)
+    a, b, c = seqs = sequences([70, 33, 100])
+    assert run(Chunk(a, 0, 30), Chunk(b, 0, 32)) == []
+    rows = run(Chunk(b, 32, 1), Chunk(a, 30, 40), Chunk(c, 0, 99)) + run(Chunk(c, 99, 1))
+    model = tiny_models.reference(folder)
+    for seq, row in zip((b, a, c), rows, strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([seq.tokens])).logits[0, -1]
+        torch.testing.assert_close(row, expected, atol=2e-4, rtol=2e-4)
+    assert len(seqs) == len(rows)
+
+
+def test_two_runners_in_one_process_do_not_meet(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
+    one, other = LogitsOf(folder), LogitsOf(folder)
+    (seq,) = sequences([40])
+    one(Chunk(seq, 0, 39))
+    (alone,) = other(Chunk(seq, 0, 40))
+    (chunked,) = one(Chunk(seq, 39, 1))
+    torch.testing.assert_close(alone, chunked, atol=1e-5, rtol=1e-5)
+
+
+def test_another_requests_nan_does_not_spread(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
+    run = LogitsOf(folder)
+    (seq,) = sequences([12])
+    for start in range(12):
+        rows = run(Chunk(seq, start, 1))
+    assert bool(rows[0].isfinite().all())
+
+
+def test_the_pool_and_its_layout(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
+    pool = TorchModelRunner(loader.load_model(folder), SIZES).pool
+    assert pool.tensor.shape == (65, 2, 2, 2, 8, 16)
+    layout = pool.layout("print")
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_start, layout.head_end) == (2, 2, 0, 2)
+    assert (layout.head_dim_k, layout.head_dim_v, layout.block_size, layout.dtype) == (16, 16, 8, "float32")
+    raw = pool.as_bytes()
+    assert raw.shape == (65, layout.block_bytes)
+    assert layout.block_bytes == 2 * 2 * 2 * 8 * 16 * 4
+    raw[3] = 255
+    assert bool(pool.tensor[3].isnan().all())
+    assert not bool(pool.tensor[[2, 4]].any())
+
+
+SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MambaConfig(**SMALL, state_size=4), "linear_attention"),
+        (FalconConfig(**SMALL, num_attention_heads=4), "attention functions of its own"),
+        (Llama4TextConfig(**tiny_models.SHAPE, num_local_experts=2), "chunked_attention"),
+        (
+            LlamaConfig(
+                **tiny_models.SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "dynamic",
+        ),
+    ],
+    ids=["recurrent state", "legacy attention", "chunked attention", "RoPE by batch"],
+)
+def test_models_that_would_be_wrong_are_refused(config, why: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(config, tmp_path)
+    with pytest.raises(UnsupportedModel, match=why):
+        probe(loader.load_model(folder))
+
+
+def test_a_layer_whose_attention_is_bypassed_is_refused(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
+    model = loader.load_model(folder)
+
+    class Bypass(nn.Module):
+        def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+            return hidden_states, None
+
+    model.model.layers[1].self_attn = Bypass()
+    with pytest.raises(UnsupportedModel, match="1 modules called paged attention 1 times, for 2 layers"):
+        probe(model)

@@ -1,0 +1,60 @@
+"""Random models of a few thousand parameters, one per family, as checkpoints on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 160
+EOS = 9
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": EOS,
+    "pad_token_id": 1,
+    "initializer_range": 0.3,  # logits far apart, so that greedy choices are no ties
+}
+
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": Qwen3Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=20),
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=20, query_pre_attn_scalar=16, attn_logit_softcapping=3.0),
+    "gpt_oss": GptOssConfig(**SHAPE, sliding_window=20, num_local_experts=2, num_experts_per_tok=1),
+}
+
+
+def save(config: Any, folder: Path, seed: int = 0) -> Path:
+    """Write a random model of that configuration, in fp32, to the folder."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def reference(folder: Path) -> PreTrainedModel:
+    """The same checkpoint as transformers runs it by itself."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
