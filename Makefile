@@ -35,4 +35,4 @@ stubs: setup ## write the protobuf stubs anew
 	@$(BIN)/python tools/generate_stubs.py
 
 clean: ## remove the environment and caches
-	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	@rm -rf .venv .setup.log .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info

@@ -8,6 +8,7 @@ a child that died finds it again.
 from __future__ import annotations
 
 import socket
+from typing import Self
 
 from baton.address import HostPort
 
@@ -17,7 +18,7 @@ class PortTaken(Exception):
 
 
 class HeldPort:
-    """Holds `address`, whose port 0 becomes a free one, until `close`. Raises PortTaken."""
+    """Holds `address`, whose port 0 becomes a free one, until `close` or the end of its context. Raises PortTaken."""
 
     def __init__(self, address: HostPort) -> None:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -29,6 +30,12 @@ class HeldPort:
             self._socket.close()
             raise PortTaken(f"{address} cannot be had: {error.strerror or error}") from None
         self.address = HostPort(address.host, self._socket.getsockname()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._socket.close()

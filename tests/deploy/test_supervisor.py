@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deploy.plan import Child
 from deploy.supervisor import MAX_LINE_BYTES, Backoff, Supervisor
-from tests.deploy.up_process import PATH, wait_for_end
+from tests.deploy.spawned import PATH, wait_for_end
 
 WAIT_S = 30.0
 QUICK = Backoff(first_s=0.01, last_s=0.04, healthy_s=3600.0)

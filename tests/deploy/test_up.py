@@ -9,7 +9,7 @@ import socket
 import httpx
 import pytest
 
-from tests.deploy.up_process import Up, wait_for_end
+from tests.deploy.spawned import Up, wait_for_end
 
 ANY_PORTS = ("--http=127.0.0.1:0", "--grpc=127.0.0.1:0", "--device=cpu")
 

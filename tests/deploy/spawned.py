@@ -1,4 +1,4 @@
-"""`baton-up` as a process, with what it says."""
+"""Python programs as processes, with what they say; `baton-up` among them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Self
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join(str(ROOT / name) for name in ("", "proto", "kernels"))
@@ -17,18 +18,22 @@ START_S = 100.0
 STOP_S = 60.0
 
 
-class Up:
-    """Use as a context; what still runs at its end is killed. `log` is all that was written so far, both streams."""
+def python_path() -> dict[str, str]:
+    """This environment, with our import roots."""
+    return {**os.environ, "PYTHONPATH": PATH}
 
-    def __init__(self, *flags: str) -> None:
-        env = {**os.environ, "PYTHONPATH": PATH}
+
+class Process:
+    """A run of Python. Use as a context; what still runs at its end is killed. `log`: all that it wrote so far."""
+
+    def __init__(self, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.up", *flags],
+            [sys.executable, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            env=env,
+            env=python_path(),
             cwd=ROOT,
         )
         self.log = ""
@@ -37,7 +42,7 @@ class Up:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def __enter__(self) -> Up:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,10 +73,6 @@ class Up:
         assert found, f"no {pattern!r} in:\n{self.log}"
         return found
 
-    def wait_ready(self) -> str:
-        """Its base URL."""
-        return self.wait_for(r"^ready (http://\S+) grpc \S+$")[1]
-
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
@@ -79,6 +80,17 @@ class Up:
         code = self._process.wait(timeout_s)
         self._reader.join(timeout_s)
         return code
+
+
+class Up(Process):
+    """`baton-up` with these flags."""
+
+    def __init__(self, *flags: str) -> None:
+        super().__init__("-m", "deploy.up", *flags)
+
+    def wait_ready(self) -> str:
+        """Its base URL."""
+        return self.wait_for(r"^ready (http://\S+) grpc \S+$")[1]
 
     def children(self) -> dict[str, int]:
         """Process ids by name, as in the command lines."""

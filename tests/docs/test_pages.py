@@ -1,0 +1,51 @@
+"""The pages name only what exists: files, links, make targets, flags."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deploy.settings import UpSettings
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/protocol.md")
+# Paths below the import roots are written as imports see them, without the root.
+PLACES = (ROOT, ROOT / "proto")
+OWN_FOLDERS = ("proto", "kernels", "engine", "kv_transfer", "prefill_node", "decode_node", "router", "deploy", "tools")
+PATH = re.compile(rf"`((?:baton|tests|docs|benchmarks|{'|'.join(OWN_FOLDERS)})/[\w./*-]*)`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = [path for path in PATH.findall(text) if "NAME" not in path]
+    missing = [path for path in named if not any(next(place.glob(path), None) for place in PLACES)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    headings = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if path:
+            assert ((ROOT / page).parent / path).exists(), target
+        else:
+            assert anchor in headings, target
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", (ROOT / page).read_text(), re.M))
+    assert named
+    assert named <= targets
+
+
+def test_named_flags_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    known = {f"--{name.replace('_', '-')}" for name in UpSettings.model_fields} | {"--listen", "--advertise"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known | {"--help"}
