@@ -166,10 +166,12 @@ def _num_blocks(
 
 
 def _free_bytes(settings: NodeSettings, vocab_size: int) -> int:
-    """What --gpu-memory-utilization leaves for the pool, with the model loaded."""
+    """What --gpu-memory-utilization leaves for the pool, with the model loaded. It is this process's share: what others
+    hold on the same GPU counts only where it leaves less."""
     free, total = torch.cuda.mem_get_info()
     logits = settings.max_num_seqs * vocab_size * 4 * 4  # fp32: as computed, adjusted, sorted, and their probabilities
-    budget = int(total * settings.gpu_memory_utilization) - (total - free) - _GPU_WORKSPACE_BYTES - logits
+    share = int(total * settings.gpu_memory_utilization) - torch.cuda.memory_reserved()
+    budget = min(share, free) - _GPU_WORKSPACE_BYTES - logits
     if budget <= 0:
         raise ValueError(f"--gpu-memory-utilization: {settings.gpu_memory_utilization} leaves no memory for KV blocks")
     return budget
