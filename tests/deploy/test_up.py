@@ -22,40 +22,26 @@ def answer(url: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_cluster_answers_heals_and_leaves_nothing_behind() -> None:
-    with Up(*ANY_PORTS) as up:
-        url = up.wait_ready()
-        assert answer(url) == "28 + 98 = 126"
-        first = up.children()
-        assert sorted(first) == ["decode-0", "prefill-0", "router"]
-
-        os.kill(first["decode-0"], signal.SIGKILL)
-        up.wait_for(r"^baton-up +\| decode-0 was killed by SIGKILL; it starts again in 0.5 s$")
-        up.wait_for(r"(?s)decode-0 was killed.*^decode-0 .* ready address")
-        up.wait_for(r"(?s)decode-0 was killed.*^router .* ready http")
-        assert answer(url) == "28 + 98 = 126"
-        second = up.children()
-        assert second["decode-0"] != first["decode-0"]
-        assert second["prefill-0"] == first["prefill-0"]
-
-        up.send(signal.SIGKILL)
-        for pid in second.values():
-            wait_for_end(pid)
-
-
-@pytest.mark.timeout(200)
-def test_more_nodes_and_all_end_when_asked() -> None:
-    with Up(*ANY_PORTS, "--prefill=1", "--decode=2", "--max-model-len=256", "--num-gpu-blocks-override=64") as up:
+    with Up(*ANY_PORTS, "--decode=2") as up:
         url = up.wait_ready()
         for node in ("prefill-0", "decode-0", "decode-1"):
             up.wait_for(rf"^router .* node_id={node} .* up$")
         assert answer(url) == "28 + 98 = 126"
-        children = up.children()
-        up.send(signal.SIGTERM)
-        up.wait_for(r"^baton-up +\| stopping; Ctrl-C again kills$")
-        assert up.wait_end() == 0
-        for pid in children.values():
+        first = up.children()
+        assert sorted(first) == ["decode-0", "decode-1", "prefill-0", "router"]
+
+        os.kill(first["decode-0"], signal.SIGKILL)
+        up.wait_for(r"^baton-up +\| decode-0 was killed by SIGKILL; it starts again in 0.5 s$")
+        up.wait_for(r"(?s)decode-0 was killed.*^decode-0 [^\n]* ready address")
+        up.wait_for(r"(?s)decode-0 was killed.*^router [^\n]* node_id=decode-0 [^\n]* up$")
+        assert answer(url) == "28 + 98 = 126"
+        second = up.children()
+        assert second["decode-0"] != first["decode-0"]
+        assert {**first, "decode-0": second["decode-0"]} == second
+
+        up.send(signal.SIGKILL)
+        for pid in second.values():
             wait_for_end(pid)
-        assert "killed" not in up.log
 
 
 @pytest.mark.parametrize("flag", ["http", "grpc"])

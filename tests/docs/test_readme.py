@@ -84,7 +84,9 @@ def ports() -> Iterator[dict[str, str]]:
         up.wait_for(rf"^ready http://127\.0\.0\.1:{ports['8000']} ")
         yield ports
         up.send(signal.SIGINT)
+        up.wait_for(r"^baton-up +\| stopping; Ctrl-C again kills$")
         assert up.wait_end() == 0
+        assert "killed" not in up.log
 
 
 @pytest.mark.parametrize("block", CLIENTS, ids=[f"{i}-{block.language}" for i, block in enumerate(CLIENTS)])

@@ -1,0 +1,22 @@
+"""`make demo`, as a newcomer runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.deploy.spawned import Process
+
+
+@pytest.mark.timeout(240)
+def test_demo_shows_all_that_it_promises() -> None:
+    with Process("-m", "deploy.demo") as demo:
+        assert demo.wait_end(200) == 0, demo.log
+        demo.wait_for(r"ready after [\d.]+ s")
+        demo.wait_for(r"A chat answer, as it comes\n +> .*\n +\w+")
+        demo.wait_for(r"prefill-0 handed [\d.]+ MB of KV cache over to decode-0")
+        demo.wait_for(r"prefill-0 had 1,\d\d\d of the tokens in its cache, decode-0\s+1,\d\d\d")
+        assert demo.log.count("✓") == 2 + 8
+        demo.wait_for(r"decode-0 held \d+ KV blocks for it, and now\s+0:")
+        rows = demo.log.split("Where the time went")[1].split("phases in ms")[0].splitlines()
+        assert len([row for row in rows if row.count("  ") > 5 and "." in row]) == 1 + 2 + 8
+        demo.wait_for(r"Go on with")
