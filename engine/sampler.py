@@ -108,7 +108,8 @@ def _draw(logits: Tensor, requests: Seq[SampleRequest]) -> Tensor:
         seed=torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device),
         position=torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64, device=device),
     )
-    return sample(logits, draw, filtered=any(p.top_k or p.top_p < 1.0 or p.min_p for p in params))
+    unbounded = any(p.top_p < 1.0 and not p.top_k for p in params)
+    return sample(logits, draw, num_ordered=logits.shape[1] if unbounded else max(p.top_k for p in params))
 
 
 def _is_penalized(params: SamplingParams) -> bool:
@@ -119,7 +120,7 @@ def _penalize(logits: Tensor, request: SampleRequest) -> None:
     """Change one row, [vocab_size], in place: repetition counts prompt and output, the other two the output alone."""
     params = request.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(request.tokens)), device=logits.device)
+        seen = torch.tensor(request.tokens, device=logits.device)  # one token twice gets the same value twice
         old = logits[seen]
         logits[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
     output = request.tokens[request.num_prompt_tokens :]

@@ -58,10 +58,10 @@ def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     return answers
 
 
-def make_engine(folder: Path, **sizes: int) -> tuple[Engine, TorchModelRunner]:
+def make_engine(folder: Path, device: str = "cpu", **sizes: int) -> tuple[Engine, TorchModelRunner]:
     plain = {"num_blocks": 400, "max_model_len": 512, "block_size": 16, **sizes}
     config = EngineConfig(vocab_size=tiny_models.VOCAB_SIZE, eos_token_ids=(tiny_models.EOS,), **plain)
-    runner = TorchModelRunner(loader.load_model(folder), config)
+    runner = TorchModelRunner(loader.load_model(folder, device=device), config)
     return Engine(config, runner), runner
 
 
@@ -97,6 +97,19 @@ def test_mixed_batches_and_prefix_hits(
         assert [said[str(i), 0] for i in range(len(prompts))] == expected
         if turn:
             assert [s.num_cached_tokens for s in seqs] == [(len(p) - 1) // block_size * block_size for p in prompts]
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_the_same(folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]]) -> None:
+    engine, runner = make_engine(folder, device="cuda", max_num_batched_tokens=100)
+    assert runner.pool.tensor.is_cuda
+    wishes = {"temperature": 0.9, "top_p": 0.95, "num_logprobs": 2, "repetition_penalty": 1.1, "min_tokens": 3}
+    seqs = [ask(str(i), prompt) for i, prompt in enumerate(prompts)]
+    said = run(engine, [*seqs, *(ask(f"drawn {i}", prompt, 3, **wishes) for i, prompt in enumerate(prompts))])
+    assert [said[str(i), 0] for i in range(len(prompts))] == expected
+    drawn = run(make_engine(folder)[0], [ask(f"drawn {i}", prompt, 3, **wishes) for i, prompt in enumerate(prompts)])
+    same = sum(said[key] == output for key, output in drawn.items())
+    assert same >= len(drawn) - 2  # noise is equal up to the rounding of logarithms
 
 
 def test_preemption_and_eviction(folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]]) -> None:

@@ -102,7 +102,7 @@ def test_the_noise_is_this_function_of_seed_position_and_token() -> None:
 def test_draws_follow_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, 0.5])
     n = 40_000
-    tokens = sample(logits.expand(n, -1), params(n, temperature=1.3, position=torch.arange(n)), filtered=False)
+    tokens = sample(logits.expand(n, -1), params(n, temperature=1.3, position=torch.arange(n)), num_ordered=0)
     counts = torch.bincount(tokens, minlength=6).float()
     assert chi_square(counts, (logits / 1.3).softmax(-1) * n) < 5
 
@@ -118,15 +118,17 @@ def test_a_draw_depends_on_its_own_row_alone() -> None:
         "seed": [0, 1, -1, 2**62, 5, 5, 5, 9],
         "position": [0, 1, 2, 3, 4, 4, 5, 6],
     }
-    batch = sample(logits, params(8, **columns))
-    alone = [sample(logits[[i]], params(1, **{name: [values[i]] for name, values in columns.items()})) for i in rows]
-    assert batch.tolist() == torch.cat(alone).tolist()
+    batch = sample(logits, params(8, **columns), num_ordered=100)
+    for i in rows:
+        own = params(1, **{name: [values[i]] for name, values in columns.items()})
+        top_k, top_p = columns["top_k"][i], columns["top_p"][i]
+        assert sample(logits[[i]], own, num_ordered=100 if top_p < 1 and not top_k else top_k) == batch[i]
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.full((1000, 50), float("-inf"))
     logits[:, 31], logits[:, 7] = -30.0, 5.0
-    tokens = sample(logits, params(1000, temperature=100.0, position=torch.arange(1000)), filtered=False)
+    tokens = sample(logits, params(1000, temperature=100.0, position=torch.arange(1000)), num_ordered=0)
     assert set(tokens.tolist()) == {7, 31}
 
 
@@ -160,7 +162,7 @@ def test_filters_keep_what_the_textbook_keeps(
     logits = torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 2
     scores = (logits - logits.max()) / temperature
     threshold = reference._threshold(
-        scores[None], params(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        scores[None], params(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), top_k or 10
     )
     kept = set((scores >= threshold).nonzero()[:, 0].tolist())
     expected = allowed(logits.tolist(), temperature, top_k, top_p, min_p)
@@ -171,13 +173,13 @@ def test_filters_keep_what_the_textbook_keeps(
 
 def test_filters_off_keep_everything_and_ties_stay_together() -> None:
     scores = torch.tensor([[0.0, -1.0, -1.0, -60.0]])
-    keep = [(scores >= reference._threshold(scores, params(1, top_k=k)))[0].sum().item() for k in (0, 1, 2, 3, 4)]
+    keep = [int((scores >= reference._threshold(scores, params(1, top_k=k), 4)).sum()) for k in (0, 1, 2, 3, 4)]
     assert keep == [4, 1, 3, 3, 4]
 
 
 def test_filtered_draws_follow_the_renormalised_softmax() -> None:
     logits, n = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, 0.5]), 20_000
-    tokens = sample(logits.expand(n, -1), params(n, top_k=4, top_p=0.95, seed=torch.arange(n)))
+    tokens = sample(logits.expand(n, -1), params(n, top_k=4, top_p=0.95, seed=torch.arange(n)), num_ordered=4)
     kept = sorted(allowed(logits.tolist(), 1.0, 4, 0.95, 0.0))
     counts = Counter(tokens.tolist())
     assert sorted(counts) == kept

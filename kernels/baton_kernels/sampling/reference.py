@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from baton_kernels.sampling import DrawParams
 
 
-def sample(logits: Tensor, params: DrawParams, filtered: bool) -> Tensor:
+def sample(logits: Tensor, params: DrawParams, num_ordered: int) -> Tensor:
     scores = logits / params.temperature[:, None]
     scores -= scores.amax(dim=-1, keepdim=True)
-    if filtered:
-        scores = scores.masked_fill(scores < _threshold(scores, params)[:, None], float("-inf"))
+    scores.masked_fill_(scores < _threshold(scores, params, num_ordered)[:, None], float("-inf"))
     return (scores + gumbel_noise(params.seed, params.position, logits.shape[1])).argmax(dim=-1)
 
 
@@ -69,16 +68,18 @@ def _signed(x: int) -> int:
     return x - (1 << 32) if x >> 31 else x
 
 
-def _threshold(scores: Tensor, params: DrawParams) -> Tensor:
+def _threshold(scores: Tensor, params: DrawParams, num_ordered: int) -> Tensor:
     """[num_rows]: the smallest score that the filters keep. scores: at most 0, each row's largest is 0."""
-    floor = params.min_p.log()  # -inf when off: p >= min_p * p_max
-    ordered = scores.sort(dim=-1, descending=True).values
-    ordered = ordered.masked_fill(ordered < floor[:, None], float("-inf"))
-    last = torch.where(params.top_k > 0, params.top_k, scores.shape[1]).clamp(max=scores.shape[1]) - 1
-    kth = ordered.gather(1, last[:, None])
-    ordered = ordered.masked_fill(ordered < kth, float("-inf"))
-    probs = ordered.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
+    floor = params.min_p.log()  # p >= min_p * p_max; -inf when off
+    if not num_ordered:
+        return floor
+    whole = num_ordered >= scores.shape[1]
+    ordered = (scores.sort(dim=-1, descending=True) if whole else scores.topk(num_ordered, dim=-1)).values
+    rank = torch.arange(ordered.shape[1], device=scores.device)
+    dropped = (ordered < floor[:, None]) | ((params.top_k > 0)[:, None] & (rank >= params.top_k[:, None]))
+    probs = ordered.masked_fill(dropped, float("-inf")).softmax(dim=-1)
     top_p = torch.where(params.top_p < 1.0, params.top_p, float("inf"))  # fp32 sums may reach 1 before the last token
-    kept = (before < top_p[:, None]) & (ordered > float("-inf"))
-    return ordered.masked_fill(~kept, 0.0).amin(dim=-1)
+    dropped |= probs.cumsum(dim=-1) - probs >= top_p[:, None]
+    last = ordered.masked_fill(dropped, 0.0).amin(dim=-1)
+    off = (params.top_k == 0) & (params.top_p >= 1.0)
+    return torch.where(off, floor, last)
