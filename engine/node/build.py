@@ -128,7 +128,9 @@ def _device(name: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ValueError("--device: cuda is not available on this machine")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())  # by number: transports ask which one
 
 
 def _engine_config(
