@@ -63,6 +63,7 @@ def main() -> int:
         console.print(f"[bold red]The demo failed:[/] {error}", markup=True, highlight=False)
         return 1
     except KeyboardInterrupt:
+        console.print("\n[dim]interrupted; all its processes are gone")
         return 130
     return 0
 

@@ -53,19 +53,14 @@ class Show:
         first = await self._ask("fact", sample)
         self._question(f"({first.num_prompt_tokens:,} tokens of text) {question}")
         self._answer(first)
-        self._note(
-            f"{first.timings['prefill_node']} handed {_megabytes(first)} of KV cache over to "
-            f"{first.timings['decode_node']}, first token after {first.timings['first_token_ms']:.0f} ms"
-        )
+        self._note(_handover(first))
         second = await self._ask("fact, again", sample)
         self._question("(the same again)")
         self._answer(second)
         cached = {place: second.timings[key] for place, key in _CACHED.items()}
         prefill, decode = second.timings["prefill_node"], second.timings["decode_node"]
-        self._note(
-            f"{prefill} had {cached['prefill']:,} of the tokens in its cache, {decode} {cached['decode']:,}: "
-            f"{_megabytes(second)} had to travel, first token after {second.timings['first_token_ms']:.0f} ms"
-        )
+        self._note(f"{prefill} had {cached['prefill']:,} of the tokens in its cache, {decode} {cached['decode']:,}")
+        self._note(_handover(second))
         for place, num_tokens in cached.items():
             if num_tokens < CACHED_SHARE * second.num_prompt_tokens:
                 raise DemoFailed(f"only {num_tokens} prompt tokens were cached on the {place} node")
@@ -98,10 +93,9 @@ class Show:
             for name in self._cluster.metrics:
                 await self._blocks(name, lambda blocks: not blocks.in_use)
             after = await self._blocks(node, lambda blocks: not blocks.in_use)
-        self._note(
-            f"the client left after {CANCEL_AFTER_CHUNKS} pieces. {node} held {during.in_use} KV blocks for it, and now"
-            f" {after.in_use}: {after.by_state['free']:,} free + {after.by_state['cached']:,} cached = {after.total:,}"
-        )
+        held = f"the {during.in_use} KV blocks that {node} held are back"
+        self._note(f"the client left after {CANCEL_AFTER_CHUNKS} pieces: {held}")
+        self._note(f"{after.by_state['free']:,} free + {after.by_state['cached']:,} cached = {after.total:,}")
         if after.total != before.total:
             raise DemoFailed(f"{node} had {before.total} KV blocks and has {after.total}")
 
@@ -145,5 +139,6 @@ class Show:
 _CACHED = {"prefill": "cached_tokens", "decode": "decode_cached_tokens"}
 
 
-def _megabytes(reply: Reply) -> str:
-    return f"{reply.timings['transfer_bytes'] / 1e6:.2f} MB"
+def _handover(reply: Reply) -> str:
+    megabytes, first_ms = reply.timings["transfer_bytes"] / 1e6, reply.timings["first_token_ms"]
+    return f"{megabytes:.2f} MB of KV cache handed over, first token after {first_ms:.0f} ms"
