@@ -52,7 +52,8 @@ The chat template knows the roles system, user and assistant. A turn ends with `
 Greedy answers to held-out prompts, with the weights of this folder (rounded to bf16) computed in fp32. They are
 held out by content: the training tasks of the same kind never draw these facts, sums, lists and ranges (stories and
 small talk have nothing to hold out; a JSON exercise may state a held-out code, but training never asks for it). An
-answer counts if it is exactly the expected one; a JSON object if it is equal; a story if it is at least 25 words in whole, different sentences and mentions the animal asked for.
+answer counts if it is exactly the expected one; a JSON object if it is equal; a
+story if it is at least 25 words in whole, different sentences and mentions the animal asked for.
 
 | task | prompts | right | prompt tokens, mean | answer tokens, mean |
 | --- | ---: | ---: | ---: | ---: |
