@@ -140,6 +140,10 @@ class Request:
         self.answer.ended = self.answer.ended or time.monotonic()
         return self.answer
 
+    @property
+    def ended(self) -> bool:
+        return self._task.done()
+
     async def until(self, num_tokens: int) -> None:
         """Until so many tokens of sample 0 have come."""
         async with asyncio.timeout(PATIENCE_S):

@@ -39,11 +39,18 @@ Role = Literal["prefill", "decode"]
 
 
 def wait_until(why_not: Callable[[], str | None], timeout_s: float = PATIENCE_S) -> None:
-    """Ask until there is no more reason why not. From async tests: in a thread."""
+    """Ask until there is no more reason why not; no answer from a process is one. From async tests: in a thread."""
     deadline = time.monotonic() + timeout_s
-    while reason := why_not():
+    while reason := _ask(why_not):
         assert time.monotonic() < deadline, f"after {timeout_s:g} s: {reason}"
         time.sleep(POLL_S)
+
+
+def _ask(why_not: Callable[[], str | None]) -> str | None:
+    try:
+        return why_not()
+    except httpx.TransportError as error:
+        return f"{error.request.url}: {error!r}"
 
 
 class Member:
@@ -118,10 +125,7 @@ class Member:
 
     def _why_not(self, path: str) -> str | None:
         assert self.alive, f"{self.name} ended by itself:\n{self.log_tail()}"
-        try:
-            answer = self.page(path)
-        except httpx.TransportError as error:
-            return f"{self.name} {path}: {error!r}"
+        answer = self.page(path)
         return None if answer.status_code == 200 else f"{self.name} {path}: {answer.status_code} {answer.text}"
 
     def _signal(self, number: signal.Signals) -> None:

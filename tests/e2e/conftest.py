@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from tests.e2e.cluster import Cluster, Node, Router
+from tests.e2e.scenes import Fragile
 
 _clusters: list[Cluster] = []
 _marks: dict[str, int] = {}
@@ -58,6 +59,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         _clusters.append(cluster)
         yield cluster
         _clusters.remove(cluster)
+
+
+@pytest.fixture(scope="session")
+def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fragile]:
+    with Cluster(tmp_path_factory.mktemp("breakable")) as cluster:
+        _clusters.append(cluster)
+        yield Fragile(cluster)
+        _clusters.remove(cluster)
+
+
+@pytest.fixture
+async def fragile(breakable: Fragile) -> AsyncIterator[Fragile]:
+    """All its processes run; and all nodes that live after the test are whole then."""
+    await breakable.wait_ready()
+    yield breakable
+    await breakable.wait_whole()
+    breakable.repair()
 
 
 @pytest.fixture(autouse=True)

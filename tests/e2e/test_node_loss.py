@@ -1,0 +1,89 @@
+"""Nodes that die or hang in each state of a request: it is answered all the same, or refused at once; nothing leaks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.e2e.client import Answer, Client
+from tests.e2e.cluster import Role
+from tests.e2e.scenes import STATES, Director, Fragile, Held, State
+
+pytestmark = pytest.mark.timeout(300)
+
+LOSS_S = 2.0
+"""After a node's death, for an answer to requests that cannot be answered any more."""
+
+CI = {
+    ("prefill", "queued", True),
+    ("prefill", "prefilling", False),
+    ("prefill", "handing_off", True),
+    ("prefill", "decoding", False),
+    ("decode", "queued", False),
+    ("decode", "prefilling", True),
+    ("decode", "handing_off", False),
+    ("decode", "decoding", True),
+}
+CASES = [
+    pytest.param(*case, marks=[] if case in CI else pytest.mark.full)
+    for case in product(("prefill", "decode"), STATES, (True, False))
+]
+
+
+@pytest.mark.parametrize(("victim", "state", "spare"), CASES)
+async def test_a_node_is_killed(fragile: Fragile, victim: Role, state: State, spare: bool) -> None:
+    """With a spare node for the victim every request is answered in full. A decode node also stands in for the prefill
+    nodes; nothing stands in for the last decode node."""
+    router = fragile.all if spare else fragile.pair
+    node = fragile.prefill[0] if victim == "prefill" else fragile.decode[0]
+    async with Client(router) as client:
+        scene = await Director(fragile, router, client, stream=STATES.index(state) % 2 == 0).scene(state)
+        killed = node.kill()
+        scene.thaw()
+        for held in (scene.request, *scene.others):
+            answer = await held.request.end()
+            if spare or victim == "prefill":
+                check_right(held, answer)
+            else:
+                check_refused(held, answer, killed)
+        if spare or victim == "prefill":
+            was_done = victim == "prefill" and state == "decoding"
+            assert (scene.request.request.answer.timings["attempts"] > 1) is not was_done
+
+
+@pytest.mark.parametrize(("victim", "state"), [("decode", "decoding"), ("prefill", "prefilling")])
+async def test_a_node_hangs(fragile: Fragile, victim: Role, state: State) -> None:
+    """No connection breaks: its silence tells. When it goes on after all, it drops what it had and takes work again."""
+    node = fragile.prefill[0] if victim == "prefill" else fragile.decode[0]
+    async with Client(fragile.all) as client:
+        scene = await Director(fragile, fragile.all, client, stream=True).scene(state)
+        assert scene.frozen == [node]
+        answer = await scene.request.request.end()
+        check_right(scene.request, answer)
+        assert answer.timings["attempts"] == 2
+        scene.thaw()
+        await fragile.wait_ready()
+    async with Client(fragile.pair) as client:
+        again = await client.complete([7] * 100, max_tokens=4, ignore_eos=True)
+        assert again.timings["attempts"] == 1
+
+
+def check_right(held: Held, answer: Answer) -> None:
+    assert answer.status == 200, answer.error
+    assert answer.error is None
+    assert answer.done
+    assert not held.expected or tuple(answer.tokens[0]) == held.expected
+    assert answer.finishes == {0: "length"}
+
+
+def check_refused(held: Held, answer: Answer, killed: float) -> None:
+    """At once, as a 503; or, where the answer had begun, as an event of that form in its place."""
+    assert answer.ended - killed <= LOSS_S
+    assert answer.error
+    assert answer.error["type"] == "server_error"
+    assert answer.error["code"] == "node_unavailable"
+    assert answer.status == (200 if answer.tokens else 503)
+    assert not answer.finishes
+    received = tuple(answer.tokens[0])
+    assert received == held.expected[: len(received)]
