@@ -1,10 +1,9 @@
 """Make .venv: a virtual environment with everything of pyproject.toml at the versions of constraints.txt.
 
-Run by `make setup` with the system's python3, so it uses the standard library alone and speaks every Python 3. It does
-nothing when .venv was made from these very files, and starts anew when an earlier run was interrupted half-way.
+Run by `make setup` with the system's python3, so it uses the standard library alone, in words that Python 3.6 can read,
+or it could not say that it needs a newer one. It does nothing when .venv was made from these very files, and starts
+anew when an earlier run was interrupted half-way.
 """
-
-from __future__ import annotations
 
 import fcntl
 import hashlib
@@ -29,7 +28,8 @@ LINE_EVERY_S = 20.0  # where there is no terminal to draw on
 
 
 def main() -> int:
-    if problem := unsupported():
+    problem = unsupported()
+    if problem:
         print(f"setup: {problem}", file=sys.stderr)
         return 2
     with Path(__file__).open() as lock:
@@ -41,13 +41,13 @@ def main() -> int:
         return make(wanted)
 
 
-def unsupported() -> str | None:
+def unsupported() -> "str | None":
     """Why baton cannot run here. None: it can."""
     if not sys.platform.startswith("linux"):
         return f"baton runs on Linux only, and this is {sys.platform}"
     if sys.version_info[:2] < OLDEST:
         newer = next((name for name in ("python3.13", "python3.12", "python3.11") if shutil.which(name)), None)
-        hint = f"try: make PYTHON={newer}" if newer else "install one, then: make PYTHON=python3.11"
+        hint = f"try: make setup PYTHON={newer}" if newer else "install one, then: make setup PYTHON=python3.11"
         return f"Python 3.11 or newer is needed, and {sys.executable} is {sys.version.split()[0]}; {hint}"
     return None
 
@@ -92,7 +92,7 @@ def make(wanted: str) -> int:
     return 0
 
 
-def run(title: str, command: list[str]) -> bool:
+def run(title: str, command: "list[str]") -> bool:
     """Run one step with a line that shows it moving. On failure all that it wrote is shown."""
     began = time.monotonic()
     with LOG.open("w") as output:
@@ -113,7 +113,7 @@ def run(title: str, command: list[str]) -> bool:
     return True
 
 
-def follow(process: subprocess.Popen[bytes], title: str, began: float) -> int:
+def follow(process: "subprocess.Popen[bytes]", title: str, began: float) -> int:
     """Show what the process does until it ends; its exit code."""
     drawn = sys.stdout.isatty()
     said = began
@@ -141,7 +141,8 @@ def doing() -> str:
     tail = LOG.read_text(errors="replace")[-4000:]
     last = ""
     for line in tail.splitlines():
-        if found := re.match(r"\s*(Collecting|Downloading|Installing collected|Building editable) ?(\S*)", line):
+        found = re.match(r"\s*(Collecting|Downloading|Installing collected|Building editable) ?(\S*)", line)
+        if found:
             last = line.strip() if found.group(1) == "Downloading" else " ".join(found.groups())
     if last.startswith("Installing collected"):
         return "unpacking;"
