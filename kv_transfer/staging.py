@@ -7,7 +7,7 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,12 +48,14 @@ class Staging:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.device = torch.device(device)
-        self._memory = list(torch.empty((num_slots, slot_bytes), dtype=torch.uint8, device=self.device))
+        self._memory: list[Tensor] = list(torch.empty((num_slots, slot_bytes), dtype=torch.uint8, device=self.device))
         self._states = [SlotState.FREE] * num_slots
         self._free = deque(range(num_slots))
         self._retired: deque[tuple[Tensor, Callable[[], bool]]] = deque()
         self._exchange = threading.Lock()  # over the memory, which `renew` exchanges on another thread
-        self._reads = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._reads: Any = None
+        if self.device.type == "cuda":
+            self._reads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
     def num_free(self) -> int:
@@ -89,7 +91,7 @@ class Staging:
     def read(self, slot: int, num_bytes: int) -> bytes:
         """The first bytes of a slot that arrived. Does not wait for work queued on the device's current stream."""
         with torch.cuda.stream(self._reads) if self._reads else contextlib.nullcontext():
-            return self._memory[slot][:num_bytes].cpu().numpy().tobytes()
+            return bytes(self._memory[slot][:num_bytes].cpu().numpy())
 
     def write(self, slot: int, data: bytes) -> None:
         """Put `data` at the slot's start, in order with the work queued on the current stream."""
@@ -99,7 +101,7 @@ class Staging:
         """Passed once all work queued so far on the current stream is done."""
         if self.device.type != "cuda":
             return PASSED
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 

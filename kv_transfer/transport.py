@@ -89,7 +89,7 @@ class Transport(Protocol):
 
     def disconnect(self, peer: str) -> None:
         """Forget the peer: each operation with it still under way ends with Failed. No PeerLost. Harmless when not
-        connected."""
+        connected. Whether the peer hears of it, as PeerLost, is up to the transport: tell it otherwise too."""
 
     def close(self) -> None:
         """End all operations, with Failed, and all threads. Slots are untouched by the time it returns."""

@@ -1,0 +1,133 @@
+"""The transport over UCX: shared memory, TCP, NVLink or InfiniBand, whatever UCX finds between two processes.
+
+Why a slot is never touched after its event (ucxx 0.52, UCX 1.21, November 2026):
+
+- Over shared memory and TCP, with UCX_RNDV_SCHEME=am, memory is written and read by this process alone, within
+  `progress` of our one thread, and never after the request has completed natively: fragments for a request that is over
+  are dropped. Seen with 512 MiB cut off half-way by the receiver and by the sender, with the other side going on to
+  send or rewriting its buffer, stopped and continued, and killed: not one byte changed after completion, and none of
+  the new bytes arrived. So host memory is always sent this way; it is as fast as what UCX would choose. With
+  `get_zcopy` or `put_zcopy` over shared memory the request of a killed peer never completed at all.
+- Over NVLink or RDMA one side writes into, or reads from, the other's memory by itself. There native completion says
+  nothing about the other side, and neither would a message to oneself. So a slot whose operation failed gets other
+  memory (`Staging.renew`): late bytes hit memory that nobody reads, and a late read finds the old bytes. This is done
+  for host memory too.
+
+A peer's death is noticed at once over TCP, and over shared memory within the keepalive interval, once its parent has
+reaped it. A peer that hangs is noticed by nobody: heartbeats and deadlines must decide, and call `disconnect`.
+
+Not fork-safe: neither this process nor its children may use UCX after a fork; start processes by spawn or exec.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.errors import TransferError
+from kv_transfer.staging import Staging
+from kv_transfer.transport import CONNECT_S, PeerLost, TransportEvent
+from kv_transfer.ucx_address import Version, pack_address, unpack_address
+
+if TYPE_CHECKING:
+    from kv_transfer.ucx_thread import UcxThread
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 10.0
+
+_DEFAULTS = {
+    "MM_ERROR_HANDLING": "y",  # or shared memory is silently given up for TCP
+    "KEEPALIVE_INTERVAL": "500ms",  # 20 s by default
+}
+"""Used unless the operator set UCX_..."""
+
+
+class UcxTransport:
+    """A `Transport` over UCX, on a thread of its own. The staging outlives it.
+
+    interface: devices as in UCX_NET_DEVICES; None: the operator's UCX_NET_DEVICES, or all. Raises TransferError when
+    UCX cannot be used.
+    """
+
+    def __init__(self, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> None:
+        self._events: list[TransportEvent] = []
+        self._events_lock = threading.Lock()
+        self._thread, self._version = _load(staging, _options(staging, interface), self._emit, wake)
+        self._info = pack_address(self._version, self._thread.start())
+        atexit.register(self.close)  # UCX must not be torn down under a running thread
+
+    def info(self) -> bytes:
+        return self._info
+
+    def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
+        worker_address = unpack_address(self._version, address, peer)
+        up: Future[None] = Future()
+        self._thread.call(partial(self._connect, peer, worker_address, up))
+        try:
+            up.result(timeout_s)
+        except TimeoutError:
+            self._thread.call(partial(self._give_up, peer, up))
+            raise TransferError(f"{peer} cannot be reached within {timeout_s:g} s") from None
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        self._thread.call(partial(self._thread.push, peer, tag, slot, num_bytes))
+
+    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
+
+    def poll(self) -> list[TransportEvent]:
+        with self._events_lock:
+            events, self._events = self._events, []
+        return events
+
+    def disconnect(self, peer: str) -> None:
+        self._thread.call(partial(self._thread.disconnect, peer))
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if not self._thread.stop(_CLOSE_S):
+            log.error("ucx thread did not end timeout_s=%g", _CLOSE_S)
+
+    def _emit(self, event: TransportEvent) -> None:
+        with self._events_lock:
+            self._events.append(event)
+
+    def _connect(self, peer: str, worker_address: bytes, up: Future[None]) -> None:
+        """An end of an earlier connection that nobody has heard of yet is not this one's."""
+        with self._events_lock:
+            self._events = [e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer)]
+        self._thread.connect(peer, worker_address, up)
+
+    def _give_up(self, peer: str, up: Future[None]) -> None:
+        if not up.done():
+            self._thread.disconnect(peer)
+
+
+def _options(staging: Staging, interface: str | None) -> dict[str, str]:
+    options = {name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in os.environ}
+    if staging.device.type == "cpu":
+        options["RNDV_SCHEME"] = "am"
+    if interface is not None:
+        options["NET_DEVICES"] = interface
+    return options
+
+
+def _load(
+    staging: Staging, options: dict[str, str], emit: Callable[[TransportEvent], None], wake: Callable[[], None]
+) -> tuple[UcxThread, Version]:
+    """The native library is loaded with the first transport, since it must not be there before a fork."""
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some that go unused
+    try:
+        import ucxx
+
+        from kv_transfer.ucx_thread import UcxThread
+    except (ImportError, OSError) as error:
+        raise TransferError(f"UCX cannot be loaded: {error}") from None
+    return UcxThread(staging, options, emit, wake), ucxx.get_ucx_version()

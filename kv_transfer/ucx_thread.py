@@ -1,0 +1,325 @@
+"""The thread that owns everything of UCX: context, worker, endpoints, requests.
+
+It sleeps in epoll on the worker's descriptor and on one of its own, so it costs nothing while nothing moves and answers
+within tens of microseconds; UCX has no other thread of ours to race with. The low-level objects of `ucxx` are used, and
+not its asyncio interface, because that ends a request for the caller before it is over for UCX (it cancels whatever is
+dropped), which is how late bytes come about, and because it would need a thread more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from ucxx._lib import libucxx as ucx
+from ucxx._lib.arr import Array
+
+from baton.errors import TransferError
+from kv_transfer.staging import Staging
+from kv_transfer.transport import TAG_BITS, Arrived, Failed, PeerLost, Sent, TransportEvent
+
+log = logging.getLogger(__name__)
+
+_HELLO_TAG = 1 << TAG_BITS
+_HELLO_BYTES = 16 << 10
+"""Large enough to need an answer (UCX sends 8 KiB and more by rendezvous), so that once it has left, the peer is alive
+and both sides know each other fully. Without that, UCX does not notice the death of a peer that a part waits for."""
+_BURST = 64
+"""Progress calls between two looks at commands and completions: one call moves up to a few hundred KiB."""
+_CLOSE_NS = 10**9
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """A push or an expect under way. UCX uses `buffer` until `request` is completed."""
+
+    tag: int
+    slot: int
+    done: type[Sent] | type[Arrived]
+    request: Any
+    buffer: Any
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """A peer's endpoint. `hello` goes to the peer first: once it has left, the peer is connected."""
+
+    peer: str
+    address: bytes
+    endpoint: Any
+    hello: Any
+    waiting: list[Future[None]] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    lost: bool = False
+
+    def closed(self) -> None:
+        """UCX's callback: the peer is gone. Within `progress`, so nothing is done about it here."""
+        self.lost = True
+
+
+class UcxThread:
+    """`emit` gets the events, on the thread; `wake` is called after some were emitted."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        options: dict[str, str],
+        emit: Callable[[TransportEvent], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._staging = staging
+        self._options = options
+        self._emit_event = emit
+        self._wake = wake
+        self._links: dict[str, Link] = {}
+        self._emitted = False
+        self._stopping = False
+        self._lock = threading.Lock()  # over the commands
+        self._commands: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="ucx", daemon=True)
+
+    # ---- from any thread ----
+
+    def start(self) -> bytes:
+        """Returns the worker's address. Raises TransferError."""
+        started: Future[bytes] = Future()
+        self._started = started
+        self._thread.start()
+        return started.result()
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Have the thread run `command`; once the thread is over, run it here."""
+        with self._lock:
+            if not self._closed:
+                self._commands.append(command)
+                os.eventfd_write(self._bell, 1)
+                return
+        command()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End all links and the thread. False: it did not end in time."""
+        self.call(self._stop)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- commands: on the thread ----
+
+    def connect(self, peer: str, address: bytes, up: Future[None]) -> None:
+        """Resolve `up` once the peer can be reached."""
+        link = self._links.get(peer)
+        if self._closed or self._stopping:
+            _resolve(up, TransferError("the transport is closed"))
+        elif link is not None and link.address != address:
+            _resolve(up, TransferError(f"{peer} is connected at another address"))
+        elif link is not None and not link.waiting:
+            _resolve(up, None)
+        elif link is not None:
+            link.waiting.append(up)
+        else:
+            self._open_link(peer, address, up)
+
+    def disconnect(self, peer: str) -> None:
+        if link := self._links.get(peer):
+            self._drop(link, "disconnected", told=True)
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        self._submit("tag_send", Sent, peer, tag, slot, num_bytes)
+
+    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        self._submit("tag_recv", Arrived, peer, tag, slot, num_bytes)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            address = self._open()
+        except Exception as error:  # noqa: BLE001 - told to whoever starts the thread
+            self._close()
+            self._started.set_exception(error if isinstance(error, TransferError) else TransferError(f"UCX: {error}"))
+            return
+        self._started.set_result(address)
+        reason = "closed"
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:  # the thread's boundary: every operation ends with it
+            log.exception("ucx thread failed")
+            reason = f"the UCX thread failed: {error}"
+        self._shut(reason, told=self._stopping)
+
+    def _open(self) -> bytes:
+        if self._staging.device.type == "cuda":
+            torch.cuda.set_device(self._staging.device)
+            torch.cuda.current_stream().synchronize()  # makes the device's context current on this thread
+        context = ucx.UCXContext(self._options)
+        _require_devices(self._options.get("NET_DEVICES", ""), context.info)
+        self._worker = ucx.UCXWorker(context)
+        self._worker.init_blocking_progress_mode()
+        self._poll = select.epoll()
+        self._poll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        self._poll.register(self._bell, select.EPOLLIN)
+        self._hello = np.zeros(_HELLO_BYTES, dtype=np.uint8)
+        self._heard = np.zeros(_HELLO_BYTES, dtype=np.uint8)
+        self._listen()
+        return bytes(self._worker.address.tobytes())
+
+    def _listen(self) -> None:
+        """Take in the next peer's hello, which would otherwise stay with UCX for good."""
+        self._hearing = self._worker.tag_recv(Array(self._heard), ucx.UCXXTag(_HELLO_TAG))
+
+    def _turn(self) -> None:
+        self._run_commands()
+        for _ in range(_BURST):
+            if not self._worker.progress_once():
+                break
+        for link in list(self._links.values()):
+            self._collect(link)
+            if link.lost:
+                self._drop(link, "the peer is gone", told=False)
+        if self._hearing.completed:
+            self._listen()
+        self._ring()
+        if not self._commands and not self._stopping and self._worker.arm():
+            self._poll.poll()
+
+    def _run_commands(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        while self._commands:
+            self._commands.popleft()()
+
+    def _emit(self, event: TransportEvent) -> None:
+        self._emit_event(event)
+        self._emitted = True
+        if self._closed:
+            self._ring()
+
+    def _ring(self) -> None:
+        if self._emitted:
+            self._emitted = False
+            self._wake()
+
+    # ---- links ----
+
+    def _open_link(self, peer: str, address: bytes, up: Future[None]) -> None:
+        try:
+            target = ucx.UCXAddress.create_from_buffer(address)
+            endpoint = ucx.UCXEndpoint.create_from_worker_address(self._worker, target, True)
+            hello = endpoint.tag_send(Array(self._hello), ucx.UCXXTag(_HELLO_TAG))
+        except ucx.UCXError as error:
+            _resolve(up, TransferError(f"{peer} cannot be reached: {error}"))
+            return
+        link = Link(peer, address, endpoint, hello, [up])
+        endpoint.set_close_callback(link.closed)
+        self._links[peer] = link
+
+    def _collect(self, link: Link) -> None:
+        """Report what is complete."""
+        if link.waiting and link.hello.completed and not (reason := _error(link.hello)):
+            waiting, link.waiting = link.waiting, []
+            for up in waiting:
+                _resolve(up, None)
+        elif link.waiting and link.hello.completed:
+            self._drop(link, reason, told=True)
+        for operation in [o for o in link.operations if o.request.completed]:
+            link.operations.remove(operation)
+            if reason := _error(operation.request):
+                self._fail(link.peer, operation, reason)
+            else:
+                self._emit(operation.done(link.peer, operation.tag, operation.slot))
+
+    def _submit(
+        self, verb: str, done: type[Sent] | type[Arrived], peer: str, tag: int, slot: int, num_bytes: int
+    ) -> None:
+        link = self._links.get(peer)
+        if link is None:
+            self._emit(Failed(peer, tag, slot, "not connected"))
+            return
+        memory = self._staging.memory(slot)[:num_bytes]
+        buffer = Array(memory if memory.is_cuda else memory.numpy())
+        try:
+            request = getattr(link.endpoint, verb)(buffer, ucx.UCXXTag(tag))
+        except ucx.UCXError as error:
+            self._emit(Failed(peer, tag, slot, str(error)))
+            return
+        link.operations.append(Operation(tag, slot, done, request, buffer))
+
+    def _fail(self, peer: str, operation: Operation, reason: str) -> None:
+        request = operation.request
+        self._staging.renew(operation.slot, lambda: bool(request.completed))
+        self._emit(Failed(peer, operation.tag, operation.slot, reason))
+
+    def _drop(self, link: Link, reason: str, told: bool) -> None:
+        """Close the endpoint, by force, and end all that was under way on it. `told`: somebody asked for it."""
+        if self._links.pop(link.peer, None) is not link:
+            return
+        link.endpoint.remove_close_callback()
+        link.endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
+        self._collect(link)
+        for operation in link.operations:
+            self._fail(link.peer, operation, reason)
+        del link.endpoint, link.hello  # the close callback refers to the link: a circle that keeps the worker alive
+        connecting = bool(link.waiting)
+        for up in link.waiting:
+            _resolve(up, TransferError(f"{link.peer} cannot be reached: {reason}"))
+        if not told and not connecting:
+            self._emit(PeerLost(link.peer, reason))
+
+    # ---- the end ----
+
+    def _shut(self, reason: str, told: bool) -> None:
+        for link in list(self._links.values()):
+            self._drop(link, reason, told)
+        self._worker.cancel_inflight_requests()
+        self._worker.progress()
+        self._poll.close()
+        del self._hearing, self._worker
+        self._staging.forget_retired()
+        self._close()
+        self._ring()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            os.close(self._bell)
+        while self._commands:
+            self._commands.popleft()()
+
+
+def _require_devices(wanted: str, resources: str) -> None:
+    """UCX only warns of a device that it does not find, and does without."""
+    for name in filter(None, wanted.split(",")):
+        if name != "all" and not name.startswith("^") and f"/{name}" not in resources:
+            raise TransferError(f"there is no network interface {name}, or UCX cannot use it")
+
+
+def _error(request: Any) -> str:
+    """What went wrong with a completed request; empty: nothing."""
+    try:
+        request.check_error()
+    except ucx.UCXError as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _resolve(up: Future[None], error: TransferError | None) -> None:
+    with contextlib.suppress(InvalidStateError):  # whoever waited has given up
+        if error is None:
+            up.set_result(None)
+        else:
+            up.set_exception(error)
