@@ -7,7 +7,6 @@ here directly runs on the same engine, with no lease.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, DeadlineExceeded, NodeUnavailable, Overloaded, RequestCancelled
@@ -47,8 +46,6 @@ from engine.node.intake import make_sequence
 from engine.sequence import Sequence
 from engine.step import SampledToken
 from kv_transfer.receiver import KvReceiver, PartArrived, PartFailed, PeerLost
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

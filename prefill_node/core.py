@@ -7,8 +7,6 @@ are computed and D has slots; the first token leaves once D has granted; the Com
 
 from __future__ import annotations
 
-import logging
-
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -63,8 +61,6 @@ from engine.step import SampledToken
 from kv_transfer.sender import KvSender, PartFailed, PartSent
 from kv_transfer.sender import PeerLost as PeerGone
 from prefill_node.handoff import DecodePeer, Drain, Handoff, HandoffState
-
-log = logging.getLogger(__name__)
 
 
 class PrefillCore:
@@ -329,7 +325,6 @@ class PrefillCore:
 
     def _fail(self, handoff: Handoff, error: BatonError, now: float) -> None:
         if handoff.message.work in self._handoffs:
-            log.info("handoff failed request_id=%s error=%r", handoff.message.work, error)
             self._finish(handoff, End(error), now)
 
     def _fail_peer(self, incarnation: str, reason: str, now: float) -> None:

@@ -22,7 +22,19 @@ import grpc
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import BatonError, InvalidRequest
-from baton.messages import Abort, End, Load, Prefill, Subscribe, Subscribed, Update, WorkId
+from baton.messages import (
+    Abort,
+    Adopted,
+    End,
+    HandedOff,
+    Load,
+    Prefill,
+    Started,
+    Subscribe,
+    Subscribed,
+    Update,
+    WorkId,
+)
 from baton.telemetry import NodeMetrics
 from baton.v1 import node_pb2
 from engine.node.events import Event, FromRouter, SessionLost, SessionOpened, ToRouter
@@ -71,6 +83,7 @@ class Sessions:
         for output in turn.outputs:
             if isinstance(output, ToRouter):
                 self._metrics.sent(output.update)
+                _log(output.update)
                 by_epoch[output.epoch].append(output.update)
         for epoch, updates in by_epoch.items():
             session = self._by_epoch.get(epoch)
@@ -174,3 +187,21 @@ class Sessions:
             for start in range(0, len(updates), UPDATES_PER_MESSAGE):
                 batch = tuple(updates[start : start + UPDATES_PER_MESSAGE])
                 await context.write(wire.write_node_message(batch))
+
+
+def _log(update: Update) -> None:
+    """A line for each turn in a request's life, so that its id can be followed from node to node."""
+    match update.kind:
+        case Started(num_cached_tokens, queue_s):
+            text = f"started cached_tokens={num_cached_tokens} queue_ms={queue_s * 1e3:.1f}"
+        case HandedOff(prefill_s):
+            text = f"handed off prefill_ms={prefill_s * 1e3:.1f}"
+        case Adopted(transfer_s, num_cached_tokens, transfer_bytes):
+            text = (
+                f"adopted cached_tokens={num_cached_tokens} transfer_ms={transfer_s * 1e3:.1f} bytes={transfer_bytes}"
+            )
+        case End(error):
+            text = f"ended error={error!r}" if error else "ended error=none"
+        case _:
+            return
+    log.info("%s attempt=%d", text, update.work.attempt, extra={"request_id": update.work.request_id})
