@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names
 from deploy.settings import OwnSettings, UpSettings
 from engine.node.settings import NodeSettings
 from router.settings import RouterSettings
+from tests.deploy.spawned import ROOT, python_path
 
 HTTP, GRPC = HostPort("127.0.0.1", 8000), HostPort("127.0.0.1", 8001)
 
@@ -96,3 +99,8 @@ def test_every_setting_of_node_and_router_can_be_given() -> None:
 
 def test_children_do_not_see_our_settings() -> None:
     assert clean_environment({"BATON_MODEL": "m", "HOME": "/"}) == {"HOME": "/"}
+
+
+def test_baton_up_itself_needs_no_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; import deploy.up"
+    subprocess.run([sys.executable, "-c", program], env=python_path(), cwd=ROOT, check=True, timeout=60)
