@@ -1,0 +1,81 @@
+"""A cluster on this machine for the length of a measurement, with the addresses of its nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from baton.address import HostPort
+from baton.settings import parse
+from deploy.plan import NodePorts, node_names, plan, this_machine
+from deploy.ports import HeldPort
+from deploy.ready import wait_until_serving
+from deploy.settings import UpSettings
+from deploy.supervisor import Supervisor
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 10.0
+NUM_LAST_LINES = 20
+LOCAL = HostPort("127.0.0.1", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """`prefill` and `decode`: of the nodes' gRPC services."""
+
+    http: HostPort
+    prefill: list[HostPort]
+    decode: list[HostPort]
+
+
+@asynccontextmanager
+async def running_cluster(flags: str) -> AsyncIterator[Addresses]:
+    """What `baton-up` with these flags would start, ready to answer, on ports of its own.
+
+    A child that ends is started again, as under `baton-up`. Raises RuntimeError, after the children's last lines, when
+    the cluster cannot start.
+    """
+    settings = parse(UpSettings, shlex.split(flags))
+    held = {name: (HeldPort(LOCAL), HeldPort(LOCAL)) for name in ("router", *node_names(settings))}
+    ports = {name: NodePorts(a.address, b.address) for name, (a, b) in held.items()}
+    front = ports.pop("router")
+    last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+    failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def cannot_start(name: str, code: int) -> None:
+        if not failed.done():
+            failed.set_result(f"{name} cannot start (exit code {code})")
+
+    children = plan(settings, this_machine(), front.listen, front.metrics, ports)
+    supervisor = Supervisor(
+        children, lambda name, line: last_lines.append(f"{name}: {line}"), cannot_start=cannot_start
+    )
+    supervisor.start()
+    try:
+        await _serving(front.metrics, failed, last_lines)
+        supervisor.proven = True
+        roles = {
+            role: [p.listen for name, p in ports.items() if name.startswith(role)] for role in ("prefill", "decode")
+        }
+        yield Addresses(front.listen, roles["prefill"], roles["decode"])
+    finally:
+        await supervisor.stop([child.name for child in children], STOP_TIMEOUT_S)
+        for pair in held.values():
+            for port in pair:
+                port.close()
+
+
+async def _serving(grpc_address: HostPort, failed: asyncio.Future[str], last_lines: deque[str]) -> None:
+    serving = asyncio.create_task(wait_until_serving(grpc_address))
+    ends: list[asyncio.Future[object]] = [serving, failed]  # type: ignore[list-item] # of different results
+    await asyncio.wait(ends, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        return
+    serving.cancel()
+    print("\n".join(last_lines), file=sys.stderr)
+    raise RuntimeError(failed.result() if failed.done() else f"not ready within {START_TIMEOUT_S:g} s")

@@ -1,0 +1,162 @@
+"""N concurrent streams over HTTP: `make bench`, or `python -m benchmarks.serve --url http://HOST:PORT --concurrency 32`
+
+In one run: the answers are checked (see `checks`), two bounds are timed (an empty HTTP round trip, and requests that
+have the cluster to themselves), then the load. Prompts are token ids of generated text, each with a cache salt of its
+own, so that no prefix cache helps; answers have exactly --output-len tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from baton.address import HostPort
+from baton.settings import Settings, parse
+from benchmarks.checks import WrongAnswers, check_concurrency, check_recall
+from benchmarks.cluster import running_cluster
+from benchmarks.http_stream import Connection, Streamed
+from benchmarks.load import Load, Prompts
+from benchmarks.stats import percentile, summary, table
+
+NUM_ALONE = 5
+NUM_PINGS = 50
+
+
+class ServeSettings(Settings):
+    """Loads a cluster with concurrent streamed completions and tells their latencies."""
+
+    prog: ClassVar[str] = "benchmarks.serve"
+
+    url: str | None = Field(None, description="where the router answers, as http://HOST:PORT; unset: an own cluster")
+    up: str = Field("--device=auto", description="flags of the own cluster, as for baton-up")
+    concurrency: int = Field(8, ge=1, description="streams at once")
+    num_prompts: int = Field(64, ge=1, description="requests in all")
+    input_len: int = Field(256, ge=1, description="tokens of each prompt")
+    output_len: int = Field(64, ge=1, description="tokens of each answer")
+    seed: int = Field(0, description="of the prompts")
+    tie_tolerance: float = Field(
+        1e-4, ge=0, description="difference of two logprobs that counts as a tie; higher where cluster computes in bf16"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        if url is not None:
+            _address(url)
+        return url
+
+
+def _address(url: str) -> HostPort:
+    """Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+        raise ValueError(f"must be http://HOST:PORT, not {url!r}")
+    return HostPort(parts.hostname, parts.port or 80)
+
+
+async def run(settings: ServeSettings) -> dict[str, Any]:
+    """Check, measure, print the table; what the JSON line says."""
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.url:
+            address = _address(settings.url)
+        else:
+            _note("starting a cluster")
+            address = (await stack.enter_async_context(running_cluster(settings.up))).http
+        async with Connection(address) as connection:
+            model = (await connection.ask("/v1/models"))["data"][0]["id"]
+            prompts = await Prompts.of(connection, settings.seed)
+            ping_s = [await _ping(connection) for _ in range(NUM_PINGS)]
+        load = Load(address, prompts, settings.input_len, settings.output_len)
+        _note("checking answers")
+        checked = await check_concurrency(load, settings.concurrency, settings.tie_tolerance)
+        checked |= await check_recall(load, model, settings.concurrency)
+        alone = [await load.one() for _ in range(NUM_ALONE)]
+        _note(f"{settings.num_prompts} requests, {settings.concurrency} at once")
+        began = time.perf_counter()
+        answers = await load.many(settings.num_prompts, settings.concurrency)
+        seconds = time.perf_counter() - began
+    return {
+        "benchmark": "serve",
+        "model": model,
+        "concurrency": settings.concurrency,
+        "num_prompts": settings.num_prompts,
+        "input_len": settings.input_len,
+        "output_len": settings.output_len,
+        **checked,
+        **_report(answers, alone, ping_s, seconds),
+    }
+
+
+async def _ping(connection: Connection) -> float:
+    began = time.perf_counter()
+    await connection.ask("/health")
+    return time.perf_counter() - began
+
+
+def _report(
+    answers: Sequence[Streamed], alone: Sequence[Streamed], ping_s: Sequence[float], seconds: float
+) -> dict[str, Any]:
+    """Print the table; the same for the JSON line."""
+    rows = {name: summary([s * 1e3 for s in values]) for name, values in _latencies(answers).items()}
+    bounds = {f"{name}, alone": summary([s * 1e3 for s in values]) for name, values in _latencies(alone).items()}
+    bounds["HTTP round trip"] = summary([s * 1e3 for s in ping_s])
+    tokens = sum(len(answer.tokens) for answer in answers)
+    rates = {"output tokens/s": tokens / seconds, "requests/s": len(answers) / seconds}
+    print(table({**rows, **bounds}, "milliseconds"))
+    print(
+        f"{tokens} tokens in {seconds:.1f} s: {tokens / seconds:.1f} tokens/s, {len(answers) / seconds:.2f} requests/s"
+    )
+    return {
+        "duration_s": round(seconds, 3),
+        **{name.replace(" ", "_").replace("/", "_per_"): round(rate, 2) for name, rate in rates.items()},
+        **_flat(_latencies(answers), ""),
+        **_flat(_latencies(alone), "alone_"),
+        "http_round_trip_ms_p50": round(percentile(ping_s, 50) * 1e3, 3),
+    }
+
+
+def _latencies(answers: Sequence[Streamed]) -> dict[str, list[float]]:
+    """Seconds: to the first token, between tokens, per token after the first, to the last."""
+    return {
+        "TTFT": [answer.first_token_s for answer in answers],
+        "ITL": [gap for answer in answers for gap in answer.between_tokens_s],
+        "TPOT": [answer.per_token_s for answer in answers if len(answer.tokens) > 1],
+        "E2E": [answer.total_s for answer in answers],
+    }
+
+
+def _flat(latencies: dict[str, list[float]], prefix: str) -> dict[str, float]:
+    """`ttft_ms_p50` and so on."""
+    return {
+        f"{prefix}{name.lower()}_ms_{statistic}": round(value * 1e3, 3)
+        for name, values in latencies.items()
+        if values
+        for statistic, value in summary(values).items()
+    }
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 1, before anything is measured, when an answer is wrong."""
+    settings = parse(ServeSettings, argv)
+    try:
+        line = asyncio.run(run(settings))
+    except WrongAnswers as error:
+        sys.stderr.write(f"{settings.prog}: {error}\n")
+        sys.exit(1)
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

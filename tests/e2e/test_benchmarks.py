@@ -1,0 +1,85 @@
+"""The benchmarks run, check answers, and end with one JSON line. Not how fast anything is."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from random import Random
+
+import pytest
+
+from baton.address import HostPort
+from benchmarks import router_overhead, serve
+from benchmarks.checks import WrongAnswers, check_concurrency
+from benchmarks.cluster import Addresses
+from benchmarks.http_stream import Connection, RequestFailed, Streamed
+from benchmarks.load import Load, Prompts
+from benchmarks.stats import median_interval, percentile, table
+from tests.e2e.conftest import House
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def http_of(house: House) -> HostPort:
+    return HostPort.parse(house.chunk_2048.url.removeprefix("http://"))
+
+
+async def test_serve(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = serve.ServeSettings(
+        url=house.chunk_2048.url, concurrency=4, num_prompts=6, input_len=40, output_len=8, tie_tolerance=1e-4
+    )
+    line = json.loads(json.dumps(await serve.run(settings)))
+    assert (line["benchmark"], line["model"], line["num_prompts"]) == ("serve", "baton-tiny", 6)
+    assert line["num_recalled"] >= 7
+    assert 0 < line["ttft_ms_p50"] <= line["ttft_ms_p99"] < line["e2e_ms_p99"]
+    assert line["output_tokens_per_s"] == pytest.approx(48 / line["duration_s"], rel=0.01)
+    assert "TTFT, alone" in capsys.readouterr().out
+    house.wait_whole()
+
+
+async def test_router_overhead(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = router_overhead.OverheadSettings(num_pairs=6, input_len=20)
+    addresses = Addresses(http_of(house), [house.nodes[1].address], [house.nodes[2].address])
+    measured = await router_overhead.measure(settings, addresses)
+    router_overhead.report(settings, measured)
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["benchmark"] == "router_overhead"
+    assert line["added_ms_p50"] == pytest.approx(statistics.median(measured.differences) * 1e3, abs=0.01)
+    house.wait_whole()
+
+
+class _Liar(Load):
+    """Whose answers among others differ."""
+
+    async def send(self, path: str, bodies: object, concurrency: int) -> list[Streamed]:
+        tokens = [1, 2, 3] if concurrency == 1 else [1, 2, 4]
+        return [Streamed(0.0, tokens=tokens, margins=[0.5] * 3) for _ in range(8)]
+
+
+async def test_wrong_answers_are_found() -> None:
+    liar = _Liar(HostPort("127.0.0.1", 1), Prompts(range(5, 100), 0), 10, 3)
+    with pytest.raises(WrongAnswers, match="8 of 8"):
+        await check_concurrency(liar, 2, tolerance=0.1)
+    assert (await check_concurrency(liar, 2, tolerance=0.5))["num_near_ties"] == 8
+
+
+async def test_errors_are_told(house: House) -> None:
+    async with Connection(http_of(house)) as connection:
+        with pytest.raises(RequestFailed, match="maximum context length"):
+            await connection.stream("/v1/completions", {"prompt": [5] * 5000})
+        with pytest.raises(RequestFailed, match="nothing at"):
+            await connection.ask("/nowhere")
+        assert (await connection.ask("/health"))["status"] == "ok"
+
+
+def test_statistics() -> None:
+    assert percentile([1, 2, 3, 4], 50) == 2.5
+    assert [percentile([7], p) for p in (0, 50, 99)] == [7, 7, 7]
+    assert median_interval([1, 2, 3]) == (1, 3)
+    rng = Random(1)
+    hits = 0
+    for _ in range(400):
+        low, high = median_interval([rng.gauss(5, 1) for _ in range(41)])
+        hits += low <= 5 <= high
+    assert hits >= 0.94 * 400
+    assert table({"a": {"mean": 1.0}, "bc": {"mean": 1000.0}}, "ms").splitlines()[2].endswith("1000.0")
