@@ -12,6 +12,7 @@ ends the whole, with the child's last line in view, instead of being tried again
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -114,14 +115,19 @@ class _Keeper:
     def _end(self, number: signal.Signals) -> None:
         self._stop.set()
         if self._process and self._process.returncode is None:
-            os.killpg(self._process.pid, number)  # a group of its own: with whatever it started
+            with contextlib.suppress(ProcessLookupError):  # it ended, and asyncio does not know yet
+                os.killpg(self._process.pid, number)  # a group of its own: with whatever it started
 
     async def _run(self) -> None:
         backoff = self._supervisor.backoff
         wait_s = backoff.first_s
         while not self._stop.is_set():
             began = time.monotonic()
-            code = await self._live()
+            try:
+                code = await self._live()
+                ended = _how_it_ended(code)
+            except OSError as error:  # no process, descriptor or memory to be had now
+                code, ended = 0, f"could not be started: {error.strerror}"
             if self._stop.is_set():
                 return
             if code > 0 and not self._supervisor.proven:
@@ -129,7 +135,7 @@ class _Keeper:
                 return
             if time.monotonic() - began >= backoff.healthy_s:
                 wait_s = backoff.first_s
-            self._supervisor.say(f"{self.child.name} {_how_it_ended(code)}; it starts again in {wait_s:g} s")
+            self._supervisor.say(f"{self.child.name} {ended}; it starts again in {wait_s:g} s")
             await self._pause(wait_s)
             wait_s = min(2 * wait_s, backoff.last_s)
 
@@ -167,11 +173,9 @@ class _Keeper:
 
     async def _pause(self, seconds: float) -> None:
         """Until then, or until the supervisor stops."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stop.wait()
-        except TimeoutError:
-            pass
 
 
 def _how_it_ended(code: int) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from collections.abc import Sequence
+
+import grpc
+import grpc.aio
 
 from baton.address import HostPort
 from baton.settings import flag_name, parse
@@ -88,9 +92,12 @@ class _Cluster:
         except TimeoutError:
             reason = await asyncio.to_thread(why_not_ready, self._http)
             self._end(EXIT_FAILED, f"not ready within {self._settings.ready_timeout:g} s: {reason}")
+        except grpc.aio.AioRpcError as error:
+            self._end(EXIT_FAILED, f"the router does not tell its health: {error.code().name} {error.details()}")
         else:
             self._supervisor.proven = True
-            print(f"ready http://{self._http} grpc {self._grpc}", flush=True)
+            with contextlib.suppress(BrokenPipeError):  # nobody reads: no reason not to serve
+                print(f"ready http://{self._http} grpc {self._grpc}", flush=True)
 
     async def _shut_down(self) -> bool:
         """The router first, which gives running requests their time; then the nodes. False: killed meanwhile."""
