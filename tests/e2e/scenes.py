@@ -134,8 +134,8 @@ class Director:
         return await self._kept("prefilling", scene)
 
     async def _handing_off(self) -> Scene | None:
-        """The decode node has granted, and then takes nothing in."""
-        scene = Scene(self._begin(2, 40))
+        """The decode node has granted, and then takes nothing in. A prompt that is done before it is missed."""
+        scene = Scene(self._begin(1, 40))
         decode = self._fragile.decode[0]
 
         def why_not() -> str | None:
