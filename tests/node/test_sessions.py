@@ -123,6 +123,7 @@ async def test_a_second_session_of_an_epoch_takes_the_place_of_the_first():
             async with session(node) as second:
                 assert await second.read() == Subscribed("i1")
                 assert (await first.end())[0] == "ABORTED"
+                await node.role.saw(SessionOpened, 3)
                 opened = [e for e in node.role.events if e.epoch == 1]
                 assert opened == [SessionOpened(1), SessionLost(1), SessionOpened(1)]
                 await second.send(prefill(WORK))
