@@ -37,4 +37,6 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
         tokenizer=built.tokenizer.json,
         part_blocks=settings.kv_slot_blocks,
         count_blocks=lambda: count_blocks(built.engine),
+        num_slots=staging.num_slots,
+        count_free_slots=lambda: staging.num_free,
     )

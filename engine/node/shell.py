@@ -52,7 +52,10 @@ class RoleSide:
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a node is made of, but for its network. `info.address` is filled in once the port is known."""
+    """What a node is made of, but for its network. `info.address` is filled in once the port is known.
+
+    `count_blocks` is called on the role's thread, `count_free_slots` on any.
+    """
 
     role: Role
     transport: PeerTransport
@@ -60,6 +63,8 @@ class NodeParts:
     tokenizer: bytes
     part_blocks: int
     count_blocks: Callable[[], Mapping[str, int]]
+    num_slots: int
+    count_free_slots: Callable[[], int]
 
 
 class Node:
@@ -86,6 +91,7 @@ class Node:
         registry = new_registry()
         self.metrics = self._serve_metrics(registry)
         self._metrics = NodeMetrics(registry, info.served_model_name, info.role)
+        self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
         limit = self._settings.request_timeout
         self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, max_deadline_s=limit)
         self._peers = self._side.serve(

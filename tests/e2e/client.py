@@ -57,6 +57,7 @@ class Client:
         self._http = httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=PATIENCE_S, limits=limits)
         self._channel = grpc.aio.insecure_channel(str(router.grpc), options=CHANNEL_OPTIONS)
         self.generation = generation_pb2_grpc.GenerationStub(self._channel)
+        self._requests: list[Request] = []
 
     async def __aenter__(self) -> Client:
         return self
@@ -64,6 +65,8 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for request in self._requests:
+            await request.leave()
         await self._http.aclose()
         await self._channel.close()
 
@@ -76,7 +79,9 @@ class Client:
         body = {"prompt": prompt, "temperature": 0.0, "return_token_ids": True, "stream": stream, **fields}
         if stream:
             body.setdefault("stream_options", {"include_usage": True})
-        return Request(self._http, body)
+        request = Request(self._http, body)
+        self._requests.append(request)
+        return request
 
     async def generate(self, prompt: str | Sequence[int], **fields: Any) -> Answer:
         """The same over gRPC. Raises grpc.aio.AioRpcError."""
@@ -153,7 +158,7 @@ class Request:
                 await self._more.wait()
 
     async def leave(self) -> None:
-        """Close the connection, as a client that goes away does."""
+        """Close the connection, as a client that goes away does; nothing, if it has ended."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

@@ -151,7 +151,7 @@ class Node(Member):
         self.wait_page("/health")
 
     def wait_whole(self) -> None:
-        """Until no request is left and every block is back; its books must balance then."""
+        """Until no request is left and every block and slot is back; its books must balance then."""
         wait_until(self._why_not_whole)
         audit = self.page("/integrity")
         assert audit.status_code == 200, f"{self.name}: {audit.text}"
@@ -160,8 +160,9 @@ class Node(Member):
         load = {name: self.metric(f"baton:num_requests_{name}") for name in ("running", "waiting")}
         blocks = {state: self.metric("baton:kv_blocks", state=state) for state in ("free", "cached")}
         total = self.metric("baton:kv_blocks")
-        whole = total > 0 and sum(blocks.values()) == total and not any(load.values())
-        return None if whole else f"{self.name} is not whole: {load}, {blocks} of {total} blocks"
+        slots = self.metric("baton:kv_slots", state="in_use")
+        whole = total > 0 and sum(blocks.values()) == total and not any(load.values()) and not slots
+        return None if whole else f"{self.name} is not whole: {load}, {blocks} of {total} blocks, {slots} slots in use"
 
 
 class Router(Member):

@@ -74,8 +74,10 @@ async def fragile(breakable: Fragile) -> AsyncIterator[Fragile]:
     """All its processes run; and all nodes that live after the test are whole then."""
     await breakable.wait_ready()
     yield breakable
-    await breakable.wait_whole()
-    breakable.repair()
+    try:
+        await breakable.wait_whole()
+    finally:
+        breakable.repair()
 
 
 @pytest.fixture(autouse=True)

@@ -42,9 +42,10 @@ class Fragile:
         await asyncio.to_thread(self.pair.wait_nodes, 1, 1)
 
     async def wait_whole(self) -> None:
-        """Of all nodes that live."""
+        """Of all nodes that live, also those that a test that failed has left frozen."""
         for node in self.nodes:
             if node.alive:
+                node.thaw()
                 await asyncio.to_thread(node.wait_whole)
 
     def repair(self) -> None:

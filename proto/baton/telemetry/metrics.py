@@ -126,6 +126,9 @@ class NodeMetrics:
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.")
         self._blocks = Gauge("baton:kv_blocks", "KV blocks by state.", [*names, "state"], registry=registry)
+        self._slots = Gauge(
+            "baton:kv_slots", "Staging slots for KV parts by state.", [*names, "state"], registry=registry
+        )
         self._ends = Counter(
             "baton:request_ends", "Attempts ended here.", [*names, "outcome", "reason"], registry=registry
         )
@@ -184,6 +187,11 @@ class NodeMetrics:
     def set_blocks(self, by_state: Mapping[str, int]) -> None:
         for state, count in by_state.items():
             self._blocks.labels(*self._values, state).set(count)
+
+    def watch_slots(self, total: int, count_free: Callable[[], int]) -> None:
+        """`count_free` is asked at each scrape, on the page's thread."""
+        self._slots.labels(*self._values, "free").set_function(count_free)
+        self._slots.labels(*self._values, "in_use").set_function(lambda: total - count_free())
 
     def _time_tokens(self, work: WorkId, sample: int) -> None:
         now = self._clock()
