@@ -43,11 +43,13 @@ class SamplingParams:
     num_logprobs: int = -1
 
     def __post_init__(self) -> None:
-        _check(0.0 <= self.temperature <= 1e6, "temperature", self.temperature, "must be 0 (greedy) or more")
+        _check(0.0 <= self.temperature <= 1e6, "temperature", self.temperature, "must be in [0, 1e6], 0 being greedy")
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "must be in (0, 1]")
         _check(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
         _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "must be in [0, 1]")
-        _check(0.0 < self.repetition_penalty <= 1e6, "repetition_penalty", self.repetition_penalty, "must be above 0")
+        _check(
+            0.0 < self.repetition_penalty <= 1e6, "repetition_penalty", self.repetition_penalty, "must be in (0, 1e6]"
+        )
         _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "must be in [-2, 2]")
         _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "must be in [-2, 2]")
         _check(0 <= self.seed < 2**64, "seed", self.seed, "must be an unsigned 64-bit number")
