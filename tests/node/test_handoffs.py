@@ -186,6 +186,7 @@ async def test_a_second_stream_of_a_prefill_node_takes_the_place_of_the_first():
             second = await stack.enter_async_context(opened(d))
             assert isinstance(await hear(second), Hello)
             assert await end_of(first) == "a new stream of the peer took its place"
+            await d.role.saw(PeerOpened, 2)
             kinds = [type(e) for e in d.role.events]
             assert kinds == [PeerOpened, PeerClosed, PeerOpened]
             assert [n for n, _ in d.transport.notes] == ["connect", "disconnect", "connect"]
