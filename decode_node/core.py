@@ -1,8 +1,8 @@
 """The decode node as a state machine: leases and parts in, tokens out.
 
-Its loop is `turn`: take what arrived, end what is overdue, grant what fits, adopt what is complete, compute one step,
-tell the routers. Adoption puts a request into the very next step, so the batch that runs has no gap. A Prefill sent
-here directly runs on the same engine, with no lease.
+Its loop is `prepare` and `compute`: take what arrived, end what is overdue, grant what fits, adopt what is complete;
+compute one step, and tell the routers. Adoption puts a request into the very next step, so the batch that runs has no
+gap. A Prefill sent here directly runs on the same engine, with no lease.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton.messages import (
 from decode_node.leases import Lease
 from decode_node.outbox import Outbox
 from decode_node.reservations import Reservations
-from engine.engine import Engine
+from engine.engine import Engine, Plan
 from engine.node.events import (
     ClosePeer,
     Draining,
@@ -74,17 +74,26 @@ class DecodeCore:
         self._reservations = Reservations(engine, receiver, self._outbox, max_waiting=max_waiting, keep_s=keep_s)
         self._running: dict[WorkId, Running] = {}
         self._stopping = False
+        self._plan = Plan()
 
     # ---- the loop ----
 
-    def turn(self, now: float) -> bool:
+    def prepare(self, now: float) -> None:
         self._take_transfers(now)
         self._end_overdue(now)
         self._reservations.grant_waiting(now)
         for lease in self._reservations.take_adoptable(now):
             self._adopt(lease, now)
-        stepped = self.engine.has_work and self._take_step(now)
-        return stepped and self.engine.has_work
+        self._plan = self.engine.schedule(now)
+        for sequence in self._plan.started:
+            queue_s = now - self._running[sequence.work].received
+            self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
+
+    def compute(self, now: float) -> bool:
+        result = self.engine.compute(self._plan)
+        for token in result.sampled:
+            self._sampled(self._running[token.sequence.work], token)
+        return result.num_tokens > 0 and self.engine.has_work
 
     def _take_transfers(self, now: float) -> None:
         for event in self.receiver.poll():
@@ -96,15 +105,6 @@ class DecodeCore:
                 case PeerLost(peer, reason):
                     self._reservations.end_peer(peer, reason, now)
                     self._outbox.add(ClosePeer(peer, reason))
-
-    def _take_step(self, now: float) -> bool:
-        result = self.engine.step(now)
-        for sequence in result.started:
-            queue_s = now - self._running[sequence.work].received
-            self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
-        for token in result.sampled:
-            self._sampled(self._running[token.sequence.work], token)
-        return result.num_tokens > 0
 
     def _end_overdue(self, now: float) -> None:
         self._reservations.end_overdue(now)

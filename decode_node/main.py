@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -17,7 +16,7 @@ from engine.node.shell import NodeParts
 
 def main() -> NoReturn:
     """Serve until a signal. Exit codes are those of `engine.node.run`."""
-    sys.exit(run_node(parse(DecodeSettings), NodeRole.DECODE, DECODE_SIDE, _make_parts))
+    run_node(parse(DecodeSettings), NodeRole.DECODE, DECODE_SIDE, _make_parts)
 
 
 def _make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:

@@ -9,11 +9,11 @@ from baton.layout import num_blocks_for
 from baton.sampling import FinishReason
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.scheduler import Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import Choice, Chunk, ModelRunner, SampledToken, StepResult
 
-__all__ = ["Choice", "Chunk", "Engine", "ModelRunner", "SampledToken", "StepResult"]
+__all__ = ["Choice", "Chunk", "Engine", "ModelRunner", "Plan", "SampledToken", "StepResult"]
 
 
 class Engine:
@@ -101,12 +101,20 @@ class Engine:
 
     # ---- step ----
 
-    def step(self, now: float) -> StepResult:
-        """Compute one batch. `now` is seconds of the caller's monotonic clock."""
+    def schedule(self, now: float) -> Plan:
+        """Decide the next step, to be computed by `compute` before anything else is asked of the engine.
+
+        `now` is seconds of the caller's monotonic clock. The two are apart so that what was decided can be told while
+        it is computed.
+        """
         plan = self._scheduler.schedule()
-        result = StepResult(started=plan.started, preempted=plan.preempted)
         for seq in plan.started:
             seq.started_s = now
+        return plan
+
+    def compute(self, plan: Plan) -> StepResult:
+        """Compute one batch."""
+        result = StepResult(started=plan.started, preempted=plan.preempted)
         if plan.chunks:
             for chunk, choices in zip(plan.chunks, self._runner.run(plan.chunks), strict=True):
                 self._retire(chunk, choices, result)

@@ -1,8 +1,9 @@
 """The prefill node as a state machine: prompts in, KV parts and first tokens out.
 
-Its loop is `turn`: take what the network did, end what is overdue, compute one step, send what is ready. Decode memory
-is asked for when a prompt's first chunk is scheduled (so a queue here holds nothing there); parts leave as their blocks
-are computed and D has slots; the first token leaves once D has granted; the Commit makes the request D's.
+Its loop is `prepare` and `compute`: take what the network did, end what is overdue, decide a step; compute it, send
+what is ready. Decode memory is asked for when a prompt's first chunk is scheduled (so a queue here holds nothing
+there), and is granted while that chunk is computed; parts leave as their blocks are computed and D has slots; the first
+token leaves once D has granted; the Commit makes the request D's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from baton.messages import (
     UpdateKind,
     WorkId,
 )
-from engine.engine import Engine
+from engine.engine import Engine, Plan
 from engine.node.events import (
     ClosePeer,
     Draining,
@@ -81,18 +82,31 @@ class PrefillCore:
         self._part_blocks: dict[str, int] = {}  # of the decode nodes whose streams are up
         self._outputs: list[Output] = []
         self._stopping = False
+        self._plan = Plan()
 
     # ---- the loop ----
 
-    def turn(self, now: float) -> bool:
+    def prepare(self, now: float) -> None:
         self._take_transfers(now)
         self._end_overdue(now)
-        stepped = self.engine.has_work and self._take_step(now)
+        self._move_on(now)
+        self._plan = self.engine.schedule(now)
+        for sequence in self._plan.started:
+            self._started(self._handoffs[sequence.work], sequence, now)
+
+    def compute(self, now: float) -> bool:
+        result = self.engine.compute(self._plan)
+        for token in result.sampled:
+            self._sampled(self._handoffs[token.sequence.work], token)
+        self._move_on(now)
+        return result.num_tokens > 0 and self.engine.has_work
+
+    def _move_on(self, now: float) -> None:
+        """Whatever an event or a step has made possible."""
         for handoff in list(self._handoffs.values()):
             self._send_parts(handoff)
             self._advance(handoff, now)
         self._send_drains()
-        return stepped and self.engine.has_work
 
     def _take_transfers(self, now: float) -> None:
         for event in self.sender.poll():
@@ -116,14 +130,6 @@ class PrefillCore:
         else:
             # The request is the decode node's, which may wait for this part for ever: have it see a broken stream.
             self._outputs.append(ClosePeer(peer, error.message))
-
-    def _take_step(self, now: float) -> bool:
-        result = self.engine.step(now)
-        for sequence in result.started:
-            self._started(self._handoffs[sequence.work], sequence, now)
-        for token in result.sampled:
-            self._sampled(self._handoffs[token.sequence.work], token)
-        return result.num_tokens > 0
 
     def _end_overdue(self, now: float) -> None:
         for handoff in [h for h in self._handoffs.values() if h.deadline <= now]:

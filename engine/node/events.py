@@ -113,11 +113,17 @@ class Role(Protocol):
     def handle(self, event: Event, now: float) -> None:
         """Take one event in. Never blocks."""
 
-    def turn(self, now: float) -> bool:
-        """One turn of the node's loop: transfers, deadlines, at most one engine step. True: call again at once."""
+    def prepare(self, now: float) -> None:
+        """First half of a turn: transfers, deadlines, and what the next step shall compute."""
+
+    def compute(self, now: float) -> bool:
+        """Second half, with no event in between: compute the step. True: there is more to do at once.
+
+        What `prepare` put out is on its way meanwhile.
+        """
 
     def next_deadline(self) -> float | None:
-        """When `turn` must be called even if nothing happens. None: never."""
+        """When a turn must come even if nothing happens. None: never."""
 
     def take_outputs(self) -> list[Output]:
         """What came out since the last call, in order."""

@@ -22,7 +22,7 @@ GAUGE_PERIOD_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn gave.
+    """What one turn, or its first half, gave.
 
     `num_handled`: events that the role had taken in by then. Whoever reads the outputs drops those that the role made
     before it heard that their stream had ended (see `NodeLoop.post`). `blocks` is None between two measurements.
@@ -132,16 +132,25 @@ class NodeLoop:
                 taken.run()
             else:
                 role.handle(taken, self._clock())
-        busy = role.turn(self._clock())
+        role.prepare(self._clock())
+        self._tell(role, deliver, count_blocks, only_outputs=True)
+        busy = role.compute(self._clock())
         self._tell(role, deliver, count_blocks)
         if not busy:
             deadline = role.next_deadline()
             self._awake.wait(None if deadline is None else max(0.0, deadline - self._clock()))
 
     def _tell(
-        self, role: Role, deliver: Callable[[Turn], object], count_blocks: Callable[[], Mapping[str, int]]
+        self,
+        role: Role,
+        deliver: Callable[[Turn], object],
+        count_blocks: Callable[[], Mapping[str, int]],
+        only_outputs: bool = False,
     ) -> None:
-        outputs, state = role.take_outputs(), (role.load(), role.idle)
+        outputs = role.take_outputs()
+        if only_outputs and not outputs:
+            return
+        state = role.load(), role.idle
         if not outputs and state == self._told:
             return
         self._told = state

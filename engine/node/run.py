@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -34,16 +34,24 @@ MakeParts = Callable[[NodeSettings, Callable[[], None]], NodeParts]
 """Loads the model and makes the role around it; the second argument wakes the engine's thread."""
 
 
-def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_parts: MakeParts) -> int:
-    """Serve until a signal; returns the exit code."""
+def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_parts: MakeParts) -> NoReturn:
+    """Serve until a signal, and exit.
+
+    Without the interpreter's teardown: all that has to be closed is closed by then, and unloading torch and
+    transformers would take seconds.
+    """
     configure_logging(settings.logging_level(), settings.name(role))
     try:
-        return _run(settings, side, make_parts)
+        code = _run(settings, side, make_parts)
     except StartupError as error:
         sys.stderr.write(f"{settings.prog}: {' '.join(str(error).split())}\n")
-        return 1
+        code = 1
     except KeyboardInterrupt:  # while the model was being loaded
-        return 128 + signal.SIGINT
+        code = 128 + signal.SIGINT
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(settings: NodeSettings, side: RoleSide, make_parts: MakeParts) -> int:

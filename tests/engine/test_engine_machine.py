@@ -116,7 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.now += 1
             before = [seq for seq in self.live(SequenceState.WAITING) if seq.num_preemptions]
-            result = self.engine.step(self.now)
+            result = self.engine.compute(self.engine.schedule(self.now))
             self.take(result)
             self.whole()
             if result.started:
@@ -265,7 +265,7 @@ class EngineMachine(RuleBasedStateMachine):
         while self.leases:
             self.expire()
         for _ in range(2000):
-            self.take(self.engine.step(self.now))
+            self.take(self.engine.compute(self.engine.schedule(self.now)))
             for seq in self.parked():
                 self.requests[seq.work].aborted = True
                 self.engine.release(seq)

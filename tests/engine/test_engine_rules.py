@@ -50,7 +50,7 @@ def sequence(num_tokens: int = 5, *, samples: int = 1, first: int = 50, **kwargs
 def run(engine: Engine, limit: int = 200) -> list[StepResult]:
     results = []
     while engine.has_work and len(results) < limit:
-        results.append(engine.step(float(len(results))))
+        results.append(engine.compute(engine.schedule(float(len(results)))))
         engine.check_integrity()
     return results
 
@@ -137,9 +137,9 @@ def test_a_long_prompt_delays_nobodys_next_token() -> None:
     engine, model = make(max_num_batched_tokens=8)
     long, short = sequence(40, first=0), sequence(2, first=60, max_tokens=30)
     engine.add(short)
-    engine.step(0.0)
+    engine.compute(engine.schedule(0.0))
     engine.add(long)
-    results = [engine.step(0.0) for _ in range(6)]
+    results = [engine.compute(engine.schedule(0.0)) for _ in range(6)]
     assert all(short in [token.sequence for token in result.sampled] for result in results)
     assert [chunk.length for batch in model.batches[1:] for chunk in batch if chunk.sequence is long] == [7] * 5 + [5]
 
@@ -148,7 +148,7 @@ def test_a_budget_smaller_than_the_batch_goes_round() -> None:
     engine, model = make(max_num_batched_tokens=2)
     engine.add(sequence(1, samples=3, max_tokens=20))
     for _ in range(1 + 6):
-        engine.step(0.0)
+        engine.compute(engine.schedule(0.0))
     turns = [chunk.sequence.samples[0] for batch in model.batches[1:] for chunk in batch]
     assert [turns.count(sample) for sample in range(3)] == [4, 4, 4]
 
@@ -174,7 +174,7 @@ def test_a_full_prefix_hit_computes_its_last_block_anew() -> None:
     run(engine)
     again = sequence(8)
     engine.add(again)
-    engine.step(0.0)
+    engine.compute(engine.schedule(0.0))
     assert again.num_cached_tokens == 4
     assert model.batches[-1][0].start == 4
 
@@ -187,7 +187,7 @@ def test_generated_blocks_are_hits_for_the_next_turn_and_salts_part_caches() -> 
     for salt, cached in (("", 12), ("other", 0)):
         seq = Sequence(WorkId(1, f"turn{salt}", 0), [0], turn, SamplingParams(), cache_salt=salt)
         engine.add(seq)
-        engine.step(0.0)
+        engine.compute(engine.schedule(0.0))
         assert seq.num_cached_tokens == cached
         engine.release(seq)
 
@@ -196,7 +196,7 @@ def test_a_prompt_to_hand_off_is_parked_with_its_tokens_until_released() -> None
     engine, _ = make(max_num_batched_tokens=4)
     seq = sequence(6, samples=3, hand_off=True, max_tokens=1)
     engine.add(seq)
-    first, second = engine.step(0.0), engine.step(1.0)
+    first, second = engine.compute(engine.schedule(0.0)), engine.compute(engine.schedule(1.0))
     assert (first.advanced, first.parked, first.sampled) == ([seq], [], [])
     assert (second.advanced, second.parked) == ([seq], [seq])
     assert [(t.sequence, t.sample, t.index) for t in second.sampled] == [(seq, 0, 0), (seq, 1, 0), (seq, 2, 0)]
@@ -211,7 +211,7 @@ def test_samples_fork_sharing_full_blocks_and_copying_the_partial_one() -> None:
     engine, model = make()
     parent = sequence(6, samples=3, max_tokens=9)
     engine.add(parent)
-    forks = [token.sequence for token in engine.step(0.0).sampled]
+    forks = [token.sequence for token in engine.compute(engine.schedule(0.0)).sampled]
     engine.check_integrity()
     assert parent.state is SequenceState.FINISHED
     assert [fork.samples for fork in forks] == [[0], [1], [2]]
@@ -242,10 +242,10 @@ def test_reserved_places_are_not_given_to_waiting_sequences() -> None:
     seqs = [sequence(3), sequence(3, first=60)]
     for seq in seqs:
         engine.add(seq)
-    engine.step(0.0)
+    engine.compute(engine.schedule(0.0))
     assert (engine.num_running, engine.num_waiting) == (1, 1)
     engine.num_reserved_seqs = 0
-    engine.step(0.0)
+    engine.compute(engine.schedule(0.0))
     assert engine.num_running == 2
 
 
@@ -255,7 +255,7 @@ def test_the_youngest_is_preempted_and_comes_back_before_newcomers() -> None:
     for seq in (old, young):
         engine.add(seq)
     while not engine.has_preempted:
-        result = engine.step(0.0)
+        result = engine.compute(engine.schedule(0.0))
         engine.check_integrity()
     assert result.preempted == [young]
     assert not young.block_table
@@ -274,7 +274,7 @@ def test_alone_without_blocks_a_sequence_waits_for_leases() -> None:
     lease = engine.blocks.allocate(14)
     seq = sequence(7, max_tokens=9)
     engine.add(seq)
-    results = [engine.step(0.0) for _ in range(6)]
+    results = [engine.compute(engine.schedule(0.0)) for _ in range(6)]
     assert [result.num_tokens for result in results] == [7, 1, 0, 0, 0, 0]
     assert engine.has_preempted
     engine.blocks.release(lease)
@@ -291,7 +291,7 @@ def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:
     engine.check_integrity()
     assert model.copies == [(forks[0].block_table[2], spare)]
     assert len(engine.blocks.match(forks[1].block_hashes(2, 4))) == 2
-    result = engine.step(0.0)
+    result = engine.compute(engine.schedule(0.0))
     assert [(c.start, c.length) for c in model.batches[0]] == [(9, 1), (9, 1)]
     assert [(t.sample, t.index) for t in result.sampled] == [(0, 1), (3, 1)]
     assert not result.started

@@ -76,7 +76,7 @@ def run(engine: Engine, seqs: Iterable[Sequence] = ()) -> Outputs:
         engine.add(seq)
     said: Outputs = defaultdict(list)
     for _ in range(5000):
-        result = engine.step(0.0)
+        result = engine.compute(engine.schedule(0.0))
         engine.check_integrity()
         for token in result.sampled:
             said[token.sequence.work.request_id, token.sample].append(token.token)
@@ -120,7 +120,7 @@ def test_preemption_and_eviction(folder: Path, prompts: list[tuple[int, ...]], e
     for seq in seqs:
         engine.add(seq)
     while engine.has_work:
-        result = engine.step(0.0)
+        result = engine.compute(engine.schedule(0.0))
         preempted += len(result.preempted)
         for token in result.sampled:
             said[token.sequence.work.request_id, 0].append(token.token)
@@ -181,7 +181,7 @@ def test_handed_off_requests_go_on_as_if_nothing_had_happened(
     said: Outputs = defaultdict(list)
     num_hits = 0
     while p_engine.has_work or d_engine.has_work:
-        p_step, d_step = p_engine.step(0.0), d_engine.step(0.0)
+        p_step, d_step = p_engine.compute(p_engine.schedule(0.0)), d_engine.compute(d_engine.schedule(0.0))
         for token in p_step.sampled + d_step.sampled:
             said[token.sequence.work.request_id, token.sample].append(token.token)
         for seq in p_step.parked:
@@ -201,7 +201,7 @@ def test_eos_is_honoured_and_min_tokens_puts_it_off(folder: Path) -> None:
     engine.add(seq)
     tokens = []
     while engine.has_work:
-        tokens += engine.step(0.0).sampled
+        tokens += engine.compute(engine.schedule(0.0)).sampled
     assert [token.token == tiny_models.EOS for token in tokens] == [False] * 6 + [True]
     assert tokens[-1].finish is FinishReason.STOP
 
@@ -212,7 +212,7 @@ def test_logprobs_are_those_of_transformers(folder: Path) -> None:
     engine.add(ask("one", prompt, num_logprobs=3, max_tokens=5))
     tokens = []
     while engine.has_work:
-        tokens += engine.step(0.0).sampled
+        tokens += engine.compute(engine.schedule(0.0)).sampled
     ids = torch.tensor([[*prompt, *(token.token for token in tokens)]])
     with torch.inference_mode():
         logprobs = tiny_models.reference(folder)(ids).logits[0].log_softmax(-1)

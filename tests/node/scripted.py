@@ -56,7 +56,9 @@ class ScriptedRole:
         self.events.append(event)
         self.outputs += self.script(event)
 
-    def turn(self, now: float) -> bool:
+    def prepare(self, now: float) -> None: ...
+
+    def compute(self, now: float) -> bool:
         self._aio.call_soon_threadsafe(self._tell)
         return False
 

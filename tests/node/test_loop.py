@@ -26,7 +26,9 @@ class Role:
         self.handled.append(event)
         self.outputs.append(ToRouter(1, UPDATE))
 
-    def turn(self, now):
+    def prepare(self, now): ...
+
+    def compute(self, now):
         self.turns += 1
         if self.error:
             raise self.error
@@ -76,6 +78,22 @@ async def test_all_events_that_wait_go_into_one_turn_and_come_out_as_one_deliver
     assert turn.num_handled == 3
     assert loop.stop(WAIT_S)
     assert turns.empty()
+
+
+async def test_what_was_prepared_is_told_while_the_step_is_computed():
+    class Slow(Role):
+        told = threading.Event()
+
+        def compute(self, now):
+            assert not self.handled or self.told.wait(WAIT_S)
+            return super().compute(now)
+
+    role = Slow()
+    with started(role) as (loop, turns, _):
+        await take(turns)
+        loop.post(Draining())
+        assert len((await take(turns)).outputs) == 1
+        role.told.set()
 
 
 async def test_it_sleeps_while_nothing_happens():

@@ -348,7 +348,7 @@ class World:
             case ("repeat", (str() as source, str() as target)):
                 self._repeat(source, target)
             case ("turn", str() as incarnation):
-                self.nodes[incarnation].core.turn(self.now)
+                self._turn(incarnation)
             case ("transfer", int() as index):
                 self.hub.deliver(index)
             case ("crash", str() as incarnation):
@@ -367,6 +367,12 @@ class World:
             case _:
                 raise AssertionError(act)
         self.settle()
+
+    def _turn(self, incarnation: str) -> None:
+        core = self.nodes[incarnation].core
+        core.prepare(self.now)
+        self._collect(incarnation)
+        core.compute(self.now)
 
     def _repeat(self, source: str, target: str) -> None:
         """A message comes twice, the second time after all that follows it on its stream."""
@@ -399,8 +405,8 @@ class World:
                     self.settle()
             while self.hub.pending:
                 self.hub.deliver(0)
-            for node in list(self.nodes.values()):
-                node.core.turn(self.now)
+            for incarnation in list(self.nodes):
+                self._turn(incarnation)
             self.advance(0.01)
             if not self.live() and not self.hub.pending and not any(self.streams.values()) and self._idle():
                 return
