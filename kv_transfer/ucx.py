@@ -1,20 +1,25 @@
-"""The transport over UCX: shared memory, TCP, NVLink or InfiniBand, whatever UCX finds between two processes.
+"""The transport over UCX: TCP, NVLink, InfiniBand, or shared memory when asked for.
 
-Why a slot is never touched after its event (ucxx 0.52, UCX 1.21, November 2026):
+Found by experiment with ucxx 0.52 and UCX 1.21, November 2026:
 
-- Over shared memory and TCP, with UCX_RNDV_SCHEME=am, memory is written and read by this process alone, within
-  `progress` of our one thread, and never after the request has completed natively: fragments for a request that is over
-  are dropped. Seen with 512 MiB cut off half-way by the receiver and by the sender, with the other side going on to
-  send or rewriting its buffer, stopped and continued, and killed: not one byte changed after completion, and none of
-  the new bytes arrived. So host memory is always sent this way; it is as fast as what UCX would choose. With
-  `get_zcopy` or `put_zcopy` over shared memory the request of a killed peer never completed at all.
-- Over NVLink or RDMA one side writes into, or reads from, the other's memory by itself. There native completion says
-  nothing about the other side, and neither would a message to oneself. So a slot whose operation failed gets other
-  memory (`Staging.renew`): late bytes hit memory that nobody reads, and a late read finds the old bytes. This is done
-  for host memory too.
+**When is a slot untouched?** In host memory, sent with UCX_RNDV_SCHEME=am, bytes are written and read by this process
+alone, within `progress` of our one thread, and never after the request has completed natively: fragments for a request
+that is over are dropped. Seen with 64 to 512 MiB cut off half-way by either side, over TCP and shared memory, the other
+side going on to send, rewriting its buffer, stopped and continued, or killed. So host memory is always sent this way;
+it is as fast as what UCX would choose. (With `get_zcopy` or `put_zcopy` the request of a killed peer never completed.)
+Over NVLink or RDMA one side accesses the other's memory by itself, and native completion, or a message to oneself,
+says nothing about the other side. So a slot whose operation failed always gets other memory (`Staging.renew`): late
+bytes hit memory that nobody reads, and a late read finds the old bytes.
 
-A peer's death is noticed at once over TCP, and over shared memory within the keepalive interval, once its parent has
-reaped it. A peer that hangs is noticed by nobody: heartbeats and deadlines must decide, and call `disconnect`.
+**Endpoints are not closed in mid-send**, but parked: see `ucx_thread.Link`.
+
+**Shared memory is off unless UCX_TLS names it**, which is UCX's own choice where errors must be handled. All senders
+share one queue into a process; one that is killed while it writes there blocks it for good, and for all of them (5 of
+20 kills in mid-message); one that is stopped blocks it meanwhile. TCP within a machine moves 1 GB/s and more.
+
+**Who is gone?** Over TCP a peer's death is noticed at once; over shared memory within the keepalive interval, once its
+parent has reaped it, and its disconnecting not at all. A peer that hangs is noticed by nobody: heartbeats and deadlines
+must decide, and call `disconnect`.
 
 Not fork-safe: neither this process nor its children may use UCX after a fork; start processes by spawn or exec.
 """
@@ -42,11 +47,8 @@ log = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 
-_DEFAULTS = {
-    "MM_ERROR_HANDLING": "y",  # or shared memory is silently given up for TCP
-    "KEEPALIVE_INTERVAL": "500ms",  # 20 s by default
-}
-"""Used unless the operator set UCX_..."""
+_KEEPALIVE = "500ms"  # UCX's default is 20 s
+_SHARED_MEMORY = {"mm", "posix", "shm", "sm", "sysv", "xpmem"}
 
 
 class UcxTransport:
@@ -111,7 +113,11 @@ class UcxTransport:
 
 
 def _options(staging: Staging, interface: str | None) -> dict[str, str]:
-    options = {name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in os.environ}
+    """What UCX is told; but for RNDV_SCHEME and `interface`, what the operator set as UCX_... goes before."""
+    options = {"KEEPALIVE_INTERVAL": _KEEPALIVE}
+    if _SHARED_MEMORY & set(os.environ.get("UCX_TLS", "").split(",")):
+        options["MM_ERROR_HANDLING"] = "y"
+    options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
     if staging.device.type == "cpu":
         options["RNDV_SCHEME"] = "am"
     if interface is not None:

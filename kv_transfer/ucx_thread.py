@@ -9,10 +9,12 @@ dropped), which is how late bytes come about, and because it would need a thread
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -37,6 +39,7 @@ and both sides know each other fully. Without that, UCX does not notice the deat
 _BURST = 64
 """Progress calls between two looks at commands and completions: one call moves up to a few hundred KiB."""
 _CLOSE_NS = 10**9
+_FINISH_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +55,13 @@ class Operation:
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """A peer's endpoint. `hello` goes to the peer first: once it has left, the peer is connected."""
+    """A peer's endpoint. `hello` goes to the peer first: once it has left, the peer is connected.
+
+    An endpoint is closed only when it is not sending, or has failed. Closing one in mid-send over TCP, while the peer
+    closes its own, corrupts UCX 1.21's memory: the process dies soon after. So a link that was disconnected in mid-send
+    is parked: its slots have other memory already, and what is under way goes on, out of the old one, until UCX has
+    completed it or the peer is gone. The peer may be connected anew meanwhile, by another endpoint.
+    """
 
     peer: str
     address: bytes
@@ -61,6 +70,11 @@ class Link:
     waiting: list[Future[None]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     lost: bool = False
+
+    @property
+    def is_sending(self) -> bool:
+        sends = [o.request for o in self.operations if o.done is Sent]
+        return not all(request.completed for request in [self.hello, *sends])
 
     def closed(self) -> None:
         """UCX's callback: the peer is gone. Within `progress`, so nothing is done about it here."""
@@ -82,6 +96,7 @@ class UcxThread:
         self._emit_event = emit
         self._wake = wake
         self._links: dict[str, Link] = {}
+        self._parked: list[Link] = []  # disconnected, with sends that UCX has not completed
         self._emitted = False
         self._stopping = False
         self._lock = threading.Lock()  # over the commands
@@ -191,6 +206,7 @@ class UcxThread:
             self._collect(link)
             if link.lost:
                 self._drop(link, "the peer is gone", told=False)
+        self._close_parked()
         if self._hearing.completed:
             self._listen()
         self._ring()
@@ -265,20 +281,26 @@ class UcxThread:
         self._emit(Failed(peer, operation.tag, operation.slot, reason))
 
     def _drop(self, link: Link, reason: str, told: bool) -> None:
-        """Close the endpoint, by force, and end all that was under way on it. `told`: somebody asked for it."""
+        """End all that is under way with the peer. `told`: somebody asked for it."""
         if self._links.pop(link.peer, None) is not link:
             return
-        link.endpoint.remove_close_callback()
-        link.endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
         self._collect(link)
+        if link.lost or not link.is_sending:
+            _close_endpoint(link)
+        else:
+            self._parked.append(link)
         for operation in link.operations:
             self._fail(link.peer, operation, reason)
-        del link.endpoint, link.hello  # the close callback refers to the link: a circle that keeps the worker alive
         connecting = bool(link.waiting)
         for up in link.waiting:
             _resolve(up, TransferError(f"{link.peer} cannot be reached: {reason}"))
         if not told and not connecting:
             self._emit(PeerLost(link.peer, reason))
+
+    def _close_parked(self) -> None:
+        for link in [x for x in self._parked if x.lost or not x.is_sending]:
+            self._parked.remove(link)
+            _close_endpoint(link)
 
     # ---- the end ----
 
@@ -286,6 +308,14 @@ class UcxThread:
         for link in list(self._links.values()):
             self._drop(link, reason, told)
         self._worker.cancel_inflight_requests()
+        deadline = time.monotonic() + _FINISH_S
+        while self._parked and (left := deadline - time.monotonic()) > 0:
+            self._worker.progress()
+            self._close_parked()
+            if self._parked and self._worker.arm():
+                self._poll.poll(left)
+        if self._parked:
+            _keep_forever(self._worker, self._parked)
         self._worker.progress()
         self._poll.close()
         del self._hearing, self._worker
@@ -299,6 +329,18 @@ class UcxThread:
             os.close(self._bell)
         while self._commands:
             self._commands.popleft()()
+
+
+def _close_endpoint(link: Link) -> None:
+    link.endpoint.remove_close_callback()
+    link.endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
+    link.endpoint = link.hello = None  # the close callback refers to the link: a circle that keeps the worker alive
+
+
+def _keep_forever(*things: object) -> None:
+    """Have no destructor run, not even at exit: it would close endpoints that are sending."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _require_devices(wanted: str, resources: str) -> None:

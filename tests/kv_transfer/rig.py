@@ -1,0 +1,360 @@
+"""Nodes of a KV transfer, for tests: in this process over `memory`, or each in its own over UCX.
+
+A `Node` holds a transport, staging, a pool and a mover. A `Rig` starts nodes of one kind and stops them; the handles it
+gives have `call(method, *args)` for either kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.errors import BatonError
+from baton.layout import KvLayout
+from kv_transfer import create
+from kv_transfer.memory import MemoryHub, MemoryTransport
+from kv_transfer.parts import slot_bytes_for
+from kv_transfer.receiver import KvReceiver, PartArrived
+from kv_transfer.sender import KvSender
+from kv_transfer.staging import SlotState, Staging
+
+BLOCK_BYTES = 4096
+NUM_BLOCKS = 64
+DEADLINE_S = 40.0
+LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "fingerprint")
+OTHER_LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "another model")
+
+UCX_TLS = {"ucx-shm": "posix,sysv,cma,self", "ucx-tcp": "tcp,self"}
+KINDS = ("memory", *UCX_TLS)
+
+
+def pool_of(seed: int, num_blocks: int = NUM_BLOCKS) -> np.ndarray[Any, Any]:
+    """[num_blocks, BLOCK_BYTES] of random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, (num_blocks, BLOCK_BYTES), dtype=np.uint8)
+
+
+def digest_of(pool: np.ndarray[Any, Any]) -> bytes:
+    return hashlib.blake2b(pool.data).digest()
+
+
+class Node:
+    """One side of transfers. `role`: "sender", "receiver", or "raw" for the bare transport."""
+
+    def __init__(
+        self,
+        make: Callable[[Staging, Callable[[], None]], Any],
+        role: str,
+        seed: int = 0,
+        num_slots: int = 4,
+        part_blocks: int = 8,
+        num_blocks: int = NUM_BLOCKS,
+        layout: KvLayout = LAYOUT,
+    ) -> None:
+        self.staging = Staging(num_slots, slot_bytes_for(part_blocks, BLOCK_BYTES), "cpu")
+        self._woken = threading.Event()
+        self.transport = make(self.staging, self._woken.set)
+        self.pool = torch.from_numpy(pool_of(seed, num_blocks))
+        if role == "sender":
+            self.mover: Any = KvSender(self.transport, self.staging, self.pool, layout)
+        elif role == "receiver":
+            self.mover = KvReceiver(self.transport, self.staging, self.pool, layout)
+        else:
+            self.mover = self.transport
+        self._role = role
+        self._events: list[Any] = []
+
+    # ---- connections ----
+
+    def info(self) -> bytes:
+        return bytes(self.transport.info())
+
+    def connect(self, peer: str, address: bytes, times: int = 1) -> None:
+        """`times` at once, from as many threads."""
+        errors: list[BatonError] = []
+
+        def one() -> None:
+            try:
+                self.transport.connect(peer, address, DEADLINE_S)
+            except BatonError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=one) for _ in range(times)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def disconnect(self, peer: str) -> None:
+        self.transport.disconnect(peer)
+
+    def close(self) -> None:
+        self.transport.close()
+
+    # ---- movers ----
+
+    def send(self, peer: str, lease: int, parts: dict[int, list[int]]) -> list[bool]:
+        return [self.mover.send(peer, lease, part, blocks) for part, blocks in parts.items()]
+
+    def drain(self, peer: str, lease: int, part: int) -> bool:
+        return bool(self.mover.drain(peer, lease, part))
+
+    def expect(self, peer: str, lease: int, parts: list[int]) -> list[bool]:
+        return [self.mover.expect(peer, lease, part) for part in parts]
+
+    def land(self, arrived: PartArrived, blocks: list[int]) -> int:
+        return int(self.mover.land(arrived, blocks))
+
+    def discard(self, arrived: PartArrived) -> None:
+        self.mover.discard(arrived)
+
+    # ---- the bare transport ----
+
+    def fill(self, value: int) -> int:
+        """Take a slot and fill it; returns the slot."""
+        slot = self.staging.take()
+        assert slot is not None
+        self.staging.memory(slot).fill_(value)
+        return slot
+
+    def refill(self, slot: int, value: int) -> None:
+        assert self.staging.state(slot) is SlotState.HELD
+        self.staging.memory(slot).fill_(value)
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int | None = None) -> None:
+        self.staging.lend(slot)
+        self.transport.push(peer, tag, slot, num_bytes or self.staging.slot_bytes)
+
+    def post(self, peer: str, tag: int, slot: int, num_bytes: int | None = None) -> None:
+        self.staging.lend(slot)
+        self.transport.expect(peer, tag, slot, num_bytes or self.staging.slot_bytes)
+
+    def values(self, slot: int) -> set[int]:
+        """All byte values in a slot."""
+        return _values(self.staging.memory(slot))
+
+    def poison(self, value: int) -> None:
+        """Fill all free slots."""
+        for slot in range(self.staging.num_slots):
+            self.staging.memory(slot).fill_(value)
+
+    def see_first_byte(self, slot: int, before: int) -> None:
+        """Return once the network has written over the slot's first byte, which was `before`."""
+        memory = self.staging.memory(slot).numpy()
+        deadline = time.monotonic() + DEADLINE_S
+        while memory[0] == before:
+            assert time.monotonic() < deadline
+            os.sched_yield()
+
+    def last_byte(self, slot: int) -> int:
+        return int(self.staging.memory(slot)[-1])
+
+    # ---- what happened ----
+
+    def wait(self, count: int) -> list[Any]:
+        """The next `count` events, in order; fails when they do not come."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            self._woken.clear()
+            self._take()
+            if len(self._events) >= count:
+                taken, self._events = self._events[:count], self._events[count:]
+                return taken
+            if not self._woken.wait(max(0.0, deadline - time.monotonic())):
+                raise AssertionError(f"after {DEADLINE_S} s only {self._events}")
+
+    def pending_events(self) -> list[Any]:
+        self._take()
+        taken, self._events = self._events, []
+        return taken
+
+    def _take(self) -> None:
+        for event in self.mover.poll():
+            if self._role == "raw" and hasattr(event, "slot"):
+                self.staging.reclaim(event.slot)
+            self._events.append(event)
+
+    def blocks(self, ids: list[int]) -> bytes:
+        return self.pool[ids].numpy().tobytes()
+
+    def pool_bytes(self) -> bytes:
+        return self.pool.numpy().tobytes()
+
+    def pool_digest(self) -> bytes:
+        return digest_of(self.pool.numpy())
+
+    def free_slots(self) -> int:
+        """After an integrity check."""
+        (self.staging if self._role == "raw" else self.mover).check_integrity()
+        return self.staging.num_free
+
+    def give_back(self, slot: int) -> None:
+        self.staging.give_back(slot)
+
+
+def _values(memory: torch.Tensor) -> set[int]:
+    return set(np.flatnonzero(np.bincount(memory.numpy(), minlength=256)).tolist())
+
+
+class LocalNode:
+    """A node over `memory`."""
+
+    def __init__(self, hub: MemoryHub, name: str, **options: Any) -> None:
+        self.name = name
+        self._hub = hub
+        self._node = Node(lambda staging, wake: MemoryTransport(hub, name, staging, wake), **options)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._node, method)(*args)
+
+    def start(self, method: str, *args: Any) -> Callable[[], Any]:
+        result = self.call(method, *args)
+        return lambda: result
+
+    def kill(self) -> None:
+        self._hub.kill(self.name)
+
+    def stop(self, is_clean: bool) -> None:
+        self._node.close()
+
+
+class RemoteNode:
+    """A node over UCX, in a process of its own."""
+
+    def __init__(self, tls: str, name: str, **options: Any) -> None:
+        self.name = name
+        context = multiprocessing.get_context("forkserver")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, tls, options), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._result()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self.start(method, *args)()
+
+    def start(self, method: str, *args: Any) -> Callable[[], Any]:
+        self._pipe.send((method, args))
+        return self._result
+
+    def signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(DEADLINE_S)
+
+    def stop(self, is_clean: bool) -> None:
+        """Close the transport, and see that the process ends; `is_clean`: also that no thread or descriptor is left."""
+        try:
+            if self._process.is_alive():
+                self.signal(signal.SIGCONT)
+                self._pipe.send(None)
+                left = self._result()
+                assert left is None or not is_clean, left
+                self._process.join(DEADLINE_S)
+                assert self._process.exitcode == 0
+        finally:
+            self._process.kill()
+            self._process.join(DEADLINE_S)
+            self._process.close()
+            self._pipe.close()
+
+    def _result(self) -> Any:
+        assert self._pipe.poll(DEADLINE_S + 10), f"no answer from {self.name}"
+        try:
+            result = self._pipe.recv()
+        except EOFError:
+            self._process.join(DEADLINE_S)
+            raise AssertionError(f"{self.name} died, exit code {self._process.exitcode}") from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+class Rig:
+    """Starts nodes of one kind. `link` connects each with each."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.cuts = False
+        """Set by tests that disconnect in the middle of a message: ucxx 0.52 never frees an endpoint closed so, nor
+        therefore its worker, whose thread and descriptors stay until the process exits."""
+        self._hub = MemoryHub(auto=True)
+        self._serial = itertools.count(1)
+        self._nodes: list[LocalNode | RemoteNode] = []
+
+    def node(self, role: str, **options: Any) -> Any:
+        name = f"{role}-{next(self._serial)}"
+        node: LocalNode | RemoteNode
+        if self.kind == "memory":
+            node = LocalNode(self._hub, name, role=role, **options)
+        else:
+            node = RemoteNode(UCX_TLS[self.kind], name, role=role, **options)
+        self._nodes.append(node)
+        return node
+
+    def link(self, *nodes: Any) -> None:
+        for one, other in itertools.combinations(nodes, 2):
+            address = other.call("info")
+            waiting = one.start("connect", other.name, address)
+            if self.kind == "memory":
+                other.call("connect", one.name, one.call("info"))
+            else:
+                waiting()
+                other.call("connect", one.name, one.call("info"))
+
+    def stop(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for node in self._nodes:
+                stack.callback(node.stop, not self.cuts)
+
+
+def _serve(pipe: Any, tls: str, options: dict[str, Any]) -> None:
+    """A remote node's process: calls in, results out, until None comes."""
+    os.environ |= {"UCX_TLS": tls, "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    torch.set_num_threads(1)
+    if "NOFH" not in os.environ:
+        faulthandler.enable()
+    import kv_transfer.ucx_thread  # noqa: F401 - what the native library keeps open is not the transport's
+
+    before = _resources()
+    node = Node(lambda staging, wake: create("ucx", staging, wake), **options)
+    pipe.send(None)
+    while (call := pipe.recv()) is not None:
+        try:
+            pipe.send(getattr(node, call[0])(*call[1]))
+        except Exception as error:  # noqa: BLE001 - the test's to judge
+            pipe.send(error)
+    node.close()
+    deadline = time.monotonic() + 1.0
+    while (now := _resources()) != before and time.monotonic() < deadline:
+        os.sched_yield()  # a thread that was joined may take a moment to leave
+    pipe.send(None if now == before else f"threads and descriptors: {before} before, {now} after")
+
+
+def _resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+@contextlib.contextmanager
+def rig_of(kind: str) -> Iterator[Rig]:
+    rig = Rig(kind)
+    try:
+        yield rig
+    finally:
+        rig.stop()

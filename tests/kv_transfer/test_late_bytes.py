@@ -1,0 +1,146 @@
+"""Transfers over UCX that are torn down half-way while the other side goes on: late bytes must hit nothing.
+
+Half-way is made certain by stopping one process in mid-transfer (SIGSTOP); it is continued after the teardown.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from kv_transfer.receiver import PartArrived, PartFailed
+from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
+from tests.kv_transfer.rig import Rig, digest_of, pool_of
+
+BLOCKS = 16_384  # 64 MiB
+OLD, REWRITTEN, NEXT, UNTOUCHED = 0x11, 0x22, 0x33, 0x44
+ATTEMPTS = 20
+
+
+def slow_pair(rig: Rig, num_slots: int) -> tuple[Any, Any, Any]:
+    """Three connected nodes of the bare transport, with huge slots."""
+    rig.cuts = True
+    nodes = tuple(rig.node("raw", num_slots=num_slots, part_blocks=BLOCKS) for _ in range(3))
+    rig.link(*nodes)
+    return nodes
+
+
+def stop_half_way(sender: Any, receiver: Any, stopped: Any) -> tuple[int, int, int]:
+    """Stop a process while a message full of OLD is under way; returns the tag and both slots."""
+    source, target = sender.call("fill", OLD), receiver.call("fill", UNTOUCHED)
+    for tag in range(ATTEMPTS):
+        receiver.call("post", sender.name, tag, target)
+        sender.call("push", receiver.name, tag, source)
+        receiver.call("see_first_byte", target, UNTOUCHED)
+        stopped.signal(signal.SIGSTOP)
+        running = receiver if stopped is sender else sender
+        if stopped is sender and receiver.call("last_byte", target) == UNTOUCHED:
+            return tag, source, target
+        if stopped is receiver and not running.call("pending_events"):
+            return tag, source, target
+        stopped.signal(signal.SIGCONT)  # the message was faster than the signal
+        receiver.call("wait", 1)
+        if stopped is sender:
+            sender.call("wait", 1)
+        receiver.call("refill", target, UNTOUCHED)
+    raise AssertionError(f"no message was caught under way in {ATTEMPTS} attempts")
+
+
+def test_a_slot_of_a_cut_receive_serves_the_next_while_the_old_sender_goes_on(ucx_rig: Rig) -> None:
+    sender, receiver, other = slow_pair(ucx_rig, num_slots=2)
+    tag, source, slot = stop_half_way(sender, receiver, stopped=sender)
+    receiver.call("disconnect", sender.name)
+    (failed,) = receiver.call("wait", 1)
+    assert isinstance(failed, Failed)
+    assert (failed.tag, failed.slot) == (tag, slot)
+
+    receiver.call("post", other.name, 100, slot)  # reused at once, by another peer's message
+    other.call("push", receiver.name, 100, other.call("fill", NEXT))
+    sender.signal(signal.SIGCONT)  # goes on to send; over shared memory, others could not send while it was stopped
+    assert receiver.call("wait", 1) == [Arrived(other.name, 100, slot)]
+    assert receiver.call("values", slot) == {NEXT}
+    (end,) = [e for e in sender.call("wait", 1) if not isinstance(e, PeerLost)]
+    assert isinstance(end, Sent | Failed)
+    sender.call("refill", source, REWRITTEN)  # and now something new from the same place
+    sender.call("disconnect", receiver.name)
+    ucx_rig.link(sender, receiver)
+    again = receiver.call("fill", UNTOUCHED)
+    receiver.call("post", sender.name, 101, again)
+    sender.call("push", receiver.name, 101, source)
+    arrived = [e for e in receiver.call("wait", 1) if not isinstance(e, PeerLost)]
+    assert arrived == [Arrived(sender.name, 101, again)]
+    assert receiver.call("values", again) == {REWRITTEN}
+    assert receiver.call("values", slot) == {NEXT}
+
+
+def test_a_slot_of_a_cut_send_serves_the_next_while_the_old_receiver_goes_on(ucx_rig: Rig) -> None:
+    sender, receiver, other = slow_pair(ucx_rig, num_slots=2)
+    tag, source, target = stop_half_way(sender, receiver, stopped=receiver)
+    sender.call("disconnect", receiver.name)
+    (failed,) = sender.call("wait", 1)
+    assert isinstance(failed, Failed)
+    assert (failed.tag, failed.slot) == (tag, source)
+
+    sender.call("refill", source, REWRITTEN)  # reused at once, for another peer
+    slot = other.call("fill", UNTOUCHED)
+    other.call("post", sender.name, 100, slot)
+    sender.call("push", other.name, 100, source)
+    assert other.call("wait", 1) == [Arrived(sender.name, 100, slot)]
+    assert other.call("values", slot) == {REWRITTEN}
+
+    assert sender.call("wait", 1) == [Sent(other.name, 100, source)]
+
+    receiver.signal(signal.SIGCONT)  # takes in the rest: what was in the slot when it was pushed
+    assert receiver.call("wait", 1) == [Arrived(sender.name, tag, target)]
+    assert receiver.call("values", target) == {OLD}
+    receiver.call("disconnect", sender.name)
+    receiver.call("pending_events")
+    ucx_rig.link(sender, receiver)
+    receiver.call("post", sender.name, 101, target)
+    sender.call("push", receiver.name, 101, source)
+    assert receiver.call("wait", 1) == [Arrived(sender.name, 101, target)]
+    assert receiver.call("values", target) == {REWRITTEN}
+
+
+def test_no_block_of_the_pool_changes_but_by_landing(ucx_rig: Rig) -> None:
+    ucx_rig.cuts = True
+    sizes = {"part_blocks": BLOCKS, "num_blocks": BLOCKS, "num_slots": 1}
+    sender, other = ucx_rig.node("sender", seed=1, **sizes), ucx_rig.node("sender", seed=3, **sizes)
+    receiver = ucx_rig.node("receiver", seed=2, **sizes)
+    ucx_rig.link(sender, receiver)
+    ucx_rig.link(other, receiver)
+    blocks = list(range(BLOCKS))
+    for lease in range(1, ATTEMPTS):
+        receiver.call("poison", UNTOUCHED)
+        assert receiver.call("expect", sender.name, lease, [0]) == [True]
+        assert sender.call("send", receiver.name, lease, {0: blocks}) == [True]
+        receiver.call("see_first_byte", 0, UNTOUCHED)
+        sender.signal(signal.SIGSTOP)
+        if receiver.call("last_byte", 0) == UNTOUCHED:
+            break
+        sender.signal(signal.SIGCONT)
+        receiver.call("discard", receiver.call("wait", 1)[0])
+        sender.call("wait", 1)
+    receiver.call("disconnect", sender.name)
+    (failed,) = receiver.call("wait", 1)
+    assert isinstance(failed, PartFailed)
+    assert (failed.lease, failed.part) == (lease, 0)
+    assert receiver.call("expect", other.name, 100, [0]) == [True]  # the only slot there is
+    other.call("send", receiver.name, 100, {0: blocks[::-1]})
+    sender.signal(signal.SIGCONT)
+    (arrived,) = receiver.call("wait", 1)
+    assert isinstance(arrived, PartArrived)
+    assert receiver.call("pool_digest") == digest_of(pool_of(2, BLOCKS))
+    sender.call("wait", 1)
+    receiver.call("land", arrived, blocks)
+    wanted = digest_of(pool_of(3, BLOCKS)[::-1].copy())
+    assert receiver.call("pool_digest") == wanted
+    sender.call("disconnect", receiver.name)
+    sender.call("pending_events")
+    ucx_rig.link(sender, receiver)
+    assert receiver.call("expect", sender.name, 101, [0]) == [True]
+    sender.call("send", receiver.name, 101, {0: blocks})
+    (late,) = [e for e in receiver.call("wait", 1) if isinstance(e, PartArrived)]
+    receiver.call("discard", late)  # its lease died: the whole part comes to nothing
+    assert receiver.call("pool_digest") == wanted
+    assert receiver.call("free_slots") == 1
