@@ -32,21 +32,14 @@ async def test_ready_tells_why_not_until_a_fitting_node_has_come(cluster: Cluste
         assert MISMATCH in answer.error["message"]
 
         assert wrong.terminate() == 0
-        await told(router, "no decode node", str(wrong.address))
+        prefill.kill()
+        await told(router, "no prefill node and no decode node", str(prefill.address), str(wrong.address))
         decode = cluster.same_address(wrong, "decode-0")
+        prefill.start()  # its new life, where the old one was, is known as such
         await asyncio.to_thread(router.wait_ready)
-        first = await client.complete([5] * 40, max_tokens=4, ignore_eos=True)
-        assert first.timings["decode_node"] == "decode-0"
-
-        for node in (decode, prefill):  # their new lives, at the same addresses, are known as such
-            node.kill()
-            await told(router, f"{node.role} node", str(node.address))
-        decode.start()
-        prefill.start()
-        await asyncio.to_thread(router.wait_ready)
-        again = await client.complete([5] * 40, max_tokens=4, ignore_eos=True)
-        assert again.tokens == first.tokens
-        assert again.timings["attempts"] == 1
+        answer = await client.complete([5] * 40, max_tokens=4, ignore_eos=True)
+        assert answer.status == 200
+        assert (answer.timings["decode_node"], answer.timings["attempts"]) == ("decode-0", 1)
 
     for node in (prefill, decode):
         await asyncio.to_thread(node.wait_whole)
