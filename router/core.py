@@ -16,6 +16,7 @@ from baton.errors import (
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
+    PeerLost,
     RequestCancelled,
 )
 from baton.messages import (
@@ -250,8 +251,7 @@ class RouterCore:
 
     def _ended(self, life: RequestLife, work: Work, error: BatonError | None, incarnation: str, now: float) -> None:
         if error is not None:
-            suspects = {incarnation} | ({work.decode} if work.decode else set())  # the prefill node speaks for both
-            self._fail(life, work, error, now, suspects)
+            self._fail(life, work, error, now, _suspects(work, error, incarnation))
         elif not work.unfinished:
             if incarnation == work.decode and not work.handed_off:
                 self._to_node(work.prefill, Abort(work.id))  # its last word is still under way and says nothing new
@@ -304,27 +304,27 @@ class RouterCore:
         if not unfinished:
             self._end_if_done(life, now)
             return
-        fresh_node = not (suspects and suspects <= life.avoid)
         life.avoid |= suspects or set()
-        if isinstance(error, Overloaded):
-            retry = fresh_node and self._has_other(life)
-        elif error.retryable:
-            retry = True
-        if not retry or work.id.attempt + 1 >= MAX_ATTEMPTS:
+        if not (retry or error.retryable) or work.id.attempt + 1 >= MAX_ATTEMPTS:
             self._end(life, error, now)
             return
         try:
             for group in life.groups(unfinished):
-                key = (
-                    work.id.request_id if len(group) == len(work.samples) else f"{work.id.request_id}/{group[0].index}"
-                )
-                self._place(life, group, key, work.id.attempt + 1, self.pool.choose(life.avoid), now)
-        except NodeUnavailable as unavailable:
-            self._end(life, NodeUnavailable(f"{error.message}; {unavailable.message}"), now)
+                self._place_again(life, work, group, error, now)
+        except (NodeUnavailable, Overloaded) as refused:
+            self._end(life, error if refused is error else type(refused)(f"{error.message}; {refused.message}"), now)
 
-    def _has_other(self, life: RequestLife) -> bool:
+    def _place_again(
+        self, life: RequestLife, lost: Work, group: list[SampleLife], error: BatonError, now: float
+    ) -> None:
+        """Raises NodeUnavailable; and the error itself where it is Overloaded and there is nobody else to ask, so that
+        the client comes again later."""
         placement = self.pool.choose(life.avoid)
-        return (placement.decode or placement.prefill).info.incarnation not in life.avoid
+        if isinstance(error, Overloaded) and placement.last.info.incarnation in life.avoid:
+            raise error
+        whole = len(group) == len(lost.samples)
+        key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
+        self._place(life, group, key, lost.id.attempt + 1, placement, now)
 
     def _end_if_done(self, life: RequestLife, now: float) -> None:
         if not life.works:
@@ -357,3 +357,12 @@ class RouterCore:
 
     def _emit(self, life: RequestLife, event: RequestEvent) -> None:
         self._actions.append(Emit(life.request.request_id, event))
+
+
+def _suspects(work: Work, error: BatonError, speaker: str) -> set[str]:
+    """The nodes to keep the next attempt away from. One that lost its peer blames the other; else a decode node speaks
+    for itself, and a prefill node for both, since it passes on what it was refused with."""
+    both = {work.prefill, work.decode or work.prefill}
+    if isinstance(error, PeerLost):
+        return both - {speaker} or both
+    return {speaker} if speaker == work.decode else both

@@ -1,0 +1,159 @@
+"""What the router decides when an attempt is lost: which cases deserve another one, and where."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import BatonError, InternalError, Overloaded, PeerLost
+from baton.layout import KvLayout
+from baton.messages import (
+    Abort,
+    Adopted,
+    End,
+    GenerationDefaults,
+    HandedOff,
+    NodeInfo,
+    NodeRole,
+    Prefill,
+    Tokens,
+    Update,
+)
+from baton.sampling import SamplingParams
+from router.core import Emit, RouterCore, ToNode
+from router.life import RequestEnd, RoutedRequest, TokensOut
+
+LAYOUT = KvLayout(1, 1, 8, 8, 16, "float32", 0, 1, 1024, "f")
+
+
+def info(name: str, role: NodeRole) -> NodeInfo:
+    return NodeInfo(
+        role=role,
+        incarnation=name,
+        node_id=name,
+        address=name,
+        served_model_name="m",
+        max_model_len=64,
+        max_num_seqs=4,
+        num_blocks=9,
+        layout=LAYOUT,
+        endpoints=(),
+        tokenizer_digest="",
+        chat_template="",
+        special_tokens={},
+        generation_defaults=GenerationDefaults(),
+        vocab_size=9,
+    )
+
+
+class House:
+    """A router with its nodes, and all that it has sent and emitted."""
+
+    def __init__(self, *names: str) -> None:
+        self.core = RouterCore(1)
+        self.sent: list[ToNode] = []
+        self.emitted: list[Emit] = []
+        for name in names:
+            self.core.node_up(info(name, NodeRole.PREFILL if name[0] == "p" else NodeRole.DECODE), 0.0)
+
+    def submit(self, n: int = 1) -> Prefill:
+        self.core.submit(RoutedRequest("r", (1, 2, 3), n, SamplingParams(max_tokens=8), 60.0), 0.0)
+        self.collect()
+        return self.prefills[-1][1]
+
+    def say(self, name: str, prefill: Prefill, *kinds: object) -> None:
+        for kind in kinds:
+            self.core.update(name, Update(prefill.work, kind), 1.0)  # type: ignore[arg-type]
+        self.collect()
+
+    def collect(self) -> None:
+        for action in self.core.take_actions():
+            (self.sent if isinstance(action, ToNode) else self.emitted).append(action)  # type: ignore[arg-type]
+
+    @property
+    def prefills(self) -> list[tuple[str, Prefill]]:
+        return [(a.incarnation, a.message) for a in self.sent if isinstance(a.message, Prefill)]
+
+    @property
+    def aborted(self) -> set[str]:
+        return {a.incarnation for a in self.sent if isinstance(a.message, Abort)}
+
+    @property
+    def end(self) -> BatonError | None:
+        (end,) = [e.event for e in self.emitted if isinstance(e.event, RequestEnd)]
+        return end.error
+
+
+def test_a_full_node_is_passed_over_for_another() -> None:
+    house = House("p1", "d1", "d2")
+    first = house.submit()
+    house.say("p1", first, End(Overloaded("full")))
+    (_, again) = house.prefills[-1]
+    assert again.work.attempt == 1
+    assert again.decode
+    assert first.decode
+    assert again.decode.incarnation != first.decode.incarnation
+
+
+def test_when_all_are_full_the_client_is_told_so() -> None:
+    house = House("p1", "d1")
+    house.say("p1", house.submit(), End(Overloaded("full")))
+    assert isinstance(house.end, Overloaded)
+    assert house.core.num_requests == 0
+
+
+def test_overloaded_and_then_nobody_left_is_an_end_too() -> None:
+    house = House("p1", "d1")
+    first = house.submit()
+    house.core.pool.remove("p1")
+    house.core.pool.remove("d1")
+    house.say("p1", first, End(Overloaded("full")))
+    assert house.end is not None
+
+
+def test_our_own_bug_is_not_tried_again() -> None:
+    house = House("p1", "d1", "d2")
+    house.say("p1", house.submit(), End(InternalError("bug")))
+    assert isinstance(house.end, InternalError)
+    assert len(house.prefills) == 1
+
+
+@pytest.mark.parametrize(("speaker", "avoided"), [("p1", "d1"), ("d1", "p1")])
+def test_who_lost_its_peer_blames_the_peer(speaker: str, avoided: str) -> None:
+    house = House("p1", "d1", "p2", "d2")
+    house.say(speaker, house.submit(), End(PeerLost("gone")))
+    where, again = house.prefills[-1]
+    assert again.decode
+    assert avoided not in (where, again.decode.incarnation)
+    assert {"p1", "d1"} <= house.aborted
+
+
+def test_samples_that_have_output_go_on_one_by_one() -> None:
+    house = House("p1", "d1", "d2")
+    first = house.submit(n=2)
+    house.say("p1", first, Tokens(0, 0, (5,)), Tokens(1, 0, (6,)), HandedOff(0.1))
+    house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 1, (7,)))
+    house.core.node_lost("d1", "died", 2.0)
+    house.collect()
+    again = [p for _, p in house.prefills[1:]]
+    assert [p.work.request_id for p in again] == ["r/0", "r/1"]
+    assert [p.samples[0].output_tokens for p in again] == [(5, 7), (6,)]
+    assert all(p.work.attempt == 1 for p in again)
+
+
+def test_what_decode_says_before_prefill_has_spoken_waits_its_turn() -> None:
+    house = House("p1", "d1")
+    first = house.submit()
+    house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 1, (6, 7)))
+    assert house.emitted == []
+    house.say("p1", first, Tokens(0, 0, (5,)))
+    tokens = [t for e in house.emitted if isinstance(e.event, TokensOut) for t in e.event.token_ids]
+    assert tokens == [5, 6, 7]
+
+
+def test_a_gap_fails_the_attempt() -> None:
+    house = House("p1", "d1")
+    first = house.submit()
+    house.say("p1", first, Tokens(0, 0, (5,)), HandedOff(0.1))
+    house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 2, (7,)))
+    assert house.prefills[-1][1].work.attempt == 1
+    assert house.prefills[-1][1].samples[0].output_tokens == (5,)
