@@ -11,9 +11,10 @@ from torch import Tensor
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton_kernels.block_copy import scatter_blocks
+from kv_transfer.fences import Fence, Fences
 from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, part_blocks_for, tag_of
 from kv_transfer.sender import PartFailed
-from kv_transfer.staging import Fence, SlotState, Staging
+from kv_transfer.staging import SlotState, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
 
 __all__ = ["KvReceiver", "PartArrived", "PartFailed", "PeerLost"]
@@ -49,6 +50,7 @@ class KvReceiver:
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._transport = transport
         self._staging = staging
+        self._fences = Fences(staging.device, transport.wake)
         self._pool = pool_bytes
         self._layout = layout
         self._expected: dict[int, tuple[str, int, int]] = {}  # slot -> peer, lease, part
@@ -110,7 +112,7 @@ class KvReceiver:
         num_bytes = arrived.header.payload_bytes
         payload = self._staging.memory(arrived.slot)[PAYLOAD_OFFSET : PAYLOAD_OFFSET + num_bytes]
         scatter_blocks(payload.view(len(blocks), self._layout.block_bytes), self._pool, blocks)
-        self._landing.append((self._staging.fence(), arrived.slot))
+        self._landing.append((self._fences.record(), arrived.slot))
         self._free_landed()
         return num_bytes
 

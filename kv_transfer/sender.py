@@ -11,8 +11,9 @@ from torch import Tensor
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton_kernels.block_copy import gather_blocks
+from kv_transfer.fences import Fence, Fences
 from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, part_blocks_for, slot_bytes_for, tag_of
-from kv_transfer.staging import Fence, SlotState, Staging
+from kv_transfer.staging import SlotState, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
 
 __all__ = ["KvSender", "PartFailed", "PartSent", "PeerLost"]
@@ -58,6 +59,7 @@ class KvSender:
         """The most blocks that a part may have."""
         self._transport = transport
         self._staging = staging
+        self._fences = Fences(staging.device, transport.wake)
         self._pool = pool_bytes
         self._block_bytes = layout.block_bytes
         self._digest = layout.digest()
@@ -119,7 +121,7 @@ class KvSender:
         out = self._staging.memory(slot)[PAYLOAD_OFFSET : PAYLOAD_OFFSET + header.payload_bytes]
         gather_blocks(self._pool, blocks, out.view(len(blocks), self._block_bytes))
         self._staging.write(slot, header.pack())
-        self._gathering.append((self._staging.fence(), _Outgoing(peer, header.lease, header.part, slot, num_bytes)))
+        self._gathering.append((self._fences.record(), _Outgoing(peer, header.lease, header.part, slot, num_bytes)))
         self._launch_gathered()
         return True
 

@@ -7,7 +7,7 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,6 @@ class SlotState(enum.Enum):
     FREE = "free"
     HELD = "held"  # the mover's
     IN_FLIGHT = "in flight"  # the transport's
-
-
-class Fence(Protocol):
-    """Work handed to the device. `query` says whether it is done, and never waits."""
-
-    def query(self) -> bool: ...
-
-
-class _Passed:
-    def query(self) -> bool:
-        return True
-
-
-PASSED: Fence = _Passed()
 
 
 class Staging:
@@ -96,14 +82,6 @@ class Staging:
     def write(self, slot: int, data: bytes) -> None:
         """Put `data` at the slot's start, in order with the work queued on the current stream."""
         self._memory[slot][: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    def fence(self) -> Fence:
-        """Passed once all work queued so far on the current stream is done."""
-        if self.device.type != "cuda":
-            return PASSED
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
     def renew(self, slot: int, is_over: Callable[[], bool] = lambda: True) -> None:
         """Give a slot in flight other memory. Called by the transport, on its thread, before it reports Failed.

@@ -14,6 +14,7 @@ One transport serves one mover (a `KvSender` or a `KvReceiver`), since `poll` ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +68,10 @@ class Transport(Protocol):
 
     `peer` names one incarnation of one process: it never comes back under the same name with another address.
     """
+
+    @property
+    def wake(self) -> Callable[[], None]:
+        """What the transport calls, on any thread, when `poll` has something."""
 
     def info(self) -> bytes:
         """The address of this transport, opaque, carrying its own checksum; peers pass it to `connect`."""

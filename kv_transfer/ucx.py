@@ -59,6 +59,7 @@ class UcxTransport:
     """
 
     def __init__(self, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> None:
+        self.wake = wake
         self._events: list[TransportEvent] = []
         self._events_lock = threading.Lock()
         self._thread, self._version = _load(staging, _options(staging, interface), self._emit, wake)

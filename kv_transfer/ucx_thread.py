@@ -40,6 +40,7 @@ _BURST = 64
 """Progress calls between two looks at commands and completions: one call moves up to a few hundred KiB."""
 _CLOSE_NS = 10**9
 _FINISH_S = 1.0
+"""How long the end waits for messages that are half sent."""
 
 
 @dataclass(eq=False, slots=True)
@@ -175,7 +176,11 @@ class UcxThread:
         except Exception as error:  # the thread's boundary: every operation ends with it
             log.exception("ucx thread failed")
             reason = f"the UCX thread failed: {error}"
-        self._shut(reason, told=self._stopping)
+        try:
+            self._shut(reason, told=self._stopping)
+        finally:
+            self._close()
+            self._ring()
 
     def _open(self) -> bytes:
         if self._staging.device.type == "cuda":
@@ -246,12 +251,13 @@ class UcxThread:
 
     def _collect(self, link: Link) -> None:
         """Report what is complete."""
-        if link.waiting and link.hello.completed and not (reason := _error(link.hello)):
-            waiting, link.waiting = link.waiting, []
-            for up in waiting:
+        if link.waiting and link.hello.completed:
+            if reason := _error(link.hello):
+                self._drop(link, reason, told=True)
+                return
+            for up in link.waiting:
                 _resolve(up, None)
-        elif link.waiting and link.hello.completed:
-            self._drop(link, reason, told=True)
+            link.waiting = []
         for operation in [o for o in link.operations if o.request.completed]:
             link.operations.remove(operation)
             if reason := _error(operation.request):
@@ -284,7 +290,7 @@ class UcxThread:
         """End all that is under way with the peer. `told`: somebody asked for it."""
         if self._links.pop(link.peer, None) is not link:
             return
-        self._collect(link)
+        self._collect(link)  # what is complete counts
         if link.lost or not link.is_sending:
             _close_endpoint(link)
         else:
@@ -320,8 +326,6 @@ class UcxThread:
         self._poll.close()
         del self._hearing, self._worker
         self._staging.forget_retired()
-        self._close()
-        self._ring()
 
     def _close(self) -> None:
         with self._lock:

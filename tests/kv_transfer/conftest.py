@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.kv_transfer.rig import KINDS, UCX_TLS, Rig, rig_of
+from tests.kv_transfer.rig import KINDS, Host, Rig, rig_of
 
 torch.set_num_threads(1)
 multiprocessing.set_forkserver_preload(["tests.kv_transfer.rig"])  # torch is loaded once; UCX in each process anew
@@ -21,8 +21,14 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield rig
 
 
-@pytest.fixture(params=list(UCX_TLS))
+@pytest.fixture(params=["ucx-shm", "ucx-tcp"])
 def ucx_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Over UCX only."""
+    """Over UCX, by each way that a machine without GPUs has."""
     with rig_of(request.param) as rig:
         yield rig
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hosts() -> Iterator[None]:
+    yield
+    Host.end_all()

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ DEADLINE_S = 40.0
 LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "fingerprint")
 OTHER_LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "another model")
 
-UCX_TLS = {"ucx-shm": "posix,sysv,cma,self", "ucx-tcp": "tcp,self"}
+UCX_TLS = {"ucx-shm": "posix,sysv,cma,self", "ucx-tcp": "tcp,self", "ucx": ""}  # empty: what UCX chooses
 KINDS = ("memory", *UCX_TLS)
 
 
@@ -231,56 +231,98 @@ class LocalNode:
         self._node.close()
 
 
+class Host:
+    """A process that runs nodes over UCX, one after the other."""
+
+    _idle: ClassVar[dict[str, list[Host]]] = {}
+
+    def __init__(self, tls: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.tls = tls
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, tls), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    @classmethod
+    def take(cls, tls: str) -> Host:
+        idle = cls._idle.get(tls)
+        return idle.pop() if idle else cls(tls)
+
+    def give_back(self) -> None:
+        self._idle.setdefault(self.tls, []).append(self)
+
+    def end(self) -> None:
+        """The process ends by itself when it can."""
+        if self.process.is_alive():
+            self.pipe.send(None)
+            self.process.join(DEADLINE_S)
+        code = self.process.exitcode
+        self.kill()
+        self.process.close()
+        self.pipe.close()
+        assert code in (0, -signal.SIGKILL), f"exit code {code}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(DEADLINE_S)
+
+    @classmethod
+    def end_all(cls) -> None:
+        for hosts in cls._idle.values():
+            while hosts:
+                hosts.pop().end()
+
+
 class RemoteNode:
-    """A node over UCX, in a process of its own."""
+    """A node over UCX, in a process of its own. `start` and the constructor do not wait for it."""
 
     def __init__(self, tls: str, name: str, **options: Any) -> None:
         self.name = name
-        context = multiprocessing.get_context("forkserver")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, tls, options), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._result()
+        self._host = Host.take(tls)
+        self._host.pipe.send(options)
+        self._starting = True
 
     def call(self, method: str, *args: Any) -> Any:
         return self.start(method, *args)()
 
     def start(self, method: str, *args: Any) -> Callable[[], Any]:
-        self._pipe.send((method, args))
+        if self._starting:
+            self._starting = False
+            self._result()
+        self._host.pipe.send((method, args))
         return self._result
 
     def signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        assert self._host.process.pid is not None
+        os.kill(self._host.process.pid, number)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.join(DEADLINE_S)
+        self._host.kill()
 
     def stop(self, is_clean: bool) -> None:
-        """Close the transport, and see that the process ends; `is_clean`: also that no thread or descriptor is left."""
+        """Close the transport; `is_clean`: no thread or descriptor may be left of it."""
         try:
-            if self._process.is_alive():
-                self.signal(signal.SIGCONT)
-                self._pipe.send(None)
-                left = self._result()
-                assert left is None or not is_clean, left
-                self._process.join(DEADLINE_S)
-                assert self._process.exitcode == 0
-        finally:
-            self._process.kill()
-            self._process.join(DEADLINE_S)
-            self._process.close()
-            self._pipe.close()
+            if not self._host.process.is_alive():
+                return
+            self.signal(signal.SIGCONT)
+            left = self.start("stop")()
+            assert left is None or not is_clean, left
+            if left is None:
+                self._host.give_back()
+                return
+        except BaseException:
+            self._host.kill()
+            raise
+        self._host.end()
 
     def _result(self) -> Any:
-        assert self._pipe.poll(DEADLINE_S + 10), f"no answer from {self.name}"
+        assert self._host.pipe.poll(DEADLINE_S + 10), f"no answer from {self.name}"
         try:
-            result = self._pipe.recv()
+            result = self._host.pipe.recv()
         except EOFError:
-            self._process.join(DEADLINE_S)
-            raise AssertionError(f"{self.name} died, exit code {self._process.exitcode}") from None
+            self._host.process.join(DEADLINE_S)
+            raise AssertionError(f"{self.name} died, exit code {self._host.process.exitcode}") from None
         if isinstance(result, BaseException):
             raise result
         return result
@@ -292,8 +334,8 @@ class Rig:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.cuts = False
-        """Set by tests that disconnect in the middle of a message: ucxx 0.52 never frees an endpoint closed so, nor
-        therefore its worker, whose thread and descriptors stay until the process exits."""
+        """Set by tests that disconnect with a message half-way or never answered: its endpoint, and so its worker with
+        a thread and descriptors, stays until the process exits (it is not closed, or ucxx 0.52 does not free it)."""
         self._hub = MemoryHub(auto=True)
         self._serial = itertools.count(1)
         self._nodes: list[LocalNode | RemoteNode] = []
@@ -324,27 +366,32 @@ class Rig:
                 stack.callback(node.stop, not self.cuts)
 
 
-def _serve(pipe: Any, tls: str, options: dict[str, Any]) -> None:
-    """A remote node's process: calls in, results out, until None comes."""
-    os.environ |= {"UCX_TLS": tls, "UCX_WARN_UNUSED_ENV_VARS": "n"}
+def _serve(pipe: Any, tls: str) -> None:
+    """A host's process: a node's options in, then calls until "stop"; None ends it."""
+    os.environ |= {"UCX_WARN_UNUSED_ENV_VARS": "n", **({"UCX_TLS": tls} if tls else {})}
     torch.set_num_threads(1)
-    if "NOFH" not in os.environ:
-        faulthandler.enable()
+    faulthandler.enable()
     import kv_transfer.ucx_thread  # noqa: F401 - what the native library keeps open is not the transport's
 
-    before = _resources()
-    node = Node(lambda staging, wake: create("ucx", staging, wake), **options)
-    pipe.send(None)
-    while (call := pipe.recv()) is not None:
-        try:
-            pipe.send(getattr(node, call[0])(*call[1]))
-        except Exception as error:  # noqa: BLE001 - the test's to judge
-            pipe.send(error)
-    node.close()
+    while (options := pipe.recv()) is not None:
+        before = _resources()
+        node = Node(lambda staging, wake: create("ucx", staging, wake), **options)
+        pipe.send(None)
+        while (call := pipe.recv())[0] != "stop":
+            try:
+                pipe.send(getattr(node, call[0])(*call[1]))
+            except Exception as error:  # noqa: BLE001 - the test's to judge
+                pipe.send(error)
+        node.close()
+        del node
+        pipe.send(_left_over(before))
+
+
+def _left_over(before: tuple[int, int]) -> str | None:
     deadline = time.monotonic() + 1.0
     while (now := _resources()) != before and time.monotonic() < deadline:
         os.sched_yield()  # a thread that was joined may take a moment to leave
-    pipe.send(None if now == before else f"threads and descriptors: {before} before, {now} after")
+    return None if now == before else f"threads and descriptors: {before} before, {now} after"
 
 
 def _resources() -> tuple[int, int]:

@@ -195,6 +195,7 @@ def test_an_unneeded_part_is_drained(rig: Rig) -> None:
 
 
 def test_disconnect_ends_what_was_never_answered(rig: Rig) -> None:
+    rig.cuts = True
     sender, receiver = rig.node("sender"), rig.node("receiver")
     rig.link(sender, receiver)
     receiver.call("expect", sender.name, 1, [0, 1])

@@ -8,9 +8,11 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+import pytest
+
 from kv_transfer.receiver import PartArrived, PartFailed
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
-from tests.kv_transfer.rig import Rig, digest_of, pool_of
+from tests.kv_transfer.rig import Rig, digest_of, pool_of, rig_of
 
 BLOCKS = 16_384  # 64 MiB
 OLD, REWRITTEN, NEXT, UNTOUCHED = 0x11, 0x22, 0x33, 0x44
@@ -144,3 +146,28 @@ def test_no_block_of_the_pool_changes_but_by_landing(ucx_rig: Rig) -> None:
     receiver.call("discard", late)  # its lease died: the whole part comes to nothing
     assert receiver.call("pool_digest") == wanted
     assert receiver.call("free_slots") == 1
+
+
+@pytest.mark.parametrize("kind", ["ucx", "ucx-tcp"])
+def test_a_sender_killed_in_mid_message_blocks_nobody_else(kind: str) -> None:
+    """Which is why shared memory is not used unasked: there it may block all others."""
+    with rig_of(kind) as rig:
+        rig.cuts = True
+        receiver, other = rig.node("raw", part_blocks=BLOCKS), rig.node("raw", part_blocks=BLOCKS)
+        rig.link(receiver, other)
+        source, target = other.call("fill", NEXT), receiver.call("fill", UNTOUCHED)
+        for tag in range(3):
+            victim = rig.node("raw", num_slots=1, part_blocks=BLOCKS)
+            rig.link(victim, receiver)
+            receiver.call("refill", target, UNTOUCHED)
+            receiver.call("post", victim.name, tag, target)
+            victim.call("push", receiver.name, tag, victim.call("fill", OLD))
+            receiver.call("see_first_byte", target, UNTOUCHED)
+            victim.kill()
+            ended = receiver.call("wait", 2)
+            assert {type(e) for e in ended} <= {Arrived, Failed, PeerLost}
+            receiver.call("post", other.name, 100 + tag, target)
+            other.call("push", receiver.name, 100 + tag, source)
+            assert receiver.call("wait", 1) == [Arrived(other.name, 100 + tag, target)]
+            assert receiver.call("values", target) == {NEXT}
+            assert other.call("wait", 1) == [Sent(receiver.name, 100 + tag, source)]

@@ -1,0 +1,88 @@
+"""Headers and tags of parts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import LayoutMismatch, TransferError
+from kv_transfer.parts import (
+    LEASE_BITS,
+    PART_BITS,
+    PAYLOAD_OFFSET,
+    PartHeader,
+    part_blocks_for,
+    slot_bytes_for,
+    tag_of,
+    untag,
+)
+from kv_transfer.transport import TAG_BITS
+from tests.kv_transfer.rig import LAYOUT, OTHER_LAYOUT
+
+leases = st.integers(0, (1 << LEASE_BITS) - 1)
+parts = st.integers(0, (1 << PART_BITS) - 1)
+headers = st.builds(
+    PartHeader,
+    lease=leases,
+    part=parts,
+    num_blocks=st.integers(0, 2**32 - 1),
+    payload_bytes=st.integers(0, 2**64 - 1),
+    layout_digest=st.binary(min_size=16, max_size=16),
+    drain=st.booleans(),
+)
+
+
+@given(headers)
+def test_a_header_survives_the_way(header: PartHeader) -> None:
+    data = header.pack()
+    assert len(data) == PartHeader.SIZE == 64
+    assert PartHeader.parse(data) == header
+
+
+@given(headers, st.integers(0, 63), st.integers(1, 255))
+def test_a_damaged_header_is_refused(header: PartHeader, position: int, change: int) -> None:
+    data = bytearray(header.pack())
+    data[position] ^= change
+    with pytest.raises(TransferError):
+        PartHeader.parse(bytes(data))
+
+
+@given(st.binary(max_size=130))
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(TransferError):
+        PartHeader.parse(data)
+
+
+@given(leases, parts, leases, parts)
+def test_tags_tell_parts_apart(lease: int, part: int, other_lease: int, other_part: int) -> None:
+    tag, other = tag_of(lease, part), tag_of(other_lease, other_part)
+    assert 0 <= tag < 1 << TAG_BITS
+    assert untag(tag) == (lease, part)
+    assert (tag == other) == ((lease, part) == (other_lease, other_part))
+
+
+@pytest.mark.parametrize(("lease", "part"), [(-1, 0), (1 << LEASE_BITS, 0), (0, -1), (0, 1 << PART_BITS)])
+def test_what_no_tag_can_name_is_refused(lease: int, part: int) -> None:
+    with pytest.raises(TransferError, match="bits"):
+        tag_of(lease, part)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 1 << 24), st.integers(0, PAYLOAD_OFFSET))
+def test_a_slot_holds_the_blocks_that_it_was_made_for(part_blocks: int, block_bytes: int, spare: int) -> None:
+    size = slot_bytes_for(part_blocks, block_bytes)
+    assert part_blocks_for(size + min(spare, block_bytes - 1), block_bytes) == part_blocks
+    assert part_blocks_for(size - 1, block_bytes) == max(0, part_blocks - 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"lease": 8}, {"part": 4}, {"num_blocks": 1}, {"payload_bytes": LAYOUT.block_bytes}, {"drain": True}],
+)
+def test_only_exactly_the_expected_part_is_taken(changes: dict[str, int]) -> None:
+    fields = {"lease": 7, "part": 3, "num_blocks": 2, "payload_bytes": 2 * LAYOUT.block_bytes}
+    PartHeader(**fields, layout_digest=LAYOUT.digest()).require(7, 3, 2, LAYOUT)
+    with pytest.raises(TransferError, match="expected"):
+        PartHeader(**(fields | changes), layout_digest=LAYOUT.digest()).require(7, 3, 2, LAYOUT)
+    with pytest.raises(LayoutMismatch):
+        PartHeader(**fields, layout_digest=OTHER_LAYOUT.digest()).require(7, 3, 2, LAYOUT)

@@ -1,0 +1,103 @@
+"""Slots and their memory, in every order of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kv_transfer.staging import SlotState, Staging
+
+SLOT_BYTES = 64
+
+
+class StagingMachine(RuleBasedStateMachine):
+    """Against a plain model: which slot is where, and which memory the network may still write to."""
+
+    @initialize(num_slots=st.integers(1, 4))
+    def start(self, num_slots: int) -> None:
+        self.staging = Staging(num_slots, SLOT_BYTES, "cpu")
+        self.state = dict.fromkeys(range(num_slots), SlotState.FREE)
+        self.pending: list[list[object]] = []  # [memory of a cut operation, whether it is over natively]
+        self.total = 0
+
+    def slots(self, state: SlotState) -> list[int]:
+        return [slot for slot, found in self.state.items() if found is state]
+
+    @rule()
+    def take(self) -> None:
+        slot = self.staging.take()
+        if slot is None:
+            assert not self.slots(SlotState.FREE)
+        else:
+            assert self.state[slot] is SlotState.FREE
+            self.state[slot] = SlotState.HELD
+
+    @precondition(lambda self: self.slots(SlotState.HELD))
+    @rule(data=st.data(), lend=st.booleans())
+    def pass_on(self, data: st.DataObject, lend: bool) -> None:
+        slot = data.draw(st.sampled_from(self.slots(SlotState.HELD)))
+        (self.staging.lend if lend else self.staging.give_back)(slot)
+        self.state[slot] = SlotState.IN_FLIGHT if lend else SlotState.FREE
+
+    @precondition(lambda self: self.slots(SlotState.IN_FLIGHT))
+    @rule(data=st.data(), cut=st.booleans(), over=st.booleans())
+    def end_flight(self, data: st.DataObject, cut: bool, over: bool) -> None:
+        slot = data.draw(st.sampled_from(self.slots(SlotState.IN_FLIGHT)))
+        if cut:
+            operation: list[object] = [self.staging.memory(slot), over]
+            self.pending.append(operation)
+            self.staging.renew(slot, lambda: bool(operation[1]))
+            assert self.staging.memory(slot) is not operation[0]
+            self.total += 1
+        self.staging.reclaim(slot)
+        self.state[slot] = SlotState.HELD
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.pending))[1] = True
+
+    @precondition(lambda self: self.slots(SlotState.FREE) or self.slots(SlotState.IN_FLIGHT))
+    @rule(data=st.data())
+    def refuse_what_is_not_held(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(self.slots(SlotState.FREE) + self.slots(SlotState.IN_FLIGHT)))
+        with pytest.raises(AssertionError, match="not held"):
+            self.staging.give_back(slot)
+        with pytest.raises(AssertionError, match="not held"):
+            self.staging.lend(slot)
+
+    @invariant()
+    def is_whole(self) -> None:
+        if not hasattr(self, "staging"):
+            return
+        self.staging.check_integrity()
+        assert self.staging.num_free == len(self.slots(SlotState.FREE))
+        assert all(self.staging.state(slot) is state for slot, state in self.state.items())
+        unsafe = {memory.data_ptr() for memory, over in self.pending if not over}
+        assert not unsafe & {self.staging.memory(slot).data_ptr() for slot in self.state}
+
+    @invariant()
+    def retired_memory_is_bounded(self) -> None:
+        if hasattr(self, "staging"):
+            unfinished = sum(not over for _, over in self.pending)
+            assert len(self.staging._retired) <= self.staging.num_slots + unfinished + 1
+
+
+TestStagingMachine = StagingMachine.TestCase
+TestStagingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_integrity_is_broken_by_a_slot_that_is_free_twice() -> None:
+    staging = Staging(2, SLOT_BYTES, "cpu")
+    staging._free.append(0)
+    with pytest.raises(AssertionError, match="twice"):
+        staging.check_integrity()
+
+
+def test_integrity_is_broken_by_a_free_slot_that_is_in_flight() -> None:
+    staging = Staging(2, SLOT_BYTES, "cpu")
+    staging._states[1] = SlotState.IN_FLIGHT
+    with pytest.raises(AssertionError, match="free list"):
+        staging.check_integrity()

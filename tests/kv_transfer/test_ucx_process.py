@@ -1,0 +1,61 @@
+"""UCX's part in a process's life: its address, its start, its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import TransferError
+from kv_transfer.ucx_address import pack_address, unpack_address
+from tests.kv_transfer.rig import DEADLINE_S
+
+HERE = (1, 21, 0)
+
+
+@given(st.binary(min_size=1))
+def test_an_address_survives_the_way(worker_address: bytes) -> None:
+    assert unpack_address(HERE, pack_address((1, 21, 7), worker_address), "peer") == worker_address
+
+
+@given(st.binary(min_size=1), st.data())
+def test_a_damaged_address_is_refused(worker_address: bytes, data: st.DataObject) -> None:
+    address = bytearray(pack_address(HERE, worker_address))
+    position = data.draw(st.integers(0, len(address) - 1).filter(lambda i: i != 7))  # 7 is padding
+    address[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(TransferError):
+        unpack_address(HERE, bytes(address), "peer")
+
+
+@pytest.mark.parametrize("theirs", [(1, 20, 0), (2, 21, 0)])
+def test_another_version_of_ucx_is_refused(theirs: tuple[int, int, int]) -> None:
+    with pytest.raises(TransferError, match=r"UCX 1\.21\.0 != \d\.2\d\.0 of peer"):
+        unpack_address(HERE, pack_address(theirs, b"worker"), "peer")
+
+
+def test_a_process_may_end_without_closing_and_no_unknown_interface_is_taken() -> None:
+    program = """
+from baton.errors import TransferError
+from kv_transfer import create
+from kv_transfer.staging import Staging
+try:
+    create("ucx", Staging(1, 4096, "cpu"), lambda: None, "nonesuch0")
+except TransferError as error:
+    print(error.message)
+staging = Staging(1, 4096, "cpu")
+transport = create("ucx", staging, lambda: None, "lo")
+transport.connect("peer", create("ucx", Staging(1, 4096, "cpu"), lambda: None, "lo").info())
+staging.lend(staging.take())
+transport.expect("peer", 1, 0, 4096)
+print("done")
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert "there is no network interface nonesuch0, or UCX cannot use it" in run.stdout
+    assert run.stdout.splitlines()[-1] == "done"
+    assert run.returncode == 0, run.stderr
