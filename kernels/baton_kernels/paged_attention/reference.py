@@ -104,7 +104,7 @@ def _attend(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     # One query each: a KV head's queries can stand as rows of one small matrix, and KV is read once.
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).view(q.shape)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
 
 def _attend_in_steps(
