@@ -190,7 +190,7 @@ class DecodeCore:
         commit, work = lease.commit, lease.reserve.work
         assert commit is not None
         num_cached = lease.num_held * lease.block_size
-        self._outbox.to_router(work, Adopted(now - lease.granted, num_cached, lease.transfer_bytes))
+        self._outbox.to_router(work, Adopted(now - lease.committed, num_cached, lease.transfer_bytes))
         stopped = self._fences.stopped(work)
         outputs = {s.index: s.output_tokens for s in commit.samples if s.index not in stopped}
         needed = max(0, len(outputs) - 1)

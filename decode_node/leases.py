@@ -43,7 +43,6 @@ class Lease:
     reserve: Reserve
     peer: str
     deadline: float
-    granted: float
     table: list[int]
     spares: list[int]
     num_held: int
@@ -54,6 +53,7 @@ class Lease:
     arrived: set[int] = field(default_factory=set)
     transfer_bytes: int = 0
     commit: Commit | None = None
+    committed: float = 0.0
 
     @property
     def num_blocks(self) -> int:

@@ -124,7 +124,6 @@ class Reservations:
             reserve=reserve,
             peer=waiting.peer,
             deadline=waiting.deadline,
-            granted=now,
             table=taken[:cut],
             spares=taken[cut:],
             num_held=len(held),
@@ -184,7 +183,8 @@ class Reservations:
             error = InternalError(f"the commit of {commit.work} does not fit lease {lease.serial}")
             self._end(lease, error, now)
             return error
-        lease.state, lease.commit, lease.deadline = LeaseState.COMMITTED, commit, now + commit.deadline_s
+        lease.state, lease.commit, lease.committed = LeaseState.COMMITTED, commit, now
+        lease.deadline = now + commit.deadline_s
         return None
 
     def take_adoptable(self, now: float) -> list[Lease]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from baton.errors import InvalidRequest
@@ -116,8 +117,10 @@ class Engine:
         """Compute one batch."""
         result = StepResult(started=plan.started, preempted=plan.preempted)
         if plan.chunks:
+            began = time.monotonic()
             for chunk, choices in zip(plan.chunks, self._runner.run(plan.chunks), strict=True):
                 self._retire(chunk, choices, result)
+            result.elapsed_s = time.monotonic() - began
         return result
 
     def _retire(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:

@@ -73,4 +73,5 @@ class StepResult:
     sampled: list[SampledToken] = field(default_factory=list)
     parked: list[Sequence] = field(default_factory=list)  # prompt done, blocks held until `release`
     preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; will be computed anew
+    elapsed_s: float = 0.0  # that computing took
     num_tokens: int = 0  # computed; 0: nothing could run, so wait for an event instead of stepping again

@@ -97,7 +97,7 @@ class PrefillCore:
     def compute(self, now: float) -> bool:
         result = self.engine.compute(self._plan)
         for token in result.sampled:
-            self._sampled(self._handoffs[token.sequence.work], token)
+            self._sampled(self._handoffs[token.sequence.work], token, now + result.elapsed_s)
         self._move_on(now)
         return result.num_tokens > 0 and self.engine.has_work
 
@@ -255,12 +255,12 @@ class PrefillCore:
         handoff.reserved = True
         self._to_decode(prefill.decode, reserve)
 
-    def _sampled(self, handoff: Handoff, token: SampledToken) -> None:
+    def _sampled(self, handoff: Handoff, token: SampledToken, now: float) -> None:
         logprobs = (token.logprobs,) if token.logprobs else ()
         handoff.results.append(Tokens(token.sample, token.index, (token.token,), logprobs))
         if token.finish:
             handoff.results.append(SampleEnd(token.sample, token.finish, token.stop_token_id))
-        handoff.computed = True
+        handoff.computed, handoff.prefill_s = True, now - handoff.started
 
     # ---- moving on ----
 
@@ -290,7 +290,7 @@ class PrefillCore:
         if handoff.state is HandoffState.SENDING and handoff.all_gathered:
             self.engine.release(handoff.sequence)
             if handoff.accepted:
-                self._finish(handoff, HandedOff(now - handoff.started), now)
+                self._finish(handoff, HandedOff(handoff.prefill_s), now)
 
     def _tell_results(self, handoff: Handoff) -> None:
         for result in handoff.results:

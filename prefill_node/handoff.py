@@ -41,6 +41,7 @@ class Handoff:
     results: list[Tokens | SampleEnd] = field(default_factory=list)
     computed: bool = False
     accepted: bool = False  # D took the commit
+    prefill_s: float = 0.0  # first chunk scheduled to first token
 
     @property
     def target(self) -> DecodeTarget | None:

@@ -141,14 +141,15 @@ class SampleEnd:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """The prefill node's last word: the decode node took the commit. `prefill_s`: since the first chunk was started."""
+    """The prefill node's last word: the decode node took the commit. `prefill_s`: first chunk to first token."""
 
     prefill_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The decode node's first word: it holds the KV and runs the request."""
+    """The decode node's first word: it holds the KV and runs the request. `transfer_s`: from the commit to the last
+    byte in its place, which is what computing the prompt did not hide."""
 
     transfer_s: float
     num_cached_tokens: int

@@ -125,7 +125,7 @@ async def test_an_engine_that_dies_is_told_to_the_process(caplog):
         def die(_):
             raise RuntimeError("odd")
 
-        node.role.turn = die
+        node.role.compute = die
         node.loop.wake()
         async with asyncio.timeout(WAIT_S):
             assert str(await node.node.failure) == "odd"

@@ -72,8 +72,8 @@ class RouterMetrics:
         )
         self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
         self.queue_s = histogram("request_queue_time_seconds", "Waiting at the prefill node.", _PHASE_S)
-        self.prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to handed off.", _PHASE_S)
-        self.transfer_s = histogram("kv_transfer_seconds", "Grant to last byte on the decode node.", _PHASE_S)
+        self.prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token.", _PHASE_S)
+        self.transfer_s = histogram("kv_transfer_seconds", "Commit to last byte on the decode node.", _PHASE_S)
         self.transfer_bytes = counter("kv_transfer_bytes", "KV bytes that decode nodes took in.")
 
     def set_requests(self, by_state: Mapping[str, int]) -> None:
@@ -143,8 +143,10 @@ class NodeMetrics:
             "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
         )
         self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
-        self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to handed off.")
-        self._transfer_s = histogram("kv_transfer_seconds", "Grant to last byte scattered into the pool.")
+        self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token.")
+        self._transfer_s = histogram(
+            "kv_transfer_seconds", "Commit to last byte scattered: what was not hidden."
+        )
         self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes taken in.")
 
     def received(self, prefill: Prefill) -> None:
