@@ -144,9 +144,7 @@ class NodeMetrics:
         )
         self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
         self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token.")
-        self._transfer_s = histogram(
-            "kv_transfer_seconds", "Commit to last byte scattered: what was not hidden."
-        )
+        self._transfer_s = histogram("kv_transfer_seconds", "Commit to last byte scattered: what was not hidden.")
         self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes taken in.")
 
     def received(self, prefill: Prefill) -> None:
