@@ -63,6 +63,8 @@ def _run(settings: NodeSettings, side: RoleSide, make_parts: MakeParts) -> int:
     except (ValueError, OSError, BatonError) as error:  # what --model, sizes and the transport can be wrong about
         log.debug("start failed", exc_info=error)
         raise StartupError(str(error)) from error
+    except ModuleNotFoundError as error:  # the base install is the router's
+        raise StartupError(f"{error}: a node needs the extra, pip install 'baton-serve[node]'") from error
     try:
         return uvloop.run(_serve(settings, side, parts, loop))
     finally:
