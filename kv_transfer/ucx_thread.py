@@ -38,6 +38,7 @@ _HELLO_BYTES = 16 << 10
 and both sides know each other fully. Without that, UCX does not notice the death of a peer that a part waits for."""
 _BURST = 64
 """Progress calls between two looks at commands and completions: one call moves up to a few hundred KiB."""
+_START_S = 60.0
 _CLOSE_NS = 10**9
 _FINISH_S = 1.0
 """How long the end waits for messages that are half sent."""
@@ -113,7 +114,10 @@ class UcxThread:
         started: Future[bytes] = Future()
         self._started = started
         self._thread.start()
-        return started.result()
+        try:
+            return started.result(_START_S)
+        except TimeoutError:
+            raise TransferError(f"UCX did not start within {_START_S:g} s") from None
 
     def call(self, command: Callable[[], None]) -> None:
         """Have the thread run `command`; once the thread is over, run it here."""
