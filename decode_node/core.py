@@ -232,8 +232,8 @@ class DecodeCore:
 
     # ---- ends ----
 
-    def _works(self) -> set[WorkId]:
-        return {*self._running, *self._reservations.works()}
+    def _works(self) -> list[WorkId]:
+        return [*self._running, *self._reservations.works()]
 
     def _abort(self, abort: Abort, now: float) -> None:
         work = abort.work

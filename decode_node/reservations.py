@@ -197,11 +197,12 @@ class Reservations:
     # ---- ends ----
 
     def release(self, peer: str, release: Release, now: float) -> None:
-        """The prefill node has no use for it; it tells the router itself."""
+        """The prefill node has no use for it; it tells the router itself, and hears that no credit will follow."""
         for waiting in [w for w in self._queue if (w.peer, w.reserve.work) == (peer, release.work)]:
             self._queue.remove(waiting)
         for lease in [x for x in self._leases.values() if (x.peer, x.reserve.work) == (peer, release.work)]:
             self._give_back(lease, LEASE_OVER, now)
+            self._outbox.to_prefill(peer, Refuse(release.work, LEASE_OVER))
 
     def end_work(self, work: WorkId, error: BatonError, now: float) -> None:
         """End what waits or is leased for the work; the prefill node is told, and drains its granted parts."""
@@ -213,7 +214,7 @@ class Reservations:
 
     def end_peer(self, peer: str, reason: str, now: float) -> None:
         """The prefill node is gone: nobody will complete its leases."""
-        for work in {x.reserve.work for x in self._holders() if x.peer == peer}:
+        for work in [x.reserve.work for x in self._holders() if x.peer == peer]:
             self.end_work(work, PeerLost(f"prefill node {peer}: {reason}"), now)
 
     def end_overdue(self, now: float) -> None:

@@ -212,6 +212,8 @@ class PrefillCore:
             case Refuse(work, error):
                 if (handoff := self._handoffs.get(work)) and handoff.target == peer.target:
                     self._fail(handoff, error, now)
+                for drain in peer.drains.values():
+                    drain.closed |= drain.work == work
             case CommitReply(lease, _, error):
                 if handoff := peer.leases.get(lease):
                     if error:
@@ -226,7 +228,7 @@ class PrefillCore:
         peer.first_lease = peer.first_lease or grant.lease
         handoff = self._handoffs.get(grant.work)
         if handoff is None or handoff.target != peer.target:
-            peer.drains[grant.lease] = Drain(0, grant.credits)  # it ended while the grant was under way
+            peer.drains[grant.lease] = Drain(grant.work, 0, grant.credits)  # it ended while the grant was under way
             self._to_decode(peer.target, Release(grant.lease, grant.work))
             return
         handoff.grant, handoff.credits = grant, grant.credits
@@ -314,6 +316,8 @@ class PrefillCore:
             for lease, drain in list(peer.drains.items()):
                 while drain.next_part < drain.credits and self.sender.drain(incarnation, lease, drain.next_part):
                     drain.next_part += 1
+                if drain.over:
+                    del peer.drains[lease]
 
     # ---- ends ----
 
@@ -325,7 +329,7 @@ class PrefillCore:
         if handoff.target and (peer := self._peers.get(handoff.target.incarnation)):
             grant = handoff.grant
             if grant and peer.leases.pop(grant.lease, None) and not handoff.all_gathered:
-                peer.drains[grant.lease] = Drain(handoff.next_part, handoff.credits)
+                peer.drains[grant.lease] = Drain(grant.work, handoff.next_part, handoff.credits)
             if isinstance(last_word, End) and handoff.reserved:
                 self._to_decode(handoff.target, Release(grant.lease if grant else 0, handoff.message.work))
 
@@ -356,7 +360,8 @@ class PrefillCore:
 
     @property
     def idle(self) -> bool:
-        return not self._handoffs
+        """Nothing is here, and no decode node waits for parts of a dead lease."""
+        return not self._handoffs and not any(peer.drains for peer in self._peers.values())
 
     def check_integrity(self) -> None:
         """Raise AssertionError where blocks, slots and handoffs disagree. For tests and the audit."""

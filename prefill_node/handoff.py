@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.layout import num_blocks_for
-from baton.messages import DecodeTarget, Grant, Prefill, SampleEnd, Tokens
+from baton.messages import DecodeTarget, Grant, Prefill, SampleEnd, Tokens, WorkId
 from engine.sequence import Sequence
 
 
@@ -73,10 +73,16 @@ class Handoff:
 @dataclass(slots=True)
 class Drain:
     """A dead lease with parts that D has posted receives for: each is sent as a header without blocks, because a
-    posted receive is never cancelled."""
+    posted receive is never cancelled. `closed`: D has said that the lease is over, so no credit can follow."""
 
+    work: WorkId
     next_part: int
     credits: int
+    closed: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.closed and self.next_part >= self.credits
 
 
 @dataclass(slots=True)

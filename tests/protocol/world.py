@@ -188,8 +188,8 @@ class World:
             if stream[1] == incarnation:
                 del self.streams[stream]
         self._send(incarnation, "router", lambda: self.router.node_lost(incarnation, "died", self.now))
-        for me, peer in [x for x in self.links if x[0] == incarnation]:
-            self._break_link(me, peer, "died")
+        for peer in sorted({p for link in self.links if incarnation in link for p in link} - {incarnation}):
+            self._break_link(incarnation, peer, "died")
         self.links = {x: link for x, link in self.links.items() if x[0] != incarnation}
         self.start_node(node.name, node.role)
 

@@ -1,0 +1,70 @@
+"""Rules of the decode node that a race shows only now and then, each by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import PeerLost, RequestCancelled
+from baton.messages import Abort, End, Grant, Refuse, Release, Reserve, WorkId
+from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToPrefill, ToRouter
+from tests.protocol.world import EPOCH, Node, World
+
+WORK = WorkId(EPOCH, "r", 1)
+PEER = "p"
+
+
+@pytest.fixture
+def node() -> Node:
+    (node,) = World(num_prefill=0, num_decode=1).nodes.values()
+    node.core.handle(SessionOpened(EPOCH), 0.0)
+    node.core.handle(PeerOpened(PEER, 2), 0.0)
+    return node
+
+
+def reserve(node: Node, work: WorkId = WORK) -> list[object]:
+    """What the prefill node is answered."""
+    message = Reserve(work, node.incarnation, 10, (), 1, 60.0, 20)
+    node.core.handle(FromPeer(PEER, message), 1.0)
+    return answers(node)
+
+
+def answers(node: Node) -> list[object]:
+    node.core.prepare(2.0)
+    node.core.compute(2.0)
+    said = [o for o in node.core.take_outputs() if isinstance(o, ToPrefill | ToRouter)]
+    return [o.message if isinstance(o, ToPrefill) else o.update.kind for o in said]
+
+
+@pytest.mark.parametrize("aborted", [1, 2])
+def test_an_abort_wins_against_a_reserve_that_it_overtook(node: Node, aborted: int) -> None:
+    node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, "r", aborted))), 0.5)
+    (refused,) = reserve(node)
+    assert isinstance(refused, Refuse)
+    assert isinstance(refused.error, RequestCancelled)
+    assert node.core.idle
+    assert node.pool_is_whole()
+
+
+def test_an_abort_of_an_earlier_attempt_does_not(node: Node) -> None:
+    node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, "r", 0))), 0.5)
+    assert isinstance(reserve(node)[0], Grant)
+
+
+def test_leases_of_a_lost_prefill_node_end(node: Node) -> None:
+    assert isinstance(reserve(node)[0], Grant)
+    assert not node.pool_is_whole()
+    node.core.handle(PeerClosed(PEER, "died"), 1.5)
+    (end,) = [kind for kind in answers(node) if isinstance(kind, End)]
+    assert isinstance(end.error, PeerLost)
+    assert node.core.idle
+    assert node.pool_is_whole()
+
+
+def test_a_released_lease_is_confirmed_so_that_it_can_be_forgotten(node: Node) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.5)
+    (confirmed,) = answers(node)
+    assert isinstance(confirmed, Refuse)
+    assert confirmed.work == WORK
+    assert node.pool_is_whole()
