@@ -15,7 +15,9 @@ PEER = "p"
 
 @pytest.fixture
 def node() -> Node:
-    (node,) = World(num_prefill=0, num_decode=1).nodes.values()
+    """Its peer is connected, so that posted receives wait and do not fail by themselves."""
+    prefill, node = World(num_prefill=1, num_decode=1).nodes.values()
+    node.transport.connect(PEER, prefill.transport.info(), 1.0)
     node.core.handle(SessionOpened(EPOCH), 0.0)
     node.core.handle(PeerOpened(PEER, 2), 0.0)
     return node
