@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import httpx
 import pytest
 
 from baton.address import HostPort
@@ -80,3 +81,9 @@ async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
     await router.ready()
     yield router
     await router.stop()
+
+
+@pytest.fixture
+async def client(router):
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        yield client

@@ -6,31 +6,17 @@ import json
 import httpx
 import pytest
 
-from baton.errors import CacheExhausted, InvalidRequest, Overloaded
 from baton.messages import NodeRole
 from tests.router.conftest import Router, says
 from tests.router.fake_node import Answer, FakeCluster
+from tests.router.http_shapes import CHAT, error_of
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
-
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture
-async def client(router):
-    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
-        yield client
 
 
 def events(text: str) -> list[dict]:
     lines = [line for line in text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1] if not line.startswith(":")]
-
-
-def error_of(response: httpx.Response) -> dict:
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
 
 
 async def test_a_chat_answer(client, nodes):
@@ -269,125 +255,6 @@ async def test_content_in_parts_and_any_content_type(client, nodes):
     response = await client.post("/v1/chat/completions", content=body, headers=headers)
     assert response.status_code == 200
     assert "user\na\nb<|im_end|>" in tiny_tokenizer().decode(nodes.prefills[0].prompt_tokens, False)
-
-
-IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param", "says"),
-    [
-        ("chat/completions", b"{", 400, None, "not valid JSON"),
-        ("chat/completions", b"\xff", 400, None, "not valid JSON"),
-        ("chat/completions", b"[]", 400, None, "object"),
-        ("chat/completions", {"model": "tiny"}, 400, "messages", "required"),
-        ("chat/completions", {**CHAT, "messages": []}, 400, "messages", "empty"),
-        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 3}]}, 400, "messages", "text parts"),
-        ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": IMAGE}]}, 400, "messages", "image_url"),
-        ("chat/completions", {**CHAT, "messages": [{"role": "x", "content": ""}]}, 400, "messages", "Unknown role: x"),
-        ("chat/completions", {**CHAT, "messages": [{"role": "tool", "content": ""}]}, 400, "messages", "Tool calls"),
-        ("chat/completions", {**CHAT, "model": "gpt"}, 404, "model", "`gpt` does not exist"),
-        ("chat/completions", {**CHAT, "max_tokens": "5"}, 400, "max_tokens", "integer"),
-        ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens", "1 or more"),
-        ("chat/completions", {**CHAT, "max_tokens": 128}, 400, "max_tokens", "128 > 128 - "),
-        ("chat/completions", {**CHAT, "max_completion_tokens": 999}, 400, "max_tokens", "too large: 999"),
-        ("chat/completions", {**CHAT, "temperature": -1}, 400, "temperature", "not -1"),
-        ("chat/completions", {**CHAT, "top_p": 0}, 400, "top_p", "(0, 1]"),
-        ("chat/completions", {**CHAT, "n": 0}, 400, "n", "[1, 128]"),
-        ("chat/completions", {**CHAT, "stop": [1]}, 400, "stop", "list of strings"),
-        ("chat/completions", {**CHAT, "stop": ""}, 400, "stop", "empty string"),
-        ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
-        ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
-        ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias", "integer"),
-        ("chat/completions", {**CHAT, "logit_bias": {"4000": 1}}, 400, "logit_bias", "outside"),
-        ("chat/completions", {**CHAT, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "max_tokens"),
-        ("chat/completions", {**CHAT, "stream_options": {}}, 400, "stream_options", "stream"),
-        ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
-        ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities", "not supported"),
-        ("chat/completions", {**CHAT, "timeout": 0}, 400, "timeout", "above 0"),
-        ("chat/completions", {**CHAT, "seed": 1.5}, 400, "seed", "integer"),
-        ("completions", {"prompt": ""}, 200, None, ""),
-        ("completions", {"prompt": "", "add_special_tokens": False}, 400, "prompt", "empty"),
-        ("completions", {"prompt": []}, 400, "prompt", "list of token ids"),
-        ("completions", {"prompt": [1, "a"]}, 400, "prompt", "list of token ids"),
-        ("completions", {"prompt": [[1], []]}, 400, "prompt", "list of token ids"),
-        ("completions", {"prompt": [400_000]}, 400, "prompt", "out of vocabulary"),
-        ("completions", {"prompt": [-1]}, 400, "prompt", "out of vocabulary"),
-        ("completions", {"prompt": [7] * 128}, 400, "prompt", "maximum context length is 128 tokens"),
-        ("completions", {"prompt": "x", "best_of": 2}, 400, "best_of", "not supported"),
-        ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
-        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
-        ("completions", {"prompt": "x", "logprobs": True}, 400, "logprobs", "integer"),
-    ],
-)
-async def test_mistakes_are_named(client, path, body, status, param, says):
-    bodies = [body]
-    if isinstance(body, dict):
-        streams = [False] if "stream_options" in body else [False, True]
-        bodies = [json.dumps({**body, "stream": stream}).encode() for stream in streams]
-    for content in bodies:
-        response = await client.post(f"/v1/{path}", content=content)
-        assert response.status_code == status, response.text
-        if status != 200:
-            error = error_of(response)
-            assert (error["type"], error["param"]) == ("invalid_request_error", param)
-            assert says in error["message"]
-
-
-async def test_codes_that_clients_look_for(client):
-    response = await client.post("/v1/completions", json={"prompt": [7] * 200})
-    assert error_of(response)["code"] == "context_length_exceeded"
-    assert "200 input tokens" in error_of(response)["message"]
-    response = await client.post("/v1/completions", json={"prompt": "x", "model": "other"})
-    assert error_of(response)["code"] == "model_not_found"
-
-
-async def test_unknown_paths_and_methods(client):
-    response = await client.get("/v1/nothing")
-    assert (response.status_code, error_of(response)["type"]) == (404, "invalid_request_error")
-    response = await client.get("/v1/chat/completions")
-    assert response.status_code == 405
-    assert response.headers["allow"] == "POST"
-    assert "GET" in error_of(response)["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("error", "status", "retry"),
-    [
-        (Overloaded("the queue is full"), 429, "1"),
-        (CacheExhausted("it can never fit"), 503, "1"),
-        (InvalidRequest("the node refuses"), 400, None),
-    ],
-)
-async def test_what_nodes_refuse_has_its_status_also_for_streams(client, nodes, stream, error, status, retry):
-    nodes.script = lambda prefill: Answer(error=error)
-    response = await client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
-    assert response.status_code == status
-    assert error.message in error_of(response)["message"]
-    assert response.headers.get("retry-after") == retry
-
-
-async def test_an_error_in_mid_stream_is_its_last_event(client, nodes, router):
-    hold = asyncio.Event()
-    nodes.script = says("hello world, hello there", hold=hold, hold_at=2)
-    lines = []
-    async with client.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, "timeout": 2.0}) as response:
-        assert response.status_code == 200
-        lines = [line async for line in response.aiter_lines() if line]
-    last = json.loads(lines[-1].removeprefix("data: "))
-    assert last["error"]["code"] == "deadline_exceeded"
-    assert len(lines) > 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_deadlines(client, nodes, router, stream):
-    nodes.script = says("x", hold=asyncio.Event())
-    response = await client.post("/v1/chat/completions", json={**CHAT, "timeout": 0.2, "stream": stream})
-    assert response.status_code == 504
-    assert error_of(response)["code"] == "deadline_exceeded"
-    await router.idle()
 
 
 async def test_metrics(client):
