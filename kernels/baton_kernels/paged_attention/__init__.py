@@ -20,6 +20,8 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new tokens over all of its tokens; returns [num_tokens, num_heads, head_dim].
 
@@ -30,6 +32,8 @@ def paged_attention(
     sliding_window: a token sees itself and the `sliding_window - 1` before it. softcap: scores become
     `softcap * tanh(score / softcap)`. sinks: [num_heads], a score per head that takes part in the softmax and has no
     value (gpt-oss).
+    key, value: [num_tokens, num_kv_heads, head_dim], the new tokens' (the cache holds them too), for what is quicker on
+        contiguous memory.
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     assert query.shape[0] == batch.num_tokens

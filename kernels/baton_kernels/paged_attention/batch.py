@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,18 +14,26 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PagedBatch:
-    """Sequence i has `query_lens[i]` new tokens, the last of `context_lens[i]`; their rows follow one another.
+    """A step's sequences, whose new tokens follow one another: first `num_decodes` with one each, then the chunks.
 
-    block_tables: [num_seqs, max_blocks], int32, on the device; rows padded with the null block 0.
-    `host_tables`, `query_lens`, `context_lens` say the same to the host. `plans` is what an implementation derived
-    from them for this step, under keys of its own.
+    On the device, int32, read by the kernels (in a CUDA graph their contents change from replay to replay):
+    block_tables: [num_rows, max_blocks]; a row belongs to a running sequence for as long as it runs.
+    rows: [num_seqs], the row of each sequence. query_starts: [num_seqs + 1], cumulative new tokens (cu_seqlens_q).
+    context_lens: [num_seqs], the new tokens included; 0 pads a CUDA graph, and that token's output means nothing.
+
+    On the host: query_lens, and host_context_lens, empty in a CUDA graph of decodes, where they are not known.
+    `plans` is what an implementation derived from all this for the step, under keys of its own.
     """
 
     block_size: int
-    query_lens: list[int]
-    context_lens: list[int]
-    host_tables: np.ndarray[Any, np.dtype[np.int32]]
     block_tables: Tensor
+    rows: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    num_tokens: int
+    num_decodes: int
+    query_lens: list[int]
+    host_context_lens: list[int]
     plans: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
@@ -36,16 +45,28 @@ class PagedBatch:
         block_size: int,
         device: torch.device,
     ) -> PagedBatch:
-        """Tables may be longer than their context needs; what is beyond is not read."""
+        """A batch with tables of its own, one row each. They may be longer than their context needs; what is beyond
+        is not read."""
         widths = [-(-length // block_size) for length in context_lens]
         tables = np.zeros((len(widths), max(widths)), dtype=np.int32)
         for row, table, width in zip(tables, block_tables, widths, strict=True):
             row[:width] = table[:width]
-        return cls(block_size, query_lens, context_lens, tables, torch.from_numpy(tables).to(device))
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.query_lens)
+        def on_device(values: Any) -> Tensor:
+            return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(device)
+
+        starts = np.cumsum([0, *query_lens])
+        return cls(
+            block_size=block_size,
+            block_tables=on_device(tables),
+            rows=on_device(np.arange(len(widths))),
+            query_starts=on_device(starts),
+            context_lens=on_device(context_lens),
+            num_tokens=int(starts[-1]),
+            num_decodes=sum(1 for _ in itertools.takewhile(lambda n: n == 1, query_lens)),
+            query_lens=list(query_lens),
+            host_context_lens=list(context_lens),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -53,12 +74,12 @@ class PagedBatch:
 
     def positions(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """[num_tokens]: each new token's index in its sequence."""
-        pieces = [np.arange(end - n, end) for n, end in zip(self.query_lens, self.context_lens, strict=True)]
+        pieces = [np.arange(end - n, end) for n, end in zip(self.query_lens, self.host_context_lens, strict=True)]
         return np.concatenate(pieces)
 
     def slot_mapping(self) -> Tensor:
         """[num_tokens], int64, on the device: each new token's `block * block_size + offset`."""
-        positions = self.positions()
-        rows = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
-        blocks = self.host_tables[rows, positions // self.block_size].astype(np.int64)
-        return torch.from_numpy(blocks * self.block_size + positions % self.block_size).to(self.device)
+        positions = torch.from_numpy(self.positions()).to(self.device)
+        rows = torch.from_numpy(np.repeat(np.arange(len(self.query_lens)), self.query_lens)).to(self.device)
+        blocks = self.block_tables[self.rows[rows], positions // self.block_size].long()
+        return blocks * self.block_size + positions % self.block_size

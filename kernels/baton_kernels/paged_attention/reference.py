@@ -11,6 +11,7 @@ What lies in cached slots past a sequence's end is multiplied by a weight of zer
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from baton_kernels.paged_attention.batch import PagedBatch
 CPU_TILE_BYTES = 1 << 20  # of keys; the L2 cache of a server core
 GPU_TILE_BYTES = 1 << 28
 QUERY_RUN = 256
+
+Tables = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(slots=True)
@@ -76,7 +79,7 @@ def paged_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # padding entries are in no tile
     plan = _plan(batch, key_cache)
     for tile in plan.tiles:
         query_len = tile.tokens.shape[1]
@@ -144,35 +147,38 @@ def _plan(batch: PagedBatch, cache: Tensor) -> Plan:
     if key not in batch.plans:
         limit_bytes = CPU_TILE_BYTES if cache.device.type == "cpu" else GPU_TILE_BYTES
         block_bytes = cache[0].numel() * cache.element_size()
-        tiles = [_tile(batch, seqs, cache) for seqs in _groups(batch, max_blocks=limit_bytes // block_bytes)]
-        room = cache.new_empty((2, max(tile.pieces.numel() for tile in tiles), cache.shape[2] * cache.shape[3]))
+        tables, contexts = batch.block_tables[batch.rows].cpu().numpy(), batch.context_lens.tolist()
+        groups = _groups(batch, contexts, max_blocks=limit_bytes // block_bytes)
+        tiles = [_tile(batch, tables, contexts, seqs, cache) for seqs in groups]
+        most = max((tile.pieces.numel() for tile in tiles), default=0)
+        room = cache.new_empty((2, most, cache.shape[2] * cache.shape[3]))
         batch.plans[key] = Plan(tiles, room[0], room[1])
     plan: Plan = batch.plans[key]
     return plan
 
 
-def _groups(batch: PagedBatch, max_blocks: int) -> list[list[int]]:
+def _groups(batch: PagedBatch, contexts: list[int], max_blocks: int) -> list[list[int]]:
     """Which sequences share a tile: a chunk is alone; decodes go together by length, padded to `max_blocks` in all."""
     groups = [[i] for i, query_len in enumerate(batch.query_lens) if query_len > 1]
-    decodes = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1]
-    decodes.sort(key=lambda i: -batch.context_lens[i])
+    decodes = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1 and contexts[i] > 0]
+    decodes.sort(key=lambda i: -contexts[i])
     while decodes:
-        width = -(-batch.context_lens[decodes[0]] // batch.block_size)
+        width = -(-contexts[decodes[0]] // batch.block_size)
         size = max(1, max_blocks // width)
         groups.append(decodes[:size])
         decodes = decodes[size:]
     return groups
 
 
-def _tile(batch: PagedBatch, seqs: list[int], cache: Tensor) -> Tile:
+def _tile(batch: PagedBatch, tables: Tables, contexts: list[int], seqs: list[int], cache: Tensor) -> Tile:
     block_size = batch.block_size
-    query_len, max_context = batch.query_lens[seqs[0]], max(batch.context_lens[i] for i in seqs)
-    blocks = batch.host_tables[seqs, : -(-max_context // block_size)].astype(np.int64)
+    query_len, max_context = batch.query_lens[seqs[0]], max(contexts[i] for i in seqs)
+    blocks = tables[seqs, : -(-max_context // block_size)].astype(np.int64)
     for row, i in zip(blocks, seqs, strict=True):
-        row[-(-batch.context_lens[i] // block_size) :] = row[0]  # padding reads the sequence's own keys, hidden
+        row[-(-contexts[i] // block_size) :] = row[0]  # padding reads the sequence's own keys, hidden
     steps = np.arange(query_len)
     first_tokens = np.cumsum([0, *batch.query_lens])[seqs]
-    first_positions = np.array([batch.context_lens[i] - query_len for i in seqs])
+    first_positions = np.array([contexts[i] - query_len for i in seqs])
     row = cache.stride(2) * block_size
     indexes = (
         first_tokens[:, None] + steps,
