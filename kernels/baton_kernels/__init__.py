@@ -1,7 +1,10 @@
-"""Operators over tensors and ints: each a folder with its torch reference, and room for a Triton twin beside it.
+"""Operators over tensors and ints: each a folder with its torch reference and its Triton twin.
 
     paged_attention   attention of a flattened batch over KV blocks
-    kv_write          new keys and values into their slots
+    kv_write          new keys and values into their slots; rotary embedding and head norms on the way
+    rms_norm          normalised rows, after the residual is added
+    gated_activation  the gate of a gated MLP
+    step_inputs       token ids, slots and block tables of a step
     block_copy        whole blocks: within the pool, and to and from staging memory
     sampling          one token per row of logits
 

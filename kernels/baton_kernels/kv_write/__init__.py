@@ -1,4 +1,4 @@
-"""Writes new keys and values into their slots of the KV cache."""
+"""Writes new keys and values into their slots of the KV cache; with rotary embedding and per-head norms on the way."""
 
 from __future__ import annotations
 
@@ -11,11 +11,82 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     """Write token t of key and value to slot `slot_mapping[t]`, which is `block * block_size + offset`.
 
     key, value: [num_tokens, num_kv_heads, head_dim], any strides.
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], of the same dtype; changed in place.
-    slot_mapping: [num_tokens], int64. No slot twice, but those of the null block 0.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], of the same dtype and strides; changed in
+        place.
+    slot_mapping: [num_tokens], int64, contiguous. No slot twice, but those of the null block 0.
     """
+    _check(key, value, key_cache, value_cache, slot_mapping)
+    if key.is_cuda:
+        from baton_kernels.kv_write import kernel
+
+        kernel.kv_write(key, value, key_cache, value_cache, slot_mapping)
+    else:
+        reference.kv_write(key, value, key_cache, value_cache, slot_mapping)
+
+
+def rope_kv_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    interleaved: bool = False,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_offset: float = 0.0,
+    norm_round_once: bool = False,
+) -> None:
+    """Rotate query and key in place, after an RMS norm of each head where weights are given, then do as `kv_write`.
+
+    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; any strides but for a
+        contiguous last dimension, so slices of one fused projection.
+    cos, sin: [num_tokens, rotary_dim], the last dimension contiguous, any floating dtype. `cos[t, i]` belongs to
+        element i of a head; elements from rotary_dim on pass through. Element i turns with `i + rotary_dim / 2`, and
+        only the first half is read; if `interleaved` (GPT-J, Cohere) 2i turns with 2i + 1, and only even columns are
+        read. Of transformers' tables, GLM's, Helium's and ERNIE 4.5's need `cos[:, : rotary_dim //
+        2].repeat_interleave(2, -1)` and `interleaved`, gpt-oss's need `cat((cos, cos), -1)`; the others fit.
+    q_norm_weight, k_norm_weight: [head_dim], both or none. `norm_*` as in `rms_norm`.
+
+    Rotation is computed in fp32 from cos and sin as they are given, and rounded once; transformers rounds each of the
+    two products to the model's dtype as well.
+    """
+    _check(key, value, key_cache, value_cache, slot_mapping)
+    num_tokens, _, head_dim = key.shape
+    assert query.shape[0] == num_tokens
+    assert query.shape[2] == head_dim
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1
+    assert cos.shape == sin.shape
+    assert cos.shape[0] == num_tokens
+    assert cos.shape[1] % 2 == 0
+    assert cos.shape[1] <= head_dim
+    assert cos.stride() == sin.stride()
+    assert cos.stride(1) == 1
+    norm = None
+    if q_norm_weight is not None and k_norm_weight is not None:
+        assert q_norm_weight.shape == k_norm_weight.shape == (head_dim,)
+        norm = reference.HeadNorm(
+            q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_round_once or norm_weight_offset != 0.0
+        )
+    else:
+        assert q_norm_weight is k_norm_weight is None
+    if key.is_cuda:
+        from baton_kernels.kv_write import rope_kernel
+
+        rope_kernel.rope_kv_write(query, key, value, cos, sin, key_cache, value_cache, slot_mapping, interleaved, norm)
+    else:
+        reference.rope_kv_write(query, key, value, cos, sin, key_cache, value_cache, slot_mapping, interleaved, norm)
+
+
+def _check(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     assert key.shape == value.shape
     assert key.shape[1:] == (key_cache.shape[1], key_cache.shape[3])
     assert key_cache.shape == value_cache.shape
+    assert key_cache.stride() == value_cache.stride()
+    assert key_cache.stride(3) == 1
     assert slot_mapping.shape == key.shape[:1]
-    reference.kv_write(key, value, key_cache, value_cache, slot_mapping)
+    assert slot_mapping.is_contiguous()

@@ -1,8 +1,21 @@
-"""kv_write in plain torch."""
+"""kv_write and rope_kv_write in plain torch."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
+
+
+class HeadNorm(NamedTuple):
+    """RMS norm of each head of query and key; weights [head_dim]. See `rms_norm` for what the numbers mean."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    weight_offset: float
+    round_once: bool
 
 
 def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -10,3 +23,44 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
     key_cache[blocks, :, offsets] = key
     value_cache[blocks, :, offsets] = value
+
+
+def rope_kv_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    interleaved: bool,
+    norm: HeadNorm | None,
+) -> None:
+    if norm is not None:
+        query.copy_(_normalised(query, norm.q_weight, norm))
+        key.copy_(_normalised(key, norm.k_weight, norm))
+    _rotate(query, cos, sin, interleaved)
+    _rotate(key, cos, sin, interleaved)
+    kv_write(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _normalised(heads: Tensor, weight: Tensor, norm: HeadNorm) -> Tensor:
+    x = heads.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.round_once:
+        return x * (weight.float() + norm.weight_offset)
+    return x.to(heads.dtype) * weight
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """heads: [num_tokens, num_heads, head_dim], changed in place. cos, sin: [num_tokens, rotary_dim]."""
+    rotary_dim = cos.shape[1]
+    if interleaved:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    else:
+        first, second = slice(rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
+    c, s = cos[:, None, first].float(), sin[:, None, first].float()
+    x, y = heads[..., first].float(), heads[..., second].float()
+    heads[..., first] = x * c - y * s
+    heads[..., second] = y * c + x * s

@@ -1,0 +1,43 @@
+"""Root mean square normalisation of rows, with the residual's addition before it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from baton_kernels.rms_norm import reference
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> Tensor:
+    """Return `x / sqrt(mean(x**2) + eps) * (weight + weight_offset)` over the last dimension, contiguous, of x's dtype.
+
+    x: [..., n], the last dimension contiguous; contiguous as a whole, or a [num_tokens, n] or [num_tokens, num_heads,
+        n] view of any strides (leading dimensions of size 1 are ignored).
+    weight: [n], contiguous.
+    residual: of x's shape and dtype, contiguous; becomes `residual + x`, rounded to the dtype, and that is normalised.
+    weight_offset: 1.0 for Gemma, whose checkpoints store the distance to 1.
+    round_once: the product with the weight is taken in fp32 (OLMo 2, gpt-oss; Gemma, for which any offset implies it).
+        Otherwise the normalised row is rounded to the dtype first, as Llama and most others do.
+    """
+    n = weight.shape[0]
+    round_once = round_once or weight_offset != 0.0
+    assert x.shape[-1] == n
+    assert x.stride(-1) == 1
+    assert weight.is_contiguous()
+    assert round_once or weight.dtype == x.dtype
+    if residual is not None:
+        assert residual.shape == x.shape
+        assert residual.dtype == x.dtype
+        assert residual.is_contiguous()
+    if x.is_cuda:
+        from baton_kernels.rms_norm import kernel
+
+        return kernel.rms_norm(x, weight, eps, residual, weight_offset, round_once)
+    return reference.rms_norm(x, weight, eps, residual, weight_offset, round_once)

@@ -1,0 +1,93 @@
+"""rms_norm as a Triton kernel: one read and one write of each row, or of a tile of short rows, per program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048  # elements of rows that are short together: 4 warps of two 16-byte accesses per thread
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_inner"])
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    outer_stride,
+    inner_stride,
+    num_rows,
+    num_inner,
+    eps,
+    weight_offset,
+    N: tl.constexpr,
+    N_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUND_ONCE: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, N_PADDED)[None, :]
+    mask = (row < num_rows) & (column < N)
+    # The weight depends on nothing: its way from memory is hidden behind the row's.
+    weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32) + weight_offset
+    x_offset = (row // num_inner) * outer_stride + (row % num_inner) * inner_stride + column
+    x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
+    offset = row * N + column
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(DTYPE)
+        tl.store(residual_ptr + offset, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)[:, None]
+    if not ROUND_ONCE:
+        x = x.to(DTYPE).to(tl.float32)
+    tl.store(out_ptr + offset, (x * weight).to(DTYPE), mask=mask)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, weight_offset: float, round_once: bool
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    n = x.shape[-1]
+    num_rows = x.numel() // n
+    if num_rows == 0:
+        return out
+    num_inner, outer_stride, inner_stride = _row_strides(x)
+    padded = triton.next_power_of_2(n)
+    rows = max(1, TILE // padded)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        outer_stride,
+        inner_stride,
+        num_rows,
+        num_inner,
+        eps,
+        weight_offset,
+        n,
+        padded,
+        rows,
+        residual is not None,
+        round_once,
+        num_warps=min(16, rows * padded // 512),
+    )
+    return out
+
+
+def _row_strides(x: Tensor) -> tuple[int, int, int]:
+    """(num_inner, outer_stride, inner_stride): row r lies at `r // num_inner * outer + r % num_inner * inner`."""
+    if x.is_contiguous():
+        return 1, x.shape[-1], 0
+    shape, strides = list(x.shape), list(x.stride())
+    while len(shape) > 2 and shape[0] == 1:
+        del shape[0], strides[0]
+    if len(shape) == 2:
+        return 1, strides[0], 0
+    assert len(shape) == 3, "rows have at most two strides"
+    return shape[1], strides[0], strides[1]
