@@ -62,5 +62,5 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
         first, second = slice(rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     c, s = cos[:, None, first].float(), sin[:, None, first].float()
     x, y = heads[..., first].float(), heads[..., second].float()
-    heads[..., first] = x * c - y * s
-    heads[..., second] = y * c + x * s
+    # Both before either is written: x and y of an fp32 model are views.
+    heads[..., first], heads[..., second] = x * c - y * s, y * c + x * s

@@ -1,0 +1,97 @@
+"""rms_norm: the reference is bit for bit what transformers' modules give, and the kernel agrees with it."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_kernels.rms_norm import reference, rms_norm
+from tests.kernels.poison import poisoned
+
+torch.set_num_threads(1)
+
+RULES = {"Llama": (0.0, False), "Gemma": (1.0, True), "Olmo2": (0.0, True)}
+PLACES = [
+    pytest.param("cpu", torch.float32),
+    pytest.param("cpu", torch.float16),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def rows(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 3).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", RULES)
+def test_reference_is_transformers(family: str, dtype: torch.dtype) -> None:
+    modeling = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    module = getattr(modeling, f"{family}RMSNorm")(96, eps=1e-5).to(dtype)
+    module.weight.data = rows(96, dtype=dtype, seed=1)
+    weight_offset, round_once = RULES[family]
+    x, residual = rows(2, 5, 96, dtype=dtype), rows(2, 5, 96, dtype=dtype, seed=2)
+    total = residual + x
+    kinds = {"weight_offset": weight_offset, "round_once": round_once}
+    with torch.no_grad():
+        assert torch.equal(rms_norm(x, module.weight, 1e-5, **kinds), module(x))
+        assert torch.equal(rms_norm(x, module.weight, 1e-5, residual=residual, **kinds), module(total))
+    assert torch.equal(residual, total)
+
+
+def run(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, family: str) -> Tensor:
+    from baton_kernels.rms_norm import kernel
+
+    with poisoned():
+        return kernel.rms_norm(x, weight, eps, residual, *RULES[family])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("family", RULES)
+@pytest.mark.parametrize("n", [1, 64, 80, 128, 576, 4096, 5120])
+def test_kernel(n: int, family: str, device: str, dtype: torch.dtype) -> None:
+    weight = rows(n, dtype=dtype, device=device, seed=1)
+    for shape in ((1, n), (3, n), (1, 2, n)):
+        x, residual = rows(*shape, dtype=dtype, device=device), rows(*shape, dtype=dtype, device=device, seed=2)
+        expected = reference.rms_norm(x, weight, 1e-5, None, *RULES[family])
+        torch.testing.assert_close(run(x, weight, 1e-5, None, family), expected)
+        total = residual.clone()
+        expected = reference.rms_norm(x, weight, 1e-5, total, *RULES[family])
+        torch.testing.assert_close(run(x, weight, 1e-5, residual, family), expected)
+        assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("dim", [64, 96, 256])
+def test_kernel_on_slices_of_a_fused_projection(dim: int, device: str, dtype: torch.dtype) -> None:
+    num_tokens, heads = 11, 5
+    fused = rows(num_tokens, (heads + 4) * dim, dtype=dtype, device=device)
+    weight = rows(dim, dtype=dtype, device=device, seed=1)
+    before = fused.clone()
+    heads_view = fused[:, dim : (heads + 1) * dim].view(num_tokens, heads, dim)
+    for x in (heads_view, heads_view[None], heads_view[:1], heads_view[:, 2], heads_view.transpose(0, 1)):
+        out = run(x, weight, 1e-6, None, "Llama")
+        assert out.is_contiguous()
+        torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-6, None, 0.0, False))
+    assert torch.equal(fused, before)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_kernel_without_rows_and_with_zeros(device: str, dtype: torch.dtype) -> None:
+    weight = rows(64, dtype=dtype, device=device)
+    assert run(weight.new_empty(0, 64), weight, 1e-6, None, "Llama").shape == (0, 64)
+    assert not run(weight.new_zeros(2, 64), weight, 1e-6, None, "Llama").any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 256, 8192])
+def test_kernel_at_the_sizes_of_serving(num_rows: int) -> None:
+    weight = rows(8192, dtype=torch.bfloat16, device="cuda", seed=1)
+    x = rows(num_rows, 8192, dtype=torch.bfloat16, device="cuda")
+    residual = rows(num_rows, 8192, dtype=torch.bfloat16, device="cuda", seed=2)
+    expected = reference.rms_norm(x, weight, 1e-5, residual.clone(), 0.0, False)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5, residual=residual), expected)
