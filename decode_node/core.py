@@ -93,7 +93,7 @@ class DecodeCore:
         result = self.engine.compute(self._plan)
         for token in result.sampled:
             self._sampled(self._running[token.sequence.work], token)
-        return result.num_tokens > 0 and self.engine.has_work
+        return result.again
 
     def _take_transfers(self, now: float) -> None:
         for event in self.receiver.poll():

@@ -12,7 +12,8 @@ class EngineConfig:
     """Sizes of one engine. Raises ValueError, naming the flag, when they cannot work together.
 
     `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` is the token
-    budget of a step; `max_num_seqs` bounds the sequences that share one.
+    budget of a step; `max_num_seqs` bounds the sequences that share one. `async_scheduling`: launch a step before the
+    one before it has retired, for a runner that computes on a device of its own.
     """
 
     num_blocks: int
@@ -22,6 +23,7 @@ class EngineConfig:
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    async_scheduling: bool = False
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", self.block_size, "must be 1 or more")

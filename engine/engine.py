@@ -1,9 +1,19 @@
-"""The engine: sequences in, one batch per step, tokens out."""
+"""The engine: sequences in, one batch per step, tokens out.
+
+With `async_scheduling` a step is launched before the one before it has retired, so that a GPU never waits for Python:
+
+    schedule N+1 -> launch N+1 -> wait for N -> retire N: tokens out -> schedule N+2 ...
+                    (N runs)                    (N+1 runs)
+
+A sequence whose token N samples goes on in N+1 without the host knowing the token. If that token ends it, its part of
+N+1 was in vain and is dropped; its blocks are settled when N+1 retires, since N+1 writes into one of them.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 
 from baton.errors import InvalidRequest
 from baton.layout import num_blocks_for
@@ -12,9 +22,18 @@ from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
-from engine.step import Choice, Chunk, ModelRunner, SampledToken, StepResult
+from engine.step import Choice, Chunk, LaunchedStep, ModelRunner, SampledToken, StepResult
 
-__all__ = ["Choice", "Chunk", "Engine", "ModelRunner", "Plan", "SampledToken", "StepResult"]
+__all__ = ["Choice", "Chunk", "Engine", "LaunchedStep", "ModelRunner", "Plan", "SampledToken", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step. `released`: block tables of sequences that ended since, the engine's until it retires."""
+
+    chunks: list[Chunk]
+    step: LaunchedStep
+    released: list[list[int]] = field(default_factory=list)
 
 
 class Engine:
@@ -31,6 +50,8 @@ class Engine:
         self._runner = runner
         self._scheduler = Scheduler(config, self.blocks)
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
+        self._in_flight: deque[InFlight] = deque()
+        self._num_ahead = 1 if config.async_scheduling else 0
 
     # ---- what it is doing ----
 
@@ -53,7 +74,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether something runs or waits. A step may still find no room for it: see `StepResult.num_tokens`."""
+        """Whether something runs or waits. A step may still find no room for it: see `StepResult.again`."""
         return bool(self.num_running or self.num_waiting)
 
     @property
@@ -91,13 +112,20 @@ class Engine:
         return children
 
     def release(self, seq: Sequence) -> None:
-        """End a sequence in whatever state, and give its blocks back. Once more does nothing."""
+        """End a sequence in whatever state, and give its blocks back. Once more does nothing.
+
+        The blocks are settled once no launched step names them.
+        """
         if seq.state is SequenceState.FINISHED:
             return
         self._scheduler.remove(seq)
+        self._runner.forget(seq)
         self._sequences.pop(seq, None)
         table, seq.block_table = seq.block_table, []
-        self.blocks.release(table)
+        if seq.in_flight:
+            self._in_flight[-1].released.append(table)
+        else:
+            self.blocks.release(table)
         seq.move_to(SequenceState.FINISHED)
 
     # ---- step ----
@@ -108,44 +136,59 @@ class Engine:
         `now` is seconds of the caller's monotonic clock. The two are apart so that what was decided can be told while
         it is computed.
         """
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(may_preempt=not self._in_flight)
+        for seq in plan.preempted:
+            self._runner.forget(seq)
         for seq in plan.started:
             seq.started_s = now
         return plan
 
     def compute(self, plan: Plan) -> StepResult:
-        """Compute one batch."""
+        """Launch the plan's step, and retire the oldest one in flight once there are more than the engine may be ahead,
+        or nothing is left to launch."""
+        began = time.monotonic()
         result = StepResult(started=plan.started, preempted=plan.preempted)
         if plan.chunks:
-            began = time.monotonic()
-            for chunk, choices in zip(plan.chunks, self._runner.run(plan.chunks), strict=True):
-                self._retire(chunk, choices, result)
-            result.elapsed_s = time.monotonic() - began
+            self._in_flight.append(InFlight(plan.chunks, self._runner.launch(plan.chunks)))
+        retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0)
+        if retires:
+            self._retire(self._in_flight.popleft(), result)
+        result.again = bool(self._in_flight) or (self.has_work and (retires or bool(plan.chunks)))
+        result.elapsed_s = time.monotonic() - began
         return result
 
-    def _retire(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
-        """Enter what a chunk's computation brought: full blocks get their names, sequences their tokens."""
+    def _retire(self, retired: InFlight, result: StepResult) -> None:
+        """Wait for a step, and enter what it brought. Sequences that ended since it was launched have no part in it."""
+        for chunk, choices in zip(retired.chunks, retired.step.wait(), strict=True):
+            result.num_tokens += chunk.length
+            if chunk.sequence.state is SequenceState.RUNNING:
+                self._enter(chunk, choices, result)
+        for table in retired.released:
+            self.blocks.release(table)
+
+    def _enter(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
+        """Full blocks get their names, sequences their tokens."""
         seq = chunk.sequence
-        result.num_tokens += chunk.length
         if seq.hand_off or chunk.start < len(seq.prompt_tokens):
             result.advanced.append(seq)
         block_size = self.config.block_size
         self._seal(seq, seq.block_table, chunk.start // block_size, chunk.end // block_size)
-        reached_end = chunk.samples_token  # before a token is appended
         seq.num_computed_tokens = chunk.end
-        if not reached_end:
+        if not chunk.samples_token:
             return
         sampled = [self._judge(seq, *drawn) for drawn in zip(seq.samples, choices, strict=True)]
         if seq.hand_off:
             self._scheduler.remove(seq)
+            self._runner.forget(seq)
             seq.move_to(SequenceState.PARKED)
             result.parked.append(seq)
-        elif len(sampled) > 1:
-            sampled = self._fork(seq, sampled)
-        else:
+        elif seq.generates:
             seq.tokens.append(sampled[0].token)
+            seq.num_pending_tokens -= 1
             if sampled[0].finish:
                 self.release(seq)
+        else:
+            sampled = self._fork(seq, sampled)
         result.sampled += sampled
 
     def _judge(self, seq: Sequence, sample: int, choice: Choice) -> SampledToken:
@@ -200,7 +243,7 @@ class Engine:
             self._runner.copy_blocks(copies)
         for child, own in zip(children, tables, strict=True):
             child.block_table = own
-            child.num_computed_tokens = num_computed
+            child.rewind(num_computed)
             self._sequences[child] = None
             self._scheduler.add_running(child)
 
@@ -236,6 +279,7 @@ class Engine:
         """Assert that no block is lost: the engine's own tables, and the role's leases and open pins, are all."""
         self._scheduler.check_integrity()
         tables = [seq.block_table for seq in self._sequences]
+        tables += [table for launched in self._in_flight for table in launched.released]
         self.blocks.check_integrity(tables, leases or (), readers or (), writers or ())
         for seq in self._sequences:
             self._check_writable(seq)

@@ -1,7 +1,8 @@
 """What the next step computes. One scheduler serves both roles; it decides and touches no tensor.
 
-Every sequence has `num_computed_tokens` and catches up with its tokens: a decode step is the case of one token to go
-(vLLM's v1 scheduler made this the one rule). A step has a budget of tokens. Sequences that generate come first, so that
+Every sequence has `num_launched_tokens` and catches up with its tokens: a decode step is the case of one token to go
+(vLLM's v1 scheduler made this the one rule). A token that a launched step is sampling counts already. A step has a
+budget of tokens. Sequences that generate come first, so that
 a long prompt delays nobody's next token; then running prompts, then waiting ones in order of arrival.
 """
 
@@ -74,7 +75,7 @@ class Scheduler:
 
     def requeue(self, seq: Sequence) -> None:
         """Queue it before those that never ran, in order of arrival; its KV, if it had any, is gone."""
-        seq.num_computed_tokens = 0
+        seq.rewind(0)
         seq.num_preemptions += 1
         bisect.insort(self._preempted, seq, key=_arrival)
 
@@ -85,18 +86,25 @@ class Scheduler:
         if seq in self._preempted:
             self._preempted.remove(seq)
 
-    def schedule(self) -> Plan:
-        """Choose the chunks of a step. Allocates, evicts and preempts; every chunk must then be computed."""
+    def schedule(self, may_preempt: bool = True) -> Plan:
+        """Choose the chunks of a step. Allocates, evicts and preempts; every chunk must then be launched.
+
+        Not to be preempted while a launched step names their blocks: the plan is empty when somebody would have to be
+        and `may_preempt` is False.
+        """
         plan = Plan()
-        self._extend_tables(plan)
+        lacking = [seq for seq in self._running if self._lacks_block(seq)]
+        if not may_preempt and not self._blocks.can_allocate(len(lacking)):
+            return plan
+        self._extend_tables(plan, lacking)
         budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
         if not plan.preempted:  # their blocks are somebody's next ones: admitting now would preempt again
             self._admit(plan, budget)
         return plan
 
-    def _extend_tables(self, plan: Plan) -> None:
-        """Give every generating sequence the block that its next token needs, the oldest first."""
-        for seq in sorted(self._running, key=_arrival):
+    def _extend_tables(self, plan: Plan, lacking: list[Sequence]) -> None:
+        """Give each sequence the block that its next token needs, the oldest first."""
+        for seq in sorted(lacking, key=_arrival):
             while seq.state is SequenceState.RUNNING and self._lacks_block(seq):
                 if self._blocks.can_allocate(1):
                     seq.block_table += self._blocks.allocate(1)
@@ -104,7 +112,11 @@ class Scheduler:
                     self._preempt_youngest(plan)
 
     def _lacks_block(self, seq: Sequence) -> bool:
-        return len(seq.block_table) * self._config.block_size < seq.num_tokens
+        covered = len(seq.block_table) * self._config.block_size
+        return covered < seq.num_tokens + seq.num_pending_tokens and self._to_go(seq) > 0
+
+    def _to_go(self, seq: Sequence) -> int:
+        return seq.num_tokens_to_go(self._config.max_model_len)
 
     def _preempt_youngest(self, plan: Plan) -> None:
         # The one that lacks a block is never to be handed off, so there is always a victim: at worst itself.
@@ -118,8 +130,10 @@ class Scheduler:
 
     def _schedule_running(self, plan: Plan, budget: int) -> int:
         """Chunks of the running sequences, those with one token to go first. Returns the budget left."""
-        decodes = [seq for seq in self._running if seq.num_computed_tokens == seq.num_tokens - 1]
-        prompts = [seq for seq in self._running if seq.num_computed_tokens < seq.num_tokens - 1]
+        decodes, prompts = [], []
+        for seq in self._running:
+            if to_go := self._to_go(seq):
+                (decodes if to_go == 1 else prompts).append(seq)
         if len(decodes) > budget:  # a small budget goes round, so that each gets its turn
             self._turn %= len(decodes)
             decodes = (decodes[self._turn :] + decodes[: self._turn])[:budget]
@@ -151,12 +165,16 @@ class Scheduler:
             return False
         self._blocks.acquire(hits)
         seq.block_table = hits + self._blocks.allocate(num_fresh)
-        seq.num_computed_tokens = len(hits) * block_size
+        seq.rewind(len(hits) * block_size)
         return True
 
     def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
-        length = min(seq.num_tokens - seq.num_computed_tokens, budget)
-        plan.chunks.append(Chunk(seq, seq.num_computed_tokens, length))
+        length = min(self._to_go(seq), budget)
+        chunk = Chunk.of(seq, seq.num_launched_tokens, length)
+        seq.num_launched_tokens = chunk.end
+        if chunk.samples_token and seq.generates:
+            seq.num_pending_tokens += 1
+        plan.chunks.append(chunk)
         return length
 
     def check_integrity(self) -> None:
@@ -164,12 +182,15 @@ class Scheduler:
         block_size = self._config.block_size
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
+            total = seq.num_tokens + seq.num_pending_tokens
             assert seq.num_computed_tokens < seq.num_tokens, f"{seq.work} has nothing to compute"
+            assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.work} ran past its tokens"
             covered = len(seq.block_table) * block_size
-            assert seq.num_computed_tokens <= covered, f"{seq.work}: KV outside its table"
-            assert covered < seq.num_tokens + block_size, f"{seq.work}: its table is too long"
+            assert seq.num_launched_tokens <= covered, f"{seq.work}: KV outside its table"
+            assert covered < total + block_size, f"{seq.work}: its table is too long"
         for seq in (*self._waiting, *self._preempted):
             assert seq.state is SequenceState.WAITING
+            assert not seq.in_flight
             assert not seq.block_table, f"{seq.work} waits and holds blocks"
         assert len({*self._running, *self._waiting, *self._preempted}) == self.num_running + self.num_waiting
 

@@ -57,7 +57,9 @@ class Sequence:
 
     # The engine's own; read, but not written, by others (but see Engine.adopt for block_table).
     block_table: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # whose KV is there
+    num_launched_tokens: int = 0  # whose KV is there or is being computed
+    num_pending_tokens: int = 0  # being sampled, not yet in `tokens`
     num_cached_tokens: int = 0  # prefix hit when it was first scheduled
     started_s: float | None = None  # when it was first scheduled
     num_preemptions: int = 0
@@ -79,6 +81,30 @@ class Sequence:
     @property
     def output_tokens(self) -> tuple[int, ...]:
         return tuple(self.tokens[len(self.prompt_tokens) :])
+
+    @property
+    def generates(self) -> bool:
+        """Whether its next token is one more of its own: not that of a prompt to hand off, or about to fork."""
+        return not self.hand_off and len(self.samples) == 1
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched step has yet to retire that reads or writes its blocks."""
+        return self.num_launched_tokens > self.num_computed_tokens
+
+    def num_tokens_to_go(self, max_model_len: int) -> int:
+        """Tokens whose KV the next step may compute. 0: what comes next is known only when a launched step retires."""
+        total = len(self.tokens) + self.num_pending_tokens
+        if self.num_pending_tokens:
+            num_output = total - len(self.prompt_tokens)
+            if num_output >= self.sampling.max_tokens or total >= max_model_len:
+                return 0  # the token being sampled is the last one, whatever it is
+        return total - self.num_launched_tokens
+
+    def rewind(self, num_computed_tokens: int) -> None:
+        """KV of so many tokens is in its blocks, and nothing is in flight."""
+        self.num_computed_tokens = self.num_launched_tokens = num_computed_tokens
+        self.num_pending_tokens = 0
 
     def move_to(self, state: SequenceState) -> None:
         """The one way to change the state."""

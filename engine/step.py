@@ -13,20 +13,25 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute the KV of `sequence.tokens[start : start + length]`; all KV before `start` exists."""
+    """Compute the KV of a sequence's tokens [start, start + length); all KV before `start` exists, or is computed by a
+    step launched earlier. The last token may be one that such a step samples: then only the runner knows its value.
+
+    `samples_token`: it reaches the sequence's last token, so that its logits choose the next.
+    """
 
     sequence: Sequence
     start: int
     length: int
+    samples_token: bool
+
+    @classmethod
+    def of(cls, sequence: Sequence, start: int, length: int) -> Chunk:
+        """As the sequence stands now."""
+        return cls(sequence, start, length, start + length == sequence.num_tokens + sequence.num_pending_tokens)
 
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples_token(self) -> bool:
-        """Whether it reaches the sequence's last token, so that its logits choose the next."""
-        return self.end == self.sequence.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +42,28 @@ class Choice:
     logprobs: TokenLogprobs | None = None
 
 
-class ModelRunner(Protocol):
-    """Computes batches over a pool of KV blocks that it owns. Block tables say where; it never chooses."""
+class LaunchedStep(Protocol):
+    """A step that the runner computes, or has computed."""
 
-    def run(self, chunks: Seq[Chunk]) -> list[list[Choice]]:
-        """Compute the chunks' KV in one batch. Per chunk: [] unless it reaches its sequence's last token, else one
-        Choice for each of the sequence's `samples`, drawn with seed `sampling.seed + sample`."""
+    def wait(self) -> list[list[Choice]]:
+        """Wait for its end. Per chunk: [] unless it `samples_token`, else one Choice for each of the sequence's
+        `samples`, drawn with seed `sampling.seed + sample`."""
+
+
+class ModelRunner(Protocol):
+    """Computes batches over a pool of KV blocks that it owns. Block tables say where; it never chooses.
+
+    What is launched takes effect in order of the calls; the host may be ahead of it.
+    """
+
+    def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
+        """Begin to compute the chunks' KV, in one batch."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy the KV of whole blocks, (source, destination) each, before the next `run`."""
+        """Copy the KV of whole blocks, (source, destination) each."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is in no later step, unless it starts anew. Once more does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +84,13 @@ class SampledToken:
 
 @dataclass(slots=True)
 class StepResult:
-    """All that one step did. Each list is in batch order."""
+    """What came of one turn: who began, and what the step that retired did. Each list is in batch order."""
 
     started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
     sampled: list[SampledToken] = field(default_factory=list)
     parked: list[Sequence] = field(default_factory=list)  # prompt done, blocks held until `release`
     preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; will be computed anew
-    elapsed_s: float = 0.0  # that computing took
-    num_tokens: int = 0  # computed; 0: nothing could run, so wait for an event instead of stepping again
+    elapsed_s: float = 0.0  # spent in `Engine.compute`
+    num_tokens: int = 0  # computed by the step that retired
+    again: bool = False  # go on at once; False: nothing runs or could run, so wait for an event

@@ -99,7 +99,7 @@ class PrefillCore:
         for token in result.sampled:
             self._sampled(self._handoffs[token.sequence.work], token, now + result.elapsed_s)
         self._move_on(now)
-        return result.num_tokens > 0 and self.engine.has_work
+        return result.again
 
     def _move_on(self, now: float) -> None:
         """Whatever an event or a step has made possible."""

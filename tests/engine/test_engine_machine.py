@@ -54,8 +54,9 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(11, 16),
         budget=st.sampled_from([64, 16, 7, 3, 1]),
         max_num_seqs=st.sampled_from([8, 4, 2]),
+        ahead=st.booleans(),
     )
-    def start(self, num_blocks: int, budget: int, max_num_seqs: int) -> None:
+    def start(self, num_blocks: int, budget: int, max_num_seqs: int, ahead: bool) -> None:
         config = EngineConfig(
             num_blocks=num_blocks,
             max_model_len=MAX_MODEL_LEN,
@@ -64,10 +65,12 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
+            async_scheduling=ahead,
         )
         self.config = config
         self.model = FakeModel(num_blocks, BLOCK_SIZE)
         self.engine = Engine(config, self.model)
+        self.model.blocks = self.engine.blocks
         self.requests: dict[WorkId, Request] = {}
         self.queue: list[WorkId] = []  # as they arrived, until started
         self.leases: list[Lease] = []
@@ -265,11 +268,12 @@ class EngineMachine(RuleBasedStateMachine):
         while self.leases:
             self.expire()
         for _ in range(2000):
-            self.take(self.engine.compute(self.engine.schedule(self.now)))
+            result = self.engine.compute(self.engine.schedule(self.now))
+            self.take(result)
             for seq in self.parked():
                 self.requests[seq.work].aborted = True
                 self.engine.release(seq)
-            if not self.engine.has_work:
+            if not self.engine.has_work and not result.again:
                 break
         assert all(request.ended for request in self.requests.values()), "somebody starved"
         self.engine.check_integrity()

@@ -18,16 +18,31 @@ SIZES = EngineConfig(num_blocks=33, max_model_len=64, vocab_size=100, eos_token_
 _ids = itertools.count()
 
 
+@dataclasses.dataclass
+class Launched:
+    choices: list[list[Choice]]
+
+    def wait(self) -> list[list[Choice]]:
+        return self.choices
+
+
 class Counting:
     """A model that says 10, 11, 12, ... as the outputs of every sample, and remembers its batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[Chunk]] = []
         self.copies: list[tuple[int, int]] = []
+        self.forgotten: list[Sequence] = []
 
-    def run(self, chunks: list[Chunk]) -> list[list[Choice]]:
+    def launch(self, chunks: list[Chunk]) -> Launched:
         self.batches.append(chunks)
-        return [[Choice(10 + c.sequence.num_output_tokens)] * len(c.sequence.samples) * c.samples_token for c in chunks]
+        choices = [Choice(10 + chunk.end - len(chunk.sequence.prompt_tokens)) for chunk in chunks]
+        return Launched(
+            [[choice] * len(c.sequence.samples) * c.samples_token for c, choice in zip(chunks, choices, strict=True)]
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.copies += pairs
@@ -49,8 +64,11 @@ def sequence(num_tokens: int = 5, *, samples: int = 1, first: int = 50, **kwargs
 
 def run(engine: Engine, limit: int = 200) -> list[StepResult]:
     results = []
-    while engine.has_work and len(results) < limit:
+    again = True
+    while (again or engine.has_work) and len(results) < limit:
+        again = False
         results.append(engine.compute(engine.schedule(float(len(results)))))
+        again = results[-1].again
         engine.check_integrity()
     return results
 
@@ -296,3 +314,80 @@ def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:
     assert [(t.sample, t.index) for t in result.sampled] == [(0, 1), (3, 1)]
     assert not result.started
     assert not result.advanced
+
+
+# ---- one step ahead ----
+
+
+def test_a_step_is_launched_before_the_one_before_it_retires() -> None:
+    engine, model = make(async_scheduling=True)
+    seq = sequence(5, max_tokens=3)
+    engine.add(seq)
+    results = run(engine)
+    assert [[token.token for token in result.sampled] for result in results] == [[], [10], [11], [12]]
+    assert [(c.start, c.length) for batch in model.batches for c in batch] == [(0, 5), (5, 1), (6, 1)]
+    assert not results[-1].again
+    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+
+
+def test_a_token_that_ends_a_sample_makes_its_launched_step_vain() -> None:
+    engine, model = make(async_scheduling=True)
+    seq = sequence(5, max_tokens=9, stop_token_ids=(11,))
+    engine.add(seq)
+    for _ in range(3):
+        result = engine.compute(engine.schedule(0.0))
+    assert [token.token for token in result.sampled] == [11]
+    assert [(c.start, c.length) for batch in model.batches for c in batch] == [(0, 5), (5, 1), (6, 1)]
+    assert seq.state is SequenceState.FINISHED
+    assert engine.blocks.num_free + engine.blocks.num_cached < engine.blocks.num_total, "a launched step names them"
+    engine.check_integrity()
+    result = engine.compute(engine.schedule(0.0))
+    assert not result.sampled
+    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+    engine.check_integrity()
+
+
+def test_an_abort_under_a_launched_step_gives_blocks_back_when_it_retires() -> None:
+    engine, _ = make(async_scheduling=True)
+    stays, goes = sequence(5, first=0, max_tokens=9), sequence(9, first=60, max_tokens=9)
+    for seq in (stays, goes):
+        engine.add(seq)
+    engine.compute(engine.schedule(0.0))
+    num_free = engine.blocks.num_free
+    engine.release(goes)
+    engine.release(goes)
+    assert engine.blocks.num_free == num_free
+    engine.check_integrity()
+    results = run(engine)
+    assert {token.sequence for result in results for token in result.sampled} == {stays}
+    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+
+
+def test_nobody_is_preempted_under_a_launched_step() -> None:
+    engine, model = make(num_blocks=17, async_scheduling=True)
+    old, young = sequence(30, first=0, max_tokens=30), sequence(30, first=40, max_tokens=30)
+    for seq in (old, young):
+        engine.add(seq)
+    while not engine.has_preempted:
+        num_launched = len(model.batches)
+        result = engine.compute(engine.schedule(0.0))
+        engine.check_integrity()
+        if len(model.batches) == num_launched:
+            assert result.num_tokens, "the turn without a launch lets the last step retire"
+            assert result.again
+    assert result.preempted == [young]
+    assert young in model.forgotten
+    run(engine)
+    for seq in (old, young):
+        assert seq.output_tokens == tuple(range(10, 40))
+
+
+def test_forks_and_handoffs_wait_for_their_first_token() -> None:
+    engine, model = make(async_scheduling=True)
+    forks, parks = sequence(5, first=0, samples=2, max_tokens=3), sequence(5, first=60, hand_off=True)
+    for seq in (forks, parks):
+        engine.add(seq)
+    results = run(engine)
+    assert [len(batch) for batch in model.batches] == [2, 2, 2]
+    assert [len(result.sampled) for result in results] == [0, 3, 0, 2, 2][: len(results)]
+    assert parks.state is SequenceState.PARKED

@@ -7,12 +7,15 @@ all earlier positions, then writes its own. The next token is a hash of the whol
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
-from baton.layout import KvLayout
+from baton.layout import KvLayout, num_blocks_for
 from baton.sampling import FinishReason, SamplingParams
+from engine.block_manager import BlockManager
+from engine.sequence import Sequence as EngineSequence
 from engine.step import Choice, Chunk
 
 VOCAB_SIZE = 97
@@ -39,34 +42,82 @@ def expected_output(
             return output, FinishReason.LENGTH
 
 
+class FakeStep:
+    """Implements `engine.step.LaunchedStep`."""
+
+    def __init__(self, queue: deque[Callable[[], None]]) -> None:
+        self._queue = queue
+        self.num_chunks = 0
+        self.choices: list[list[Choice]] = []
+
+    def wait(self) -> list[list[Choice]]:
+        while len(self.choices) < self.num_chunks:
+            self._queue.popleft()()
+        return self.choices
+
+
 class FakeModel:
-    """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, block_size]` int64."""
+    """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, block_size]` int64.
+
+    It computes as late as it may: what is launched happens when a step is waited for, in order. So a block that is used
+    again too early is overwritten by a step that still names it. With `blocks`, that of its engine, it also asserts that
+    every block of a step still has an owner.
+    """
+
+    blocks: BlockManager | None = None
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = torch.full((num_blocks, block_size), -1, dtype=torch.int64)
         self.block_size = block_size
         block_bytes = block_size * 8
         self.layout = KvLayout(1, 1, 1, 1, block_size, "int64", 0, 1, block_bytes, "fake")
+        self._queue: deque[Callable[[], None]] = deque()
+        self._last_tokens: dict[EngineSequence, int] = {}
 
     @property
     def pool_bytes(self) -> torch.Tensor:
         """[num_blocks, block_bytes], uint8: the same memory."""
         return self.pool.view(torch.uint8)
 
-    def run(self, chunks: Sequence[Chunk]) -> list[list[Choice]]:
+    def launch(self, chunks: Sequence[Chunk]) -> FakeStep:
+        step = FakeStep(self._queue)
         for chunk in chunks:
-            seq = chunk.sequence
-            want = torch.tensor([self._kv(p, t) for p, t in enumerate(seq.tokens[: chunk.start])], dtype=torch.int64)
-            have = self._slots(seq.block_table, chunk.start)
-            assert torch.equal(have, want), f"{seq.work}: KV of a position is not what it should be"
-            for position in range(chunk.start, chunk.end):
-                block = seq.block_table[position // self.block_size]
-                self.pool[block, position % self.block_size] = self._kv(position, seq.tokens[position])
-        return [self._choices(chunk) if chunk.samples_token else [] for chunk in chunks]
+            known, table = list(chunk.sequence.tokens), list(chunk.sequence.block_table)
+            self._queue.append(lambda c=chunk, k=known, t=table: step.choices.append(self._compute(c, k, t)))  # type: ignore[misc]
+        step.num_chunks = len(chunks)
+        return step
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self.pool[target] = self.pool[source]
+        def copy() -> None:
+            for source, target in pairs:
+                self.pool[target] = self.pool[source]
+
+        self._queue.append(copy)
+
+    def forget(self, sequence: EngineSequence) -> None:
+        pass  # a launched step may still ask for its last token
+
+    def _compute(self, chunk: Chunk, tokens: list[int], table: list[int]) -> list[Choice]:
+        seq = chunk.sequence
+        if chunk.end > len(tokens):
+            assert chunk.end == len(tokens) + 1, f"{seq.work}: more than one token is not known to the host"
+            tokens.append(self._last_tokens[seq])
+        if self.blocks is not None:
+            named = table[: num_blocks_for(chunk.end, self.block_size)]
+            assert all(map(self.blocks.num_owners, named)), f"{seq.work}: a block was given away under a launched step"
+        want = torch.tensor([self._kv(p, t) for p, t in enumerate(tokens[: chunk.start])], dtype=torch.int64)
+        have = self._slots(table, chunk.start)
+        assert torch.equal(have, want), f"{seq.work}: KV of a position is not what it should be"
+        for position in range(chunk.start, chunk.end):
+            self.pool[table[position // self.block_size], position % self.block_size] = self._kv(
+                position, tokens[position]
+            )
+        if not chunk.samples_token:
+            return []
+        assert chunk.end == len(tokens)
+        choices = [Choice(next_token(tokens, seq.sampling.seed + sample)) for sample in seq.samples]
+        self._last_tokens[seq] = choices[0].token
+        return choices
 
     @staticmethod
     def _kv(position: int, token: int) -> int:
@@ -74,7 +125,3 @@ class FakeModel:
 
     def _slots(self, table: list[int], num_tokens: int) -> torch.Tensor:
         return self.pool[torch.tensor(table, dtype=torch.int64)].flatten()[:num_tokens]
-
-    def _choices(self, chunk: Chunk) -> list[Choice]:
-        seq = chunk.sequence
-        return [Choice(next_token(seq.tokens, seq.sampling.seed + sample)) for sample in seq.samples]

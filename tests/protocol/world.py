@@ -135,8 +135,10 @@ class World:
             block_size=BLOCK_SIZE,
             max_num_seqs=6,
             max_num_batched_tokens=10,
+            async_scheduling=name.endswith("1"),  # of each role one node runs ahead
         )
         engine = Engine(config, model)
+        model.blocks = engine.blocks
         incarnation = f"{name}.{next(self._serial)}"
         staging = Staging(num_slots, 256 + PART_BLOCKS * model.layout.block_bytes, "cpu")
         transport = MemoryTransport(self.hub, incarnation, staging, lambda: None)
