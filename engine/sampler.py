@@ -1,146 +1,218 @@
-"""From logits to tokens: what a request asked for, applied row by row, then one draw for all rows.
+"""From logits to tokens: what requests ask for, applied on the device, then one choice per entry; the host never waits.
 
-Per row, in vLLM's order: logprobs of the raw logits; logit_bias; EOS and stop ids forbidden while there are fewer than
-min_tokens outputs; repetition, frequency and presence penalties; then the most likely token when greedy, else a draw
-(see `baton_kernels.sampling`).
+Per choice, in vLLM's order: logprobs of the raw logits; logit_bias; EOS and stop ids forbidden while there are fewer
+than min_tokens outputs; repetition, frequency and presence penalties; then the most likely token when greedy, else a
+draw (see `baton_kernels.sampling`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
-from baton_kernels.sampling import DrawParams, sample
+from baton_kernels.sampling import IN_PROMPT, DrawParams, penalize, sample
 from engine.step import Choice
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: dividing by them would overflow."""
 
+_DRAWS, _FILTERED, _BIASED, _PENALIZED = 1, 2, 4, 8
+_PADDING = 4  # columns per row of an upload: keeps every row on 16 bytes
+
 
 @dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """Choose the token after `tokens`, from row `row` of the logits, for answer `sample` of the request."""
+class SampleBatch:
+    """The choices of one step: item i of each list, or integer array, is about choice i.
 
-    row: int
-    sample: int
-    params: SamplingParams
-    tokens: Seq[int]
-    num_prompt_tokens: int
+    logits_rows: whose logits. rows: the sequence's row in the sampler. samples: for which of the request's answers.
+    positions: of the new token in its sequence, which is the number of tokens before it.
+    Choices may share both rows: several samples of one prompt.
+    """
 
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
-
-    @property
-    def greedy(self) -> bool:
-        return self.params.temperature < GREEDY_BELOW
-
-    @property
-    def seed(self) -> int:
-        """The 64 bits that, with the position, decide the draw; as a signed number."""
-        seed = (self.params.seed + self.sample) % (1 << 64)
-        return seed - (1 << 64) if seed >> 63 else seed
+    logits_rows: Seq[int] | NDArray[np.integer]
+    rows: Seq[int] | NDArray[np.integer]
+    samples: Seq[int] | NDArray[np.integer]
+    positions: Seq[int] | NDArray[np.integer]
 
 
 class Sampler:
-    """Chooses tokens for a batch. Stateless but for the model's EOS ids."""
+    """Chooses tokens for batches of sequences, each of which has a row here from `begin` on for as long as it runs.
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    What depends on tokens that the host may not have seen is on the device: `last_tokens`, [num_rows] int32, of which
+    each row is the last token chosen for it; and how often each token occurs, [num_rows, vocab_size] int32, kept for
+    rows with penalties only. All calls belong to one thread and one stream, and none waits for the device.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._eos_token_ids = eos_token_ids
+        # What is the same at every step of a sequence, by row.
+        self._wants = np.zeros(num_rows, np.int64)
+        self._may_end_from = np.zeros(num_rows, np.int64)  # the first position where min_tokens forbids nothing
+        self._num_logprobs = np.full(num_rows, -1, np.int64)
+        self._ints = np.zeros((2, num_rows), np.int64)  # seed, top_k
+        self._floats = np.zeros((6, num_rows), np.float32)  # temperature, top_p, min_p, and the three penalties
+        self._bias = [_NO_ENTRIES] * num_rows
+        self._ends = [_NO_ENTRIES] * num_rows
 
-    def sample(self, logits: Tensor, requests: Seq[SampleRequest]) -> list[Choice]:
-        """One Choice per request. logits: [num_rows, vocab_size], fp32, not changed; requests may share rows."""
-        if not requests:
-            return []
-        rows = [request.row for request in requests]
-        own = logits if rows == list(range(logits.shape[0])) else logits[rows]
-        tokens = self._choose(self._adjust(own, requests), requests)
-        logprobs = _logprobs(own, tokens, requests)
-        return [Choice(token, told) for token, told in zip(tokens.tolist(), logprobs, strict=True)]
+    def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
+        """Give the row to a sequence with these tokens, of which none is still to come from a launched step."""
+        p = params
+        draws = p.temperature >= GREEDY_BELOW
+        filtered = draws and bool(p.top_k or p.top_p < 1.0 or p.min_p)
+        penalized = bool(p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty)
+        self._wants[row] = _DRAWS * draws | _FILTERED * filtered | _BIASED * bool(p.logit_bias) | _PENALIZED * penalized
+        self._may_end_from[row] = len(prompt_tokens) + p.min_tokens
+        self._num_logprobs[row] = p.num_logprobs
+        self._ints[:, row] = p.seed - (1 << 64) if p.seed >> 63 else p.seed, min(p.top_k, self._counts.shape[1])
+        temperature = p.temperature if draws else 0.0
+        penalties = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+        self._floats[:, row] = temperature, p.top_p, p.min_p, *penalties
+        self._bias[row] = _entries(list(p.logit_bias), list(p.logit_bias.values()))
+        ends = {*p.stop_token_ids, *(() if p.ignore_eos else self._eos_token_ids)} if p.min_tokens else ()
+        known = [token for token in ends if 0 <= token < self._counts.shape[1]]
+        self._ends[row] = _entries(known, [-np.inf] * len(known))
+        if penalized:
+            self._count_known(row, prompt_tokens, output_tokens)
 
-    def _adjust(self, logits: Tensor, requests: Seq[SampleRequest]) -> Tensor:
-        """The logits after bias, masks and penalties; the same tensor when no request has any."""
-        touched = [(i, request) for i, request in enumerate(requests) if self._is_adjusted(request)]
-        if touched:
-            logits = logits.clone()
-        for i, request in touched:
-            if bias := request.params.logit_bias:
-                logits[i, list(bias)] += torch.tensor(list(bias.values()), device=logits.device)
-            if forbidden := self._forbidden(request):
-                logits[i, [token for token in forbidden if 0 <= token < logits.shape[1]]] = float("-inf")
-            _penalize(logits[i], request)
-        return logits
+    def launch(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+        """Begin to choose. logits: [num_rows, vocab_size], bf16 or fp32 (computed with as fp32), not changed."""
+        assert logits.shape[1] == self._counts.shape[1]
+        if not len(batch.rows):
+            return Sampled(self.last_tokens[:0])
+        columns = self._columns(batch)
+        own, own_rows = self._adjusted(logits, columns)
+        draw = columns.draw if columns.wants & _DRAWS else None
+        tokens = sample(own, own_rows, draw, filtered=bool(columns.wants & _FILTERED))
+        self.last_tokens.index_copy_(0, columns.rows, tokens)
+        if columns.wants & _PENALIZED:  # others are counted in vain: `begin` clears a row that gets penalties
+            places = columns.rows * self._counts.shape[1] + tokens
+            self._counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens))
+        return self._told(logits, columns, tokens)
 
-    def _is_adjusted(self, request: SampleRequest) -> bool:
-        return bool(request.params.logit_bias or _is_penalized(request.params) or self._forbidden(request))
+    def _count_known(self, row: int, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
+        counts = self._counts[row].zero_()
+        known = self._upload(np.array([*prompt_tokens, *output_tokens], np.int64))
+        prompt, output = known[: len(prompt_tokens)], known[len(prompt_tokens) :]
+        counts.index_fill_(0, prompt, IN_PROMPT)
+        counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
-    def _forbidden(self, request: SampleRequest) -> list[int]:
-        """The tokens that would end the sample too early."""
-        params = request.params
-        if request.num_output_tokens >= params.min_tokens:
-            return []
-        return [*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)]
+    def _adjusted(self, logits: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
+        """Logits after bias, masks and penalties, and which row is whose; the same tensor when nobody has any."""
+        if not (columns.wants & (_BIASED | _PENALIZED) or columns.too_short.any()):
+            return logits, columns.logits_rows
+        own = logits.index_select(0, columns.logits_rows).float()
+        rows = columns.host_rows.tolist()
+        added = [(i, self._bias[row]) for i, row in enumerate(rows)] if columns.wants & _BIASED else []
+        added += [(i, self._ends[rows[i]]) for i in np.flatnonzero(columns.too_short).tolist()]
+        if added:
+            places = np.concatenate([tokens + i * own.shape[1] for i, (tokens, _) in added])
+            values = np.concatenate([values for _, (_, values) in added])
+            own.view(-1).scatter_add_(0, self._upload(places), self._upload(values))
+        if columns.wants & _PENALIZED:
+            penalize(own, self._counts, columns.rows, *columns.penalties)
+        return own, torch.arange(own.shape[0], device=own.device)
 
-    def _choose(self, logits: Tensor, requests: Seq[SampleRequest]) -> Tensor:
-        """[num_requests], int64. No sort and no noise for greedy rows."""
-        drawn = [i for i, request in enumerate(requests) if not request.greedy]
-        if len(drawn) == len(requests):
-            return _draw(logits, requests)
-        tokens = logits.argmax(dim=-1)
-        if drawn:
-            tokens[drawn] = _draw(logits[drawn], [requests[i] for i in drawn])
-        return tokens
+    def _told(self, logits: Tensor, columns: _Columns, tokens: Tensor) -> Sampled:
+        num_logprobs = self._num_logprobs[columns.host_rows]
+        asked = np.flatnonzero(num_logprobs >= 0)
+        if not asked.size:
+            return Sampled(tokens)
+        picked = self._upload(asked)
+        own = logits.index_select(0, columns.logits_rows.index_select(0, picked))
+        logprobs = own.float().log_softmax(dim=-1)
+        chosen = logprobs.gather(1, tokens.index_select(0, picked).long()[:, None])[:, 0]
+        values, ids = logprobs.topk(min(int(num_logprobs.max()), logits.shape[1]), dim=-1)
+        asks = list(zip(asked.tolist(), num_logprobs[asked].tolist(), strict=True))
+        return Sampled(tokens, (chosen, values, ids), asks)
+
+    def _columns(self, batch: SampleBatch) -> _Columns:
+        """All that the step needs of every choice, on the device by one copy."""
+        rows, positions = np.asarray(batch.rows, np.int64), np.asarray(batch.positions, np.int64)
+        n, padded = len(rows), -(-len(rows) // _PADDING) * _PADDING
+        split = 5 * 8 * padded
+        packed = np.empty(split + 6 * 4 * padded, np.uint8)
+        ints = packed[:split].view(np.int64).reshape(5, padded)[:, :n]
+        ints[0], ints[1], ints[2] = batch.logits_rows, rows, positions
+        ints[3:] = self._ints[:, rows]
+        ints[3] += np.asarray(batch.samples, np.int64)  # wraps, as the 64 bits of a seed do
+        packed[split:].view(np.float32).reshape(6, padded)[:, :n] = self._floats[:, rows]
+        device = self._upload(packed)
+        logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(5, padded)[:, :n].unbind()
+        temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(6, padded)[:, :n].unbind()
+        return _Columns(
+            logits_rows,
+            row,
+            DrawParams(temperature, top_k, top_p, min_p, seed, position),
+            penalties,
+            host_rows=rows,
+            wants=int(np.bitwise_or.reduce(self._wants[rows], initial=0)),
+            too_short=positions < self._may_end_from[rows],
+        )
+
+    def _upload(self, array: NDArray[np.generic]) -> Tensor:
+        """To the device, by way of pinned memory, which its allocator keeps until the copy is done."""
+        host = torch.from_numpy(array)
+        return host.pin_memory().to(self._counts.device, non_blocking=True) if self._counts.is_cuda else host
 
 
-def _draw(logits: Tensor, requests: Seq[SampleRequest]) -> Tensor:
-    device, params = logits.device, [request.params for request in requests]
-    draw = DrawParams(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        seed=torch.tensor([request.seed for request in requests], dtype=torch.int64, device=device),
-        position=torch.tensor([len(request.tokens) for request in requests], dtype=torch.int64, device=device),
-    )
-    unbounded = any(p.top_p < 1.0 and not p.top_k for p in params)
-    return sample(logits, draw, num_ordered=logits.shape[1] if unbounded else max(p.top_k for p in params))
+class Sampled:
+    """What a launch chooses. tokens: [num_choices], int32, on the device."""
+
+    def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
+        """logprobs: for each of `asked`, a choice and how many it wants: the chosen token's [num_asked], and of the
+        most likely [num_asked, width] logprobs and ids."""
+        self.tokens = tokens
+        self._told = (tokens, *logprobs)
+        self._asked = asked
+
+    def to_host(self) -> None:
+        """Begin the copies to the host, on the current stream."""
+        if self.tokens.is_cuda:
+            self._told = tuple(_to_host(tensor) for tensor in self._told)
+
+    def choices(self) -> list[Choice]:
+        """One per choice of the batch. The copies of `to_host` must be done, which is the caller's to know."""
+        tokens, *logprobs = (tensor.tolist() for tensor in self._told)
+        choices = [Choice(token) for token in tokens]
+        for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
+            top = tuple(zip(ids, values, strict=True))[:num]
+            choices[i] = Choice(tokens[i], TokenLogprobs(chosen, top))
+        return choices
 
 
-def _is_penalized(params: SamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Per choice, on the device, [num_choices] each; then what the host has to know of them."""
+
+    logits_rows: Tensor
+    rows: Tensor
+    draw: DrawParams
+    penalties: list[Tensor]  # repetition, frequency, presence
+
+    host_rows: NDArray[np.int64]
+    wants: int  # what any of them wants
+    too_short: NDArray[np.bool_]  # has fewer than min_tokens outputs
 
 
-def _penalize(logits: Tensor, request: SampleRequest) -> None:
-    """Change one row, [vocab_size], in place: repetition counts prompt and output, the other two the output alone."""
-    params = request.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(request.tokens, device=logits.device)  # one token twice gets the same value twice
-        old = logits[seen]
-        logits[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
-    output = request.tokens[request.num_prompt_tokens :]
-    if output and (params.frequency_penalty or params.presence_penalty):
-        counts = Counter(output)
-        less = [params.frequency_penalty * count + params.presence_penalty for count in counts.values()]
-        logits[list(counts)] -= torch.tensor(less, device=logits.device)
+_Entries = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, and what to add to their logits
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, requests: Seq[SampleRequest]) -> list[TokenLogprobs | None]:
-    """Per request the chosen token's logprob and the most likely ones, where asked for."""
-    told: list[TokenLogprobs | None] = [None] * len(requests)
-    asked = [i for i, request in enumerate(requests) if request.params.num_logprobs >= 0]
-    if not asked:
-        return told
-    logprobs = logits[asked].log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[asked, None])[:, 0].tolist()
-    width = min(max(requests[i].params.num_logprobs for i in asked), logits.shape[1])
-    values, ids = (x.tolist() for x in logprobs.topk(width, dim=-1))
-    for row, i in enumerate(asked):
-        top = list(zip(ids[row], values[row], strict=True))[: requests[i].params.num_logprobs]
-        told[i] = TokenLogprobs(chosen[row], tuple(top))
-    return told
+def _entries(tokens: Seq[int], values: Seq[float]) -> _Entries:
+    return np.array(tokens, np.int64), np.array(values, np.float32)
+
+
+_NO_ENTRIES = _entries((), ())
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)

@@ -13,7 +13,7 @@ from baton_kernels.paged_attention import PagedBatch
 from engine.config import EngineConfig
 from engine.model.attention import Probe, attach, probe
 from engine.model.kv_pool import KvPool
-from engine.sampler import Sampler, SampleRequest
+from engine.sampler import SampleBatch, Sampler
 from engine.step import Choice, Chunk
 
 
@@ -30,7 +30,7 @@ class TorchModelRunner:
         self._block_size = config.block_size
         self.pool = KvPool(probed.shape, config.num_blocks, config.block_size, model.device)
         self._step = attach(probed.layers, self.pool)
-        self._sampler = Sampler(config.eos_token_ids)
+        self._sampler = Sampler(config.max_num_seqs, config.vocab_size, config.eos_token_ids, model.device)
 
     @torch.inference_mode()
     def run(self, chunks: Seq[Chunk]) -> list[list[Choice]]:
@@ -38,12 +38,11 @@ class TorchModelRunner:
         self._clear_fresh_blocks(chunks)
         logits = self._forward(chunks)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples_token]
-        requests = [
-            SampleRequest(row, sample, seq.sampling, seq.tokens, len(seq.prompt_tokens))
-            for row, seq in enumerate(sampling)
-            for sample in seq.samples
-        ]
-        choices = iter(self._sampler.sample(logits, requests))
+        for row, seq in enumerate(sampling):
+            self._sampler.begin(row, seq.sampling, seq.prompt_tokens, seq.output_tokens)
+        entries = [(row, sample, seq.num_tokens) for row, seq in enumerate(sampling) for sample in seq.samples]
+        rows, samples, positions = zip(*entries, strict=True) if entries else ((), (), ())
+        choices = iter(self._sampler.launch(logits, SampleBatch(rows, rows, samples, positions)).choices())
         return [
             list(itertools.islice(choices, len(chunk.sequence.samples))) if chunk.samples_token else []
             for chunk in chunks

@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from baton.sampling import SamplingParams
-from engine.sampler import Sampler, SampleRequest
+from engine.sampler import SampleBatch, Sampled, Sampler
+from engine.step import Choice
 
 torch.set_num_threads(1)
 
 VOCAB = 12
 EOS = 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def request(params: SamplingParams, *, row: int = 0, sample: int = 0, prompt=(1, 2), output=()) -> SampleRequest:
-    return SampleRequest(row, sample, params, [*prompt, *output], len(prompt))
+@dataclass(frozen=True)
+class Ask:
+    """The token after `prompt + output`, from row `row` of the logits."""
+
+    params: SamplingParams
+    row: int = 0
+    sample: int = 0
+    prompt: tuple[int, ...] = (1, 2)
+    output: tuple[int, ...] = ()
+
+
+def begun(asks: Iterable[Ask], eos: tuple[int, ...] = (EOS,), device: str = "cpu") -> tuple[Sampler, SampleBatch]:
+    """Each ask as a sequence of its own, in the sampler's rows 2, 3, ..."""
+    asks = list(asks)
+    sampler = Sampler(len(asks) + 2, VOCAB, eos, torch.device(device))
+    for row, ask in enumerate(asks, 2):
+        sampler.begin(row, ask.params, ask.prompt, ask.output)
+    return sampler, SampleBatch(
+        logits_rows=[ask.row for ask in asks],
+        rows=list(range(2, len(asks) + 2)),
+        samples=[ask.sample for ask in asks],
+        positions=[len(ask.prompt) + len(ask.output) for ask in asks],
+    )
+
+
+def read(sampled: Sampled) -> list[Choice]:
+    sampled.to_host()
+    if sampled.tokens.is_cuda:
+        torch.cuda.synchronize()
+    return sampled.choices()
+
+
+def choose(values: torch.Tensor, *asks: Ask) -> list[Choice]:
+    sampler, batch = begun(asks, device=values.device.type)
+    return read(sampler.launch(values, batch))
 
 
 def logits(num_rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -28,8 +65,10 @@ def greedy(**params: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, **params)  # type: ignore[arg-type]
 
 
-def adjusted(values: torch.Tensor, params: SamplingParams, **where: object) -> list[float]:
-    return Sampler((EOS,))._adjust(values, [request(params, **where)])[0].tolist()  # type: ignore[arg-type]
+def adjusted(values: torch.Tensor, params: SamplingParams, **where: tuple[int, ...]) -> list[float]:
+    sampler, batch = begun([Ask(params, **where)])  # type: ignore[arg-type]
+    own, rows = sampler._adjusted(values, sampler._columns(batch))
+    return own[rows[0]].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6])
@@ -37,23 +76,73 @@ def test_greedy_takes_the_best_and_leaves_the_logits_alone(temperature: float) -
     values = logits(4)
     before = values.clone()
     params = SamplingParams(temperature=temperature, repetition_penalty=1.5, logit_bias={0: -3.0})
-    Sampler((EOS,)).sample(values, [request(params, row=i) for i in range(4)])
+    choose(values, *(Ask(params, row=i) for i in range(4)))
     assert torch.equal(values, before)
-    chosen = Sampler(()).sample(values, [request(SamplingParams(temperature=temperature), row=i) for i in range(4)])
+    chosen = choose(values, *(Ask(SamplingParams(temperature=temperature), row=i) for i in range(4)))
     assert [choice.token for choice in chosen] == values.argmax(-1).tolist()
     assert all(choice.logprobs is None for choice in chosen)
 
 
-def test_no_requests_no_choices() -> None:
-    assert Sampler(()).sample(torch.empty(0, VOCAB), []) == []
+def test_no_choices() -> None:
+    assert choose(torch.empty(0, VOCAB)) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_of_half_precision_count_as_fp32(device: str) -> None:
+    values = logits(3).bfloat16().to(device)
+    asks = [
+        Ask(greedy(num_logprobs=2), row=0),
+        Ask(SamplingParams(temperature=0.7, seed=3, top_k=5, top_p=0.9, frequency_penalty=1.0), row=1, output=(4, 4)),
+        Ask(SamplingParams(seed=4, num_logprobs=0), row=2),
+    ]
+    assert choose(values, *asks) == choose(values.float(), *asks)
+
+
+def test_the_last_tokens_stay_on_the_device_by_row() -> None:
+    sampler, batch = begun(Ask(greedy(), row=i) for i in range(4))
+    values = logits(4)
+    tokens = sampler.launch(values, batch).tokens
+    assert tokens.dtype == sampler.last_tokens.dtype == torch.int32
+    assert sampler.last_tokens.tolist() == [0, 0, *values.argmax(-1).tolist()]
+
+
+# ---- penalties, bias, min_tokens ----
 
 
 def test_penalties_count_what_vllm_counts() -> None:
     values = torch.tensor([[1.0, -1.0, 2.0, -2.0] + [0.5] * 8])
     params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.3, presence_penalty=0.1)
-    got = adjusted(values, params, prompt=(0, 1), output=(2, 2, 3))
+    got = adjusted(values, params, prompt=(0, 1, 1), output=(2, 2, 3))
     assert got[:4] == pytest.approx([0.5, -2.0, 1.0 - 0.7, -4.0 - 0.4])
     assert got[4:] == [0.5] * 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_that_the_host_has_not_read_are_penalised(device: str) -> None:
+    """Each token once: the second best follows the best, whether the host tells of the first ones or not."""
+    values = torch.linspace(0.0, 1.0, VOCAB, device=device)[None]
+    params = greedy(presence_penalty=2.0)
+    sampler, _ = begun([Ask(params)], device=device)
+    steps = [sampler.launch(values, SampleBatch([0], [2], [0], [2 + i])) for i in range(5)]
+    assert [read(step)[0].token for step in steps] == [11, 10, 9, 8, 7]
+    assert choose(values, Ask(params, output=(11, 10, 9, 8, 7)))[0].token == 6
+
+
+def test_a_row_forgets_the_sequence_before() -> None:
+    values = torch.linspace(0.0, 1.0, VOCAB)[None]
+    sampler, batch = begun([Ask(greedy(presence_penalty=2.0, logit_bias={3: 5.0}), output=(11, 10))])
+    for params, expected in ((greedy(), 11), (greedy(presence_penalty=2.0), 10), (greedy(frequency_penalty=0.2), 10)):
+        sampler.begin(2, params, (1, 2), () if expected == 11 else (11,))
+        assert sampler.launch(values, batch).choices()[0].token == expected
+
+
+def test_sequences_with_and_without_penalties_mix() -> None:
+    values = logits(6)
+    asks = [
+        Ask(greedy(frequency_penalty=2.0 * (i % 2), logit_bias={i: 1.0} if i % 3 else {}), row=i, output=(5, 5, i))
+        for i in range(6)
+    ]
+    assert choose(values, *asks) == [choose(values, ask)[0] for ask in asks]
 
 
 def test_bias_is_added_before_penalties() -> None:
@@ -64,17 +153,21 @@ def test_bias_is_added_before_penalties() -> None:
 
 @pytest.mark.parametrize(("ignore_eos", "forbidden"), [(False, {EOS, 7}), (True, {7})])
 def test_ends_are_forbidden_until_min_tokens(ignore_eos: bool, forbidden: set[int]) -> None:
-    params = SamplingParams(min_tokens=2, stop_token_ids=(7, 10**6, -1), ignore_eos=ignore_eos)
+    params = SamplingParams(min_tokens=2, stop_token_ids=(7, 10**6, -1), ignore_eos=ignore_eos, logit_bias={7: 3.0})
     for output in ((), (4,)):
         got = adjusted(logits(), params, output=output)
         assert {i for i, x in enumerate(got) if x == -math.inf} == forbidden
     assert -math.inf not in adjusted(logits(), params, output=(4, 4))
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
+# ---- logprobs ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logprobs_are_of_the_raw_logits(device: str) -> None:
     values = logits()
     params = greedy(num_logprobs=3, logit_bias={6: 100.0}, repetition_penalty=3.0)
-    (choice,) = Sampler(()).sample(values, [request(params)])
+    (choice,) = choose(values.to(device), Ask(params))
     total = math.log(sum(math.exp(x) for x in values[0].tolist()))
     assert choice.token == 6
     assert choice.logprobs is not None
@@ -84,32 +177,34 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert [x for _, x in choice.logprobs.top] == pytest.approx([values[0, i].item() - total for i in best], abs=1e-5)
 
 
-def test_each_request_gets_as_many_logprobs_as_it_asked_for() -> None:
+def test_each_choice_gets_as_many_logprobs_as_it_asked_for() -> None:
     numbers = [-1, 0, 2, 20]
-    chosen = Sampler(()).sample(logits(), [request(greedy(num_logprobs=n)) for n in numbers])
+    chosen = choose(logits(), *(Ask(greedy(num_logprobs=n)) for n in numbers))
     assert [None if c.logprobs is None else len(c.logprobs.top) for c in chosen] == [None, 0, 2, VOCAB]
+
+
+# ---- draws ----
 
 
 def test_samples_of_one_row_are_those_of_single_requests_with_seeds_on_from_it() -> None:
     values = logits(3)
-    many = [request(SamplingParams(seed=2**64 - 2), row=1, sample=i) for i in range(8)]
-    single = [request(SamplingParams(seed=(2**64 - 2 + i) % 2**64)) for i in range(8)]
-    together = Sampler(()).sample(values, many)
-    alone = [Sampler(()).sample(values[[1]], [one])[0] for one in single]
-    assert together == alone
+    params = SamplingParams(seed=2**64 - 2, presence_penalty=0.5)
+    sampler, _ = begun([Ask(params)])
+    together = sampler.launch(values, SampleBatch([1] * 8, [2] * 8, range(8), [2] * 8)).choices()
+    single = [Ask(SamplingParams(seed=(2**64 - 2 + i) % 2**64, presence_penalty=0.5)) for i in range(8)]
+    assert together == [choose(values[[1]], one)[0] for one in single]
     assert len({choice.token for choice in together}) > 1
 
 
-def test_greedy_and_drawn_rows_mix() -> None:
-    values = logits(6)
-    asks = [request(SamplingParams(temperature=0.8 * (i % 2), seed=i, top_k=5 * (i % 3)), row=i) for i in range(6)]
-    together = Sampler(()).sample(values, asks)
-    alone = [Sampler(()).sample(values, [ask])[0] for ask in asks]
-    assert together == alone
+@pytest.mark.parametrize("device", DEVICES)
+def test_greedy_drawn_and_filtered_rows_mix(device: str) -> None:
+    values = logits(6).to(device)
+    asks = [Ask(SamplingParams(temperature=0.8 * (i % 2), seed=i, top_k=5 * (i % 3)), row=i) for i in range(6)]
+    together = choose(values, *asks)
+    assert together == [choose(values, ask)[0] for ask in asks]
     assert [c.token for c in together[::2]] == values.argmax(-1)[::2].tolist()
 
 
 def test_the_draw_changes_with_the_position() -> None:
-    asks = [request(SamplingParams(temperature=5.0, seed=1), output=(4,) * n) for n in range(20)]
-    tokens = {choice.token for choice in Sampler(()).sample(logits(), asks)}
-    assert len(tokens) > 4
+    asks = [Ask(SamplingParams(temperature=5.0, seed=1), output=(4,) * n) for n in range(20)]
+    assert len({choice.token for choice in choose(logits(), *asks)}) > 4

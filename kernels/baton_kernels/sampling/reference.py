@@ -16,11 +16,41 @@ from torch import Tensor
 if TYPE_CHECKING:
     from baton_kernels.sampling import DrawParams
 
+IN_PROMPT = 1 << 30
+"""Added to a token's count when the prompt has it; the rest is how often the output has it."""
 
-def sample(logits: Tensor, params: DrawParams, num_ordered: int) -> Tensor:
+
+def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, filtered: bool) -> Tensor:
+    own = logits.index_select(0, rows).float()
+    if params is None:
+        return own.argmax(dim=-1).int()
+    drawn = (params.temperature > 0).nonzero()[:, 0]
+    if drawn.numel() == rows.numel():
+        return _draw(own, params, filtered).int()
+    tokens = own.argmax(dim=-1)
+    picked = type(params)(*(getattr(params, name)[drawn] for name in params.__slots__))
+    tokens[drawn] = _draw(own[drawn], picked, filtered)
+    return tokens.int()
+
+
+def penalize(
+    logits: Tensor, counts: Tensor, rows: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> None:
+    counts = counts.index_select(0, rows)
+    in_output = counts & (IN_PROMPT - 1)
+    repeated = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
+    logits.copy_(torch.where(counts != 0, repeated, logits))
+    logits -= frequency[:, None] * in_output + presence[:, None] * (in_output > 0)
+
+
+def _draw(logits: Tensor, params: DrawParams, filtered: bool) -> Tensor:
+    """[num_rows], int64. logits: [num_rows, vocab_size], fp32."""
     scores = logits / params.temperature[:, None]
     scores -= scores.amax(dim=-1, keepdim=True)
-    scores.masked_fill_(scores < _threshold(scores, params, num_ordered)[:, None], float("-inf"))
+    if filtered and scores.shape[0]:
+        unbounded = bool(((params.top_p < 1.0) & (params.top_k == 0)).any())
+        threshold = _threshold(scores, params, scores.shape[1] if unbounded else int(params.top_k.max()))
+        scores.masked_fill_(scores < threshold[:, None], float("-inf"))
     return (scores + gumbel_noise(params.seed, params.position, logits.shape[1])).argmax(dim=-1)
 
 
@@ -69,7 +99,10 @@ def _signed(x: int) -> int:
 
 
 def _threshold(scores: Tensor, params: DrawParams, num_ordered: int) -> Tensor:
-    """[num_rows]: the smallest score that the filters keep. scores: at most 0, each row's largest is 0."""
+    """[num_rows]: the smallest score that the filters keep. scores: at most 0, each row's largest is 0.
+
+    num_ordered: how many of a row's largest scores top_k and top_p must see in order, which is most of the cost.
+    """
     floor = params.min_p.log()  # p >= min_p * p_max; -inf when off
     if not num_ordered:
         return floor
