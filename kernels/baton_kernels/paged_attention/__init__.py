@@ -42,4 +42,10 @@ def paged_attention(
     assert key_cache.shape == value_cache.shape
     assert key_cache.stride() == value_cache.stride()
     assert key_cache.stride()[1:] == (block_size * head_dim, head_dim, 1)
+    if query.is_cuda:
+        from baton_kernels.paged_attention import kernel
+
+        return kernel.paged_attention(
+            query, key_cache, value_cache, batch, scale, sliding_window, softcap, sinks, key, value
+        )
     return reference.paged_attention(query, key_cache, value_cache, batch, scale, sliding_window, softcap, sinks)

@@ -1,0 +1,136 @@
+"""Attention over parts of the keys put together: each part's output counts by the sum of its weights."""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# ruff: noqa: N803
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.paged_attention.tile import NOTHING
+
+
+@triton.jit(do_not_specialize=["first_seq", "skip_length", "num_splits"])
+def merge_splits_kernel(
+    part_ptr,  # [num_seqs, num_splits, max_tiles, NUM_KV_HEADS, TILE_ROWS, HEAD_DIM], fp32
+    part_lse_ptr,  # the same without HEAD_DIM, base 2, NOTHING where a part has no keys
+    sink_ptr,
+    out_ptr,
+    query_start_ptr,
+    first_seq,
+    skip_length,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """A program ends one row of the prefill kernel's tiles."""
+    seq = tl.program_id(2)
+    first_token = tl.load(query_start_ptr + first_seq + seq)
+    length = tl.load(query_start_ptr + first_seq + seq + 1) - first_token
+    tile, head = tl.program_id(1) // NUM_KV_HEADS, tl.program_id(1) % NUM_KV_HEADS
+    row = tile * TILE_ROWS + tl.program_id(0)
+    if row < length * GROUP and length < skip_length:
+        token = (first_token + row // GROUP).to(tl.int64)
+        query_head = head * GROUP + row % GROUP
+        split = tl.arange(0, SPLITS_PADDED)
+        dim = tl.arange(0, HEAD_DIM_PADDED)
+        program = (seq * num_splits + split) * tl.num_programs(1) + tl.program_id(1)
+        part = program * TILE_ROWS + tl.program_id(0)
+        lse = tl.load(part_lse_ptr + part, mask=split < num_splits, other=NOTHING)
+        peak = tl.max(lse, 0)
+        if HAS_SINKS:
+            sink = tl.load(sink_ptr + query_head).to(tl.float32) * 1.4426950408889634
+            peak = tl.maximum(peak, sink)
+        weights = tl.where(lse > NOTHING, tl.exp2(lse - peak), 0.0)
+        total = tl.sum(weights, 0)
+        if HAS_SINKS:
+            total += tl.exp2(sink - peak)
+        mask = (split < num_splits)[:, None] & (dim < HEAD_DIM)[None, :]
+        parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        out = tl.sum(parts * weights[:, None], 0) / total
+        place = token * NUM_KV_HEADS * GROUP + query_head
+        tl.store(out_ptr + place * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_rows", "lse_head_stride", "other_lse_head_stride"])
+def _merge_pair_kernel(
+    out_ptr,
+    lse_ptr,
+    other_ptr,
+    other_lse_ptr,
+    num_rows,
+    out_token_stride,
+    out_head_stride,
+    lse_head_stride,
+    other_token_stride,
+    other_head_stride,
+    other_lse_head_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+):
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    token, head = (row // NUM_HEADS).to(tl.int64), row % NUM_HEADS
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    there = row < num_rows
+    mask = there[:, None] & (dim < HEAD_DIM)[None, :]
+    out_offsets = (token * out_token_stride + head * out_head_stride)[:, None] + dim[None, :]
+    other_offsets = (token * other_token_stride + head * other_head_stride)[:, None] + dim[None, :]
+    lse = tl.load(lse_ptr + head * lse_head_stride + token, mask=there, other=0.0)
+    other_lse = tl.load(other_lse_ptr + head * other_lse_head_stride + token, mask=there, other=0.0)
+    out = tl.load(out_ptr + out_offsets, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(other_ptr + other_offsets, mask=mask, other=0.0).to(tl.float32)
+    peak = tl.maximum(lse, other_lse)
+    weight, other_weight = tl.exp(lse - peak), tl.exp(other_lse - peak)
+    total = weight + other_weight
+    merged = out * (weight / total)[:, None] + other * (other_weight / total)[:, None]
+    tl.store(out_ptr + out_offsets, merged.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + head * lse_head_stride + token, peak + tl.log(total), mask=there)
+
+
+def merge_pair(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge `other` into `out`, and `other_lse` into `lse`.
+
+    out, other: [num_tokens, num_heads, head_dim], the last dimension contiguous. lse, other_lse: [num_heads,
+    num_tokens], fp32, natural log, the last dimension contiguous.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    assert out.stride(2) == other.stride(2) == 1
+    assert lse.stride(1) == other_lse.stride(1) == 1
+    dim_padded = triton.next_power_of_2(head_dim)
+    tile_rows = max(1, 4096 // dim_padded)
+    num_rows = num_tokens * num_heads
+    _merge_pair_kernel[(triton.cdiv(num_rows, tile_rows),)](
+        out,
+        lse,
+        other,
+        other_lse,
+        num_rows,
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        other.stride(0),
+        other.stride(1),
+        other_lse.stride(0),
+        num_heads,
+        head_dim,
+        tile_rows,
+        dim_padded,
+        num_warps=8,
+    )
+
+
+def merge_pair_reference(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """`merge_pair` in plain torch."""
+    total = torch.logaddexp(lse, other_lse)
+    weight, other_weight = (torch.exp(x - total).T[:, :, None] for x in (lse, other_lse))
+    out.copy_(out.float() * weight + other.float() * other_weight)
+    lse.copy_(total)

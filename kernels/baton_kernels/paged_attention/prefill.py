@@ -1,0 +1,265 @@
+"""Prefill attention: chunks of any lengths over their cached context, all in one launch.
+
+A program has one KV head and a run of rows; a row is one query head of one token, those that share the KV head next to
+one another, so that a short chunk still fills its tile and keys are read once for the whole group. Programs of a
+sequence start with its last rows, which see most keys. When there are few rows, keys too are split over programs, and
+`merge_splits` ends it.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# ruff: noqa: N803
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.paged_attention.batch import PagedBatch
+from baton_kernels.paged_attention.merge import merge_splits_kernel
+from baton_kernels.paged_attention.tile import NOTHING, add_sink, attend_tile, num_sms, score_constants
+
+MAX_SPLITS = 32
+KEYS_PER_SPLIT = 512  # at least
+ANY_LENGTH = 1 << 30
+
+
+@triton.jit(do_not_specialize=["first_seq", "skip_length", "window", "num_splits", "table_stride"])
+def _prefill_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    part_ptr,
+    part_lse_ptr,
+    table_ptr,
+    row_ptr,
+    query_start_ptr,
+    context_ptr,
+    sink_ptr,
+    score_scale,
+    cap,
+    window,
+    first_seq,
+    skip_length,
+    num_splits,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    head = tl.program_id(0)
+    num_heads = tl.num_programs(0) * GROUP
+    seq = first_seq + tl.program_id(2) // num_splits
+    split = tl.program_id(2) % num_splits
+    first_token = tl.load(query_start_ptr + seq)
+    length = tl.load(query_start_ptr + seq + 1) - first_token
+    tile = tl.cdiv(length * GROUP, TILE_ROWS) - 1 - tl.program_id(1)
+    if tile >= 0 and length < skip_length:
+        row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        dim = tl.arange(0, HEAD_DIM_PADDED)
+        mask = (row < length * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+        token = (first_token + row // GROUP).to(tl.int64)
+        query_head = head * GROUP + row % GROUP
+        query_offsets = (token * query_token_stride + query_head * query_head_stride)[:, None] + dim[None, :]
+        query = tl.load(query_ptr + query_offsets, mask=mask, other=0.0)
+
+        before = tl.load(context_ptr + seq) - length
+        positions = before + row // GROUP
+        lowest = before + tile * TILE_ROWS // GROUP
+        end = before + tl.minimum((tile * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1, length)
+        visible_from = 0
+        seen_by_all = (lowest + 1) // TILE_KEYS * TILE_KEYS  # before here no key needs a mask
+        if HAS_WINDOW:
+            visible_from = tl.maximum(lowest - window + 1, 0)
+            seen_by_all = 0
+        start = visible_from // TILE_KEYS * TILE_KEYS
+        if SPLIT:
+            share = tl.cdiv(tl.cdiv(end - start, TILE_KEYS), num_splits) * TILE_KEYS
+            start += split * share
+            end = tl.minimum(end, start + share)
+        middle = tl.minimum(tl.maximum(seen_by_all, start), tl.maximum(end, start))
+
+        out = tl.zeros([TILE_ROWS, HEAD_DIM_PADDED], tl.float32)
+        total = tl.zeros([TILE_ROWS], tl.float32)
+        peak = tl.full([TILE_ROWS], NOTHING, tl.float32)
+        table = table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride
+        key_head = key_ptr + head * BLOCK_SIZE * HEAD_DIM
+        value_head = value_ptr + head * BLOCK_SIZE * HEAD_DIM
+        for first in range(start, middle, TILE_KEYS):
+            out, total, peak = attend_tile(
+                out, total, peak, query, positions, key_head, value_head, table, block_stride, first, visible_from, end,
+                score_scale, cap, window,
+                HEAD_DIM, BLOCK_SIZE, TILE_KEYS, False, True, HAS_WINDOW, HAS_CAP,
+            )  # fmt: skip
+        for first in range(middle, end, TILE_KEYS):
+            out, total, peak = attend_tile(
+                out, total, peak, query, positions, key_head, value_head, table, block_stride, first, visible_from, end,
+                score_scale, cap, window,
+                HEAD_DIM, BLOCK_SIZE, TILE_KEYS, True, True, HAS_WINDOW, HAS_CAP,
+            )  # fmt: skip
+
+        if SPLIT:
+            lse = tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), NOTHING)
+            out = out / tl.maximum(total, 1e-30)[:, None]
+            program = (tl.program_id(2) * tl.num_programs(1) + tile) * tl.num_programs(0) + head
+            part = program * TILE_ROWS + tl.arange(0, TILE_ROWS)
+            tl.store(part_lse_ptr + part, lse)
+            tl.store(part_ptr + part[:, None] * HEAD_DIM + dim[None, :], out, mask=(dim < HEAD_DIM)[None, :])
+        else:
+            if HAS_SINKS:
+                sink = tl.load(sink_ptr + query_head)
+                out, total, peak = add_sink(out, total, peak, sink)
+            out = out / tl.maximum(total, 1e-30)[:, None]
+            out_offsets = (token * num_heads + query_head)[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How prefill attention is laid out on the GPU."""
+
+    tile_rows: int
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step's layout, for all layers of one shape. `max_tiles`: of the longest chunk."""
+
+    tuning: Tuning
+    max_tiles: int
+    num_splits: int
+
+
+def prefill_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    skip_length: int = ANY_LENGTH,
+) -> None:
+    """Attend the new tokens of the batch's sequences from `num_decodes` on, but of those with `skip_length` or more.
+
+    See `paged_attention`; `out`: like query, contiguous. A sequence may have fewer new tokens on the device than
+    `batch.query_lens` says, but not more: a CUDA graph's are bounds.
+    """
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    group = query.shape[1] // num_kv_heads
+    plan = _plan(batch, key_cache, group, sliding_window, skip_length)
+    tuning, num_splits = plan.tuning, plan.num_splits
+    grid = (num_kv_heads, plan.max_tiles, (len(batch.query_lens) - batch.num_decodes) * num_splits)
+    num_parts = grid[0] * grid[1] * grid[2] * tuning.tile_rows if num_splits > 1 else 0
+    parts = query.new_empty((num_parts, head_dim), dtype=torch.float32)
+    lse = query.new_empty(num_parts, dtype=torch.float32)
+    score_scale, cap = score_constants(scale, softcap)
+    sinks_or_any = query if sinks is None else sinks
+    _prefill_kernel[grid](
+        query,
+        key_cache,
+        value_cache,
+        out,
+        parts,
+        lse,
+        batch.block_tables,
+        batch.rows,
+        batch.query_starts,
+        batch.context_lens,
+        sinks_or_any,
+        score_scale,
+        cap,
+        sliding_window or 0,
+        batch.num_decodes,
+        skip_length,
+        num_splits,
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        batch.block_tables.stride(0),
+        group,
+        head_dim,
+        block_size,
+        tuning.tile_rows,
+        tuning.tile_keys,
+        max(16, triton.next_power_of_2(head_dim)),
+        num_splits > 1,
+        sliding_window is not None,
+        softcap is not None,
+        sinks is not None,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    if num_splits > 1:
+        merge_grid = (tuning.tile_rows, num_kv_heads * plan.max_tiles, len(batch.query_lens) - batch.num_decodes)
+        merge_splits_kernel[merge_grid](
+            parts,
+            lse,
+            sinks_or_any,
+            out,
+            batch.query_starts,
+            batch.num_decodes,
+            skip_length,
+            num_splits,
+            num_kv_heads,
+            group,
+            head_dim,
+            tuning.tile_rows,
+            triton.next_power_of_2(head_dim),
+            triton.next_power_of_2(num_splits),
+            sinks is not None,
+        )
+
+
+def _plan(batch: PagedBatch, key_cache: Tensor, group: int, sliding_window: int | None, skip_length: int) -> Plan:
+    num_kv_heads, _, head_dim = key_cache.shape[1:]
+    key = ("prefill", num_kv_heads, group, head_dim, sliding_window, skip_length)
+    if key not in batch.plans:
+        lengths = [n for n in batch.query_lens[batch.num_decodes :] if n < skip_length]
+        tuning = tune(max(lengths) * group, head_dim, key_cache.dtype)
+        max_tiles = -(-max(lengths) * group // tuning.tile_rows)
+        programs = num_kv_heads * max_tiles * len(lengths)
+        num_splits = _num_splits(programs, batch, sliding_window, num_sms(key_cache.device))
+        batch.plans[key] = Plan(tuning, max_tiles, num_splits)
+    plan: Plan = batch.plans[key]
+    return plan
+
+
+def tune(max_rows: int, head_dim: int, dtype: torch.dtype) -> Tuning:
+    """`max_rows`: the query heads of one KV head times the longest chunk's tokens."""
+    if dtype == torch.float32:
+        return Tuning(tile_rows=32, tile_keys=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return Tuning(min(64, max(16, triton.next_power_of_2(max_rows))), tile_keys=64, num_warps=4, num_stages=2)
+    if max_rows <= 64:
+        return Tuning(max(16, triton.next_power_of_2(max_rows)), tile_keys=64, num_warps=4, num_stages=3)
+    return Tuning(tile_rows=128, tile_keys=128, num_warps=8, num_stages=3)
+
+
+def _num_splits(programs: int, batch: PagedBatch, sliding_window: int | None, sms: int) -> int:
+    """Enough programs for the GPU, each with KEYS_PER_SPLIT keys or more; 1 where the contexts are not known."""
+    contexts = batch.host_context_lens[batch.num_decodes :]
+    if not contexts:
+        return 1
+    longest = max(contexts)
+    if sliding_window is not None:
+        longest = min(longest, sliding_window + max(batch.query_lens))
+    return max(1, min(MAX_SPLITS, 2 * sms // programs, longest // KEYS_PER_SPLIT))

@@ -1,0 +1,121 @@
+"""What the paged attention kernels share: one step of an online softmax over a tile of keys read through a block table.
+
+Scores are in base 2. Without softcap they are `q.k * score_scale` with `score_scale = scale * log2(e)`; with it,
+`cap * tanh(q.k * score_scale)` with `score_scale = scale / softcap` and `cap = softcap * log2(e)`.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# ruff: noqa: N803
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+NOTHING = tl.constexpr(-1.0e30)  # the peak of no scores: finite, so that no infinity is taken from another
+
+
+@triton.jit
+def attend_tile(
+    out,  # [ROWS, HEAD_DIM_PADDED], fp32, not yet divided by `total`
+    total,  # [ROWS], the sum of weights
+    peak,  # [ROWS], the highest score
+    query,  # [ROWS, HEAD_DIM_PADDED]
+    positions,  # [ROWS], read when CAUSAL
+    key_ptr,  # of the KV head
+    value_ptr,
+    table_ptr,  # of the sequence
+    block_stride,
+    first,  # the tile's first key; keys in [visible_from, visible_end) are read, others may lie in no block
+    visible_from,
+    visible_end,
+    score_scale,
+    cap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    dim = tl.arange(0, query.shape[1])[None, :]
+    key_index = first + tl.arange(0, TILE_KEYS)
+    there = (key_index >= visible_from) & (key_index < visible_end)
+    if BLOCK_SIZE % TILE_KEYS == 0:  # the tile lies in one block
+        block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
+    elif MASKED:
+        block = tl.load(table_ptr + key_index // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    else:
+        block = tl.load(table_ptr + key_index // BLOCK_SIZE).to(tl.int64)
+    offsets = (block * block_stride + (key_index % BLOCK_SIZE) * HEAD_DIM)[:, None] + dim
+    if MASKED:  # an unused slot may hold anything, also a NaN, which a weight of zero would not stop
+        load_mask = there[:, None] & (dim < HEAD_DIM)
+    else:
+        load_mask = dim < HEAD_DIM
+    if MASKED or query.shape[1] != HEAD_DIM:
+        key = tl.load(key_ptr + offsets, mask=load_mask, other=0.0)
+    else:
+        key = tl.load(key_ptr + offsets)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * score_scale
+    if HAS_CAP:
+        scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+    if MASKED:
+        seen = there[None, :]
+        if CAUSAL:
+            seen = seen & (key_index[None, :] <= positions[:, None])
+            if HAS_WINDOW:
+                seen = seen & (key_index[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, NOTHING)
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    if MASKED:
+        weights = tl.where(seen, weights, 0.0)
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(weights, 1)
+    if MASKED or query.shape[1] != HEAD_DIM:
+        value = tl.load(value_ptr + offsets, mask=load_mask, other=0.0)
+    else:
+        value = tl.load(value_ptr + offsets)
+    out = tl.dot(weights.to(value.dtype), value, out * decay[:, None], input_precision="ieee")
+    return out, total, new_peak
+
+
+@triton.jit
+def add_sink(out, total, peak, sink):
+    """A score that takes part in the softmax and has no value."""
+    score = sink.to(tl.float32) * 1.4426950408889634
+    new_peak = tl.maximum(peak, score)
+    decay = tl.exp2(peak - new_peak)
+    return out * decay[:, None], total * decay + tl.exp2(score - new_peak), new_peak
+
+
+def score_constants(scale: float, softcap: float | None) -> tuple[float, float]:
+    """`score_scale` and `cap`."""
+    if softcap is None:
+        return scale * LOG2_E, 0.0
+    return scale / softcap, softcap * LOG2_E
+
+
+def num_sms(device: torch.device) -> int:
+    """Processors of the device; a small number in the interpreter."""
+    if device.type != "cuda":
+        return 4
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _NUM_SMS:
+        _NUM_SMS[index] = torch.cuda.get_device_properties(index).multi_processor_count
+    return _NUM_SMS[index]
+
+
+_NUM_SMS: dict[int, int] = {}
+
+
+def assert_packed(query: Tensor, key_cache: Tensor) -> None:
+    """What the kernels' addresses take for granted."""
+    assert query.stride(2) == 1
+    assert key_cache.stride(3) == 1

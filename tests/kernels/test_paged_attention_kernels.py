@@ -1,0 +1,140 @@
+"""The Triton kernels of paged attention against float64: tiny and fp32 in the interpreter, bf16 and more on a GPU.
+
+Every slot that no token is in holds NaN, so a wrong mask or a wrong block shows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton_kernels.paged_attention import decode, kernel, merge, prefill
+from tests.kernels.attention_case import BATCHES, Case
+
+torch.set_num_threads(1)
+
+GPU = pytest.mark.gpu
+DEVICES = [
+    pytest.param("cpu", torch.float32, id="interpreter"),
+    pytest.param("cuda", torch.float32, id="cuda-fp32", marks=GPU),
+    pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=GPU),
+]
+if torch.cuda.is_available():
+    DEVICES = DEVICES[1:]
+SMALL = {  # few enough tiles for the interpreter
+    "decodes": [(1, 1), (1, 16), (1, 150), (1, 0), (1, 33)],
+    "chunks": [(5, 5), (33, 33), (7, 60), (2, 33)],
+    "mixed": [(1, 65), (1, 7), (40, 40), (1, 30), (9, 70)],
+}
+
+
+def check(case: Case, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None) -> None:
+    """Through the dispatcher, twice: the second layer uses the first one's plan."""
+    exact = case.query.dtype == torch.float32
+    expected = case.expected(0.3, window, softcap, sinks)
+    real = torch.cat([torch.full((n,), context > 0) for n, context in case.lens])
+    for _ in range(2):
+        out = kernel.paged_attention(
+            case.query, case.key_cache, case.value_cache, case.batch, 0.3, window, softcap, sinks, case.key, case.value
+        )
+        error = (out.double() - expected)[real].abs().max().item()
+        assert error < (2e-5 if exact else 2e-2), error  # not of a NaN either
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 32), (6, 2, 80), (2, 2, 16)])
+@pytest.mark.parametrize("kind", SMALL)
+def test_plain(kind: str, heads: int, kv_heads: int, dim: int, device: str, dtype: torch.dtype) -> None:
+    check(Case(SMALL[kind], heads, kv_heads, dim, device, 16, dtype))
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("kind", SMALL)
+def test_window_softcap_and_sinks(kind: str, device: str, dtype: torch.dtype) -> None:
+    case = Case(SMALL[kind], 4, 2, 16, device, 8, dtype)
+    sinks = torch.linspace(-1, 1, 4, device=device)
+    check(case, window=1)
+    check(case, window=20)
+    check(case, softcap=2.0, sinks=sinks)
+    check(case, window=33, softcap=5.0, sinks=sinks)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"),
+    [
+        (32, 8, 128, 16),
+        (28, 4, 128, 32),
+        (8, 1, 256, 64),
+        (6, 6, 64, 128),
+        (12, 2, 96, 16),
+        (40, 8, 80, 16),
+        (71, 1, 64, 16),
+    ],
+)
+def test_shapes_of_models(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
+    sinks = torch.linspace(-1, 1, heads, device="cuda")
+    for lens in (*BATCHES.values(), [(1, 5000), (1, 100), (600, 2600), (3, 4000)]):
+        case = Case(sorted(lens), heads, kv_heads, dim, "cuda", block_size, dtype)
+        check(case)
+        check(case, window=70, softcap=5.0, sinks=sinks)
+
+
+@GPU
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_captured_graph_serves_other_contexts(window: int | None) -> None:
+    heads, kv_heads, dim = 32, 8, 128
+    case = Case([(1, 3000), (1, 700), (1, 17), (1, 1)], heads, kv_heads, dim, "cuda", 16, torch.bfloat16)
+    batch = case.batch
+    contexts, batch.host_context_lens = batch.context_lens.clone(), []
+
+    def step() -> Tensor:
+        return kernel.paged_attention(
+            case.query, case.key_cache, case.value_cache, batch, 0.3, window, None, None, case.key, case.value
+        )
+
+    step()  # compiles; what it plans must not be in the graph
+    batch.context_lens.fill_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for shorter in (0, 40, 2000, 0):
+        lens = [(1, max(0, c - shorter)) for c in contexts.tolist()]
+        batch.context_lens.copy_(torch.tensor([c for _, c in lens]))
+        out.fill_(torch.nan)
+        graph.replay()
+        case.lens = lens
+        keys, values = case.keys, case.values
+        case.keys, case.values = ([x[:c] for x, (_, c) in zip(xs, lens, strict=True)] for xs in (keys, values))
+        real = torch.tensor([c > 0 for _, c in lens])
+        assert (out.double() - case.expected(0.3, window))[real].abs().max() < 2e-2
+        case.keys, case.values = keys, values
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_many_shares_of_few_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys split over more programs than there are tiles, for decodes and for chunks."""
+    monkeypatch.setattr(decode, "num_sms", lambda _: 32)
+    monkeypatch.setattr(prefill, "num_sms", lambda _: 32)
+    monkeypatch.setattr(prefill, "KEYS_PER_SPLIT", 64)
+    sinks = torch.linspace(-1, 1, 4, device=device)
+    case = Case([(1, 200), (1, 70), (1, 3), (4, 200), (9, 100)], 4, 1, 16, device, 16)
+    for window in (None, 90):
+        check(case, window=window)
+        check(case, window=window, sinks=sinks)
+    splits = [plan.num_splits for key, plan in case.batch.plans.items() if key[0] == "prefill"]
+    assert max(splits) > 1
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_merge_pair(device: str, dtype: torch.dtype) -> None:
+    out, other = (torch.randn(5, 9, 48, device=device).to(dtype).transpose(0, 1) for _ in range(2))
+    lse, other_lse = (torch.randn(5, 16, device=device)[:, :9] * 30 for _ in range(2))
+    expected, expected_lse = out.clone(), lse.clone()
+    merge.merge_pair_reference(expected, expected_lse, other, other_lse)
+    merge.merge_pair(out, lse, other, other_lse)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
