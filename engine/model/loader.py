@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -13,7 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from baton.messages import GenerationDefaults
 from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import ModelNotFound, UnsupportedModel
+from engine.model.memory import GIB
+from engine.model.skeleton import build_skeleton, fill_with_dummies, move_empty
+from engine.model.weights import NotDirect, fill, match, stored_dtype, stored_weights
 
+log = logging.getLogger(__name__)
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 EMBEDDED = {"baton-tiny": Path(__file__).parents[1] / "checkpoints" / "baton-tiny"}
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -38,30 +46,80 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         raise ModelNotFound(f"--model {name} is neither a folder nor to be had from the hub: {reason}") from error
 
 
-def load_model(path: Path, dtype: str = "auto", device: str | torch.device = "cpu") -> PreTrainedModel:
+def load_model(
+    path: Path, dtype: str = "auto", device: str | torch.device = "cpu", load_format: LoadFormat = "auto"
+) -> PreTrainedModel:
     """The checkpoint's model class with paged attention, in eval mode, on the device.
 
     dtype: "auto" (the checkpoint's own), "float32", "float16" or "bfloat16"; on a CPU always float32, in which exact
-    ties between the two best logits do not occur. Code that comes with a checkpoint is never run. Raises
+    ties between the two best logits do not occur. load_format: "safetensors" takes the files' tensors as they are,
+    straight to the device; "auto" does so, too, and leaves to transformers what it would have to convert; "dummy" makes
+    random weights and needs no files but config.json. Code that comes with a checkpoint is never run. Raises
     UnsupportedModel.
     """
     device = torch.device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
-    if not any(path.glob("*.safetensors")):
-        raise UnsupportedModel(f"{path} has no safetensors weights")
+    chosen = torch.float32 if device.type == "cpu" else _DTYPES.get(dtype)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=torch.float32 if device.type == "cpu" else _DTYPES.get(dtype, "auto"),
-            attn_implementation=IMPLEMENTATION,
-            trust_remote_code=False,
-            local_files_only=True,
-        )
+        return _load(path, chosen, device, load_format)
+    except UnsupportedModel:
+        raise
     except (ValueError, KeyError, OSError, ImportError) as error:
         bypassed = isinstance(error, KeyError) and error.args == (IMPLEMENTATION,)
         reason = "its class has attention functions of its own" if bypassed else str(error)
         raise UnsupportedModel(f"{path} cannot be loaded: {reason}") from error
+
+
+def _load(path: Path, dtype: torch.dtype | None, device: torch.device, load_format: LoadFormat) -> PreTrainedModel:
+    """dtype: None for the checkpoint's own."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    if load_format == "dummy":
+        return _load_dummy(config, dtype, device)
+    if not any(path.glob("*.safetensors")):
+        raise UnsupportedModel(f"{path} has no safetensors weights")
+    try:
+        return _load_directly(path, config, dtype, device)
+    except NotDirect as reason:
+        if load_format == "safetensors":
+            raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
+        log.info("weights go through transformers: %s", reason)
+    return _load_through_transformers(path, dtype, device)
+
+
+def _load_directly(path: Path, config: Any, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    """Raises NotDirect."""
+    began = time.monotonic()
+    stored = stored_weights(path, config)
+    model = build_skeleton(config, dtype or config.dtype or stored_dtype(stored), IMPLEMENTATION)
+    matched = match(model, stored)
+    move_empty(model, device)
+    num_bytes = fill(matched, device)
+    seconds = time.monotonic() - began
+    log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", num_bytes / GIB, seconds, num_bytes / GIB / seconds)
+    return model
+
+
+def _load_dummy(config: Any, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    model = build_skeleton(config, dtype or config.dtype or torch.bfloat16, IMPLEMENTATION)
+    move_empty(model, device)
+    fill_with_dummies(model)
+    log.warning("weights are random: --load-format dummy")
+    return model
+
+
+def _load_through_transformers(path: Path, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+    auto_class: Any = AutoModelForCausalLM
+    model, info = auto_class.from_pretrained(
+        path,
+        dtype=dtype or "auto",
+        attn_implementation=IMPLEMENTATION,
+        trust_remote_code=False,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise UnsupportedModel(f"{path} lacks {len(missing)} of the model's weights, {missing[0]} for one")
     # Moved as a whole: from_pretrained places weights on a device itself only with the accelerate package.
     loaded: PreTrainedModel = model.to(device).eval().requires_grad_(False)
     return loaded
@@ -97,16 +155,20 @@ def generation_defaults(path: Path) -> GenerationDefaults:
     )
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint(path: Path, load_format: LoadFormat = "auto") -> str:
     """sha256, hex, that tells two models apart, in milliseconds for any size.
 
     Over config.json (without the version of the library that wrote it) and, per weight file in order of name: its
     size, its safetensors header (names, shapes, offsets), and 64 pieces of 4 KiB spread evenly over its data. Two
-    fine-tunes of one model differ in nearly every weight, so in nearly every piece.
+    fine-tunes of one model differ in nearly every weight, so in nearly every piece. Dummy weights follow from
+    config.json.
     """
     config = _read_json(path / "config.json")
     stated = {key: value for key, value in config.items() if key != "transformers_version" and not key.startswith("_")}
     digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
+    if load_format == "dummy":
+        digest.update(b"dummy")
+        return digest.hexdigest()
     for file in sorted(path.glob("*.safetensors")):
         size = file.stat().st_size
         with file.open("rb") as data:
