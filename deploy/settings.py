@@ -83,5 +83,7 @@ def _flags(settings: Settings, names: tuple[str, ...]) -> Iterator[str]:
     for name, value in values.items():
         if isinstance(value, bool):
             yield flag_name(name) if value else flag_name(f"no_{name}")
+        elif isinstance(value, tuple):
+            yield f"{flag_name(name)}={','.join(map(str, value))}"
         elif value is not None:
             yield f"{flag_name(name)}={value}"

@@ -1,7 +1,11 @@
-"""From settings to a loaded model, its pool and its engine, and what the node can say of them."""
+"""From settings to a loaded model, its pool and its engine, and what the node can say of them.
+
+limits -> load, probe -> profile, pool -> runner -> engine
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import sys
@@ -12,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import baton
@@ -21,16 +26,20 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import loader
 from engine.model.attention import Probe, probe
+from engine.model.largest_step import largest_steps, profile_config
+from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, profile
 from engine.model.runner import TorchModelRunner
 from engine.node.settings import GIB, NodeSettings
-from engine.node.tokenizer import TokenizerFiles, read_tokenizer
+from engine.node.tokenizer import TokenizerFiles, has_tokenizer, read_tokenizer
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
 _CPU_POOL_BYTES = GIB
-_GPU_WORKSPACE_BYTES = GIB
-"""Kept free for activations; logits come on top, see `_free_bytes`."""
+_GRAPHS_BYTES = GIB
+"""Kept free for CUDA graphs."""
+_NULL_BLOCK = 1
+"""The pool's block 0, which no request gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +61,8 @@ class Built:
 
 
 def build(settings: NodeSettings) -> Built:
-    """Load the model of `settings`. Takes seconds to minutes. Raises ValueError with one line for a person."""
-    began = time.monotonic()
+    """Load the model of `settings` and size all that it needs. Takes seconds to minutes. Raises ValueError with one
+    line for a person."""
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call] # a log is no place for it
     device = _device(settings.device)
@@ -61,32 +70,20 @@ def build(settings: NodeSettings) -> Built:
         torch.set_num_threads(settings.cpu_threads)
     torch.manual_seed(settings.seed)
     path = loader.resolve_model(settings.model, settings.revision)
-    model = loader.load_model(path, _DTYPES.get(settings.dtype, settings.dtype), device)
-    probed = probe(model)
     defaults = loader.generation_defaults(path)
-    config = _engine_config(settings, path, probed, device, defaults.eos_token_ids)
-    runner = TorchModelRunner(model, config, probed)
-    built = Built(
+    limits = _limits(settings, path, device, defaults.eos_token_ids)
+    model, probed = _load(settings, path, device)
+    config = _with_pool(settings, limits, model, probed)
+    runner = _make_runner(model, config, probed)
+    return Built(
         engine=Engine(config, runner),
         pool_bytes=runner.pool.as_bytes(),
-        layout=runner.pool.layout(loader.fingerprint(path)),
+        layout=runner.pool.layout(loader.fingerprint(path, settings.load_format)),
         device=device,
         served_model_name=settings.served_model_name or settings.model,
-        tokenizer=read_tokenizer(path),
+        tokenizer=_read_tokenizer(settings, path),
         generation_defaults=defaults,
     )
-    log.info(
-        "model loaded model=%s device=%s dtype=%s threads=%d max_model_len=%d kv_blocks=%d kv_gib=%.2f seconds=%.1f",
-        built.served_model_name,
-        device,
-        built.layout.dtype,
-        torch.get_num_threads(),
-        config.max_model_len,
-        config.num_blocks - 1,
-        built.pool_bytes.nbytes / GIB,
-        time.monotonic() - began,
-    )
-    return built
 
 
 def new_incarnation() -> str:
@@ -133,47 +130,105 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())  # by number: transports ask which one
 
 
-def _engine_config(
-    settings: NodeSettings, path: Path, probed: Probe, device: torch.device, eos_token_ids: tuple[int, ...]
-) -> EngineConfig:
+# ---- the stages, in their order ----
+
+
+def _limits(settings: NodeSettings, path: Path, device: torch.device, eos_token_ids: tuple[int, ...]) -> EngineConfig:
+    """The engine's sizes, all but the pool's: it has as few blocks as can work."""
     limit = loader.max_model_len(path)
     max_model_len = settings.max_model_len or limit
     if max_model_len > limit:
         raise ValueError(f"--max-model-len: {max_model_len} is beyond the model's context of {limit}")
-    vocab_size = loader.vocab_size(path)
+    on_gpu = device.type == "cuda"
     return EngineConfig(
-        num_blocks=_num_blocks(settings, max_model_len, probed, device, vocab_size) + 1,  # and the null block
+        num_blocks=num_blocks_for(max_model_len, settings.block_size) + _NULL_BLOCK,
         max_model_len=max_model_len,
-        vocab_size=vocab_size,
+        vocab_size=loader.vocab_size(path),
         eos_token_ids=eos_token_ids,
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_batched_tokens=settings.batched_tokens(on_gpu),
+        async_scheduling=on_gpu if settings.async_scheduling is None else settings.async_scheduling,
     )
 
 
-def _num_blocks(
-    settings: NodeSettings, max_model_len: int, probed: Probe, device: torch.device, vocab_size: int
-) -> int:
-    """Blocks that requests can have: as told, or as many as the memory holds and the node could ever fill at once."""
-    if settings.num_gpu_blocks_override is not None:
-        return settings.num_gpu_blocks_override
-    block_bytes = probed.shape.block_bytes(settings.block_size)
-    if settings.kv_cache_memory_bytes is not None:
-        return settings.kv_cache_memory_bytes // block_bytes
-    if device.type == "cuda":
-        return _free_bytes(settings, vocab_size) // block_bytes
-    fillable = settings.max_num_seqs * num_blocks_for(max_model_len, settings.block_size)
-    return min(_CPU_POOL_BYTES // block_bytes, fillable)
+def _load(settings: NodeSettings, path: Path, device: torch.device) -> tuple[PreTrainedModel, Probe]:
+    began = time.monotonic()
+    dtype = _DTYPES.get(settings.dtype, settings.dtype)
+    model = loader.load_model(path, dtype, device, settings.load_format)
+    probed = probe(model)
+    name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())
+    log.info(
+        "model loaded model=%s device=%s dtype=%s threads=%d weights_gib=%.2f seconds=%.2f",
+        name,
+        device,
+        str(model.dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        weights / GIB,
+        time.monotonic() - began,
+    )
+    return model, probed
 
 
-def _free_bytes(settings: NodeSettings, vocab_size: int) -> int:
-    """What --gpu-memory-utilization leaves for the pool, with the model loaded. It is this process's share: what others
-    hold on the same GPU counts only where it leaves less."""
-    free, total = torch.cuda.mem_get_info()
-    logits = settings.max_num_seqs * vocab_size * 4 * 4  # fp32: as computed, adjusted, sorted, and their probabilities
-    share = int(total * settings.gpu_memory_utilization) - torch.cuda.memory_reserved()
-    budget = min(share, free) - _GPU_WORKSPACE_BYTES - logits
-    if budget <= 0:
-        raise ValueError(f"--gpu-memory-utilization: {settings.gpu_memory_utilization} leaves no memory for KV blocks")
-    return budget
+def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> EngineConfig:
+    """`limits` with a pool: as told, or as the memory holds."""
+    began = time.monotonic()
+    num_blocks = settings.num_gpu_blocks_override or _num_blocks(settings, limits, model, probed)
+    log.info(
+        "kv pool kv_blocks=%d kv_gib=%.2f max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d seconds=%.2f",
+        num_blocks,
+        num_blocks * probed.shape.block_bytes(settings.block_size) / GIB,
+        limits.max_model_len,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        time.monotonic() - began,
+    )
+    return dataclasses.replace(limits, num_blocks=num_blocks + _NULL_BLOCK)
+
+
+def _make_runner(model: PreTrainedModel, config: EngineConfig, probed: Probe) -> TorchModelRunner:
+    return TorchModelRunner(model, config, probed)
+
+
+def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:
+    """The checkpoint's; with dummy weights, which answer nonsense in any words, baton-tiny's where it has none."""
+    if settings.load_format == "dummy" and not has_tokenizer(path):
+        log.warning("%s has no tokenizer: baton-tiny's stands in for it", path)
+        path = loader.EMBEDDED["baton-tiny"]
+    return read_tokenizer(path)
+
+
+# ---- the pool's size ----
+
+
+def _num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> int:
+    """Blocks that requests can have: as many as the memory holds and, on a CPU, the node could ever fill at once."""
+    block_bytes = probed.shape.block_bytes(limits.block_size)
+    pool_bytes = settings.kv_cache_memory_bytes
+    more_by = f"--kv-cache-memory-bytes ({pool_bytes})"
+    if pool_bytes is None and model.device.type == "cuda":
+        memory = _profile(model, probed, limits)
+        pool_bytes = kv_pool_bytes(memory, settings.gpu_memory_utilization, _graphs_bytes(settings))
+        more_by = f"--gpu-memory-utilization ({settings.gpu_memory_utilization:g})"
+    elif pool_bytes is None:
+        fillable = limits.max_num_seqs * num_blocks_for(limits.max_model_len, limits.block_size)
+        pool_bytes = min(_CPU_POOL_BYTES, fillable * block_bytes)
+        more_by = "--kv-cache-memory-bytes (unset: at most 1 GiB)"
+    return num_kv_blocks(pool_bytes, block_bytes, limits.block_size, limits.max_model_len, more_by)
+
+
+def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig) -> ProfiledMemory:
+    """Compute the largest steps over a few blocks, which are given back."""
+    runner = _make_runner(model, profile_config(limits), probed)
+
+    def run() -> None:
+        for chunks in largest_steps(limits):
+            runner.launch(chunks).wait()
+            for chunk in chunks:
+                runner.forget(chunk.sequence)
+
+    return profile(run, model.device, scratch_bytes=runner.pool.tensor.nbytes)
+
+
+def _graphs_bytes(settings: NodeSettings) -> int:
+    return 0 if settings.enforce_eager else _GRAPHS_BYTES

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
 from baton.messages import NodeRole
-from baton.settings import ListenAddress, Settings
+from baton.settings import ListenAddress, Settings, Sizes
 
 GIB = 1024**3
 METRICS_PORT_OFFSET = 1000
 
+_BATCHED_TOKENS = 2048
+"""On a decode node a step of so many tokens, of a prompt it computes itself, is what others' next tokens wait for."""
+
 
 class NodeSettings(Settings):
     """What a prefill node and a decode node take alike."""
+
+    gpu_batched_tokens: ClassVar[int] = _BATCHED_TOKENS
+    """The role's default of --max-num-batched-tokens on a GPU."""
 
     model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
@@ -42,6 +48,11 @@ class NodeSettings(Settings):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = Field(
         "auto", description="of weights and KV cache; auto: float32 on a CPU, else the checkpoint's"
     )
+    load_format: Literal["auto", "safetensors", "dummy"] = Field(
+        "auto",
+        description="how weights are loaded: safetensors: straight from the files or not at all; auto: through "
+        "transformers where their names are not the model's own; dummy: random ones, for benchmarks",
+    )
     cpu_threads: int | None = Field(None, ge=1, description="threads that compute on a CPU; unset: torch's choice")
     seed: int = Field(0, description="of torch's generators; requests carry seeds of their own")
 
@@ -49,10 +60,23 @@ class NodeSettings(Settings):
         None, ge=2, description="tokens of prompt and answer together; unset: the checkpoint's"
     )
     max_num_seqs: int = Field(256, ge=1, description="sequences in one step")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step; longer prompts go in chunks")
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens in one step; longer prompts go in chunks; "
+        "unset: 2048, and 8192 on a prefill node with a GPU, which no one's next token waits for",
+    )
     max_waiting: int = Field(4096, ge=1, description="requests that may queue; more are refused with 429")
     request_timeout: float = Field(
         3600.0, gt=0, description="seconds that a request may take at most, whatever its router allows"
+    )
+
+    enforce_eager: bool = Field(False, description="never use CUDA graphs")
+    cudagraph_capture_sizes: Sizes = Field(
+        (), description="sequences per step to capture CUDA graphs for, smaller steps being padded; unset: a ladder"
+    )
+    async_scheduling: bool | None = Field(
+        None, description="start a step before the tokens of the one before are read; unset: on with a GPU"
     )
 
     block_size: int = Field(16, ge=1, description="tokens in one KV block; the same on all nodes")
@@ -82,6 +106,10 @@ class NodeSettings(Settings):
     def name(self, role: NodeRole) -> str:
         """The node's name in logs."""
         return self.node_id or f"{role.value}-{self.listen.port or os.getpid()}"
+
+    def batched_tokens(self, on_gpu: bool) -> int:
+        """--max-num-batched-tokens, or its default there."""
+        return self.max_num_batched_tokens or (self.gpu_batched_tokens if on_gpu else _BATCHED_TOKENS)
 
     @property
     def tombstone_s(self) -> float:

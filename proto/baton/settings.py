@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -45,10 +45,18 @@ def _address_list(value: object) -> object:
     return tuple(HostPort.parse(part) for text in texts for part in str(text).split(",") if part.strip())
 
 
+def _size_list(value: object) -> object:
+    """From `1,2,4`, or a list of such or of numbers."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    split = [part.split(",") if isinstance(part, str) else [part] for part in parts]
+    return tuple(size for sizes in split for size in sizes if size != "")
+
+
 ConnectAddress = Annotated[HostPort, BeforeValidator(_connect_address)]
 ListenAddress = Annotated[HostPort, BeforeValidator(_listen_address)]
 """Port 0 takes any free port."""
 ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list)]
+Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_size_list)]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -120,7 +128,7 @@ class _Parser(argparse.ArgumentParser):
 def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
     """All values stay text here: pydantic converts and checks them, whichever way they came."""
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
-    if field.annotation is bool:
+    if bool in (field.annotation, *get_args(field.annotation)):
         options["action"] = argparse.BooleanOptionalAction
     else:
         options["metavar"] = _metavar(field.annotation)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.settings import ConnectAddress, ConnectAddresses, ListenAddress, Settings, parse
+from baton.settings import ConnectAddress, ConnectAddresses, ListenAddress, Settings, Sizes, parse
 
 
 class Example(Settings):
@@ -23,6 +23,8 @@ class Example(Settings):
     nodes: ConnectAddresses = Field((), description="addresses of the nodes")
     mode: Literal["auto", "cpu"] = Field("auto", description="where to run")
     fast: bool = Field(False, description="take the fast way")
+    ahead: bool | None = Field(None, description="run ahead; unset: where it helps")
+    sizes: Sizes = Field((), description="batch sizes")
     low: int = Field(0, description="lower end")
     high: int = Field(9, description="upper end")
 
@@ -95,6 +97,20 @@ def test_switches(monkeypatch):
     assert not parse(Example, ["--no-fast"]).fast
 
 
+def test_switches_that_may_be_left_open(monkeypatch):
+    assert [parse(Example, argv).ahead for argv in ([], ["--ahead"], ["--no-ahead"])] == [None, True, False]
+    monkeypatch.setenv("BATON_AHEAD", "false")
+    assert parse(Example, []).ahead is False
+
+
+def test_size_lists(config, monkeypatch):
+    assert parse(Example, []).sizes == ()
+    assert parse(Example, ["--sizes", "1,2", "--sizes", "8"]).sizes == (1, 2, 8)
+    assert parse(Example, ["--config", config("sizes: [1, 2]")]).sizes == (1, 2)
+    monkeypatch.setenv("BATON_SIZES", "4,16")
+    assert parse(Example, []).sizes == (4, 16)
+
+
 def test_frozen():
     with pytest.raises(ValueError, match="frozen"):
         parse(Example, []).fast = True
@@ -111,6 +127,7 @@ def test_frozen():
         (["--listen", "a:70000"], "--listen: the port must be a number up to 65535"),
         (["--peer", "a:0"], "--peer: port 0 is no port to connect to"),
         (["--nodes", "a:1,b"], "--nodes: must be HOST:PORT, not 'b'"),
+        (["--sizes", "1,0"], "--sizes: Input should be greater than 0, not '0'"),
         (["--low", "10"], "--low 10 is above --high 9"),
         (["--max-seqs", "3"], "unrecognized arguments: --max-seqs"),
         (["--max-num", "3"], "unrecognized arguments: --max-num"),
@@ -164,6 +181,8 @@ def test_help_has_every_flag_with_its_default(capsys):
     assert "--peer HOST:PORT address of the peer" in out
     assert "--nodes HOST:PORT,... addresses of the nodes" in out
     assert "--fast, --no-fast take the fast way (default: off)" in out
+    assert "--ahead, --no-ahead run ahead; unset: where it helps" in out
+    assert "--sizes N,... batch sizes" in out
 
 
 def test_version(capsys):

@@ -2,16 +2,25 @@
 
 import hashlib
 import json
+import logging
+import re
+import shutil
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from baton.settings import flag_name
-from engine.model.errors import ModelNotFound
+from decode_node.settings import DecodeSettings
+from engine.model import loader
+from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.node.build import build
 from engine.node.settings import NodeSettings
+from engine.node.tokenizer import read_tokenizer
+from prefill_node.settings import PrefillSettings
 from tests.node.tiny_checkpoint import TEMPLATE, save_tiny
+
+ROLES = (PrefillSettings, DecodeSettings)
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +91,49 @@ def test_the_default_of_several_chat_templates_is_taken(checkpoint, tmp_path):
 @pytest.mark.parametrize("name", NodeSettings.model_fields)
 def test_every_flag_says_what_it_is(name):
     assert NodeSettings.model_fields[name].description, flag_name(name)
+
+
+def test_the_stages_of_the_start_are_logged(checkpoint, caplog):
+    with caplog.at_level(logging.INFO):
+        build(settings(checkpoint, num_gpu_blocks_override=40))
+    stages = [record.getMessage() for record in caplog.records if record.name == "engine.node.build"]
+    assert [re.sub(r"[\w]+=.*", "", text).strip() for text in stages] == ["model loaded", "kv pool"]
+    assert all(re.search(r" seconds=\d+\.\d\d$", text) for text in stages)
+    assert "kv_blocks=40 " in stages[1]
+
+
+def test_a_pool_that_cannot_hold_one_request_says_what_could(checkpoint):
+    with pytest.raises(
+        ValueError, match=r"a request of 256 tokens takes 64 KiB of KV blocks, and there are 10 KiB: lower it to 32 "
+    ) as error:
+        build(settings(checkpoint, kv_cache_memory_bytes=10_000))
+    assert str(error.value).endswith("or raise --kv-cache-memory-bytes (10000)")
+
+
+def test_dummy_weights_need_no_more_than_a_config(checkpoint, tmp_path):
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    with pytest.raises(UnsupportedModel, match="has no safetensors"):
+        build(settings(tmp_path))
+    built = build(settings(tmp_path, load_format="dummy"))
+    assert built.layout.fingerprint != build(settings(checkpoint)).layout.fingerprint
+    assert built.tokenizer == read_tokenizer(loader.EMBEDDED["baton-tiny"])
+
+
+def test_a_folder_without_a_tokenizer_is_named(checkpoint, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoint / name, tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"has no tokenizer: none of tokenizer\.json"):
+        build(settings(tmp_path))
+
+
+def test_defaults_that_depend_on_role_and_device():
+    assert [cls(model="m").batched_tokens(on_gpu) for cls in ROLES for on_gpu in (True, False)] == [
+        *(8192, 2048),
+        *(2048, 2048),
+    ]
+    assert [cls(model="m", max_num_batched_tokens=7).batched_tokens(on_gpu=True) for cls in ROLES] == [7, 7]
+
+
+def test_running_ahead_is_for_gpus_unless_told(checkpoint):
+    assert not build(settings(checkpoint)).engine.config.async_scheduling
+    assert build(settings(checkpoint, async_scheduling=True)).engine.config.async_scheduling

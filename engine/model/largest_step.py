@@ -1,0 +1,44 @@
+"""The steps that take the most memory, to be computed once before the KV pool takes what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baton.layout import num_blocks_for
+from baton.messages import WorkId
+from baton.sampling import SamplingParams
+from engine.config import EngineConfig
+from engine.sequence import Sequence
+from engine.step import Chunk
+
+_SAMPLING = SamplingParams(
+    temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, num_logprobs=5, max_tokens=1
+)
+"""Whatever makes a sampler keep copies of its logits."""
+
+
+def profile_config(config: EngineConfig) -> EngineConfig:
+    """The same limits with as few KV blocks as one long chunk of `largest_steps` fills."""
+    length = min(config.max_num_batched_tokens, config.max_model_len - 1) + 1
+    num_blocks = num_blocks_for(length, config.block_size) + 1  # and the null block
+    return dataclasses.replace(config, num_blocks=num_blocks, max_model_len=length)
+
+
+def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
+    """Two batches with the most tokens that a step can have: of few long prompts, and of as many sequences as can run
+    at once. All use the same KV blocks, those of `profile_config`: what they compute is of no use to anybody."""
+    longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // num_seqs, longest)
+    few = min(config.max_num_batched_tokens // longest, num_seqs)
+    return [_batch(few, longest, config.block_size), _batch(num_seqs, length, config.block_size)]
+
+
+def _batch(num_seqs: int, length: int, block_size: int) -> list[Chunk]:
+    blocks = list(range(1, num_blocks_for(length, block_size) + 1))
+    return [Chunk.of(_prompt(index, length, blocks), 0, length) for index in range(num_seqs)]
+
+
+def _prompt(index: int, length: int, blocks: list[int]) -> Sequence:
+    tokens = tuple([0] * length)
+    return Sequence(WorkId(0, f"profile-{index}", 0), [0], tokens, _SAMPLING, block_table=blocks)

@@ -1,0 +1,113 @@
+"""How much of a GPU is left for KV blocks: one measured step, and arithmetic.
+
+    share = total x --gpu-memory-utilization = weights + libraries + one step's activations + CUDA graphs + KV pool
+
+The share is this process's. What others hold on the same GPU matters only where they leave less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from baton.layout import num_blocks_for
+
+GIB = 1024**3
+_CONTEXT_BYTES = GIB
+"""What a process's CUDA context takes at most. It cannot be told from the memory that others hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledMemory:
+    """A GPU's memory, in bytes, as one largest step showed it.
+
+    total: the GPU's. free: now, with the weights loaded and the step's own memory given back. weights: what torch has
+    allocated for good. libraries: what the step made others allocate for good (kernels' code, cuBLAS). activations: the
+    step's peak above the weights.
+    """
+
+    total: int
+    free: int
+    weights: int
+    libraries: int
+    activations: int
+
+
+def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 0) -> ProfiledMemory:
+    """Measure `run`, which computes the largest steps that there can be.
+
+    scratch_bytes: of what is allocated now, what is only for `run` and will be given back (its KV blocks).
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    allocated = torch.cuda.memory_allocated(device)
+    outside = _outside_torch(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return ProfiledMemory(
+        total=total,
+        free=free + scratch_bytes,
+        weights=allocated - scratch_bytes,
+        libraries=max(0, _outside_torch(device) - outside),
+        activations=peak - allocated,
+    )
+
+
+def kv_pool_bytes(memory: ProfiledMemory, utilization: float, graphs_bytes: int) -> int:
+    """Bytes for KV blocks. utilization: this process's share of the GPU. graphs_bytes: kept free for CUDA graphs.
+
+    Raises ValueError, naming the flag, when the share is used up or others on the GPU leave less than it.
+    """
+    share = int(memory.total * utilization)
+    own = memory.weights + memory.libraries
+    pool = share - own - memory.activations - graphs_bytes
+    available = memory.free - memory.activations - graphs_bytes
+    used = (
+        f"weights {_size(memory.weights)}, libraries {_text(memory.libraries)}, "
+        f"a step's activations {_size(memory.activations)}, CUDA graphs {_text(graphs_bytes)}"
+    )
+    if pool <= 0:
+        raise ValueError(
+            f"--gpu-memory-utilization: {utilization:g} of {_size(memory.total)} leaves nothing for KV blocks ({used}): "
+            "raise it, or lower --max-num-batched-tokens or --max-num-seqs"
+        )
+    if available < pool - _CONTEXT_BYTES:
+        others = memory.total - memory.free - own
+        raise ValueError(
+            f"--gpu-memory-utilization: {utilization:g} of {_size(memory.total)} is {_text(share)}, but others hold "
+            f"{_size(others)} of this GPU: lower it to {math.floor(100 * (memory.free + own) / memory.total) / 100}, "
+            "or end what else runs there"
+        )
+    return min(pool, available)
+
+
+def num_kv_blocks(pool_bytes: int, block_bytes: int, block_size: int, max_model_len: int, more_by: str) -> int:
+    """KV blocks in so many bytes. more_by: the flag that would make them more, with its value.
+
+    Raises ValueError when they cannot hold one request of max_model_len tokens.
+    """
+    num_blocks = pool_bytes // block_bytes
+    needed = num_blocks_for(max_model_len, block_size)
+    if num_blocks < needed:
+        raise ValueError(
+            f"--max-model-len: a request of {max_model_len} tokens takes {_size(needed * block_bytes)} of KV blocks, "
+            f"and there are {_size(pool_bytes)}: lower it to {num_blocks * block_size} or less, or raise {more_by}"
+        )
+    return num_blocks
+
+
+def _outside_torch(device: torch.device) -> int:
+    """Used bytes of the GPU that torch's allocator did not take: contexts, libraries, other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / 1024:.0f} KiB"

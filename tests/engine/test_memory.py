@@ -1,0 +1,95 @@
+"""What is left for KV blocks, and the steps that are measured for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.model.largest_step import largest_steps, profile_config
+from engine.model.memory import GIB, ProfiledMemory, kv_pool_bytes, num_kv_blocks, profile
+
+H200 = ProfiledMemory(
+    total=140 * GIB, free=120 * GIB, weights=16 * GIB, libraries=GIB, activations=2 * GIB
+)  # a context and others: 3 GiB
+
+
+def test_the_pool_is_what_the_share_leaves() -> None:
+    assert kv_pool_bytes(H200, 0.5, graphs_bytes=GIB) == (70 - 16 - 1 - 2 - 1) * GIB
+    assert kv_pool_bytes(H200, 0.9, graphs_bytes=0) == (126 - 16 - 1 - 2) * GIB
+
+
+def test_a_context_of_ones_own_is_not_taken_for_another_process() -> None:
+    alone = dataclasses.replace(H200, free=int(122.5 * GIB))  # a context: half a GiB
+    assert kv_pool_bytes(alone, 1.0, graphs_bytes=0) == int(120.5 * GIB)
+
+
+def test_a_share_that_is_used_up_says_by_what() -> None:
+    with pytest.raises(ValueError, match=r"^--gpu-memory-utilization: 0.13 of 140.00 GiB leaves nothing") as error:
+        kv_pool_bytes(H200, 0.13, graphs_bytes=GIB)
+    for part in ("weights 16.00 GiB", "activations 2.00 GiB", "CUDA graphs 1.00 GiB", "lower --max-num-batched-tokens"):
+        assert part in str(error.value)
+
+
+def test_others_that_hold_what_should_be_ours_are_told() -> None:
+    crowded = dataclasses.replace(H200, free=60 * GIB)
+    with pytest.raises(ValueError, match=r"0.9 of 140.00 GiB is 126.00 GiB, but others hold 63.00 GiB") as error:
+        kv_pool_bytes(crowded, 0.9, graphs_bytes=GIB)
+    assert "lower it to 0.55" in str(error.value)
+    assert kv_pool_bytes(crowded, 0.55, graphs_bytes=GIB) == 57 * GIB
+
+
+def test_blocks_must_hold_one_request() -> None:
+    block_bytes = 2 << 20  # Llama 3.1 8B: 128 KiB a token
+    flag = "--gpu-memory-utilization (0.2)"
+    assert num_kv_blocks(16 * GIB, block_bytes, 16, 131072, flag) == 8192
+    with pytest.raises(ValueError, match=r"^--max-model-len: a request of 131072 tokens takes 16.00 GiB") as error:
+        num_kv_blocks(16 * GIB - 1, block_bytes, 16, 131072, flag)
+    assert "there are 16.00 GiB: lower it to 131056 or less" in str(error.value)
+    assert str(error.value).endswith("or raise --gpu-memory-utilization (0.2)")
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_seqs", "max_len", "shapes"),
+    [
+        (2048, 256, 100_000, [(1, 2048), (256, 8)]),
+        (8192, 256, 1025, [(8, 1024), (256, 32)]),
+        (64, 256, 1000, [(1, 64), (64, 1)]),
+        (10_000, 4, 101, [(4, 100), (4, 100)]),
+    ],
+)
+def test_the_largest_steps(budget: int, num_seqs: int, max_len: int, shapes: list[tuple[int, int]]) -> None:
+    config = EngineConfig(
+        num_blocks=7000, max_model_len=max_len, vocab_size=9, max_num_batched_tokens=budget, max_num_seqs=num_seqs
+    )
+    steps = largest_steps(config)
+    assert [(len(chunks), chunks[0].length) for chunks in steps] == shapes
+    pool = profile_config(config)
+    for chunks in steps:
+        assert sum(chunk.length for chunk in chunks) <= budget
+        for chunk in chunks:
+            assert chunk.samples_token
+            assert max(chunk.sequence.block_table) < pool.num_blocks
+            assert chunk.end <= pool.max_model_len < max_len + 1
+
+
+@pytest.mark.gpu
+def test_a_profile_sees_the_peak_and_what_stays() -> None:
+    device = torch.device("cuda", 0)
+    weights = torch.ones(100 << 20, dtype=torch.uint8, device=device)
+    scratch = torch.ones(50 << 20, dtype=torch.uint8, device=device)
+    before = torch.cuda.memory_allocated(device)
+
+    def run() -> None:
+        for size in (10, 300, 20):
+            torch.empty(size << 20, dtype=torch.uint8, device=device)
+
+    memory = profile(run, device, scratch.nbytes)
+    assert memory.weights == before - scratch.nbytes
+    assert memory.activations == 300 << 20
+    assert memory.libraries == 0
+    assert memory.total - memory.free >= weights.nbytes
+    free, total = torch.cuda.mem_get_info(device)
+    assert (memory.total, memory.free) == (total, free + scratch.nbytes)
