@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
 from baton_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from baton_kernels.kv_write import kv_write
+
+torch.set_num_threads(1)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -71,6 +75,66 @@ def test_copy_blocks(dtype: torch.dtype, device: str) -> None:
     before = pool.clone()
     copy_blocks(pool, [(1, 3), (1, 4), (0, 2)])
     assert torch.equal(pool, before[[0, 1, 0, 1, 1]])
+
+
+@pytest.fixture
+def kernel() -> ModuleType:
+    from baton_kernels.block_copy import kernel
+
+    return kernel
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_bytes", [1, 6, 20, 64, 8 * 2048, 8 * 2048 + 8, 16 * 2048 + 24])
+def test_kernel_moves_blocks_and_nothing_else(block_bytes: int, device: str, kernel: ModuleType) -> None:
+    source = numbered(9, block_bytes, device)
+    ids, places = (torch.tensor(x, device=device) for x in ([8, 1, 4], [2, 6, 0]))
+    memory = torch.full((5, block_bytes), 77, dtype=torch.uint8, device=device)
+    kernel.gather_blocks(source, ids, memory[1:4])
+    assert torch.equal(memory[1:4], source[ids])
+    assert bool((memory[[0, 4]] == 77).all())
+    target = numbered(7, block_bytes, device) ^ 255
+    expected = target.clone()
+    expected[places] = source[ids]
+    kernel.scatter_blocks(memory[1:4], target, places)
+    assert torch.equal(target, expected)
+    kernel.copy_blocks(target, places[:2], torch.tensor([3, 5], device=device))
+    expected[[3, 5]] = expected[[2, 6]]
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernel_takes_staging_memory_that_starts_at_any_byte(device: str, kernel: ModuleType) -> None:
+    source = numbered(4, 16, device)
+    for offset in range(9):
+        memory = torch.zeros(32 + 9, dtype=torch.uint8, device=device)
+        staging = memory[offset : offset + 32].view(2, 16)
+        kernel.gather_blocks(source, torch.tensor([3, 0], device=device), staging)
+        assert torch.equal(staging, source[[3, 0]])
+        assert int(memory.count_nonzero()) == int(staging.count_nonzero())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
+def test_kernel_copies_blocks_of_any_dtype(dtype: torch.dtype, device: str, kernel: ModuleType) -> None:
+    pool = torch.arange(5 * 2 * 3, device=device).to(dtype).view(5, 2, 3)
+    before = pool.clone()
+    kernel.copy_blocks(pool, *(torch.tensor(x, device=device) for x in ([1, 1, 0], [3, 4, 2])))
+    assert torch.equal(pool, before[[0, 1, 0, 1, 1]])
+
+
+@pytest.mark.gpu
+def test_blocks_of_megabytes_beyond_two_gigabytes() -> None:
+    """Offsets into the pool do not fit 32 bits, nor do those of 8-byte words times 8."""
+    block_bytes = 2 << 20
+    pool = torch.zeros((2100, block_bytes), dtype=torch.uint8, device="cuda")
+    staging = numbered(2, block_bytes, "cuda")
+    scatter_blocks(staging, pool, [2099, 1])
+    copy_blocks(pool, [(2099, 2098), (1, 1050)])
+    out = torch.empty((4, block_bytes), dtype=torch.uint8, device="cuda")
+    gather_blocks(pool, [2098, 1050, 2099, 0], out)
+    assert torch.equal(out[:3], staging[[0, 1, 0]])
+    assert not out[3].any()
 
 
 def test_shapes_are_checked() -> None:

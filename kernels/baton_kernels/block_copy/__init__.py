@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """
     assert pool.is_contiguous()
     if pairs:
-        ids = torch.tensor(pairs, dtype=torch.int64, device=pool.device)
-        reference.copy_blocks(pool, ids[:, 0], ids[:, 1])
+        sources, destinations = _on_device(list(zip(*pairs, strict=True)), pool.device)
+        _implementation(pool).copy_blocks(pool, sources, destinations)
 
 
 def gather_blocks(pool_bytes: Tensor, block_ids: Sequence[int], out: Tensor) -> None:
@@ -28,7 +29,7 @@ def gather_blocks(pool_bytes: Tensor, block_ids: Sequence[int], out: Tensor) -> 
     """
     _check(pool_bytes, block_ids, out)
     if block_ids:
-        reference.gather_blocks(pool_bytes, _ids(block_ids, pool_bytes), out)
+        _implementation(pool_bytes).gather_blocks(pool_bytes, _on_device(block_ids, pool_bytes.device), out)
 
 
 def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: Sequence[int]) -> None:
@@ -39,11 +40,22 @@ def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: Sequence[int]) ->
     """
     _check(pool_bytes, block_ids, src)
     if block_ids:
-        reference.scatter_blocks(src, pool_bytes, _ids(block_ids, pool_bytes))
+        _implementation(pool_bytes).scatter_blocks(src, pool_bytes, _on_device(block_ids, pool_bytes.device))
 
 
-def _ids(block_ids: Sequence[int], pool: Tensor) -> Tensor:
-    return torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
+def _implementation(pool: Tensor) -> ModuleType:
+    if pool.is_cuda:
+        from baton_kernels.block_copy import kernel
+
+        return kernel
+    return reference
+
+
+def _on_device(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """From pinned memory, so that nobody waits for the copy; torch keeps that memory until it is done."""
+    if device.type == "cpu":
+        return torch.tensor(ids, dtype=torch.int64)
+    return torch.tensor(ids, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def _check(pool_bytes: Tensor, block_ids: Sequence[int], staging: Tensor) -> None:

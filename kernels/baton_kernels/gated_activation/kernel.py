@@ -7,16 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.pdl import launch_options
+
 TILE = 1024  # elements per program: 4 warps, one 16-byte access of each of gate, up and out per thread
 
 
 @triton.jit
 def _gated_activation_kernel(
-    gate_up_ptr, out_ptr, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr
+    gate_up_ptr, out_ptr, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < INTERMEDIATE
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     gate_ptrs = gate_up_ptr + row * (2 * INTERMEDIATE) + column
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
@@ -37,5 +42,6 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     num_rows = out.numel() // intermediate
     if num_rows:
         grid = (num_rows, triton.cdiv(intermediate, TILE))
-        _gated_activation_kernel[grid](gate_up, out, intermediate, TILE, activation, num_warps=4)
+        pdl = launch_options(gate_up.device)
+        _gated_activation_kernel[grid](gate_up, out, intermediate, TILE, activation, num_warps=4, **pdl)
     return out

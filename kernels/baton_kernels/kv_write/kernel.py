@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.pdl import launch_options
+
 
 @triton.jit
 def _kv_write_kernel(
@@ -28,7 +30,11 @@ def _kv_write_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     head = tl.arange(0, NUM_HEADS_PADDED)[:, None]
@@ -66,4 +72,5 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         triton.next_power_of_2(head_dim),
         key_cache.shape[2],
         num_warps=4,
+        **launch_options(key.device),
     )

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.kv_write.reference import HeadNorm
+from baton_kernels.pdl import launch_options
 
 PAIRS_PER_PROGRAM = 512  # 2 warps, 8 elements of each half per thread: 16-byte accesses
 
@@ -151,7 +152,11 @@ def _rope_kv_write_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     ROUND_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     pair = tl.arange(0, HALF_PADDED)[None, :]
@@ -266,4 +271,5 @@ def rope_kv_write(
         norm is not None,
         round_once,
         num_warps=2,
+        **launch_options(key.device),
     )

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.pdl import launch_options
+
 TILE = 2048  # elements of rows that are short together: 4 warps of two 16-byte accesses per thread
 
 
@@ -27,16 +29,25 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROUND_ONCE: tl.constexpr,
+    FLAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, N_PADDED)[None, :]
     mask = (row < num_rows) & (column < N)
-    # The weight depends on nothing: its way from memory is hidden behind the row's.
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    # No kernel writes the weight, so it need not wait for those before.
     weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32) + weight_offset
-    x_offset = (row // num_inner) * outer_stride + (row % num_inner) * inner_stride + column
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    offset = row.to(tl.int64) * N + column
+    if FLAT:
+        x_offset = row.to(tl.int64) * outer_stride + column
+    else:
+        x_offset = (row // num_inner).to(tl.int64) * outer_stride + (row % num_inner) * inner_stride + column
     x = tl.load(x_ptr + x_offset, mask=mask, other=0.0).to(tl.float32)
-    offset = row * N + column
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(DTYPE)
@@ -75,19 +86,21 @@ def rms_norm(
         rows,
         residual is not None,
         round_once,
+        num_inner == 1,
         num_warps=min(16, rows * padded // 512),
+        **launch_options(x.device),
     )
     return out
 
 
 def _row_strides(x: Tensor) -> tuple[int, int, int]:
-    """(num_inner, outer_stride, inner_stride): row r lies at `r // num_inner * outer + r % num_inner * inner`."""
-    if x.is_contiguous():
-        return 1, x.shape[-1], 0
-    shape, strides = list(x.shape), list(x.stride())
-    while len(shape) > 2 and shape[0] == 1:
-        del shape[0], strides[0]
-    if len(shape) == 2:
-        return 1, strides[0], 0
-    assert len(shape) == 3, "rows have at most two strides"
-    return shape[1], strides[0], strides[1]
+    """(num_inner, outer_stride, inner_stride): row r lies at `r // num_inner * outer + r % num_inner * inner`.
+
+    By strides alone: to torch one token's slice is contiguous and two tokens' are not, and each would be compiled.
+    """
+    shape, strides = x.shape, x.stride()
+    dense = all(strides[i] == shape[i + 1] * strides[i + 1] for i in range(len(shape) - 1))
+    if dense or len(shape) == 2:
+        return 1, strides[-2] if len(shape) > 1 else shape[0], 0
+    assert all(size == 1 for size in shape[:-3]), "rows have at most two strides"
+    return shape[-2], strides[-3], strides[-2]
