@@ -70,18 +70,18 @@ def kv_pool_bytes(memory: ProfiledMemory, utilization: float, graphs_bytes: int)
     pool = share - own - memory.activations - graphs_bytes
     available = memory.free - memory.activations - graphs_bytes
     used = (
-        f"weights {_size(memory.weights)}, libraries {_text(memory.libraries)}, "
-        f"a step's activations {_size(memory.activations)}, CUDA graphs {_text(graphs_bytes)}"
+        f"weights {_size(memory.weights)}, libraries {_size(memory.libraries)}, "
+        f"a step's activations {_size(memory.activations)}, CUDA graphs {_size(graphs_bytes)}"
     )
     if pool <= 0:
         raise ValueError(
-            f"--gpu-memory-utilization: {utilization:g} of {_size(memory.total)} leaves nothing for KV blocks ({used}): "
-            "raise it, or lower --max-num-batched-tokens or --max-num-seqs"
+            f"--gpu-memory-utilization: {utilization:g} of {_size(memory.total)} leaves nothing for KV blocks "
+            f"({used}): raise it, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     if available < pool - _CONTEXT_BYTES:
         others = memory.total - memory.free - own
         raise ValueError(
-            f"--gpu-memory-utilization: {utilization:g} of {_size(memory.total)} is {_text(share)}, but others hold "
+            f"--gpu-memory-utilization: {utilization:g} of {_size(memory.total)} is {_size(share)}, but others hold "
             f"{_size(others)} of this GPU: lower it to {math.floor(100 * (memory.free + own) / memory.total) / 100}, "
             "or end what else runs there"
         )
