@@ -130,7 +130,7 @@ class Scheduler:
 
     def _schedule_running(self, plan: Plan, budget: int) -> int:
         """Chunks of the running sequences, those with one token to go first. Returns the budget left."""
-        decodes, prompts = [], []
+        decodes, prompts = list[Sequence](), list[Sequence]()
         for seq in self._running:
             if to_go := self._to_go(seq):
                 (decodes if to_go == 1 else prompts).append(seq)

@@ -4,77 +4,87 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from baton_kernels.paged_attention import PagedBatch
 from engine.config import EngineConfig
+from engine.model import batch
 from engine.model.attention import Probe, attach, probe
+from engine.model.batch import ModelInputs
+from engine.model.graphs import DecodeGraphs
 from engine.model.kv_pool import KvPool
-from engine.sampler import SampleBatch, Sampler
+from engine.model.rows import Rows
+from engine.sampler import Sampled, Sampler
+from engine.sequence import Sequence
 from engine.step import Choice, Chunk
 
 
 class TorchModelRunner:
     """The engine's ModelRunner: one forward per step, prefill chunks and decodes flattened into one row of tokens.
 
-    Owns `pool`. The model must have been loaded by `loader.load_model`; its attention modules are bound to the pool.
-    Pass `probed` when the probe was made before, to size the pool. Raises UnsupportedModel.
+    Nothing here waits for a GPU but `LaunchedStep.wait`. Owns `pool`. The model must have been loaded by
+    `loader.load_model`; its attention modules are bound to the pool. Pass `probed` when the probe was made before, to
+    size the pool. Raises UnsupportedModel.
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, probed: Probe | None = None) -> None:
         probed = probed or probe(model)
         self._model = model
-        self._block_size = config.block_size
+        self._config = config
         self.pool = KvPool(probed.shape, config.num_blocks, config.block_size, model.device)
         self._step = attach(probed.layers, self.pool)
         self._sampler = Sampler(config.max_num_seqs, config.vocab_size, config.eos_token_ids, model.device)
+        self._rows = Rows(config, self._sampler, model.device)
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
-    def run(self, chunks: Seq[Chunk]) -> list[list[Choice]]:
+    def capture(self, sizes: Seq[int]) -> None:
+        """Make CUDA graphs of decode steps of up to so many sequences. Without, all steps are launched op by op."""
+        tables, last_tokens = self._rows.block_tables, self._sampler.last_tokens
+        self._graphs = DecodeGraphs(self._forward, sizes, tables, last_tokens, self._config.block_size)
+
+    @torch.inference_mode()
+    def launch(self, chunks: Seq[Chunk]) -> TorchStep:
         """See `engine.step.ModelRunner`."""
-        self._clear_fresh_blocks(chunks)
-        logits = self._forward(chunks)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples_token]
-        for row, seq in enumerate(sampling):
-            self._sampler.begin(row, seq.sampling, seq.prompt_tokens, seq.output_tokens)
-        entries = [(row, sample, seq.num_tokens) for row, seq in enumerate(sampling) for sample in seq.samples]
-        rows, samples, positions = zip(*entries, strict=True) if entries else ((), (), ())
-        choices = iter(self._sampler.launch(logits, SampleBatch(rows, rows, samples, positions)).choices())
-        return [
-            list(itertools.islice(choices, len(chunk.sequence.samples))) if chunk.samples_token else []
-            for chunk in chunks
-        ]
+        ordered = batch.decodes_first(chunks)
+        rows = self._rows.place(ordered)
+        sampled = self._sampler.launch(self._logits(ordered, rows), batch.sample_batch(ordered, rows))
+        return TorchStep(list(chunks), ordered, sampled, _mark(sampled))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """See `engine.step.ModelRunner`."""
         self.pool.copy(pairs)
 
-    def _forward(self, chunks: Seq[Chunk]) -> Tensor:
-        """Logits of the last token of each chunk that samples one: [num_rows, vocab_size], fp32."""
-        device = self._model.device
-        tables = [chunk.sequence.block_table for chunk in chunks]
-        lengths = [chunk.length for chunk in chunks]
-        batch = PagedBatch.build(tables, lengths, [chunk.end for chunk in chunks], self._block_size, device)
-        tokens = list(itertools.chain.from_iterable(chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks))
-        ends = itertools.accumulate(lengths)
-        rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples_token]
-        self._step.batch, self._step.slot_mapping = batch, batch.slot_mapping()
+    def forget(self, sequence: Sequence) -> None:
+        """See `engine.step.ModelRunner`."""
+        self._rows.forget(sequence)
+
+    def _logits(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor:
+        """Of the last token of each chunk that samples, in their order: [num_rows, vocab_size]."""
+        if self._graphs is not None and self._graphs.fits(chunks):
+            return self._graphs.run(chunks, rows)
+        if self._model.device.type == "cpu":
+            self._clear_fresh_blocks(chunks)
+        return self._forward(batch.build(chunks, rows, self._rows, self._sampler, self._config.block_size))
+
+    def _forward(self, inputs: ModelInputs) -> Tensor:
+        self._step.batch, self._step.slot_mapping = inputs.paged, inputs.slot_mapping
         output = self._model(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.from_numpy(batch.positions()).to(device)[None],
+            input_ids=inputs.input_ids[None],
+            position_ids=inputs.positions[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=device),
+            logits_to_keep=0 if inputs.keep is None else inputs.keep,
         )
-        logits: Tensor = output.logits[0].float()
+        logits: Tensor = output.logits[0]
         return logits
 
     def _clear_fresh_blocks(self, chunks: Seq[Chunk]) -> None:
-        """Zero each block that a chunk begins to fill and does not fill: its empty slots may hold another's KV, and a
-        NaN there would spread (see KvPool)."""
-        size = self._block_size
+        """Zero each block that a chunk begins to fill and does not fill: its empty slots may hold another's KV, and the
+        reference attention wants finite memory there. The kernels read no slot past a sequence's end."""
+        size = self._config.block_size
         fresh = [
             chunk.sequence.block_table[chunk.end // size]
             for chunk in chunks
@@ -82,3 +92,33 @@ class TorchModelRunner:
         ]
         if fresh:
             self.pool.clear(fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """Implements `engine.step.LaunchedStep`. `done`: what the stream passes when the choices are on the host."""
+
+    chunks: list[Chunk]
+    ordered: list[Chunk]
+    sampled: Sampled
+    done: torch.cuda.Event | None
+
+    def wait(self) -> list[list[Choice]]:
+        if self.done is not None:
+            self.done.synchronize()
+        choices = iter(self.sampled.choices())
+        own = {
+            id(chunk): list(itertools.islice(choices, len(chunk.sequence.samples))) if chunk.samples_token else []
+            for chunk in self.ordered
+        }
+        return [own[id(chunk)] for chunk in self.chunks]
+
+
+def _mark(sampled: Sampled) -> torch.cuda.Event | None:
+    """Have the choices copied to the host, and mark the point in the stream."""
+    sampled.to_host()
+    if not sampled.tokens.is_cuda:
+        return None
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return done

@@ -17,6 +17,7 @@ from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from engine.config import EngineConfig
 from engine.engine import Engine, SampledToken
 from engine.model import loader
+from engine.model.graphs import ladder
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from tests.engine import tiny_models
@@ -80,17 +81,20 @@ def run(engine: Engine, seqs: Iterable[Sequence] = ()) -> Outputs:
         engine.check_integrity()
         for token in result.sampled:
             said[token.sequence.work.request_id, token.sample].append(token.token)
-        if not engine.has_work:
+        if not engine.has_work and not result.again:
             return said
     raise AssertionError("the engine does not come to an end")
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("budget", [7, 64, 2048])
+@pytest.mark.parametrize(
+    ("budget", "block_size", "ahead"),
+    [(7, 4, False), (7, 16, True), (64, 4, True), (64, 16, False), (2048, 4, False), (2048, 16, True)],
+)
 def test_mixed_batches_and_prefix_hits(
-    folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]], budget: int, block_size: int
+    folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]], budget: int, block_size: int, ahead: bool
 ) -> None:
-    engine, _ = make_engine(folder, max_num_batched_tokens=budget, num_blocks=6400 // block_size, block_size=block_size)
+    sizes = {"max_num_batched_tokens": budget, "num_blocks": 6400 // block_size, "block_size": block_size}
+    engine, _ = make_engine(folder, **sizes, async_scheduling=ahead)
     for turn in range(2):
         seqs = [ask(str(i), prompt) for i, prompt in enumerate(prompts)]
         said = run(engine, seqs)
@@ -100,9 +104,15 @@ def test_mixed_batches_and_prefix_hits(
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_the_same(folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]]) -> None:
-    engine, runner = make_engine(folder, device="cuda", max_num_batched_tokens=100)
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_gpu_says_the_same(
+    folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]], ahead: bool, graphs: bool
+) -> None:
+    engine, runner = make_engine(folder, device="cuda", max_num_batched_tokens=100, async_scheduling=ahead)
     assert runner.pool.tensor.is_cuda
+    if graphs:
+        runner.capture(ladder(engine.config.max_num_seqs))
     wishes = {"temperature": 0.9, "top_p": 0.95, "num_logprobs": 2, "repetition_penalty": 1.1, "min_tokens": 3}
     seqs = [ask(str(i), prompt) for i, prompt in enumerate(prompts)]
     said = run(engine, [*seqs, *(ask(f"drawn {i}", prompt, 3, **wishes) for i, prompt in enumerate(prompts))])
