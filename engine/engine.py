@@ -251,6 +251,8 @@ class Engine:
 
     def _seal(self, seq: Sequence, table: list[int], first: int, end: int) -> None:
         """Name blocks [first, end) of the table, which hold the sequence's KV in full."""
+        if first == end:
+            return
         names = seq.block_hashes(end, self.config.block_size)
         for i in range(first, end):
             self.blocks.seal(table[i], names[i])
