@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from baton.errors import TransferError
@@ -49,8 +52,9 @@ class KvSender:
     """Sends parts through a transport that serves nobody else. Engine's thread only.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device; only read. A part is copied out of the pool
-    by `send` itself, in order with the work queued on the current stream, so its blocks are free afterwards for
-    whatever that stream does next; on a GPU it leaves the slot in a later `poll`, once that copy is done.
+    by `send` itself, so its blocks are free afterwards for whatever is queued on the current stream next. They must
+    hold what they should already: on a GPU the copy does not wait for work that is queued, and the part leaves its
+    slot in a later `poll`, once the copy is done.
     """
 
     def __init__(self, transport: Transport, staging: Staging, pool_bytes: Tensor, layout: KvLayout) -> None:
@@ -60,6 +64,8 @@ class KvSender:
         self._transport = transport
         self._staging = staging
         self._fences = Fences(staging.device, transport.wake)
+        on_gpu = staging.device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(staging.device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
         self._pool = pool_bytes
         self._block_bytes = layout.block_bytes
         self._digest = layout.digest()
@@ -119,11 +125,24 @@ class KvSender:
         if slot is None:
             return False
         out = self._staging.memory(slot)[PAYLOAD_OFFSET : PAYLOAD_OFFSET + header.payload_bytes]
-        gather_blocks(self._pool, blocks, out.view(len(blocks), self._block_bytes))
-        self._staging.write(slot, header.pack())
-        self._gathering.append((self._fences.record(), _Outgoing(peer, header.lease, header.part, slot, num_bytes)))
+        with self._beside_steps():
+            gather_blocks(self._pool, blocks, out.view(len(blocks), self._block_bytes))
+            self._staging.write(slot, header.pack())
+            fence = self._fences.record()
+        self._gathering.append((fence, _Outgoing(peer, header.lease, header.part, slot, num_bytes)))
         self._launch_gathered()
         return True
+
+    @contextlib.contextmanager
+    def _beside_steps(self) -> Iterator[None]:
+        """On a GPU, copies from blocks of retired steps need not wait for the step that runs; but steps launched from
+        now on, which may be given these blocks, wait for the copies."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _launch_gathered(self) -> None:
         while self._gathering and self._gathering[0][0].query():
