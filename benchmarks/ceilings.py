@@ -1,0 +1,128 @@
+"""What the machine gives at best: `python -m benchmarks.ceilings`.
+
+Read bandwidth bounds a decode step, which reads weights and KV once; matmul speed bounds prefill. Both are measured in
+the same run as what is held against them, since clocks and neighbours differ from day to day.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from baton.settings import Settings, parse
+
+GIB = 1024**3
+GRAIN_BYTES = 64 * 1024
+READ_SHAPES = ((1024, 8, 4), (2048, 4, 4), (2048, 8, 8), (4096, 4, 8))
+"""Of the kernel that reads: int32 to load at a time, how many times, by how many warps."""
+NUM_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of one machine at one time. Copying counts bytes read and bytes written."""
+
+    read_bytes_per_s: float
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+    matmul_dtype: str
+
+    def __str__(self) -> str:
+        read, copy = self.read_bytes_per_s / 1e12, self.copy_bytes_per_s / 1e12
+        flops = self.matmul_flops_per_s / 1e12
+        return f"read {read:.3f} TB/s, copy {copy:.3f} TB/s, {self.matmul_dtype} matmul {flops:.1f} TFLOP/s"
+
+
+class CeilingsSettings(Settings):
+    """Measures memory bandwidth and matmul speed."""
+
+    prog: ClassVar[str] = "benchmarks.ceilings"
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what to measure; auto: cuda where there is one")
+    num_bytes: int = Field(
+        4 * GIB,
+        ge=GRAIN_BYTES,
+        multiple_of=GRAIN_BYTES,
+        description=f"bytes to read, in steps of {GRAIN_BYTES}; far more than any cache holds",
+    )
+    matmul_size: int = Field(8192, ge=1, description="rows and columns of the matrices")
+
+
+def measure(device: torch.device, num_bytes: int = 4 * GIB, matmul_size: int = 8192) -> Ceilings:
+    """Takes seconds on a GPU, most of them to compile, and `num_bytes` twice of its memory."""
+    read_s, copy_s = _memory_s(device, num_bytes)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(matmul_size, matmul_size, dtype=dtype, device=device) for _ in range(2))
+    matmul_s = best_s(lambda: a @ b, device)
+    return Ceilings(
+        read_bytes_per_s=num_bytes / read_s,
+        copy_bytes_per_s=2 * num_bytes / copy_s,
+        matmul_flops_per_s=2 * matmul_size**3 / matmul_s,
+        matmul_dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def best_s(call: Callable[[], object], device: torch.device, tries: int = NUM_TRIES) -> float:
+    """Seconds of the fastest of `tries` calls, after one that does not count."""
+    call()
+    if device.type != "cuda":
+        stamps = [time.perf_counter()]
+        for _ in range(tries):
+            call()
+            stamps.append(time.perf_counter())
+        return min(end - start for start, end in pairwise(stamps))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(tries + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    events[-1].synchronize()
+    return min(float(start.elapsed_time(end)) for start, end in pairwise(events)) / 1e3
+
+
+def _memory_s(device: torch.device, num_bytes: int) -> tuple[float, float]:
+    """Seconds to read so many bytes, and to copy them."""
+    source = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    copy_s = best_s(partial(target.copy_, source), device)
+    read = _read_s if device.type == "cuda" else _read_on_cpu_s
+    return read(source), copy_s
+
+
+def _read_on_cpu_s(source: Tensor) -> float:
+    return best_s(lambda: source.view(torch.float32).sum(), source.device)
+
+
+def _read_s(source: Tensor) -> float:
+    """By the fastest of the kernel's shapes. Asserts that each has read all of it."""
+    from benchmarks.read_kernel import read_kernel
+
+    fastest = float("inf")
+    expected = int(source.sum(dtype=torch.int64))
+    for block, unroll, warps in READ_SHAPES:
+        sums = torch.empty(source.numel() // (block * unroll), dtype=torch.int64, device=source.device)
+        launch = partial(read_kernel[sums.shape], source, sums, BLOCK=block, NUM_BLOCKS=unroll, num_warps=warps)
+        fastest = min(fastest, best_s(launch, source.device))
+        assert (int(sums.sum()) - expected) % 2**32 == 0
+    return fastest
+
+
+def main() -> None:
+    settings = parse(CeilingsSettings)
+    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+    ceilings = measure(torch.device("cuda" if on_gpu else "cpu"), settings.num_bytes, settings.matmul_size)
+    print(ceilings)
+    print(json.dumps({"benchmark": "ceilings", **asdict(ceilings)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What the benchmarks of the engine have in common: flags, the engine as a node builds it, and its step loop."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from baton.messages import WorkId
+from baton.sampling import SamplingParams
+from benchmarks import ceilings
+from benchmarks.engine_host import TimedRunner
+from benchmarks.engine_shape import ModelShape, shape_of
+from engine.engine import Engine, StepResult
+from engine.model import loader
+from engine.node.build import Built, build
+from engine.node.settings import NodeSettings
+from engine.sequence import Sequence as EngineSequence
+
+QUICK_CEILING_BYTES = 4 * 1024 * 1024
+QUICK_MATMUL_SIZE = 256
+MIN_TOKEN = 5  # below: often tokens with a meaning
+
+
+class EngineBenchSettings(NodeSettings):
+    """Measures the engine of a node, in this process."""
+
+    model: str = Field("benchmarks/models/llama-3.1-8b", description="as for a node")
+    load_format: Literal["auto", "dummy"] = Field("dummy", description="as for a node; dummy: random weights")
+    max_num_seqs: int = Field(512, ge=1, description="sequences in one step")
+    gpu_memory_utilization: float = Field(
+        0.7, gt=0, le=1, description="share of a GPU's memory for the engine; answers are checked with a second model"
+    )
+    quick: bool = Field(False, description="sizes that a CPU can do in seconds: does it run?")
+    output: Path | None = Field(None, description="file to write the JSON line to as well")
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One engine to be measured, and what it is held against. `runner`: the engine's."""
+
+    settings: EngineBenchSettings
+    built: Built
+    engine: Engine
+    runner: TimedRunner
+    path: Path
+    shape: ModelShape
+    ceilings: ceilings.Ceilings
+    numbers: Iterator[int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found = getattr(torch, self.built.layout.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def prompt(self, length: int) -> tuple[int, ...]:
+        """Random tokens, the same in every run."""
+        vocab_size = self.engine.config.vocab_size
+        return tuple(Random(f"{next(self.numbers)}").choices(range(MIN_TOKEN, vocab_size), k=length))
+
+    def sequence(self, prompt: tuple[int, ...], sampling: SamplingParams) -> EngineSequence:
+        """One that no other shares blocks with."""
+        number = next(self.numbers)
+        work = WorkId(0, f"bench-{number}", 0)
+        return EngineSequence(
+            work, [0], prompt, sampling, cache_salt=f"bench-{number}", arrived_s=time.monotonic() + number * 1e-6
+        )
+
+
+def step(engine: Engine) -> StepResult:
+    """One turn of the loop, as a node has it."""
+    return engine.compute(engine.schedule(time.monotonic()))
+
+
+def drain(engine: Engine) -> Iterator[StepResult]:
+    """Steps to the end of all sequences."""
+    while True:
+        result = step(engine)
+        yield result
+        if not result.again:
+            assert not engine.has_work, "the pool is too small for what is measured"
+            return
+
+
+def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
+    """The engine, after its ceilings are measured; and the seconds that building it took. Raises ValueError with one
+    line for a person."""
+    device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
+    note("measuring ceilings")
+    sizes = (QUICK_CEILING_BYTES, QUICK_MATMUL_SIZE) if settings.quick else ()
+    bounds = ceilings.measure(device, *sizes)
+    print(bounds)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    note(f"building {settings.model}")
+    began = time.monotonic()
+    built = build(settings)
+    build_s = time.monotonic() - began
+    path = loader.resolve_model(settings.model, settings.revision)
+    runner = TimedRunner(built.engine._runner)  # a node has no use for the runner alone
+    return (
+        Bench(
+            settings=settings,
+            built=built,
+            engine=Engine(built.engine.config, runner),
+            runner=runner,
+            path=path,
+            shape=shape_of(path, built.layout.dtype),
+            ceilings=bounds,
+            numbers=count(),
+        ),
+        build_s,
+    )
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

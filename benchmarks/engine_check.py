@@ -1,0 +1,159 @@
+"""Whether the engine's tokens are those of plain transformers: a fast wrong answer is worth nothing.
+
+Many prompts of mixed lengths go through the engine at once, greedily, with logprobs: prompts in chunks, then decode
+steps of the whole batch. A second model of the same weights, with transformers' own eager attention in the same dtype,
+then reads prompt and answer of some of them in one forward each, and tells for each token the logits that it would have
+chosen from. Random weights do: their tokens mean nothing, but follow from the logits all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from baton.messages import TokenLogprobs
+from baton.sampling import SamplingParams
+from benchmarks.checks import WrongAnswers
+from benchmarks.engine_bench import Bench, drain
+from engine.model.skeleton import build_skeleton, fill_with_dummies, move_empty
+
+ANSWER_TOKENS = 16
+NUM_LOGPROBS = 5
+MAX_SEQUENCES = 256
+MAX_COMPARED = 32
+SHORT_TOKENS = (1, 200)
+LONG_TOKENS = (1000, 2500)  # more than one chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is still the same answer. `min_agreement`: share of tokens that are the reference's argmax. The rest is in
+    standard deviations of the reference's logits: how far a token's logit may be below the best one, and a logprob from
+    the reference's. A wrong token is 4 below; two attentions in bf16 are 0.3 apart at most, and agree in 8 of 10 tokens
+    of random weights, whose best logits are close together."""
+
+    min_agreement: float
+    max_shortfall: float
+    max_logprob_error: float
+
+
+LIMITS = {
+    torch.float32: Limits(0.98, 0.01, 0.01),
+    torch.float16: Limits(0.9, 0.2, 0.2),
+    torch.bfloat16: Limits(0.6, 0.6, 0.6),
+}
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sequence's greedy tokens, and what the engine said of each."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of the engine's tokens with the reference; see `Limits`."""
+
+    num_sequences: int
+    num_compared_tokens: int
+    agreement: float
+    max_shortfall: float
+    max_logprob_error: float
+
+
+def check(bench: Bench, reference: Any) -> dict[str, Any]:
+    """How well the engine agrees with a model of transformers. Raises WrongAnswers."""
+    answers = _ask(bench)
+    chosen = answers[:2] + Random(1).sample(answers[2:], min(len(answers) - 2, MAX_COMPARED - 2))
+    found = compare(chosen, reference, len(answers))
+    judge(found, LIMITS[bench.dtype])
+    return {name: round(value, 4) for name, value in asdict(found).items()}
+
+
+def judge(found: Agreement, limits: Limits) -> None:
+    """Raises WrongAnswers."""
+    if found.agreement < limits.min_agreement:
+        raise WrongAnswers(
+            f"only {found.agreement:.0%} of {found.num_compared_tokens} greedy tokens are the reference's"
+        )
+    if found.max_shortfall > limits.max_shortfall:
+        raise WrongAnswers(f"a token's logit is {found.max_shortfall:.2f} deviations below the reference's best")
+    if found.max_logprob_error > limits.max_logprob_error:
+        raise WrongAnswers(f"a logprob is {found.max_logprob_error:.2f} deviations from the reference's")
+
+
+def _ask(bench: Bench) -> list[Answer]:
+    """Two long prompts and many short ones, as many as run at once."""
+    config = bench.engine.config
+    total = min(MAX_SEQUENCES, config.max_num_seqs)
+    rng = Random(0)
+    spans = [LONG_TOKENS] * 2 + [SHORT_TOKENS] * (total - 2)
+    longest = min(config.max_model_len, bench.engine.blocks.num_total * config.block_size // total) - ANSWER_TOKENS
+    prompts = [bench.prompt(min(rng.randint(*span), longest)) for span in spans]
+    sampling = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, num_logprobs=NUM_LOGPROBS)
+    answers = {}
+    for prompt in prompts:
+        seq = bench.sequence(prompt, sampling)
+        bench.engine.add(seq)
+        answers[seq.work] = Answer(prompt, [], [])
+    for result in drain(bench.engine):
+        for sampled in result.sampled:
+            assert sampled.logprobs is not None
+            answers[sampled.sequence.work].tokens.append(sampled.token)
+            answers[sampled.sequence.work].logprobs.append(sampled.logprobs)
+    return list(answers.values())
+
+
+@torch.inference_mode()
+def compare(answers: list[Answer], reference: Any, num_sequences: int) -> Agreement:
+    """Each answer against the reference's logits for the same tokens before it."""
+    agreed, num_tokens, shortfall, error = 0, 0, 0.0, 0.0
+    for answer in answers:
+        logits = _logits(reference, answer)
+        tokens = torch.tensor(answer.tokens, device=logits.device)
+        deviation = logits.std(dim=-1)
+        below = logits.max(dim=-1).values - logits.gather(1, tokens[:, None])[:, 0]
+        agreed += int((logits.argmax(dim=-1) == tokens).sum())
+        num_tokens += len(answer.tokens)
+        shortfall = max(shortfall, float((below / deviation).max()))
+        error = max(error, float((_logprob_errors(logits, answer) / deviation).max()))
+    return Agreement(num_sequences, num_tokens, agreed / num_tokens, shortfall, error)
+
+
+def _logits(reference: Any, answer: Answer) -> Tensor:
+    """The reference's, for each token of the answer: [num_tokens, vocab_size], fp32."""
+    ids = torch.tensor([[*answer.prompt, *answer.tokens[:-1]]], device=reference.device)
+    output = reference(input_ids=ids, use_cache=False, logits_to_keep=len(answer.tokens))
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def _logprob_errors(logits: Tensor, answer: Answer) -> Tensor:
+    """The largest difference among the logprobs that came with each token: [num_tokens]."""
+    told = [((token, said.logprob), *said.top) for token, said in zip(answer.tokens, answer.logprobs, strict=True)]
+    width = min(map(len, told))
+    ids = torch.tensor([[token for token, _ in row[:width]] for row in told], device=logits.device)
+    ours = torch.tensor([[value for _, value in row[:width]] for row in told], device=logits.device)
+    return (logits.log_softmax(dim=-1).gather(1, ids) - ours).abs().amax(dim=-1)
+
+
+def reference_of(bench: Bench) -> Any:
+    """The same weights in a model of transformers' own making."""
+    if bench.settings.load_format == "dummy":
+        config = AutoConfig.from_pretrained(bench.path, trust_remote_code=False, local_files_only=True)
+        model = build_skeleton(config, bench.dtype, "eager")
+        move_empty(model, bench.built.device)
+        fill_with_dummies(model)
+        return model
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        bench.path, dtype=bench.dtype, attn_implementation="eager", trust_remote_code=False, local_files_only=True
+    )
+    return loaded.to(bench.built.device).eval()

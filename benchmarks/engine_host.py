@@ -1,0 +1,56 @@
+"""Where the host's time goes in a step: a model runner that takes the time of another one's calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.model.runner import TorchStep
+from engine.sequence import Sequence
+from engine.step import Choice, Chunk, LaunchedStep, ModelRunner
+
+
+@dataclass(slots=True)
+class HostTimes:
+    """Seconds since the last `clear`, of all steps together. `launch`: the runner readies and launches a step.
+    `wait`: idle until the device ends the one before, so above zero where the host is the faster of the two."""
+
+    launch: float = 0.0
+    wait: float = 0.0
+
+    def clear(self) -> None:
+        self.launch = self.wait = 0.0
+
+
+class TimedRunner:
+    """Passes all calls on. Implements `ModelRunner`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.times = HostTimes()
+        self._runner = runner
+
+    def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
+        began = time.perf_counter()
+        launched = _TimedStep(self._runner.launch(chunks), self.times)
+        self.times.launch += time.perf_counter() - began
+        return launched
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        self._runner.copy_blocks(pairs)
+
+    def forget(self, sequence: Sequence) -> None:
+        self._runner.forget(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedStep:
+    step: LaunchedStep
+    times: HostTimes
+
+    def wait(self) -> list[list[Choice]]:
+        if isinstance(self.step, TorchStep) and self.step.done is not None:
+            began = time.perf_counter()
+            self.step.done.synchronize()
+            self.times.wait += time.perf_counter() - began
+        return self.step.wait()

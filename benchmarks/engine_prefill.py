@@ -1,0 +1,118 @@
+"""Prompts: time to the first token of one alone, and tokens/s of many: `python -m benchmarks.engine_prefill`.
+
+The time runs from `Engine.add` to the turn that gives the first token to the host. No prompt shares a block with
+another. MFU is of the matmul ceiling of the same run, and counts what a prompt must compute: causal attention, and one
+token's logits.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from baton.sampling import SamplingParams
+from benchmarks.engine_bench import Bench, EngineBenchSettings, drain, note
+from benchmarks.engine_report import main
+from benchmarks.engine_tables import prefill_table
+
+LENGTHS = "512,2048,8192,32768"
+QUICK_LENGTHS = "16,100"
+QUICK_SATURATED = (4, 32)
+FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+class PrefillBenchSettings(EngineBenchSettings):
+    """Measures prompts in the engine, in this process."""
+
+    prog: ClassVar[str] = "benchmarks.engine_prefill"
+
+    lengths: str = Field(LENGTHS, description="tokens of the prompts that are alone, as N,N,...")
+    num_repeats: int = Field(5, ge=1, description="prompts of each length, after one that does not count")
+    num_saturating: int = Field(64, ge=1, description="prompts that come at once")
+    saturating_len: int = Field(2048, ge=1, description="tokens of each of them")
+
+    @field_validator("lengths")
+    @classmethod
+    def _check_lengths(cls, lengths: str) -> str:
+        parse_lengths(lengths)
+        return lengths
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Raises ValueError."""
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"must be N,N,... not {text!r}")
+    return [int(part) for part in parts]
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """The section of the report."""
+    settings = bench.settings
+    assert isinstance(settings, PrefillBenchSettings)
+    lengths = parse_lengths(QUICK_LENGTHS if settings.quick else settings.lengths)
+    saturating = QUICK_SATURATED if settings.quick else (settings.num_saturating, settings.saturating_len)
+    alone = []
+    for length in lengths:
+        note(f"prefill, one prompt of {length}")
+        alone.append(_alone(bench, length, settings.num_repeats))
+    note(f"prefill, {saturating[0]} prompts of {saturating[1]} at once")
+    section = {
+        "max_num_batched_tokens": bench.engine.config.max_num_batched_tokens,
+        "alone": alone,
+        "saturated": _saturated(bench, *saturating),
+    }
+    print(prefill_table(section).plain())
+    return section
+
+
+def _alone(bench: Bench, length: int, repeats: int) -> dict[str, Any]:
+    seconds = [prompts_s(bench, 1, length) for _ in range(repeats + 1)][1:]
+    vllm = bench.shape.vllm
+    return {
+        "num_tokens": length,
+        "median_ms": round(statistics.median(seconds) * 1e3, 3),
+        "fastest_ms": round(min(seconds) * 1e3, 3),
+        "slowest_ms": round(max(seconds) * 1e3, 3),
+        "mfu": round(_mfu(bench, length, statistics.median(seconds)), 4),
+        "vllm_ms": vllm.prefill_ms.get(length) if vllm else None,
+    }
+
+
+def _saturated(bench: Bench, count: int, length: int) -> dict[str, Any]:
+    prompts_s(bench, min(count, 4), length)
+    seconds = prompts_s(bench, count, length)
+    vllm = bench.shape.vllm if length == 2048 else None
+    return {
+        "num_prompts": count,
+        "num_tokens": length,
+        "tokens_per_s": round(count * length / seconds, 1),
+        "mfu": round(_mfu(bench, length, seconds / count), 4),
+        "vllm_tokens_per_s": vllm.saturated_tokens_per_s if vllm else None,
+    }
+
+
+def prompts_s(bench: Bench, count: int, length: int) -> float:
+    """Seconds from the first of `count` prompts to the last first token."""
+    sequences = [bench.sequence(bench.prompt(length), FIRST_TOKEN) for _ in range(count)]
+    began = last = time.perf_counter()
+    for seq in sequences:
+        bench.engine.add(seq)
+    answered = set()
+    for result in drain(bench.engine):
+        if result.sampled:
+            last = time.perf_counter()
+        answered |= {sampled.sequence.work for sampled in result.sampled}
+    assert len(answered) == count, "a prompt has no first token"
+    return last - began
+
+
+def _mfu(bench: Bench, length: int, seconds: float) -> float:
+    return bench.shape.prompt_flops(length) / seconds / bench.ceilings.matmul_flops_per_s
+
+
+if __name__ == "__main__":
+    main(PrefillBenchSettings, {"prefill": measure})

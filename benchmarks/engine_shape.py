@@ -1,0 +1,107 @@
+"""What a step must read and a prompt must compute, from a model's configuration alone; and what vLLM took for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Cell = tuple[int, int]
+"""Batch, context."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFigures:
+    """Of one shape of model. Prefill: tokens of the prompt to ms to its first token; saturated with prompts of 2048."""
+
+    version: str
+    machine: str
+    decode_ms: dict[Cell, float]
+    prefill_ms: dict[int, float]
+    saturated_tokens_per_s: float
+    offline_tokens_per_s: float
+
+
+LLAMA_8B = (4096, 14336, 32, 32, 8, 128256)
+VLLM = {
+    LLAMA_8B: VllmFigures(
+        version="0.26.0",
+        machine="NVIDIA H200",
+        decode_ms={
+            (1, 1024): 4.86,
+            (8, 1024): 5.21,
+            (32, 1024): 6.29,
+            (64, 1024): 7.63,
+            (128, 1024): 10.57,
+            (256, 1024): 17.65,
+            (32, 8192): 12.84,
+        },
+        prefill_ms={512: 14.9, 2048: 49.6, 8192: 210.9, 32768: 1178.0},
+        saturated_tokens_per_s=43_300.0,
+        offline_tokens_per_s=36_262.0,
+    )
+}
+"""By hidden size, intermediate size, layers, heads, KV heads and vocabulary; in bf16 with random weights, as here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder. `read_params`: all weights that a step reads whole, so not the embedding table unless it is the
+    output layer too. `token_params`: those of them that every token of a prompt is multiplied with."""
+
+    dims: tuple[int, ...]
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    read_params: int
+    token_params: int
+    vllm: VllmFigures | None = field(default=None)
+
+    def kv_bytes(self, num_tokens: float, itemsize: int) -> float:
+        """Of the keys and values of so many tokens."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize * num_tokens
+
+    def step_bytes(self, batch: int, mean_context: float, itemsize: int) -> float:
+        """What a decode step cannot but read: the weights once, and the KV of every sequence."""
+        return self.read_params * itemsize + self.kv_bytes(batch * mean_context, itemsize)
+
+    def prompt_flops(self, num_tokens: int) -> float:
+        """Multiplications and additions of a prompt: causal attention, and logits of its last token alone."""
+        pairs = num_tokens * (num_tokens + 1) / 2
+        attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
+        return 2 * self.token_params * num_tokens + attention + 2 * (self.read_params - self.token_params)
+
+
+def shape_of(path: Path, dtype: str) -> ModelShape:
+    """Of the checkpoint's class, made without memory. `dtype`: as served; vLLM's figures are for bfloat16."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    layers = int(text.num_hidden_layers)
+    dims = (text.hidden_size, text.intermediate_size, layers, heads, kv_heads, text.vocab_size)
+    output = model.get_output_embeddings().weight.numel()
+    total = sum(weight.numel() for weight in model.parameters())
+    untied_table = 0 if _tied(model) else model.get_input_embeddings().weight.numel()
+    return ModelShape(
+        dims=dims,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        read_params=total - untied_table,
+        token_params=total - untied_table - output,
+        vllm=VLLM.get(dims) if dtype == "bfloat16" else None,
+    )
+
+
+def _tied(model: Any) -> bool:
+    table: nn.Parameter = model.get_input_embeddings().weight
+    return model.get_output_embeddings().weight is table

@@ -1,0 +1,27 @@
+"""Tables of text, for a terminal and for a page. Numbers come as text already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows have a text for each column."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def plain(self) -> str:
+        """Columns aligned to the right."""
+        lines = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines
+        )
+
+    def markdown(self) -> str:
+        """As GitHub shows it."""
+        lines = [self.columns, ["---:"] * len(self.columns), *self.rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)

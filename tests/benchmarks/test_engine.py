@@ -1,0 +1,180 @@
+"""The benchmarks of the engine run, refuse wrong answers, and count what they say. Not how fast anything is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from baton.messages import TokenLogprobs
+from baton.settings import parse
+from benchmarks import engine_all, engine_decode, engine_prefill
+from benchmarks.ceilings import GRAIN_BYTES, measure
+from benchmarks.checks import WrongAnswers
+from benchmarks.engine_bench import Bench, open_bench
+from benchmarks.engine_check import LIMITS, Answer, check, compare, judge, reference_of
+from benchmarks.engine_report import main
+from benchmarks.engine_shape import shape_of
+from benchmarks.engine_trace import summarize
+
+TINY = LlamaConfig(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    initializer_range=0.2,  # logits far apart
+    tie_word_embeddings=False,
+    architectures=["LlamaForCausalLM"],
+)
+SMALL = ["--quick", "--device=cpu", "--cpu-threads=1", "--max-num-seqs=4", "--num-gpu-blocks-override=64"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's configuration, without weights."""
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("shape")
+    TINY.save_pretrained(path)
+    return path
+
+
+def test_all_sections_of_a_trained_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output, trace = tmp_path / "run.json", tmp_path / "trace.json"
+    argv = ["--model=baton-tiny", "--load-format=auto", "--max-model-len=512", f"--output={output}", f"--trace={trace}"]
+    main(engine_all.AllBenchSettings, engine_all.SECTIONS, [*SMALL, *argv])
+    printed = capsys.readouterr().out
+    line = json.loads(printed.splitlines()[-1])
+    assert line == json.loads(output.read_text())
+    assert line["checked"]["agreement"] == 1
+    assert "--model=baton-tiny" in line["command"]
+    for cell in line["decode"]["cells"]:
+        assert cell["ratio"] == pytest.approx(cell["mean_ms"] / cell["floor_ms"], rel=1e-2)
+        assert sum(cell["host_ms"].values()) == pytest.approx(cell["mean_ms"], rel=1e-2)
+        assert cell["vllm_ms"] is None
+    assert [told["num_tokens"] for told in line["prefill"]["alone"]] == [16, 100]
+    assert line["throughput"]["output_tokens_per_s"] > 0
+    assert "host waits" in printed
+    assert line["decode"]["trace"] is None
+    assert "traceEvents" in json.loads(trace.read_text())
+
+
+def test_random_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(engine_prefill.PrefillBenchSettings, {"prefill": engine_prefill.measure}, [*SMALL, f"--model={folder}"])
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["load_format"] == "dummy"
+    assert line["checked"]["agreement"] >= 0.98
+    assert "decode" not in line
+
+
+def test_other_weights_are_found_out(folder: Path) -> None:
+    bench, _ = open_bench(parse(engine_prefill.PrefillBenchSettings, [*SMALL, f"--model={folder}"]))
+    check(bench, reference_of(bench))
+    torch.manual_seed(1)
+    with pytest.raises(WrongAnswers, match="greedy tokens are the reference's"):
+        check(bench, LlamaForCausalLM(TINY).eval())
+
+
+def test_nothing_is_told_when_answers_are_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def section(_: Bench) -> dict[str, Any]:
+        raise WrongAnswers("all of them")
+
+    with pytest.raises(SystemExit, match="1"):
+        main(engine_prefill.PrefillBenchSettings, {"prefill": section}, [*SMALL, f"--model={folder}"])
+    told = capsys.readouterr()
+    assert told.err.endswith("benchmarks.engine_prefill: all of them\n")
+    assert "{" not in told.out
+
+
+class _Uniform(nn.Module):
+    """Whose logits grow with the token id."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: int, **_: object) -> Any:
+        logits = torch.arange(50.0).expand(1, input_ids.shape[1], 50)
+        return type("Output", (), {"logits": logits[:, -logits_to_keep:]})
+
+
+@pytest.mark.parametrize(
+    ("token", "told", "text"),
+    [(49, 0.0, None), (49, 1.0, "a logprob is"), (48, -1.0, "only 0%"), (10, -39.0, "only 0%")],
+)
+def test_comparison(token: int, told: float, text: str | None) -> None:
+    best = torch.arange(50.0).log_softmax(0)[49].item()
+    answer = Answer((1, 2, 3), [token] * 2, [TokenLogprobs(best + told, ((49, best),))] * 2)
+    found = compare([answer], _Uniform(), 1)
+    assert found.max_shortfall == pytest.approx((49 - token) / torch.arange(50.0).std().item(), abs=1e-6)
+    if text is None:
+        judge(found, LIMITS[torch.float32])
+    else:
+        with pytest.raises(WrongAnswers, match=text):
+            judge(found, LIMITS[torch.float32])
+
+
+def test_adopted_batches_have_the_context_they_are_said_to_have(folder: Path) -> None:
+    settings = parse(engine_decode.DecodeBenchSettings, [*SMALL, f"--model={folder}"])
+    bench, _ = open_bench(settings)
+    engine_decode.fill_pool(bench)
+    assert bench.built.pool_bytes.view(bench.dtype).std() == pytest.approx(1, rel=0.05)
+    running = engine_decode.adopt(bench, (3, 40), 10, "greedy")
+    assert [seq.num_computed_tokens for seq in running] == [40, 41, 42]
+    bench.engine.check_integrity()
+    engine_decode.end(bench.engine, running)
+    bench.engine.check_integrity()
+    assert bench.engine.blocks.counts_by_state()[type(bench.engine.blocks.state(1)).OWNED] == 0
+
+
+@pytest.mark.parametrize("text", ["8", "x1", "1x0", "axb"])
+def test_cells_that_are_none(text: str) -> None:
+    with pytest.raises(SystemExit):
+        parse(engine_decode.DecodeBenchSettings, [f"--cells={text}"])
+
+
+def test_what_a_step_reads_and_a_prompt_computes(folder: Path) -> None:
+    shape = shape_of(folder, "float32")
+    layer = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48 + 2 * 32
+    assert shape.read_params == 2 * layer + 32 + 300 * 32
+    assert shape.step_bytes(5, 10, 4) == shape.read_params * 4 + 5 * 10 * (2 * 2 * 2 * 8 * 4)
+    assert shape.prompt_flops(3) == 2 * 3 * (2 * layer + 32) + 2 * 300 * 32 + 4 * 2 * 4 * 8 * (1 + 2 + 3)
+    assert shape.vllm is None
+
+
+def test_vllm_is_compared_with_its_own_shape() -> None:
+    models = Path(__file__).parents[2] / "benchmarks" / "models"
+    llama = shape_of(models / "llama-3.1-8b", "bfloat16")
+    assert llama.read_params * 2 == pytest.approx(15.01e9, rel=1e-3)
+    assert llama.vllm is not None
+    defaults = engine_all.AllBenchSettings()
+    cells = engine_decode.parse_cells(defaults.cells)
+    assert set(cells) == set(llama.vllm.decode_ms)
+    assert engine_prefill.parse_lengths(defaults.lengths) == list(llama.vllm.prefill_ms)
+    assert shape_of(models / "llama-3.1-8b", "float16").vllm is None
+    assert shape_of(models / "qwen3-8b", "bfloat16").vllm is None
+
+
+def test_ceilings() -> None:
+    found = measure(torch.device("cpu"), GRAIN_BYTES, 16)
+    assert min(found.read_bytes_per_s, found.copy_bytes_per_s, found.matmul_flops_per_s) > 0
+
+
+def test_pauses_in_a_trace(tmp_path: Path) -> None:
+    spans = [(0, 10), (2, 5), (11, 4), (25, 5)]  # overlapping; a pause of 1 us; one of 10
+    events = [{"cat": "kernel", "ts": 1000 + start, "dur": duration} for start, duration in spans]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": [*events, {"cat": "cpu_op", "ts": 0, "dur": 5000}, {"ph": "M"}]}))
+    summary = summarize(file, 2)
+    assert summary is not None
+    assert (summary.span_us, summary.busy_us, summary.idle_us) == (15, 9.5, 5.5)
+    assert (summary.gaps, summary.gaps_us, summary.largest_gap_us) == (0.5, 5, 10)
+    assert summary.num_kernels == 2
+    file.write_text(json.dumps({"traceEvents": []}))
+    assert summarize(file, 2) is None
