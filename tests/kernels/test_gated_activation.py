@@ -19,6 +19,7 @@ PLACES = [
     pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
 ]
+RTOL = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def values(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -48,8 +49,9 @@ def test_kernel(intermediate: int, activation: Activation, device: str, dtype: t
         with poisoned():
             out = kernel.gated_activation(gate_up, activation)
         expected = reference.gated_activation(gate_up, activation)
-        # In fp32 a gate of -30 is 1e-13 to erf's own error: what counts is the error beside the largest values.
-        torch.testing.assert_close(out, expected, atol=1e-5 if dtype is torch.float32 else 4e-3, rtol=8e-3)
+        # Two units in the last place: one where the activation is rounded and one at the end. Far out on the left the
+        # exact gelu is the difference of two numbers near 1, times gates and ups of up to 100.
+        torch.testing.assert_close(out, expected, atol=1e-4, rtol=RTOL[dtype])
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -13,7 +13,7 @@ from torch import Tensor
 from baton_kernels.kv_write.reference import HeadNorm
 from baton_kernels.pdl import launch_options
 
-PAIRS_PER_PROGRAM = 512  # 2 warps, 8 elements of each half per thread: 16-byte accesses
+ELEMENTS = 1024  # of a program's heads: 2 warps, 8 elements of each half per thread, 16-byte accesses
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _head_norm(
     total = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
     if HAS_REST:
         total += tl.sum(rest * rest, axis=1)
-    scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
+    scale = tl.rsqrt(total * (1.0 / HEAD_DIM) + eps)[:, None]
     x = _weighted(x * scale, weight_ptr + first, pair_mask, offset, ROUND_ONCE, DTYPE)
     y = _weighted(y * scale, weight_ptr + second, pair_mask, offset, ROUND_ONCE, DTYPE)
     if HAS_REST:
@@ -48,7 +48,7 @@ def _head_norm(
 
 @triton.jit
 def _weighted(x, weight_ptrs, mask, offset, ROUND_ONCE: tl.constexpr, DTYPE: tl.constexpr):
-    weight = tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32) + offset
+    weight = tl.load(tl.broadcast_to(weight_ptrs, x.shape), mask=mask, other=0.0).to(tl.float32) + offset
     if not ROUND_ONCE:
         x = x.to(DTYPE).to(tl.float32)
     return (x * weight).to(DTYPE).to(tl.float32)
@@ -98,8 +98,8 @@ def _turned(
             first,
             second,
             beyond,
-            pair < ROTARY_DIM // 2,
-            beyond < HEAD_DIM,
+            pair_mask,
+            rest_mask,
             eps,
             offset,
             HEAD_DIM,
@@ -160,9 +160,11 @@ def _rope_kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     pair = tl.arange(0, HALF_PADDED)[None, :]
-    column = pair * 2 if INTERLEAVED else pair
-    cos = tl.load(cos_ptr + token * cos_token_stride + column, mask=pair < ROTARY_DIM // 2, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * cos_token_stride + column, mask=pair < ROTARY_DIM // 2, other=0.0).to(tl.float32)
+    # Each head loads them again, from L1: one row would come in another layout, and reach the heads' by barriers.
+    column = tl.broadcast_to(pair * 2 if INTERLEAVED else pair, (HEADS, HALF_PADDED))
+    known = column < ROTARY_DIM if INTERLEAVED else column < ROTARY_DIM // 2
+    cos = tl.load(cos_ptr + token * cos_token_stride + column, mask=known, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * cos_token_stride + column, mask=known, other=0.0).to(tl.float32)
     if group < QUERY_GROUPS:
         head = group * HEADS + tl.arange(0, HEADS)[:, None]
         _turned(
@@ -233,7 +235,8 @@ def rope_kv_write(
         return
     num_kv_heads, rotary_dim = key.shape[1], cos.shape[1]
     half = triton.next_power_of_2(rotary_dim // 2)
-    heads = max(1, PAIRS_PER_PROGRAM // half)
+    padded = triton.next_power_of_2(head_dim)
+    heads = max(1, ELEMENTS // padded)
     query_groups = triton.cdiv(num_heads, heads)
     block_stride, head_stride, slot_stride, _ = key_cache.stride()
     q_weight, k_weight, eps, weight_offset, round_once = norm or (cos, cos, 0.0, 0.0, False)
@@ -260,7 +263,7 @@ def rope_kv_write(
         num_heads,
         num_kv_heads,
         head_dim,
-        triton.next_power_of_2(head_dim),
+        padded,
         rotary_dim,
         half,
         triton.next_power_of_2(max(1, head_dim - rotary_dim)),

@@ -38,8 +38,11 @@ def _rms_norm_kernel(
     mask = (row < num_rows) & (column < N)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # No kernel writes the weight, so it need not wait for those before.
-    weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(tl.float32) + weight_offset
+    # No kernel writes the weight, so it need not wait for those before. Each row loads it, in the rows' own layout.
+    weight = (
+        tl.load(tl.broadcast_to(weight_ptr + column, (ROWS, N_PADDED)), mask=mask, other=0.0).to(tl.float32)
+        + weight_offset
+    )
     if PDL:
         tl.extra.cuda.gdc_wait()
     offset = row.to(tl.int64) * N + column
@@ -53,7 +56,7 @@ def _rms_norm_kernel(
         rounded = x.to(DTYPE)
         tl.store(residual_ptr + offset, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) / N + eps)[:, None]
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)[:, None]
     if not ROUND_ONCE:
         x = x.to(DTYPE).to(tl.float32)
     tl.store(out_ptr + offset, (x * weight).to(DTYPE), mask=mask)

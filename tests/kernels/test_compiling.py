@@ -1,0 +1,84 @@
+"""The small kernels go through Triton's compiler to a Hopper binary, in the shapes of serving, with no GPU here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+from torch import Tensor
+
+
+def test_small_kernels_compile_for_hopper() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_compiling"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 14
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def launch_norms_and_gates() -> None:
+    from baton_kernels.gated_activation import ACTIVATIONS
+    from baton_kernels.gated_activation.kernel import gated_activation
+    from baton_kernels.rms_norm.kernel import rms_norm
+
+    rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False)
+    rms_norm(bf16(2, 4096)[:, 512:1536].view(2, 8, 128), bf16(128), 1e-5, None, 1.0, True)
+    for activation in ACTIVATIONS:
+        gated_activation(bf16(2, 2 * 1100), activation)
+
+
+def launch_rope(dim: int, rotary_dim: int, interleaved: bool, with_norm: bool) -> None:
+    from baton_kernels.kv_write.kernel import kv_write
+    from baton_kernels.kv_write.reference import HeadNorm
+    from baton_kernels.kv_write.rope_kernel import rope_kv_write
+
+    query, key, value = (t.unflatten(1, (-1, dim)) for t in bf16(2, 48 * dim).split([32 * dim, 8 * dim, 8 * dim], 1))
+    caches = bf16(3, 2, 2, 8, 16, dim)[:, 1].unbind(1)
+    norm = HeadNorm(bf16(dim), bf16(dim), 1e-6, 0.0, False) if with_norm else None
+    table = bf16(2, rotary_dim)
+    rope_kv_write(query, key, value, table, table, *caches, ints(2), interleaved, norm)
+    if with_norm:
+        kv_write(key, value, *caches, ints(2))
+
+
+def launch_moves_and_inputs() -> None:
+    from baton_kernels.block_copy.kernel import copy_blocks, gather_blocks
+    from baton_kernels.step_inputs.kernel import step_inputs, update_block_tables
+
+    copy_blocks(bf16(4, 4096), ints(2), ints(2))
+    gather_blocks(ints(4, 4098, dtype=torch.uint8), ints(2), ints(2, 4098, dtype=torch.uint8))
+    rows, tables = ints(3, dtype=torch.int32), ints(3, 40, dtype=torch.int32)
+    step_inputs(rows, rows, rows, rows, tables, 16, ints(3), ints(3))
+    update_block_tables(tables, ints(3), rows)
+
+
+def main() -> None:
+    from tests.kernels.gpu_compiler import compiled_launches
+
+    with compiled_launches() as names:
+        launch_norms_and_gates()
+        launch_rope(128, 128, interleaved=False, with_norm=False)
+        launch_rope(128, 128, interleaved=False, with_norm=True)
+        launch_rope(80, 32, interleaved=True, with_norm=True)
+        launch_moves_and_inputs()
+    print(len(names))
+
+
+if __name__ == "__main__":
+    main()
