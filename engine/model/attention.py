@@ -7,6 +7,7 @@ What to do is said by the module's own `AttentionSite`, so models of several nod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,16 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from baton_kernels.kv_write import kv_write
+from baton_kernels.kv_write import kv_write, rope_kv_write
 from baton_kernels.paged_attention import PagedBatch, paged_attention
+from engine.model import rope
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import KvPool, KvShape
 
 IMPLEMENTATION = "baton_paged"
 _SITE = "baton_attention_site"
+_ROTARY = "baton_fused_rotary"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionCall:
     """What a model asks of attention. query: [num_tokens, num_heads, head_dim]; key, value: with num_kv_heads."""
 
@@ -77,6 +80,34 @@ AttentionInterface.register(IMPLEMENTATION, forward)
 
 
 @dataclass(slots=True)
+class Angles:
+    """The step's rotation, [num_tokens, rotary_dim] each, as `rope_kv_write` takes it; made from `source` by the first
+    layer that has it, for all that follow."""
+
+    source: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRotary:
+    """A layer that hands over its query and key unrotated: the KV write rotates them. options: of `rope_kv_write`."""
+
+    angles: Angles
+    options: Mapping[str, Any]
+
+    @staticmethod
+    def of(module: nn.Module) -> FusedRotary | None:
+        found: FusedRotary | None = module.__dict__.get(_ROTARY)
+        return found
+
+    @staticmethod
+    def set(module: nn.Module, rotary: FusedRotary | None) -> None:
+        """Takes effect with the next `attach`."""
+        module.__dict__[_ROTARY] = rotary
+
+
+@dataclass(slots=True)
 class StepContext:
     """The batch that the model is computing; one per runner, set before each forward."""
 
@@ -91,14 +122,22 @@ class LayerSite:
     step: StepContext
     key_cache: Tensor
     value_cache: Tensor
+    rotary: FusedRotary | None = None
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        batch, slot_mapping = self.step.batch, self.step.slot_mapping
+        batch, slots, rotary = self.step.batch, self.step.slot_mapping, self.rotary
         assert batch is not None
-        assert slot_mapping is not None
-        kv_write(call.key, call.value, self.key_cache, self.value_cache, slot_mapping)
+        assert slots is not None
+        query, key, value = call.query, call.key, call.value
+        if rotary is None:
+            kv_write(key, value, self.key_cache, self.value_cache, slots)
+        else:
+            cos, sin = rotary.angles.cos, rotary.angles.sin
+            assert cos is not None
+            assert sin is not None
+            rope_kv_write(query, key, value, cos, sin, self.key_cache, self.value_cache, slots, **rotary.options)
         return paged_attention(
-            call.query,
+            query,
             self.key_cache,
             self.value_cache,
             batch,
@@ -106,15 +145,26 @@ class LayerSite:
             sliding_window=call.sliding_window,
             softcap=call.softcap,
             sinks=call.sinks,
+            key=key,
+            value=value,
         )
 
 
 def attach(layers: list[nn.Module], pool: KvPool) -> StepContext:
-    """Bind the attention modules, in the order of their layers, to the pool."""
+    """Bind the attention modules, in the order of their layers, to the pool; after `fast.apply`, if at all."""
     step = StepContext()
     for index, module in enumerate(layers):
-        module.__dict__[_SITE] = LayerSite(step, *pool.layer(index))
+        keys, values = pool.layer(index)
+        bind(module, LayerSite(step, keys, values, FusedRotary.of(module)))
     return step
+
+
+def bind(module: nn.Module, site: AttentionSite | None) -> None:
+    """Say who answers the module's attention calls; None: nobody."""
+    if site is None:
+        module.__dict__.pop(_SITE, None)
+    else:
+        module.__dict__[_SITE] = site
 
 
 # ---- at load ----
@@ -142,20 +192,24 @@ class _ProbeSite:
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel) -> Probe:
+def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     """Run a few tokens through the model, and find its attention. Raises UnsupportedModel when the engine would get it
     wrong: state other than KV, attention that does not go through our function once per layer, or KV of mixed shapes.
+
+    RoPE that depends on the batch is made independent of it, for sequences of up to `max_model_len` tokens (see
+    `engine.model.rope`); without one, a model that has it is refused.
     """
     config = model.config.get_text_config()
     _refuse_by_config(config)
+    _fix_rope(model, config, max_model_len)
     site = _ProbeSite()
     for module in model.modules():
-        module.__dict__[_SITE] = site
+        bind(module, site)
     try:
         _forward_few_tokens(model)
     finally:
         for module in model.modules():
-            del module.__dict__[_SITE]
+            bind(module, None)
     layers = [module for module, _, _ in site.calls]
     if len(layers) != config.num_hidden_layers or len(set(layers)) != len(layers):
         raise UnsupportedModel(
@@ -186,14 +240,17 @@ def _refuse_by_config(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(unknown))}")
-    # These take their frequencies from the longest sequence of the whole batch, so neighbours would change a result.
-    if bad := {"dynamic", "longrope"} & set(_rope_types(getattr(config, "rope_parameters", None))):
-        raise UnsupportedModel(f"{config.model_type}: RoPE of type {', '.join(sorted(bad))}")
 
 
-def _rope_types(parameters: Any) -> list[str]:
-    """All `rope_type` values; some models have one set of parameters per layer type."""
-    if not isinstance(parameters, dict):
-        return []
-    nested = [kind for value in parameters.values() for kind in _rope_types(value)]
-    return nested + ([parameters["rope_type"]] if "rope_type" in parameters else [])
+def _fix_rope(model: PreTrainedModel, config: Any, max_model_len: int | None) -> None:
+    kinds = rope.batch_dependent_types(config)
+    if not kinds:
+        return
+    rotary = rope.rotary_modules(model)
+    if max_model_len is None or not rotary:
+        missing = "no module that computes it from positions" if not rotary else "a --max-model-len is needed"
+        raise UnsupportedModel(f"{config.model_type}: RoPE of type {', '.join(kinds)}: {missing}")
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    for module in rotary:
+        if not rope.is_table(module):
+            module.forward = rope.table_forward(module, config, max_model_len, like)

@@ -1,0 +1,98 @@
+"""Tables of cos and sin against what transformers computes, and what --max-model-len decides about them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from benchmarks.logits_models import FAMILIES
+from engine.model import rope
+from engine.model.attention import IMPLEMENTATION, probe
+from engine.model.errors import UnsupportedModel
+
+torch.set_num_threads(1)
+
+LONG, SHORT = 128, 48  # FAMILIES' original lengths are 64
+X = torch.empty(0)
+
+
+def rotary_of(family: str) -> tuple[nn.Module, object]:
+    config = FAMILIES[family]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+    (rotary,) = rope.rotary_modules(model)
+    return rotary, config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_has_what_transformers_computes_for_the_longest_sequence(family: str) -> None:
+    rotary, config = rotary_of(family)
+    look_up = rope.table_forward(rotary, config, LONG, X)
+    kinds = [(kind,) for kind in sorted(set(config.layer_types))] if family == "gemma3" else [()]
+    positions = torch.tensor([[5, 0, 127, 63, 64]])
+    for kind in kinds:
+        whole = rotary(X, torch.arange(LONG)[None], *kind)
+        for table, own in zip(look_up(X, positions, *kind), whole, strict=True):
+            torch.testing.assert_close(table, own[:, positions[0]], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("max_model_len", [SHORT, LONG])
+@pytest.mark.parametrize("family", ["phi3 longrope", "llama dynamic ntk"])
+def test_neighbours_change_nothing(family: str, max_model_len: int) -> None:
+    rotary, config = rotary_of(family)
+    look_up = rope.table_forward(rotary, config, max_model_len, X)
+    alone, together = look_up(X, torch.tensor([[3]])), look_up(X, torch.tensor([[3, max_model_len - 1]]))
+    expected = rotary(X, torch.tensor([[3, max_model_len - 1]]))
+    for one, of_two, own in zip(alone, together, expected, strict=True):
+        assert torch.equal(one[0, 0], of_two[0, 0])
+        torch.testing.assert_close(one[0, 0], own[0, 0], atol=1e-6, rtol=0)
+
+
+def test_long_and_short_factors_differ() -> None:
+    tables = []
+    for length in (SHORT, LONG):
+        rotary, config = rotary_of("phi3 longrope")
+        tables.append(rope.table_forward(rotary, config, length, X)(X, torch.tensor([[40]]))[0])
+    assert not torch.allclose(*tables, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "max_model_len", "variant"),
+    [
+        ("llama", LONG, ""),
+        ("gemma3", LONG, ""),
+        ("phi3 longrope", 65, "longrope long"),
+        ("phi3 longrope", 64, "longrope short"),
+        ("llama dynamic ntk", LONG, "dynamic 128"),
+        ("llama dynamic ntk", SHORT, "dynamic 64"),
+    ],
+)
+def test_variants(family: str, max_model_len: int, variant: str) -> None:
+    assert rope.variant(FAMILIES[family](), max_model_len) == variant
+
+
+def test_positions_past_the_last_are_no_error() -> None:
+    rotary = LlamaRotaryEmbedding(config := LlamaConfig(hidden_size=64, num_attention_heads=4))
+    look_up = rope.table_forward(rotary, config, 8, X)
+    cos, _ = look_up(X, torch.tensor([[7, 8, 9]]))
+    assert torch.equal(cos[0, 0], cos[0, 1])
+
+
+def test_a_long_table_is_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "_CHUNK", 7)
+    rotary, config = rotary_of("llama")
+    cos, sin = rope.table_forward(rotary, config, 30, X)(X, torch.arange(30)[None])
+    expected = rotary(X, torch.arange(30)[None])
+    torch.testing.assert_close((cos, sin), expected, atol=1e-6, rtol=0)
+
+
+def test_without_a_length_such_a_model_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(FAMILIES["phi3 longrope"](), attn_implementation=IMPLEMENTATION)
+    with pytest.raises(UnsupportedModel, match="longrope: a --max-model-len is needed"):
+        probe(model)
+    probe(model, LONG)
+    (rotary,) = rope.rotary_modules(model)
+    assert rope.is_table(rotary)
+    probe(model, LONG)  # once is enough
