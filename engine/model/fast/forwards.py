@@ -1,0 +1,54 @@
+"""Forwards of a few tokens over the whole model, for the probes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton_kernels.paged_attention import PagedBatch
+from engine.model.attention import AttentionSite, attach, bind
+from engine.model.fast.patches import Target
+from engine.model.kv_pool import KvPool, KvShape
+
+NUM_TOKENS = 6
+_BLOCK_SIZE = 16
+
+
+def run_model(target: Target, site: AttentionSite) -> None:
+    """One prompt, its attention calls answered by `site`."""
+    for module in target.layers:
+        bind(module, site)
+    try:
+        _forward(target, 0, NUM_TOKENS)
+    finally:
+        for module in target.layers:
+            bind(module, None)
+
+
+def logits_as_served(target: Target, shape: KvShape) -> Tensor:
+    """[2, vocab_size], fp32: of a short prompt's last token and of one decoded after it, over a pool of two blocks."""
+    device = target.model.device
+    step = attach(target.layers, KvPool(shape, 2, _BLOCK_SIZE, device))
+    rows = []
+    try:
+        for start, end in ((0, NUM_TOKENS - 1), (NUM_TOKENS - 1, NUM_TOKENS)):
+            step.batch = PagedBatch.build([[1]], [end - start], [end], _BLOCK_SIZE, device)
+            step.slot_mapping = step.batch.slot_mapping()
+            rows.append(_forward(target, start, end))
+    finally:
+        for module in target.layers:
+            bind(module, None)
+    return torch.cat(rows)
+
+
+def _forward(target: Target, start: int, end: int) -> Tensor:
+    """Logits of the last of tokens [start, end) of a fixed prompt: [1, vocab_size], fp32."""
+    device = target.model.device
+    positions = torch.arange(start, end, device=device)[None]
+    logits: Tensor = target.model(
+        input_ids=(positions * 7919 + 11) % target.config.vocab_size,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=torch.tensor([end - start - 1], device=device),
+    ).logits
+    return logits[0].float()

@@ -1,0 +1,69 @@
+"""Gated MLPs: gate and up as one product, the activation and the gate's product in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baton_kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
+from baton_kernels.linear import gated_linear
+from engine.model.fast.linears import fusable, fuse_weights, is_plain
+from engine.model.fast.patches import Target, close
+from engine.model.fast.tally import Tally
+
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+
+
+def fuse_gate_up(target: Target, tally: Tally) -> None:
+    """Modules with gate_proj, up_proj and down_proj, or with gate_up_proj and down_proj (Phi-3), and an activation."""
+    for name, module in target.model.named_modules():
+        function = next((f for f in (getattr(module, n, None) for n in _ACTIVATION_NAMES) if callable(f)), None)
+        down = getattr(module, "down_proj", None)
+        siblings = [getattr(module, kind, None) for kind in ("gate_proj", "up_proj")]
+        whole = getattr(module, "gate_up_proj", None)
+        if not isinstance(down, nn.Module) or function is None:
+            continue
+        if fusable(siblings):
+            tally.add(name, _fuse(target, module, function, siblings, down))
+        elif is_plain(whole):
+            tally.add(name, _fuse(target, module, function, [whole], down))
+
+
+def _fuse(target: Target, module: nn.Module, function: Any, parts: list[nn.Linear], down: nn.Module) -> str | None:
+    """Why not, or None."""
+    activation = _recognise(function)
+    if activation is None:
+        return "its activation is none of " + ", ".join(ACTIVATIONS)
+    x = target.inputs(parts[0].in_features)
+    expected = module(x)
+    weight, bias = fuse_weights(parts)
+    forward = _forward(weight, bias, activation, down)
+    if not close(forward(x), expected):
+        return "differs"
+    target.patches.set_forward(module, forward)
+    target.absorbed.update(parts)
+    return None
+
+
+def _forward(
+    weight: Tensor, bias: Tensor | None, activation: Activation, down: nn.Module
+) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = down(gated_linear(x, weight, activation, bias))
+        return result
+
+    return forward
+
+
+def _recognise(function: Callable[[Tensor], Tensor]) -> Activation | None:
+    """In fp32: the two GELUs are nearer to each other than bf16 can tell."""
+    x = torch.linspace(-8, 8, 257)
+    expected = function(x)
+    ones = torch.ones_like(x)
+    for activation in ACTIVATIONS:
+        if torch.allclose(gated_activation(torch.cat([x, ones]), activation), expected, atol=1e-6, rtol=1e-6):
+            return activation
+    return None

@@ -1,0 +1,58 @@
+"""RMS norms, and their fusion with the residual's addition before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from baton_kernels.rms_norm import rms_norm
+from engine.model.fast.patches import RmsNorm, Target, close
+from engine.model.fast.tally import Tally
+
+_VARIANTS = [(0.0, False), (0.0, True), (1.0, True)]  # weight_offset, round_once: Llama; OLMo 2, gpt-oss; Gemma
+
+
+def fuse_norms(target: Target, tally: Tally) -> None:
+    """Modules with one weight and an epsilon, if they compute an RMS norm."""
+    for name, module in target.model.named_modules():
+        eps = _eps(module)
+        if eps is None:
+            continue
+        found = _recognise(target, module, eps)
+        if found is not None:
+            target.norms[module] = found
+            target.patches.set_forward(module, norm_forward(module, found))
+        tally.add(name, "computes something else" if found is None else None)
+
+
+def norm_forward(module: nn.Module, norm: RmsNorm) -> Callable[..., Tensor]:
+    """forward(x), or forward(x, residual), which adds x to the residual first, in place."""
+    weight, eps, weight_offset, round_once = module.weight, norm.eps, norm.weight_offset, norm.round_once
+    assert isinstance(weight, Tensor)
+
+    def forward(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset, round_once=round_once)
+
+    return forward
+
+
+def _eps(module: nn.Module) -> float | None:
+    """The epsilon of what looks like an RMS norm."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if names != ["weight"] or not isinstance(eps, float) or any(True for _ in module.children()):
+        return None
+    return eps if module.weight.ndim == 1 and not isinstance(module, nn.LayerNorm) else None
+
+
+def _recognise(target: Target, module: nn.Module, eps: float) -> RmsNorm | None:
+    weight: Any = module.weight
+    x = target.inputs(weight.shape[0])
+    expected = module(x)
+    norms = [RmsNorm(eps, offset, once) for offset, once in _VARIANTS if once or weight.dtype == x.dtype]
+    results = {norm: norm_forward(module, norm)(x) for norm in norms}
+    # Where to round is within the bound either way: the nearest is the one.
+    nearest = min(norms, key=lambda norm: float((results[norm].float() - expected.float()).abs().max()))
+    return nearest if close(results[nearest], expected) else None

@@ -1,0 +1,85 @@
+"""What the pieces work on, how they change it so that it can be taken back, and when a change counts as exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_BOUND = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Largest difference over largest value. The 16-bit ones are between 2 and 4 units in the last place; a wrong formula
+is far above all of them, but for what the pieces check in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """What a module was found to compute: the arguments of `rms_norm` beside x and the weight."""
+
+    eps: float
+    weight_offset: float
+    round_once: bool
+
+
+@dataclass(slots=True)
+class Patches:
+    """Forwards set on single modules, which are otherwise left as they are."""
+
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        before = module.__dict__.get("forward")
+        module.forward = forward
+
+        def restore() -> None:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+        self.undo.append(restore)
+
+    def mark(self) -> int:
+        """A state to go back to."""
+        return len(self.undo)
+
+    def back_to(self, mark: int) -> None:
+        while len(self.undo) > mark:
+            self.undo.pop()()
+
+
+@dataclass(slots=True)
+class Target:
+    """The model, its attention modules in the order of the layers, and what earlier pieces found.
+
+    norms: what each module that is an RMS norm computes. absorbed: linear layers whose product another module makes.
+    """
+
+    model: PreTrainedModel
+    layers: list[nn.Module]
+    max_model_len: int
+    patches: Patches = field(default_factory=Patches)
+    norms: dict[nn.Module, RmsNorm] = field(default_factory=dict)
+    absorbed: set[nn.Module] = field(default_factory=set)
+
+    @property
+    def config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    def inputs(self, width: int) -> Tensor:
+        """Random [1, 3, width] of the model's dtype: a token of tiny, one of usual and one of large values."""
+        generator = torch.Generator().manual_seed(width)
+        rows = torch.randn(1, 3, width, generator=generator) * torch.tensor([[1e-3], [1.0], [5.0]])
+        return rows.to(self.model.device, self.model.dtype)
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two results of one formula, in the model's dtype, differ by no more than rounding; row by row."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    largest = expected.float().abs().amax(dim=-1)
+    difference = (actual.float() - expected.float()).abs().amax(dim=-1)
+    return bool((difference <= _BOUND[expected.dtype] * largest).all())

@@ -1,0 +1,89 @@
+"""All pieces in their order, and the check of the whole after them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.model.attention import Probe
+from engine.model.fast.forwards import logits_as_served
+from engine.model.fast.linears import fuse_linears, fuse_qkv
+from engine.model.fast.mlp import fuse_gate_up
+from engine.model.fast.norms import fuse_norms
+from engine.model.fast.patches import Target
+from engine.model.fast.residual import fuse_residuals
+from engine.model.fast.rotary import fuse_head_norms, fuse_rotation, fuse_tables
+from engine.model.fast.tally import FusedReport, Tally
+
+log = logging.getLogger(__name__)
+
+Piece = Callable[[Target, Tally], None]
+
+# Later pieces build on earlier ones: `linear` takes what no group took, head norms and residuals need known norms.
+PIECES: dict[str, Piece] = {
+    "qkv": fuse_qkv,
+    "gate_up": fuse_gate_up,
+    "linear": fuse_linears,
+    "rms_norm": fuse_norms,
+    "rotary_table": fuse_tables,
+    "qk_norm": fuse_head_norms,
+    "rope": fuse_rotation,
+    "residual_norm": fuse_residuals,
+}
+
+_REPORT = "baton_fused"
+_WHOLE_BOUND = {torch.float32: 1e-3}
+_WHOLE_BOUND_16_BIT = 0.2
+"""Largest relative difference of the model's logits, as norms of vectors. A random 8B model in bf16 is 0.06 away from
+itself computed by other kernels of torch; a forgotten addition or rotation gives about 1."""
+
+
+@torch.inference_mode()
+def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedReport:
+    """Put fast modules into the model; once, after `attention.probe` and before `attention.attach`.
+
+    What a piece cannot do exactly is left as it was and named in the log. Should the logits of a few tokens differ
+    afterwards, all of it is taken back. Never raises because of what a model is like.
+    """
+    if (done := model.__dict__.get(_REPORT)) is not None:
+        report: FusedReport = done
+        return report
+    target = Target(model, probed.layers, max_model_len)
+    report = FusedReport()
+    expected = logits_as_served(target, probed.shape)
+    for name, piece in PIECES.items():
+        report.pieces[name] = _apply_one(name, piece, target)
+    _check_whole(target, probed, expected, report)
+    model.__dict__[_REPORT] = report
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # the weights' former places
+    log.info("fused: %s", report)
+    return report
+
+
+def _apply_one(name: str, piece: Piece, target: Target) -> Tally:
+    mark, tally = target.patches.mark(), Tally()
+    try:
+        piece(target, tally)
+    except Exception as error:
+        target.patches.back_to(mark)
+        log.warning("piece %s left out: %s", name, error, exc_info=True)
+        return Tally(refused=[("all", str(error))])
+    for module, why in tally.refused:
+        log.info("not fused: %s of %s: %s", name, module, why)
+    return tally
+
+
+def _check_whole(target: Target, probed: Probe, expected: torch.Tensor, report: FusedReport) -> None:
+    bound = _WHOLE_BOUND.get(target.model.dtype, _WHOLE_BOUND_16_BIT)
+    try:
+        error = float((logits_as_served(target, probed.shape) - expected).norm() / expected.norm())
+        report.taken_back = None if error <= bound else f"logits differ by {error:.2g}"
+    except Exception as failure:  # noqa: BLE001 - see _apply_one
+        report.taken_back = str(failure)
+    if report.taken_back is not None:
+        target.patches.back_to(0)
+        log.warning("fast modules are off, the model's own are used: %s", report.taken_back)

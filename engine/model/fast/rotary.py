@@ -1,0 +1,247 @@
+"""RoPE: cos and sin from a table; rotation, per-head norms and the KV write in one kernel.
+
+A modeling file's `apply_rotary_pos_emb` is a global name of its attention's forward. Each fused attention module gets
+that same forward over globals of its own, in which the name leaves cos and sin for our attention function and returns
+query and key as they came. So nothing changes for other models of the process, whatever runs at the same time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton_kernels.kv_write import rope_kv_write
+from engine.model import rope
+from engine.model.attention import Angles, AttentionCall, FusedRotary
+from engine.model.fast.forwards import run_model
+from engine.model.fast.patches import RmsNorm, Target, close
+from engine.model.fast.tally import Tally
+
+_NAME = "apply_rotary_pos_emb"
+Form = Callable[[Tensor], Tensor]
+
+
+def _halves(x: Tensor) -> Tensor:
+    return torch.cat((x, x), dim=-1)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return x[:, : x.shape[1] // 2].repeat_interleave(2, dim=-1)
+
+
+_FORMS: list[tuple[Form | None, bool]] = [(None, False), (None, True), (_halves, False), (_pairs, True)]
+"""How cos and sin of transformers become ours, and `interleaved`: most, Cohere, gpt-oss, GLM."""
+
+
+def fuse_tables(target: Target, tally: Tally) -> None:
+    """cos and sin looked up (see `engine.model.rope`). RoPE that depends on the batch has its tables by now."""
+    like = torch.empty(0, dtype=target.model.dtype, device=target.model.device)
+    for module in rope.rotary_modules(target.model):
+        if not rope.is_table(module):
+            target.patches.set_forward(module, rope.table_forward(module, target.config, target.max_model_len, like))
+        tally.add(type(module).__name__, None)
+
+
+def fuse_rotation(target: Target, tally: Tally) -> None:
+    """Attention modules that hand over exactly what apply_rotary_pos_emb returns. What their layers do is seen in a
+    forward of a few tokens."""
+    _fuse(target, tally, _plain_candidate)
+
+
+def fuse_head_norms(target: Target, tally: Tally) -> None:
+    """q_norm and k_norm over single heads, right before the rotation (Qwen3, Gemma 3); instead of `fuse_rotation`."""
+    _fuse(target, tally, _normed_candidate)
+
+
+def _fuse(target: Target, tally: Tally, make: Callable[[Target, nn.Module, Angles], _Candidate | None]) -> None:
+    angles = Angles()
+    tally.fused = sum(FusedRotary.of(module) is not None for module in target.layers)
+    candidates = [make(target, module, angles) for module in target.layers if FusedRotary.of(module) is None]
+    watched = {candidate.module: candidate for candidate in candidates if candidate is not None}
+    if not watched:
+        return
+    names = {module: name for name, module in target.model.named_modules()}
+    mark = target.patches.mark()
+    for candidate in watched.values():
+        candidate.watch(target)
+    site = _RotationProbe(watched)
+    run_model(target, site)
+    target.patches.back_to(mark)
+    for module, candidate in watched.items():
+        if candidate.refusal is None:
+            candidate.install(target)
+        tally.add(names[module], candidate.refusal)
+
+
+def _plain_candidate(target: Target, module: nn.Module, angles: Angles) -> _Candidate | None:
+    rotate = _rotation_of(module)
+    return None if rotate is None else _Candidate(module, rotate, angles)
+
+
+def _normed_candidate(target: Target, module: nn.Module, angles: Angles) -> _Candidate | None:
+    rotate = _rotation_of(module)
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    found = [target.norms.get(norm) for norm in norms if norm is not None]
+    head_dim = getattr(module, "head_dim", None)
+    if rotate is None or len(found) != 2 or found[0] is None or found[0] != found[1]:
+        return None
+    if any(norm.weight.shape != (head_dim,) for norm in norms):  # type: ignore[union-attr]
+        return None
+    return _Candidate(module, rotate, angles, norms, found[0])  # type: ignore[arg-type]
+
+
+def _rotation_of(module: nn.Module) -> FunctionType | None:
+    forward = inspect.unwrap(type(module).forward)
+    rotate = forward.__globals__.get(_NAME)
+    if _NAME not in forward.__code__.co_names or not isinstance(rotate, FunctionType):
+        return None
+    return rotate if list(inspect.signature(rotate).parameters)[:4] == ["q", "k", "cos", "sin"] else None
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One attention module on its way to be fused. norms: q_norm and k_norm, with what both compute.
+
+    events: what the watched forward did, in order: "q_norm", "k_norm", and the arguments of the rotation.
+    """
+
+    module: nn.Module
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    angles: Angles
+    norms: list[nn.Module] = field(default_factory=list)
+    norm: RmsNorm | None = None
+    refusal: str | None = "its attention was not called"
+    form: tuple[Form | None, bool] | None = None
+    events: list[Any] = field(default_factory=list)
+
+    def watch(self, target: Target) -> None:
+        """Leave out the rotation and the norms, and take notes."""
+
+        def stash(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+            self.events.append((q, k, cos, sin))
+            return q, k
+
+        def note(name: str) -> Callable[[Tensor], Tensor]:
+            return lambda x: self.events.append(name) or x  # type: ignore[func-returns-value]
+
+        target.patches.set_forward(self.module, _with_rotation(self.module, stash))
+        for name, module in zip(("q_norm", "k_norm"), self.norms, strict=False):
+            target.patches.set_forward(module, note(name))
+
+    def install(self, target: Target) -> None:
+        assert self.form is not None
+        angles, form, interleaved = self.angles, *self.form
+
+        def stash(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+            if cos is not angles.source:
+                angles.source = cos
+                angles.cos, angles.sin = (cos[0], sin[0]) if form is None else (form(cos[0]), form(sin[0]))
+            return q, k
+
+        target.patches.set_forward(self.module, _with_rotation(self.module, stash))
+        for module in self.norms:
+            target.patches.set_forward(module, _identity)
+        FusedRotary.set(self.module, FusedRotary(angles, self.options(interleaved)))
+        target.patches.undo.append(lambda: FusedRotary.set(self.module, None))
+
+    def options(self, interleaved: bool) -> dict[str, Any]:
+        """Of `rope_kv_write`."""
+        if self.norm is None:
+            return {"interleaved": interleaved}
+        q_norm, k_norm = self.norms
+        return {
+            "interleaved": interleaved,
+            "q_norm_weight": q_norm.weight,
+            "k_norm_weight": k_norm.weight,
+            "norm_eps": self.norm.eps,
+            "norm_weight_offset": self.norm.weight_offset,
+            "norm_round_once": self.norm.round_once,
+        }
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> MethodType:
+    """The module's own forward, to which `apply_rotary_pos_emb` is `rotate`."""
+    forward = inspect.unwrap(type(module).forward)
+    scope = {**forward.__globals__, _NAME: rotate}
+    copy = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(copy, module)
+
+
+class _RotationProbe:
+    """Compares, in each layer, the kernel with what the layer would have done; goes on with the latter."""
+
+    def __init__(self, watched: dict[nn.Module, _Candidate]) -> None:
+        self._watched = watched
+
+    def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        candidate = self._watched.get(module)
+        if candidate is not None:
+            call.query, call.key = self._compare(candidate, call)
+        q, k, v = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    def _compare(self, candidate: _Candidate, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """The layer's own query and key; decides on the candidate."""
+        names, arguments = candidate.events[:-1], candidate.events[-1] if candidate.events else None
+        candidate.events = []
+        expected_norms = ["q_norm", "k_norm"] if candidate.norms else []
+        if not isinstance(arguments, tuple) or names != expected_norms:
+            candidate.refusal = "its norms are not right before the rotation" if candidate.norms else "does not rotate"
+            return call.query, call.key
+        q, k, cos, sin = arguments
+        own = _own_rotation(candidate, q, k, cos, sin)
+        same = _is_view(call.query, q) and _is_view(call.key, k) and cos.ndim == 3 and cos.shape[0] == 1
+        form = next((form for form in _FORMS if _agrees(candidate, call, form, cos, sin, own)), None) if same else None
+        candidate.form = form
+        candidate.refusal = None if form else "differs" if same else "changes query or key after the rotation"
+        return own
+
+
+def _is_view(handed: Tensor, rotated: Tensor) -> bool:
+    """Whether attention got what the rotation returned, which is [1, heads, num_tokens, head_dim]."""
+    own = rotated[0].transpose(0, 1)
+    return handed.data_ptr() == own.data_ptr() and handed.shape == own.shape and handed.stride() == own.stride()
+
+
+def _own_rotation(candidate: _Candidate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    if candidate.norms:
+        q, k = (type(norm).forward(norm, x) for norm, x in zip(candidate.norms, (q, k), strict=True))
+    q, k = candidate.rotate(q, k, cos, sin)
+    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+
+def _agrees(
+    candidate: _Candidate,
+    call: AttentionCall,
+    form: tuple[Form | None, bool],
+    cos: Tensor,
+    sin: Tensor,
+    own: tuple[Tensor, Tensor],
+) -> bool:
+    make, interleaved = form
+    angles = [x[0] if make is None else make(x[0]) for x in (cos, sin)]
+    num_tokens, num_kv_heads, head_dim = call.key.shape
+    if angles[0].shape[1] > head_dim:
+        return False
+    query, key, value = call.query.clone(), call.key.clone(), call.value
+    if value.shape != key.shape:
+        return False
+    cache = key.new_zeros((2, 2, num_kv_heads, num_tokens, head_dim))
+    slots = torch.arange(num_tokens, 2 * num_tokens, device=key.device)
+    options = candidate.options(interleaved)
+    rope_kv_write(query, key, value, angles[0], angles[1], cache[:, 0], cache[:, 1], slots, **options)
+    written_key, written_value = (cache[1, i].transpose(0, 1) for i in (0, 1))
+    return close(query, own[0]) and close(written_key, own[1]) and bool((written_value == value).all())

@@ -1,0 +1,38 @@
+"""What was fused and what was not, for the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Tally:
+    """One piece's candidates. refused: name of the module, and why."""
+
+    fused: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, name: str, refusal: str | None) -> None:
+        """Count a candidate; `refusal` says why it was left alone, None that it was not."""
+        if refusal is None:
+            self.fused += 1
+        else:
+            self.refused.append((name, refusal))
+
+    @property
+    def found(self) -> int:
+        return self.fused + len(self.refused)
+
+
+@dataclass(slots=True)
+class FusedReport:
+    """The pieces in the order in which they were applied. taken_back: why the model as a whole was not the same, when
+    it was not, and all pieces were undone."""
+
+    pieces: dict[str, Tally] = field(default_factory=dict)
+    taken_back: str | None = None
+
+    def __str__(self) -> str:
+        if self.taken_back is not None:
+            return f"none: {self.taken_back}"
+        return ", ".join(f"{name} {tally.fused}/{tally.found}" for name, tally in self.pieces.items() if tally.found)
