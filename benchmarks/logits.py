@@ -1,0 +1,159 @@
+"""Our logits against transformers': `python -m benchmarks.logits [--device cuda --dtype bfloat16]`.
+
+Ours: three prompts, prefilled in chunks and then decoded with given tokens, over paged KV, in batches that mix them,
+with fast modules. Theirs: whole sequences with transformers' eager attention, in fp32, of the same weights; and in the
+dtype as well, for what the dtype alone costs. Their sequences are padded on the right to MAX_MODEL_LEN tokens, which
+changes nothing to the left, but makes longrope and dynamic NTK use the frequencies of that length, as ours do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
+
+import torch
+import transformers
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from baton.settings import Settings, parse
+from baton_kernels.paged_attention import PagedBatch
+from benchmarks.logits_models import FAMILIES, MAX_MODEL_LEN, VOCAB_SIZE, make
+from benchmarks.tables import Table
+from engine.model import fast
+from engine.model.attention import IMPLEMENTATION, attach, probe
+from engine.model.kv_pool import KvPool
+
+BLOCK_SIZE = 16
+LENGTHS = (100, 40, 73)
+STEPS: tuple[tuple[tuple[int, int, int], ...], ...] = (
+    ((0, 0, 37), (1, 0, 33)),
+    ((1, 33, 34), (0, 37, 90), (2, 0, 70)),
+    ((1, 34, 35), (2, 70, 71), (0, 90, 97)),
+    ((0, 97, 98), (1, 35, 36), (2, 71, 72)),
+    ((2, 72, 73), (1, 36, 37), (0, 98, 99)),
+    ((0, 99, 100), (1, 37, 40)),
+)
+"""Batches of chunks (sequence, start, end): decodes first."""
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class LogitsSettings(Settings):
+    """Compares logits with transformers'."""
+
+    prog: ClassVar[str] = "benchmarks.logits"
+
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where to compute")
+    dtype: Literal["float32", "float16", "bfloat16"] = Field("float32", description="what to compute in")
+    families: str = Field("", description="names, separated by commas; all when empty")
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two sets of logits of the same tokens. relative_error: of the token that is worst, as norms of its logits."""
+
+    num_tokens: int
+    same_argmax: int
+    relative_error: float
+
+    @classmethod
+    def of(cls, actual: Tensor, expected: Tensor) -> Agreement:
+        """Both [num_tokens, vocab_size]."""
+        error = (actual.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
+        same = int((actual.argmax(-1) == expected.argmax(-1)).sum())
+        return cls(len(actual), same, float(error.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """fused: the start's log line. own_dtype: what transformers in the same dtype differs from itself in fp32."""
+
+    family: str
+    fused: str
+    ours: Agreement
+    own_dtype: Agreement
+
+
+@torch.inference_mode()
+def compare(family: str, device: torch.device, dtype: torch.dtype) -> Compared:
+    """Raises UnsupportedModel."""
+    tokens = [_prompt(i, length) for i, length in enumerate(LENGTHS)]
+    expected = _reference(family, tokens, torch.float32, device)
+    same_dtype = expected if dtype == torch.float32 else _reference(family, tokens, dtype, device)
+    model = make(family, dtype, device, IMPLEMENTATION)
+    probed = probe(model, MAX_MODEL_LEN)
+    report = fast.apply(model, probed, MAX_MODEL_LEN)
+    pool = KvPool(probed.shape, 33, BLOCK_SIZE, device)
+    ours = _paged(model, probed.layers, pool, tokens)
+    return Compared(family, str(report), Agreement.of(ours, expected), Agreement.of(same_dtype, expected))
+
+
+def _prompt(index: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(index)
+    tokens: list[int] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return tokens
+
+
+def _reference(family: str, tokens: Seq[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[sum of lengths, vocab_size], fp32, by transformers alone."""
+    model = make(family, dtype, device, "eager")
+    rows = [[*row, *[3] * (MAX_MODEL_LEN - len(row))] for row in tokens]
+    logits = model(input_ids=torch.tensor(rows, device=device), use_cache=False).logits.float()
+    return torch.cat([logits[i, : len(row)] for i, row in enumerate(tokens)])
+
+
+def _paged(model: PreTrainedModel, layers: list[torch.nn.Module], pool: KvPool, tokens: Seq[list[int]]) -> Tensor:
+    """[sum of lengths, vocab_size], fp32: as a node computes them."""
+    device, step = model.device, attach(layers, pool)
+    order = torch.randperm(pool.num_blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
+    width = MAX_MODEL_LEN // pool.block_size
+    tables = [order[i * width : (i + 1) * width].tolist() for i in range(len(tokens))]
+    rows: list[list[Tensor]] = [[] for _ in tokens]
+    for chunks in STEPS:
+        lengths = [end - start for _, start, end in chunks]
+        batch = PagedBatch.build([tables[i] for i, _, _ in chunks], lengths, [c[2] for c in chunks], BLOCK_SIZE, device)
+        step.batch, step.slot_mapping = batch, batch.slot_mapping()
+        flat = [token for i, start, end in chunks for token in tokens[i][start:end]]
+        positions = [p for _, start, end in chunks for p in range(start, end)]
+        logits = model(
+            input_ids=torch.tensor([flat], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=False,
+            logits_to_keep=torch.arange(len(flat), device=device),
+        ).logits[0]
+        for (i, _, _), piece in zip(chunks, logits.float().split(lengths), strict=True):
+            rows[i].append(piece)
+    return torch.cat([piece for pieces in rows for piece in pieces])
+
+
+def as_table(results: Seq[Compared]) -> Table:
+    columns = ["model", "argmax", "error", "argmax of theirs", "error of theirs"]
+    rows = []
+    for result in results:
+        cells = []
+        for agreement in (result.ours, result.own_dtype):
+            cells += [f"{agreement.same_argmax}/{agreement.num_tokens}", f"{agreement.relative_error:.1e}"]
+        rows.append([result.family, *cells])
+    return Table(columns, rows)
+
+
+def main(argv: Seq[str] | None = None) -> None:
+    settings = parse(LogitsSettings, argv)
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    names = [name.strip() for name in settings.families.split(",") if name] or list(FAMILIES)
+    if unknown := set(names) - set(FAMILIES):
+        sys.exit(f"{settings.prog}: --families: {', '.join(sorted(unknown))}: not among {', '.join(FAMILIES)}")
+    results = [compare(name, torch.device(settings.device), DTYPES[settings.dtype]) for name in names]
+    print(as_table(results).plain())
+    print()
+    print(Table(["model", "fused"], [[result.family, result.fused] for result in results]).plain())
+    told = {"benchmark": "logits", "device": settings.device, "dtype": settings.dtype}
+    print(json.dumps({**told, "results": [asdict(result) for result in results]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

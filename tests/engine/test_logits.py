@@ -1,0 +1,50 @@
+"""Logits of every family, chunked over paged KV with fast modules, against transformers' eager attention in fp32."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import logits
+from benchmarks.logits_models import FAMILIES
+
+torch.set_num_threads(1)
+
+# Of transformers' own error in the dtype, for which rounding is to blame alone.
+SIXTEEN_BIT_MARGIN = 1.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32(family: str) -> None:
+    compared = logits.compare(family, torch.device("cpu"), torch.float32)
+    assert compared.ours.same_argmax == compared.ours.num_tokens == sum(logits.LENGTHS)
+    assert compared.ours.relative_error < 1e-5
+    assert "rope 2/2" in compared.fused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_on_a_gpu(family: str) -> None:
+    compared = logits.compare(family, torch.device("cuda"), torch.float32)
+    assert compared.ours.same_argmax == compared.ours.num_tokens
+    assert compared.ours.relative_error < 1e-4
+    assert "rope 2/2" in compared.fused
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_16_bits_on_a_gpu(family: str, dtype: torch.dtype) -> None:
+    compared = logits.compare(family, torch.device("cuda"), dtype)
+    assert compared.ours.relative_error < SIXTEEN_BIT_MARGIN * compared.own_dtype.relative_error
+    assert compared.ours.same_argmax >= 0.9 * compared.ours.num_tokens
+    assert "rope 2/2" in compared.fused
+
+
+def test_the_script_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logits.main(["--families", "llama"])
+    *_, line = capsys.readouterr().out.splitlines()
+    (result,) = json.loads(line)["results"]
+    assert result["ours"]["num_tokens"] == sum(logits.LENGTHS)
