@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -21,6 +21,7 @@ from benchmarks.engine_host import TimedRunner
 from benchmarks.engine_shape import ModelShape, shape_of
 from engine.engine import Engine, StepResult
 from engine.model import loader
+from engine.model.loader import LoadFormat
 from engine.node.build import Built, build
 from engine.node.settings import NodeSettings
 from engine.sequence import Sequence as EngineSequence
@@ -34,7 +35,7 @@ class EngineBenchSettings(NodeSettings):
     """Measures the engine of a node, in this process."""
 
     model: str = Field("benchmarks/models/llama-3.1-8b", description="as for a node")
-    load_format: Literal["auto", "dummy"] = Field("dummy", description="as for a node; dummy: random weights")
+    load_format: LoadFormat = Field("dummy", description="as for a node; dummy: random weights")
     max_num_seqs: int = Field(512, ge=1, description="sequences in one step")
     gpu_memory_utilization: float = Field(
         0.7, gt=0, le=1, description="share of a GPU's memory for the engine; answers are checked with a second model"
@@ -105,6 +106,9 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
     began = time.monotonic()
     built = build(settings)
     build_s = time.monotonic() - began
+    if device.type == "cuda":
+        gc.collect()
+        gc.freeze()  # a pass over all that the imports and the model made takes longer than many steps of a GPU
     path = loader.resolve_model(settings.model, settings.revision)
     runner = TimedRunner(built.engine._runner)  # a node has no use for the runner alone
     return (

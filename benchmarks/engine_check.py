@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
 from benchmarks.checks import WrongAnswers
-from benchmarks.engine_bench import Bench, drain
+from benchmarks.engine_bench import Bench, drain, note
 from engine.model.skeleton import build_skeleton, fill_with_dummies, move_empty
 
 ANSWER_TOKENS = 16
@@ -74,6 +74,7 @@ def check(bench: Bench, reference: Any) -> dict[str, Any]:
     answers = _ask(bench)
     chosen = answers[:2] + Random(1).sample(answers[2:], min(len(answers) - 2, MAX_COMPARED - 2))
     found = compare(chosen, reference, len(answers))
+    note(str(found))
     judge(found, LIMITS[bench.dtype])
     return {name: round(value, 4) for name, value in asdict(found).items()}
 

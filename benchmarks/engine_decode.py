@@ -102,6 +102,8 @@ def fill_pool(bench: Bench) -> None:
     with torch.inference_mode():
         for start in range(0, len(pool), FILL_BLOCKS):
             pool[start : start + FILL_BLOCKS].normal_()
+    if pool.is_cuda:
+        torch.cuda.synchronize()
 
 
 def adopt(bench: Bench, cell: Cell, num_steps: int, sampling: str) -> list[Sequence]:

@@ -9,16 +9,18 @@ import json
 import platform
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import baton
-from baton.settings import parse
+from baton.settings import flag_name, parse
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, EngineBenchSettings, note, open_bench
 from benchmarks.engine_check import check, reference_of
@@ -30,38 +32,57 @@ Section = Callable[[Bench], dict[str, Any]]
 def main(
     settings_class: type[EngineBenchSettings], sections: dict[str, Section], argv: Sequence[str] | None = None
 ) -> None:
-    """Exits with 1, before anything is measured, when an answer is wrong or the engine cannot be built."""
+    """Exits with 1 when an answer is wrong or the engine cannot be built, before anything is measured; and when a
+    section fails, after the JSON line of those before it."""
     settings = parse(settings_class, argv)
-    arguments = sys.argv[1:] if argv is None else argv
+    line: dict[str, Any] = {}
     try:
-        line = json.dumps(run(settings, sections, shlex.join(["python", "-m", settings.prog, *arguments])))
+        run(settings, sections, line)
     except (ValueError, WrongAnswers) as error:
         sys.stderr.write(f"{settings.prog}: {error}\n")
         sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - the process's boundary: time on a GPU is dear, what was measured counts
+        traceback.print_exc()
+        line["failed"] = repr(error)
+    text = json.dumps(line)
     if settings.output:
-        settings.output.write_text(line + "\n")
-    print(line, flush=True)
+        settings.output.write_text(text + "\n")
+    print(text, flush=True)
+    if "failed" in line:
+        sys.exit(1)
 
 
-def run(settings: EngineBenchSettings, sections: dict[str, Section], command: str) -> dict[str, Any]:
-    """What the JSON line says. Raises WrongAnswers before anything is measured, ValueError as `build` does."""
+def run(settings: EngineBenchSettings, sections: dict[str, Section], line: dict[str, Any]) -> None:
+    """Fill `line`, section by section. Raises WrongAnswers before anything is measured, ValueError as `build` does."""
     bench, build_s = open_bench(settings)
     note("checking answers")
     checked = check(bench, reference_of(bench))
     vllm = bench.shape.vllm
-    return {
+    line |= {
         "benchmark": "engine",
         "model": settings.model,
         "load_format": settings.load_format,
         "dtype": bench.built.layout.dtype,
-        "command": command,
+        "command": _command(settings),
         "machine": _machine(bench.built.device),
         "compared_with": f"vLLM {vllm.version}, the same shape, one {vllm.machine}" if vllm else None,
         "build_s": round(build_s, 2),
         "ceilings": asdict(bench.ceilings),
         "checked": checked,
-        **{name: section(bench) for name, section in sections.items()},
     }
+    for name, section in sections.items():
+        line[name] = section(bench)
+
+
+def _command(settings: EngineBenchSettings) -> str:
+    """What to type for the same, with files in the working folder."""
+    words = ["python", "-m", settings.prog]
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if name in settings.model_fields_set and value is not False:
+            told = [] if value is True else [value.name if isinstance(value, Path) else str(value)]
+            words += [flag_name(name), *told]
+    return shlex.join(words)
 
 
 def _machine(device: torch.device) -> dict[str, str]:
@@ -72,5 +93,5 @@ def _machine(device: torch.device) -> dict[str, str]:
         "device": named,
         "python": platform.python_version(),
         "baton": baton.__version__,
-        **{package: version(package) for package in ("torch", "triton", "transformers")},
+        **{package: str(import_module(package).__version__) for package in ("torch", "triton", "transformers")},
     }

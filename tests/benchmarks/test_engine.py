@@ -55,7 +55,8 @@ def test_all_sections_of_a_trained_model(capsys: pytest.CaptureFixture[str], tmp
     line = json.loads(printed.splitlines()[-1])
     assert line == json.loads(output.read_text())
     assert line["checked"]["agreement"] == 1
-    assert "--model=baton-tiny" in line["command"]
+    assert line["command"].startswith("python -m benchmarks.engine_all --model baton-tiny")
+    assert "--quick --output run.json --trace trace.json" in line["command"]
     for cell in line["decode"]["cells"]:
         assert cell["ratio"] == pytest.approx(cell["mean_ms"] / cell["floor_ms"], rel=1e-2)
         assert sum(cell["host_ms"].values()) == pytest.approx(cell["mean_ms"], rel=1e-2)
@@ -92,6 +93,20 @@ def test_nothing_is_told_when_answers_are_wrong(folder: Path, capsys: pytest.Cap
     told = capsys.readouterr()
     assert told.err.endswith("benchmarks.engine_prefill: all of them\n")
     assert "{" not in told.out
+
+
+def test_what_was_measured_before_a_failure_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(_: Bench) -> dict[str, Any]:
+        raise RuntimeError("no more")
+
+    with pytest.raises(SystemExit, match="1"):
+        main(
+            engine_prefill.PrefillBenchSettings,
+            {"prefill": lambda _: {"fast": 1}, "broken": broken},
+            [*SMALL, f"--model={folder}"],
+        )
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (line["prefill"], line["failed"]) == ({"fast": 1}, "RuntimeError('no more')")
 
 
 class _Uniform(nn.Module):
@@ -161,8 +176,9 @@ def test_vllm_is_compared_with_its_own_shape() -> None:
     assert shape_of(models / "qwen3-8b", "bfloat16").vllm is None
 
 
-def test_ceilings() -> None:
-    found = measure(torch.device("cpu"), GRAIN_BYTES, 16)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ceilings(device: str) -> None:
+    found = measure(torch.device(device), 16 * GRAIN_BYTES, 16)
     assert min(found.read_bytes_per_s, found.copy_bytes_per_s, found.matmul_flops_per_s) > 0
 
 
