@@ -77,6 +77,10 @@ def test_kernel_on_slices_of_a_fused_projection(dim: int, device: str, dtype: to
         out = run(x, weight, 1e-6, None, "Llama")
         assert out.is_contiguous()
         torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-6, None, 0.0, False))
+        residual, total = (rows(*x.shape, dtype=dtype, device=device, seed=2) for _ in range(2))
+        out = run(x, weight, 1e-6, residual, "Gemma")
+        torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-6, total, 1.0, True))
+        assert torch.equal(residual, total)
     assert torch.equal(fused, before)
 
 
