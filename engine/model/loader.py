@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from baton.messages import GenerationDefaults
+from engine.model import rope
 from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.model.memory import GIB
@@ -126,12 +127,12 @@ def _load_through_transformers(path: Path, dtype: torch.dtype | None, device: to
 
 
 def max_model_len(path: Path) -> int:
-    """The context length that the configuration states, in tokens."""
+    """The context length that the configuration states, in tokens; with dynamic NTK, as far as its factor carries."""
     config = _text_config(path)
     length = getattr(config, "max_position_embeddings", None)
     if not length:
         raise UnsupportedModel(f"{path}: config.json states no max_position_embeddings")
-    return int(length)
+    return int(length * rope.context_factor(config))
 
 
 def vocab_size(path: Path) -> int:
@@ -155,17 +156,19 @@ def generation_defaults(path: Path) -> GenerationDefaults:
     )
 
 
-def fingerprint(path: Path, load_format: LoadFormat = "auto") -> str:
+def fingerprint(path: Path, load_format: LoadFormat = "auto", max_model_len: int | None = None) -> str:
     """sha256, hex, that tells two models apart, in milliseconds for any size.
 
     Over config.json (without the version of the library that wrote it) and, per weight file in order of name: its
     size, its safetensors header (names, shapes, offsets), and 64 pieces of 4 KiB spread evenly over its data. Two
     fine-tunes of one model differ in nearly every weight, so in nearly every piece. Dummy weights follow from
-    config.json.
+    config.json. `max_model_len` counts where it decides about RoPE (see `engine.model.rope`).
     """
     config = _read_json(path / "config.json")
     stated = {key: value for key, value in config.items() if key != "transformers_version" and not key.startswith("_")}
     digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
+    if max_model_len is not None:
+        digest.update(rope.variant(_text_config(path), max_model_len).encode())
     if load_format == "dummy":
         digest.update(b"dummy")
         return digest.hexdigest()

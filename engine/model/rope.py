@@ -47,6 +47,14 @@ def variant(config: Any, max_model_len: int) -> str:
     return ", ".join(chosen)
 
 
+def context_factor(config: Any) -> float:
+    """How many times max_position_embeddings a text config's RoPE is meant to reach: dynamic NTK's factor, else 1."""
+    factors = [
+        one["factor"] for one in _sets(getattr(config, "rope_parameters", None)) if one["rope_type"] == "dynamic"
+    ]
+    return float(min(factors, default=1.0))
+
+
 def rotary_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that compute cos and sin from positions."""
     return [module for module in model.modules() if hasattr(module, "rope_type") and _takes_positions(module)]

@@ -24,8 +24,9 @@ from baton.layout import KvLayout, num_blocks_for
 from baton.messages import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model import loader
+from engine.model import fast, loader
 from engine.model.attention import Probe, probe
+from engine.model.graphs import ladder
 from engine.model.largest_step import largest_steps, profile_config
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, profile
 from engine.model.runner import TorchModelRunner
@@ -72,13 +73,14 @@ def build(settings: NodeSettings) -> Built:
     path = loader.resolve_model(settings.model, settings.revision)
     defaults = loader.generation_defaults(path)
     limits = _limits(settings, path, device, defaults.eos_token_ids)
-    model, probed = _load(settings, path, device)
+    model, probed = _load(settings, path, device, limits.max_model_len)
     config = _with_pool(settings, limits, model, probed)
     runner = _make_runner(model, config, probed)
+    _capture(settings, runner, config)
     return Built(
         engine=Engine(config, runner),
         pool_bytes=runner.pool.as_bytes(),
-        layout=runner.pool.layout(loader.fingerprint(path, settings.load_format)),
+        layout=runner.pool.layout(loader.fingerprint(path, settings.load_format, config.max_model_len)),
         device=device,
         served_model_name=settings.served_model_name or settings.model,
         tokenizer=_read_tokenizer(settings, path),
@@ -152,11 +154,14 @@ def _limits(settings: NodeSettings, path: Path, device: torch.device, eos_token_
     )
 
 
-def _load(settings: NodeSettings, path: Path, device: torch.device) -> tuple[PreTrainedModel, Probe]:
+def _load(
+    settings: NodeSettings, path: Path, device: torch.device, max_model_len: int
+) -> tuple[PreTrainedModel, Probe]:
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
     model = loader.load_model(path, dtype, device, settings.load_format)
-    probed = probe(model)
+    probed = probe(model, max_model_len)
+    fast.apply(model, probed, max_model_len)
     name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())
     log.info(
         "model loaded model=%s device=%s dtype=%s threads=%d weights_gib=%.2f seconds=%.2f",
@@ -173,7 +178,8 @@ def _load(settings: NodeSettings, path: Path, device: torch.device) -> tuple[Pre
 def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> EngineConfig:
     """`limits` with a pool: as told, or as the memory holds."""
     began = time.monotonic()
-    num_blocks = settings.num_gpu_blocks_override or _num_blocks(settings, limits, model, probed)
+    memory = _profile(model, probed, limits) if model.device.type == "cuda" else None
+    num_blocks = settings.num_gpu_blocks_override or _num_blocks(settings, limits, probed, memory)
     log.info(
         "kv pool kv_blocks=%d kv_gib=%.2f max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d seconds=%.2f",
         num_blocks,
@@ -190,6 +196,17 @@ def _make_runner(model: PreTrainedModel, config: EngineConfig, probed: Probe) ->
     return TorchModelRunner(model, config, probed)
 
 
+def _capture(settings: NodeSettings, runner: TorchModelRunner, config: EngineConfig) -> None:
+    """CUDA graphs of decode steps, where there is a GPU."""
+    if settings.enforce_eager or runner.pool.tensor.device.type != "cuda":
+        return
+    began = time.monotonic()
+    wanted = settings.cudagraph_capture_sizes or ladder(config.max_num_seqs)
+    sizes = sorted({min(size, config.max_num_seqs) for size in wanted})
+    runner.capture(sizes)
+    log.info("graphs captured sizes=%s seconds=%.2f", ",".join(map(str, sizes)), time.monotonic() - began)
+
+
 def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:
     """The checkpoint's; with dummy weights, which answer nonsense in any words, baton-tiny's where it has none."""
     if settings.load_format == "dummy" and not has_tokenizer(path):
@@ -201,13 +218,13 @@ def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:
 # ---- the pool's size ----
 
 
-def _num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> int:
-    """Blocks that requests can have: as many as the memory holds and, on a CPU, the node could ever fill at once."""
+def _num_blocks(settings: NodeSettings, limits: EngineConfig, probed: Probe, memory: ProfiledMemory | None) -> int:
+    """Blocks that requests can have: as many as the memory holds and, on a CPU, the node could ever fill at once.
+    memory: of a GPU."""
     block_bytes = probed.shape.block_bytes(limits.block_size)
     pool_bytes = settings.kv_cache_memory_bytes
     more_by = f"--kv-cache-memory-bytes ({pool_bytes})"
-    if pool_bytes is None and model.device.type == "cuda":
-        memory = _profile(model, probed, limits)
+    if pool_bytes is None and memory is not None:
         pool_bytes = kv_pool_bytes(memory, settings.gpu_memory_utilization, _graphs_bytes(settings))
         more_by = f"--gpu-memory-utilization ({settings.gpu_memory_utilization:g})"
     elif pool_bytes is None:
@@ -218,7 +235,8 @@ def _num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedM
 
 
 def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig) -> ProfiledMemory:
-    """Compute the largest steps over a few blocks, which are given back."""
+    """Compute the largest steps over a few blocks, which are given back. It compiles kernels, too, so it is done even
+    where nobody asks for the memory."""
     runner = _make_runner(model, profile_config(limits), probed)
 
     def run() -> None:

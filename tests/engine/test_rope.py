@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.logits_models import FAMILIES
-from engine.model import rope
+from engine.model import loader, rope
 from engine.model.attention import IMPLEMENTATION, probe
 from engine.model.errors import UnsupportedModel
 
@@ -71,6 +73,19 @@ def test_long_and_short_factors_differ() -> None:
 )
 def test_variants(family: str, max_model_len: int, variant: str) -> None:
     assert rope.variant(FAMILIES[family](), max_model_len) == variant
+
+
+def test_nodes_that_chose_other_frequencies_do_not_share_kv(tmp_path: Path) -> None:
+    for family, same in (("phi3 longrope", False), ("llama", True)):
+        FAMILIES[family]().save_pretrained(tmp_path / family)
+        prints = {loader.fingerprint(tmp_path / family, "dummy", length) for length in (SHORT, LONG)}
+        assert (len(prints) == 1) is same
+
+
+def test_dynamic_ntk_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
+    for family, length in (("llama dynamic ntk", 128), ("llama", 128), ("phi3 longrope", 128)):
+        FAMILIES[family]().save_pretrained(tmp_path / family)
+        assert loader.max_model_len(tmp_path / family) == length
 
 
 def test_positions_past_the_last_are_no_error() -> None:
