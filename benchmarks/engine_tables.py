@@ -68,32 +68,28 @@ def host_table(section: Mapping[str, Any]) -> Table:
 def prefill_table(section: Mapping[str, Any]) -> Table:
     """One prompt alone by length, then many at once, whose time is per prompt."""
     rows = [
-        [
-            "1",
-            str(told["num_tokens"]),
-            f"{told['median_ms']:.1f}",
-            f"{told['num_tokens'] / told['median_ms'] * 1e3:,.0f}",
-            f"{told['mfu']:.0%}",
-            f"{_number(told['vllm_ms'], 1)}",
-            _relative(told["median_ms"], told["vllm_ms"]),
-        ]
+        _prefill_row(1, told["num_tokens"], told["median_ms"], told["mfu"], told["vllm_ms"])
         for told in section["alone"]
     ]
     many = section["saturated"]
-    per_prompt, theirs = (
-        many["num_tokens"] / rate * 1e3 if rate else None for rate in (many["tokens_per_s"], many["vllm_tokens_per_s"])
+    length, vllm = many["num_tokens"], many["vllm_tokens_per_s"]
+    per_prompt_ms = length / many["tokens_per_s"] * 1e3
+    rows.append(
+        _prefill_row(many["num_prompts"], length, per_prompt_ms, many["mfu"], length / vllm * 1e3 if vllm else None)
     )
-    assert per_prompt is not None
-    last = [
-        str(many["num_prompts"]),
-        str(many["num_tokens"]),
-        f"{per_prompt:.1f}",
-        f"{many['tokens_per_s']:,.0f}",
-        f"{many['mfu']:.0%}",
-        _number(theirs, 1),
-        _relative(per_prompt, theirs),
+    return Table(["prompts", "tokens", "ms/prompt", "tokens/s", "MFU", "vLLM ms", "to vLLM"], rows)
+
+
+def _prefill_row(num_prompts: int, length: int, per_prompt_ms: float, mfu: float, vllm_ms: float | None) -> list[str]:
+    return [
+        str(num_prompts),
+        str(length),
+        f"{per_prompt_ms:.1f}",
+        f"{length / per_prompt_ms * 1e3:,.0f}",
+        f"{mfu:.0%}",
+        _number(vllm_ms, 1),
+        _relative(per_prompt_ms, vllm_ms),
     ]
-    return Table(["prompts", "tokens", "ms/prompt", "tokens/s", "MFU", "vLLM ms", "to vLLM"], [*rows, last])
 
 
 def throughput_table(section: Mapping[str, Any]) -> Table:

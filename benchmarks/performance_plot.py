@@ -38,18 +38,22 @@ def plot(title: str, x_label: str, y_label: str, ticks: Sequence[str], lines: Se
         f'role="img" font-family="system-ui, sans-serif" font-size="13" fill="{TEXT}">',
         f"<title>{escape(title)}</title>",
         f'<text x="{LEFT}" y="22" font-size="15" font-weight="600">{escape(title)}</text>',
+        *(_grid_line(i * step, y_of(i * step)) for i in range(round(top / step) + 1)),
+        *_axis_labels(x_label, y_label),
     ]
-    for i in range(round(top / step) + 1):
-        y = y_of(i * step)
-        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{i * step:g}</text>')
     for x, tick in zip(xs, ticks, strict=True):
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{escape(tick)}</text>')
-    parts += _axis_labels(x_label, y_label)
     for line in lines:
         parts += _line(line, xs, [y_of(value) for value in line.values], ticks)
     parts += _names(lines, xs[-1], [y_of(line.values[-1]) for line in lines])
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _grid_line(value: float, y: float) -> str:
+    return (
+        f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{GRID}"/>'
+        f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+    )
 
 
 def _grid_step(largest: float) -> float:
