@@ -1,4 +1,7 @@
-"""The steps that take the most memory, to be computed once before the KV pool takes what is left."""
+"""The steps that take the most memory, to be computed once before the KV pool takes what is left.
+
+They are of all kinds that there are, so that their kernels are compiled by then, too.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,30 @@ def profile_config(config: EngineConfig) -> EngineConfig:
 
 
 def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
-    """Two batches with the most tokens that a step can have: of few long prompts, and of as many sequences as can run
-    at once. All use the same KV blocks, those of `profile_config`: what they compute is of no use to anybody."""
+    """Batches with the most tokens that a step can have: of few long prompts, of as many sequences as can run at once,
+    and of decodes beside the later half of a prompt. All use the same KV blocks, those of `profile_config`: what they
+    compute is of no use to anybody."""
     longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, longest)
     few = min(config.max_num_batched_tokens // longest, num_seqs)
-    return [_batch(few, longest, config.block_size), _batch(num_seqs, length, config.block_size)]
+    num_decodes = min(num_seqs - 1, config.max_num_batched_tokens // 2)
+    start = longest // 2
+    rest = min(longest - start, config.max_num_batched_tokens - num_decodes)
+    return [
+        [Chunk.of(prompt, 0, longest) for prompt in _prompts(few, longest, config.block_size)],
+        [Chunk.of(prompt, 0, length) for prompt in _prompts(num_seqs, length, config.block_size)],
+        [
+            *(Chunk.of(prompt, longest - 1, 1) for prompt in _prompts(num_decodes, longest, config.block_size)),
+            *(Chunk.of(prompt, start, rest) for prompt in _prompts(1, longest, config.block_size)),
+        ],
+    ]
 
 
-def _batch(num_seqs: int, length: int, block_size: int) -> list[Chunk]:
-    blocks = list(range(1, num_blocks_for(length, block_size) + 1))
-    return [Chunk.of(_prompt(index, length, blocks), 0, length) for index in range(num_seqs)]
-
-
-def _prompt(index: int, length: int, blocks: list[int]) -> Sequence:
+def _prompts(num_seqs: int, length: int, block_size: int) -> list[Sequence]:
     tokens = tuple([0] * length)
-    return Sequence(WorkId(0, f"profile-{index}", 0), [0], tokens, _SAMPLING, block_table=blocks)
+    blocks = list(range(1, num_blocks_for(length, block_size) + 1))
+    return [
+        Sequence(WorkId(0, f"profile-{index}", 0), [0], tokens, _SAMPLING, block_table=blocks)
+        for index in range(num_seqs)
+    ]

@@ -53,7 +53,7 @@ def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 
     free, total = torch.cuda.mem_get_info(device)
     return ProfiledMemory(
         total=total,
-        free=free + scratch_bytes,
+        free=free,  # the scratch is still held
         weights=allocated - scratch_bytes,
         libraries=max(0, _outside_torch(device) - outside),
         activations=peak - allocated,
