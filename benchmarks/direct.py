@@ -110,3 +110,28 @@ class _Session:
                 now = time.perf_counter()
                 for update in message:
                     self._updates.put_nowait((now, update))
+
+
+async def generate_alone(decode: HostPort, prompt: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
+    """All tokens of a prompt that a decode node computes itself, with no other node. Raises BatonError."""
+    epoch = secrets.randbits(63)
+    updates: asyncio.Queue[tuple[float, Update]] = asyncio.Queue()
+    session = _Session(decode, node_pb2_grpc.DecodeNodeStub, epoch, updates)
+    await session.open()
+    tokens: dict[int, int] = {}
+    try:
+        work = WorkId(epoch, "alone", 0)
+        await session.send(
+            Prefill(work, session.info.incarnation, tuple(prompt), (Sample(0),), sampling, TIMEOUT_S, None)
+        )
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                _, update = await updates.get()
+                if isinstance(update.kind, Tokens):
+                    tokens.update(enumerate(update.kind.token_ids, update.kind.first_index))
+                elif isinstance(update.kind, End):
+                    if update.kind.error:
+                        raise update.kind.error
+                    return tuple(tokens[index] for index in sorted(tokens))
+    finally:
+        await session.close()

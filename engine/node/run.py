@@ -14,7 +14,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
@@ -87,7 +89,7 @@ async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop:
     stop = _signals()
     node = Node(settings, side, parts, loop)
     await node.start()
-    log.info("ready address=%s metrics=http://%s/metrics", node.address, node.metrics.address)
+    log.info("ready address=%s metrics=http://%s/metrics seconds=%.2f", node.address, node.metrics.address, _age_s())
     ends: list[asyncio.Future[Any]] = [stop, node.failure]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     drained = not node.failure.done() and await _drain(node)
@@ -97,6 +99,12 @@ async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop:
     if not ended:
         os._exit(code)  # a thread inside the model cannot be unwound
     return code
+
+
+def _age_s() -> float:
+    """Seconds since the process began, imports included (man proc_pid_stat: starttime)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def _drain(node: Node) -> bool:

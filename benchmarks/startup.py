@@ -1,0 +1,199 @@
+"""From launch to ready: `python -m benchmarks.startup --checkpoint /dev/shm/llama-3.1-8b --shape llama-3.1-8b`.
+
+Launches a real node process twice, with an empty Triton cache and with the one that the first run left, and takes the
+times of its log's stages and of the first `ok` of its health page. Before a time counts the node must answer: a decode
+node the same tokens in both runs, a prefill node that its books are in order. The weights are in the page cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from baton.address import HostPort
+from baton.sampling import SamplingParams
+from baton.settings import Settings, parse
+from benchmarks.checks import WrongAnswers
+from benchmarks.direct import generate_alone
+
+GOAL_S = 15.0
+STOP_S = 60.0
+PROMPT = range(5, 45)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+STAGE = re.compile(r"logger=\S+ ([a-z ]+?) \w+=.* seconds=([\d.]+)")
+READY = re.compile(r" ready address=(\S+) metrics=(\S+)/metrics")
+
+
+class StartupSettings(Settings):
+    """Measures the time from the launch of a node to its readiness."""
+
+    prog: ClassVar[str] = "benchmarks.startup"
+
+    model: str | None = Field(None, description="model to start, as for a node; unset: that of --checkpoint")
+    checkpoint: Path | None = Field(None, description="folder for a random checkpoint, made there unless it exists")
+    shape: str = Field("llama-3.1-8b", description="folder of benchmarks/models that gives --checkpoint its shape")
+    role: Literal["prefill", "decode"] = Field("decode", description="node to start")
+    node: str = Field("", description="further flags of the node, in one string")
+    timeout: float = Field(600.0, gt=0, description="seconds that a start may take")
+
+    @model_validator(mode="after")
+    def _check(self) -> StartupSettings:
+        if (self.model is None) == (self.checkpoint is None):
+            raise ValueError("--model, --checkpoint: one of them")
+        return self
+
+
+@dataclass(slots=True)
+class Start:
+    """Seconds since the launch. `stages`: (name, at its end, that it took by its own account); stages may be parts of
+    the next."""
+
+    ready_s: float = 0.0
+    stages: list[tuple[str, float, float]] = field(default_factory=list)
+    answer: tuple[int, ...] = ()
+
+
+def main() -> None:
+    settings = parse(StartupSettings)
+    try:
+        line = run(settings)
+    except (RuntimeError, WrongAnswers) as error:
+        sys.stderr.write(f"{settings.prog}: {error}\n")
+        sys.exit(1)
+    print(json.dumps(line), flush=True)
+
+
+def run(settings: StartupSettings) -> dict[str, Any]:
+    """Measure, print the tables, and return what the JSON line says. Raises RuntimeError, WrongAnswers."""
+    model = settings.model or str(settings.checkpoint)
+    if settings.checkpoint:
+        _write_checkpoint(settings.shape, settings.checkpoint)
+    num_bytes = _into_page_cache(Path(model))
+    # One event loop for all: grpc's threads do not outlive theirs.
+    with tempfile.TemporaryDirectory(prefix="baton-triton-") as cache, asyncio.Runner() as loop:
+        starts = {name: _start(settings, model, Path(cache), loop) for name in ("cold", "warm")}
+    if starts["cold"].answer != starts["warm"].answer:
+        raise WrongAnswers(f"two runs, two answers: {[start.answer for start in starts.values()]}")
+    for name, start in starts.items():
+        print(_table(name, start))
+    return {
+        "benchmark": "startup",
+        "model": model,
+        "role": settings.role,
+        "node": settings.node,
+        "weights_gib": round(num_bytes / 2**30, 2),
+        "machine": platform.node(),
+        "cores": len(os.sched_getaffinity(0)),
+        "num_answered": len(starts["warm"].answer),
+        "goal_s": GOAL_S,
+        **{f"{name}_ready_s": round(start.ready_s, 2) for name, start in starts.items()},
+        **{
+            f"{name}_stages": {stage: round(took, 2) for stage, _, took in start.stages}
+            for name, start in starts.items()
+        },
+    }
+
+
+def _write_checkpoint(shape: str, folder: Path) -> None:
+    """In a process of its own: this one is to hold no GPU memory."""
+    code = "import sys; from benchmarks.random_checkpoint import write_checkpoint; from pathlib import Path; "
+    code += "write_checkpoint(sys.argv[1], Path(sys.argv[2]))"
+    if subprocess.run([sys.executable, "-c", code, shape, str(folder)], check=False).returncode:
+        raise RuntimeError(f"--checkpoint: cannot make {folder}")
+
+
+def _into_page_cache(folder: Path) -> int:
+    """Read the weight files; their bytes. 0 for a model that is not a folder."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as data:
+            while size := len(data.read(64 << 20)):
+                total += size
+    return total
+
+
+def _start(settings: StartupSettings, model: str, triton_cache: Path, loop: asyncio.Runner) -> Start:
+    """Launch, wait until it is ready, check, stop. Raises RuntimeError with the last lines of what it wrote."""
+    argv = [sys.executable, "-m", f"{settings.role}_node.main", "--model", model]
+    argv += ["--listen", "127.0.0.1:0", "--metrics-port", "0", *shlex.split(settings.node)]
+    launched = time.perf_counter()
+    with subprocess.Popen(
+        argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "TRITON_CACHE_DIR": str(triton_cache)}
+    ) as process:
+        late = threading.Timer(settings.timeout, process.kill)
+        late.start()
+        try:
+            return _follow(settings, process, launched, loop)
+        finally:
+            late.cancel()
+            _stop(process)
+
+
+def _follow(settings: StartupSettings, process: subprocess.Popen[str], launched: float, loop: asyncio.Runner) -> Start:
+    start, lines = Start(), []
+    assert process.stderr
+    for line in process.stderr:
+        at = time.perf_counter() - launched
+        lines.append(line)
+        if found := READY.search(line):
+            address, pages = HostPort.parse(found[1]), found[2]
+            _page_says_ok(f"{pages}/health")
+            start.ready_s = time.perf_counter() - launched
+            start.stages.append(("serving", start.ready_s, start.ready_s - start.stages[-1][1]))
+            if settings.role == "decode":
+                start.answer = _answer(address, loop)
+            _page_says_ok(f"{pages}/integrity")
+            return start
+        if stage := STAGE.search(line):
+            if not start.stages:
+                began = at - float(stage[2])
+                start.stages.append(("imports", began, began))
+            start.stages.append((stage[1], at, float(stage[2])))
+    raise RuntimeError("the node did not get ready:\n" + "".join(lines[-20:]))
+
+
+def _answer(address: HostPort, loop: asyncio.Runner) -> tuple[int, ...]:
+    answers = [loop.run(generate_alone(address, PROMPT, GREEDY)) for _ in range(2)]
+    if answers[0] != answers[1] or len(answers[0]) != GREEDY.max_tokens:
+        raise WrongAnswers(f"asked twice, the node answered {answers}")
+    return answers[0]
+
+
+def _page_says_ok(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=STOP_S) as page:
+        text = page.read().decode().strip()
+    if text != "ok":
+        raise WrongAnswers(f"{url} says {text}")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _table(name: str, start: Start) -> str:
+    rows = [f"{stage:20} {at:9.2f} {took:9.2f}" for stage, at, took in start.stages]
+    return "\n".join([f"{f'Triton cache {name}':20} {'at, s':>9} {'took, s':>9}", *rows])
+
+
+if __name__ == "__main__":
+    main()
