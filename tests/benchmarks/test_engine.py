@@ -21,6 +21,7 @@ from benchmarks.engine_check import LIMITS, Answer, check, compare, judge, refer
 from benchmarks.engine_report import main
 from benchmarks.engine_shape import shape_of
 from benchmarks.engine_trace import summarize
+from benchmarks.performance_page import NOTHING, PARTS, plots, write_page
 
 TINY = LlamaConfig(
     vocab_size=300,
@@ -66,6 +67,10 @@ def test_all_sections_of_a_trained_model(capsys: pytest.CaptureFixture[str], tmp
     assert "host waits" in printed
     assert line["decode"]["trace"] is None
     assert "traceEvents" in json.loads(trace.read_text())
+    parts = PARTS.keys() - {"compared", "trace"}  # which a CPU has not
+    page = write_page("".join(f"<!-- measured: {part} -->\n<!-- end -->\n" for part in parts), {"tiny": line})
+    assert NOTHING not in page
+    assert plots({"tiny": line})
 
 
 def test_random_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks import performance_page
 from benchmarks.performance_page import PAGE, PART, PARTS, RESULTS, plots, read_results, write_page
+from benchmarks.engine_trace import TraceSummary
 from benchmarks.performance_plot import HEIGHT, Line, plot
 from benchmarks.tables import Table
 
@@ -53,6 +55,15 @@ def test_a_table_is_written_between_its_marks(mean_ms: float, verdict: str) -> N
     assert f"| {verdict} |" in row
     assert write_page(written, {"llama": run_of(mean_ms, 5.0)}) == written
     assert performance_page.NOTHING in write_page(written, {})
+
+
+def test_the_trace_is_told_where_there_is_one() -> None:
+    run = run_of(4.5, 5.0)
+    page = "<!-- measured: trace -->\n<!-- end -->"
+    assert performance_page.NOTHING in write_page(page, {"a": run})
+    summary = TraceSummary(12, 400.4, 14000.2, 13600, 399.6, 2, 30.3, 20.25)
+    run["decode"]["trace"] = asdict(summary)
+    assert "idle for 400 us of them, for 30 us in pauses of more than 3 us" in write_page(page, {"a": run})
 
 
 def test_a_picture_has_the_lines_there_are() -> None:
