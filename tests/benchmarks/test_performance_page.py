@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import performance_page
-from benchmarks.performance_page import PAGE, PART, PARTS, RESULTS, plots, read_results, write_page
 from benchmarks.engine_trace import TraceSummary
+from benchmarks.performance_page import PAGE, PART, PARTS, RESULTS, plots, read_results, write_page
 from benchmarks.performance_plot import HEIGHT, Line, plot
 from benchmarks.tables import Table
 
