@@ -77,8 +77,8 @@ def table_forward(rotary: nn.Module, config: Any, max_model_len: int, like: Tens
     tables = {kind: _table(rotary, kind, max_model_len, like) for kind in kinds}
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        both = tables[layer_type][position_ids]
-        return both[:, :, 0], both[:, :, 1]
+        cos, sin = torch.embedding(tables[layer_type], position_ids).chunk(2, dim=-1)
+        return cos, sin
 
     forward.baton_table = True  # type: ignore[attr-defined]
     return forward
@@ -86,7 +86,7 @@ def table_forward(rotary: nn.Module, config: Any, max_model_len: int, like: Tens
 
 @torch.no_grad()
 def _table(rotary: nn.Module, kind: str | None, max_model_len: int, like: Tensor) -> Tensor:
-    """[positions, 2, rotary_dim], in the dtype that the module returns."""
+    """[positions, 2 * rotary_dim], cos before sin, in the dtype that the module returns."""
     last = max_model_len - 1
     extra = {} if kind is None else {"layer_type": kind}
     pieces = []
@@ -95,7 +95,7 @@ def _table(rotary: nn.Module, kind: str | None, max_model_len: int, like: Tensor
         # The last position goes with every piece: it is what longrope and dynamic NTK look at.
         positions = torch.cat([rows.clamp(max=last), rows.new_tensor([last])])
         cos, sin = rotary(like, positions[None], **extra)
-        pieces.append(torch.stack([cos[0, :-1], sin[0, :-1]], dim=1))
+        pieces.append(torch.cat([cos[0, :-1], sin[0, :-1]], dim=-1))
     return torch.cat(pieces)
 
 

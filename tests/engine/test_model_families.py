@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import loader
 from engine.model.attention import probe
+from engine.model.batch import decodes_first
 from engine.model.errors import UnsupportedModel
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
@@ -28,21 +28,16 @@ SIZES = EngineConfig(num_blocks=65, max_model_len=512, vocab_size=tiny_models.VO
 
 
 class LogitsOf(TorchModelRunner):
-    """Says the logits of each chunk that samples, as the sampler gets them."""
+    """Says the logits of each chunk that samples, decodes first, as the sampler gets them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(loader.load_model(folder), SIZES)
         self.pool.tensor[1:] = float("nan")  # whatever is read must have been written before
 
+    @torch.inference_mode()
     def __call__(self, *chunks: Chunk) -> list[torch.Tensor]:
-        self.rows: list[torch.Tensor] = []
-        self.run(chunks)
-        return self.rows
-
-    def _forward(self, chunks: Iterable[Chunk]) -> torch.Tensor:
-        logits = super()._forward(list(chunks))
-        self.rows = list(logits)
-        return logits
+        ordered = decodes_first(chunks)
+        return list(self._logits(ordered, self._rows.place(ordered)))
 
 
 def sequences(lengths: list[int]) -> list[Sequence]:
@@ -57,12 +52,12 @@ def sequences(lengths: list[int]) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("family", tiny_models.CONFIGS)
-def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_of_the_modules_as_they_are(family: str, tmp_path: Path) -> None:
     folder = tiny_models.save(tiny_models.CONFIGS[family], tmp_path)
     run = LogitsOf(folder)
     a, b, c = seqs = sequences([70, 33, 100])
-    assert run(Chunk(a, 0, 30), Chunk(b, 0, 32)) == []
-    rows = run(Chunk(b, 32, 1), Chunk(a, 30, 40), Chunk(c, 0, 99)) + run(Chunk(c, 99, 1))
+    assert run(Chunk.of(a, 0, 30), Chunk.of(b, 0, 32)) == []
+    rows = run(Chunk.of(b, 32, 1), Chunk.of(a, 30, 40), Chunk.of(c, 0, 99)) + run(Chunk.of(c, 99, 1))
     model = tiny_models.reference(folder)
     for seq, row in zip((b, a, c), rows, strict=True):
         with torch.inference_mode():
@@ -75,9 +70,9 @@ def test_two_runners_in_one_process_do_not_meet(tmp_path: Path) -> None:
     folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
     one, other = LogitsOf(folder), LogitsOf(folder)
     (seq,) = sequences([40])
-    one(Chunk(seq, 0, 39))
-    (alone,) = other(Chunk(seq, 0, 40))
-    (chunked,) = one(Chunk(seq, 39, 1))
+    one(Chunk.of(seq, 0, 39))
+    (alone,) = other(Chunk.of(seq, 0, 40))
+    (chunked,) = one(Chunk.of(seq, 39, 1))
     torch.testing.assert_close(alone, chunked, atol=1e-5, rtol=1e-5)
 
 
@@ -86,7 +81,7 @@ def test_another_requests_nan_does_not_spread(tmp_path: Path) -> None:
     run = LogitsOf(folder)
     (seq,) = sequences([12])
     for start in range(12):
-        rows = run(Chunk(seq, start, 1))
+        rows = run(Chunk.of(seq, start, 1))
     assert bool(rows[0].isfinite().all())
 
 

@@ -91,7 +91,7 @@ def test_dynamic_ntk_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
 def test_positions_past_the_last_are_no_error() -> None:
     rotary = LlamaRotaryEmbedding(config := LlamaConfig(hidden_size=64, num_attention_heads=4))
     look_up = rope.table_forward(rotary, config, 8, X)
-    cos, _ = look_up(X, torch.tensor([[7, 8, 9]]))
+    cos, _ = look_up(X, torch.tensor([[7, 8, 9]], dtype=torch.int32))
     assert torch.equal(cos[0, 0], cos[0, 1])
 
 
