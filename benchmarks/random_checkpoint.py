@@ -27,8 +27,6 @@ def write_checkpoint(shape: str, folder: Path) -> None:
     model = build_skeleton(config, config.dtype, "sdpa")
     move_empty(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     fill_with_dummies(model)
-    unused: Any = model
-    unused.generation_config = None
     model.save_pretrained(folder, max_shard_size=_SHARD)
     shutil.copy(SHAPES / shape / "config.json", folder)
     _tokenizer(config.vocab_size).save_pretrained(folder)

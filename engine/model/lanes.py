@@ -46,11 +46,14 @@ def cut(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> Iterator
 
 
 @torch.no_grad()
-def read_pieces(pieces: list[Piece], device: torch.device) -> None:
-    """Fill all targets, which lie on `device`. Raises UnsupportedModel for a file that ends too early, OSError."""
+def read_pieces(pieces: list[Piece]) -> None:
+    """Fill all targets, which lie on one device. Raises UnsupportedModel for a file that ends too early, OSError."""
+    if not pieces:
+        return
+    device = pieces[0].target.device
     pieces = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
     files = {piece.file: os.open(piece.file, os.O_RDONLY) for piece in pieces}
-    num_threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces)))
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
     shared = iter(pieces)  # a list's iterator: next() is one step of the interpreter
     try:
         with ThreadPoolExecutor(num_threads, "weights") as threads:

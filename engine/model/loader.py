@@ -95,7 +95,7 @@ def _load_directly(path: Path, config: Any, dtype: torch.dtype | None, device: t
     model = build_skeleton(config, dtype or config.dtype or stored_dtype(stored), IMPLEMENTATION)
     matched = match(model, stored)
     move_empty(model, device)
-    num_bytes = fill(matched, device)
+    num_bytes = fill(matched)
     seconds = time.monotonic() - began
     log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", num_bytes / GIB, seconds, num_bytes / GIB / seconds)
     return model

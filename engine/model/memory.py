@@ -8,7 +8,8 @@ The share is this process's. What others hold on the same GPU matters only where
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,15 @@ def num_kv_blocks(pool_bytes: int, block_bytes: int, block_size: int, max_model_
             f"and there are {_size(pool_bytes)}: lower it to {num_blocks * block_size} or less, or raise {more_by}"
         )
     return num_blocks
+
+
+@contextmanager
+def out_of_memory(advice: str) -> Iterator[None]:
+    """Turns torch's error into a ValueError with one line: the advice, and what was asked for."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{advice}: {str(error).splitlines()[0]}") from error
 
 
 def _outside_torch(device: torch.device) -> int:

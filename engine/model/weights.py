@@ -72,10 +72,10 @@ def match(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> list[tuple
     return [(source, targets[key]) for key, source in sources.items()]
 
 
-def fill(matched: list[tuple[StoredTensor, Tensor]], device: torch.device) -> int:
-    """Read all tensors into their targets on the device; how many bytes that were."""
+def fill(matched: list[tuple[StoredTensor, Tensor]]) -> int:
+    """Read all tensors into their targets; how many bytes that were."""
     pieces = [piece for source, target in matched for piece in _pieces(source, target)]
-    read_pieces(pieces, device)
+    read_pieces(pieces)
     return sum(piece.num_bytes for piece in pieces)
 
 

@@ -27,18 +27,15 @@ from engine.engine import Engine
 from engine.model import fast, loader
 from engine.model.attention import Probe, probe
 from engine.model.graphs import ladder
-from engine.model.largest_step import largest_steps, profile_config
-from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, profile
+from engine.model.memory import out_of_memory
 from engine.model.runner import TorchModelRunner
+from engine.node import pool_size
 from engine.node.settings import GIB, NodeSettings
 from engine.node.tokenizer import TokenizerFiles, has_tokenizer, read_tokenizer
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
-_CPU_POOL_BYTES = GIB
-_GRAPHS_BYTES = GIB
-"""Kept free for CUDA graphs."""
 _NULL_BLOCK = 1
 """The pool's block 0, which no request gets."""
 
@@ -75,7 +72,8 @@ def build(settings: NodeSettings) -> Built:
     limits = _limits(settings, path, device, defaults.eos_token_ids)
     model, probed = _load(settings, path, device, limits.max_model_len)
     config = _with_pool(settings, limits, model, probed)
-    runner = _make_runner(model, config, probed)
+    with out_of_memory("--gpu-memory-utilization: lower it, the KV pool does not fit"):
+        runner = TorchModelRunner(model, config, probed)
     _capture(settings, runner, config)
     return Built(
         engine=Engine(config, runner),
@@ -159,7 +157,8 @@ def _load(
 ) -> tuple[PreTrainedModel, Probe]:
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
-    model = loader.load_model(path, dtype, device, settings.load_format)
+    with out_of_memory("--model: the weights do not fit the GPU"):
+        model = loader.load_model(path, dtype, device, settings.load_format)
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)
     name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())
@@ -178,8 +177,7 @@ def _load(
 def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> EngineConfig:
     """`limits` with a pool: as told, or as the memory holds."""
     began = time.monotonic()
-    memory = _profile(model, probed, limits) if model.device.type == "cuda" else None
-    num_blocks = settings.num_gpu_blocks_override or _num_blocks(settings, limits, probed, memory)
+    num_blocks = pool_size.num_blocks(settings, limits, model, probed)
     log.info(
         "kv pool kv_blocks=%d kv_gib=%.2f max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d seconds=%.2f",
         num_blocks,
@@ -192,10 +190,6 @@ def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
     return dataclasses.replace(limits, num_blocks=num_blocks + _NULL_BLOCK)
 
 
-def _make_runner(model: PreTrainedModel, config: EngineConfig, probed: Probe) -> TorchModelRunner:
-    return TorchModelRunner(model, config, probed)
-
-
 def _capture(settings: NodeSettings, runner: TorchModelRunner, config: EngineConfig) -> None:
     """CUDA graphs of decode steps, where there is a GPU."""
     if settings.enforce_eager or runner.pool.tensor.device.type != "cuda":
@@ -203,7 +197,8 @@ def _capture(settings: NodeSettings, runner: TorchModelRunner, config: EngineCon
     began = time.monotonic()
     wanted = settings.cudagraph_capture_sizes or ladder(config.max_num_seqs)
     sizes = sorted({min(size, config.max_num_seqs) for size in wanted})
-    runner.capture(sizes)
+    with out_of_memory("--gpu-memory-utilization: lower it (or take --enforce-eager), CUDA graphs do not fit"):
+        runner.capture(sizes)
     log.info("graphs captured sizes=%s seconds=%.2f", ",".join(map(str, sizes)), time.monotonic() - began)
 
 
@@ -213,40 +208,3 @@ def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:
         log.warning("%s has no tokenizer: baton-tiny's stands in for it", path)
         path = loader.EMBEDDED["baton-tiny"]
     return read_tokenizer(path)
-
-
-# ---- the pool's size ----
-
-
-def _num_blocks(settings: NodeSettings, limits: EngineConfig, probed: Probe, memory: ProfiledMemory | None) -> int:
-    """Blocks that requests can have: as many as the memory holds and, on a CPU, the node could ever fill at once.
-    memory: of a GPU."""
-    block_bytes = probed.shape.block_bytes(limits.block_size)
-    pool_bytes = settings.kv_cache_memory_bytes
-    more_by = f"--kv-cache-memory-bytes ({pool_bytes})"
-    if pool_bytes is None and memory is not None:
-        pool_bytes = kv_pool_bytes(memory, settings.gpu_memory_utilization, _graphs_bytes(settings))
-        more_by = f"--gpu-memory-utilization ({settings.gpu_memory_utilization:g})"
-    elif pool_bytes is None:
-        fillable = limits.max_num_seqs * num_blocks_for(limits.max_model_len, limits.block_size)
-        pool_bytes = min(_CPU_POOL_BYTES, fillable * block_bytes)
-        more_by = "--kv-cache-memory-bytes (unset: at most 1 GiB)"
-    return num_kv_blocks(pool_bytes, block_bytes, limits.block_size, limits.max_model_len, more_by)
-
-
-def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig) -> ProfiledMemory:
-    """Compute the largest steps over a few blocks, which are given back. It compiles kernels, too, so it is done even
-    where nobody asks for the memory."""
-    runner = _make_runner(model, profile_config(limits), probed)
-
-    def run() -> None:
-        for chunks in largest_steps(limits):
-            runner.launch(chunks).wait()
-            for chunk in chunks:
-                runner.forget(chunk.sequence)
-
-    return profile(run, model.device, scratch_bytes=runner.pool.tensor.nbytes)
-
-
-def _graphs_bytes(settings: NodeSettings) -> int:
-    return 0 if settings.enforce_eager else _GRAPHS_BYTES

@@ -11,7 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.model import loader
 from engine.model.largest_step import largest_steps, profile_config
-from engine.model.memory import GIB, ProfiledMemory, kv_pool_bytes, num_kv_blocks, profile
+from engine.model.memory import GIB, ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
 from engine.model.runner import TorchModelRunner
 from tests.engine import tiny_models
 
@@ -78,6 +78,14 @@ def test_the_largest_steps(budget: int, num_seqs: int, max_len: int, shapes: lis
             assert chunk.samples_token
             assert max(chunk.sequence.block_table) < pool.num_blocks
             assert chunk.end <= pool.max_model_len < max_len + 1
+
+
+def test_memory_that_runs_out_ends_in_one_line() -> None:
+    with (
+        pytest.raises(ValueError, match=r"^--model: too large: Tried to allocate 2 GiB\.$"),
+        out_of_memory("--model: too large"),
+    ):
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nSee the documentation.")
 
 
 def test_the_largest_steps_run(tmp_path: Path) -> None:
