@@ -11,7 +11,7 @@ from engine.model.fast.patches import Target
 from engine.model.kv_pool import KvPool, KvShape
 
 NUM_TOKENS = 6
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 
 
 def run_model(target: Target, site: AttentionSite) -> None:
@@ -28,11 +28,11 @@ def run_model(target: Target, site: AttentionSite) -> None:
 def logits_as_served(target: Target, shape: KvShape) -> Tensor:
     """[2, vocab_size], fp32: of a short prompt's last token and of one decoded after it, over a pool of two blocks."""
     device = target.model.device
-    step = attach(target.layers, KvPool(shape, 2, _BLOCK_SIZE, device))
+    step = attach(target.layers, KvPool(shape, 2, BLOCK_SIZE, device))
     rows = []
     try:
         for start, end in ((0, NUM_TOKENS - 1), (NUM_TOKENS - 1, NUM_TOKENS)):
-            step.batch = PagedBatch.build([[1]], [end - start], [end], _BLOCK_SIZE, device)
+            step.batch = PagedBatch.build([[1]], [end - start], [end], BLOCK_SIZE, device)
             step.slot_mapping = step.batch.slot_mapping()
             rows.append(_forward(target, start, end))
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import torch
@@ -51,6 +52,7 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     if (done := model.__dict__.get(_REPORT)) is not None:
         report: FusedReport = done
         return report
+    began = time.monotonic()
     target = Target(model, probed.layers, max_model_len)
     report = FusedReport()
     expected = logits_as_served(target, probed.shape)
@@ -60,7 +62,7 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     model.__dict__[_REPORT] = report
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the weights' former places
-    log.info("fused: %s", report)
+    log.info("fused: %s seconds=%.2f", report, time.monotonic() - began)
     return report
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from baton_kernels.kv_write import rope_kv_write
 from engine.model import rope
 from engine.model.attention import Angles, AttentionCall, FusedRotary
-from engine.model.fast.forwards import run_model
+from engine.model.fast.forwards import BLOCK_SIZE, run_model
 from engine.model.fast.patches import RmsNorm, Target, close
 from engine.model.fast.tally import Tally
 
@@ -239,9 +239,9 @@ def _agrees(
     query, key, value = call.query.clone(), call.key.clone(), call.value
     if value.shape != key.shape:
         return False
-    cache = key.new_zeros((2, 2, num_kv_heads, num_tokens, head_dim))
-    slots = torch.arange(num_tokens, 2 * num_tokens, device=key.device)
+    cache = key.new_zeros((2, 2, num_kv_heads, BLOCK_SIZE, head_dim))
+    slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + num_tokens, device=key.device)
     options = candidate.options(interleaved)
     rope_kv_write(query, key, value, angles[0], angles[1], cache[:, 0], cache[:, 1], slots, **options)
-    written_key, written_value = (cache[1, i].transpose(0, 1) for i in (0, 1))
+    written_key, written_value = (cache[1, i, :, :num_tokens].transpose(0, 1) for i in (0, 1))
     return close(query, own[0]) and close(written_key, own[1]) and bool((written_value == value).all())
