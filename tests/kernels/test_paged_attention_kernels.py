@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels.paged_attention import decode, kernel, merge, prefill
+from baton_kernels.paged_attention import contiguous, decode, kernel, merge, prefill
 from tests.kernels.attention_case import BATCHES, Case
 
 torch.set_num_threads(1)
@@ -60,18 +60,22 @@ def test_window_softcap_and_sinks(kind: str, device: str, dtype: torch.dtype) ->
     check(case, window=33, softcap=5.0, sinks=sinks)
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
 @GPU
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size"),
+    ("heads", "kv_heads", "dim", "block_size", "dtype"),
     [
-        (32, 8, 128, 16),
-        (28, 4, 128, 32),
-        (8, 1, 256, 64),
-        (6, 6, 64, 128),
-        (12, 2, 96, 16),
-        (40, 8, 80, 16),
-        (71, 1, 64, 16),
+        (32, 8, 128, 16, BF16),
+        (32, 8, 128, 16, FP32),
+        (28, 4, 128, 32, FP16),
+        (8, 1, 256, 64, BF16),
+        (4, 2, 256, 16, FP32),
+        (6, 6, 64, 128, BF16),
+        (12, 2, 96, 16, BF16),
+        (40, 8, 80, 16, BF16),
+        (71, 1, 64, 16, BF16),
     ],
 )
 def test_shapes_of_models(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
@@ -114,18 +118,43 @@ def test_a_captured_graph_serves_other_contexts(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_many_shares_of_few_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys split over more programs than there are tiles, for decodes and for chunks."""
-    monkeypatch.setattr(decode, "num_sms", lambda _: 32)
-    monkeypatch.setattr(prefill, "num_sms", lambda _: 32)
-    monkeypatch.setattr(prefill, "KEYS_PER_SPLIT", 64)
+def test_keys_split_over_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for few tokens on a GPU of many processors; one sequence in the middle has too few keys to be split."""
+    monkeypatch.setattr(decode, "num_sms", lambda _: 4)
+    monkeypatch.setattr(prefill, "num_sms", lambda _: 8)
+    monkeypatch.setattr(prefill, "KEYS_PER_SPLIT", 32)
     sinks = torch.linspace(-1, 1, 4, device=device)
-    case = Case([(1, 200), (1, 70), (1, 3), (4, 200), (9, 100)], 4, 1, 16, device, 16)
-    for window in (None, 90):
-        check(case, window=window)
-        check(case, window=window, sinks=sinks)
-    splits = [plan.num_splits for key, plan in case.batch.plans.items() if key[0] == "prefill"]
-    assert max(splits) > 1
+    case = Case([(1, 200), (1, 3), (1, 70), (4, 200), (7, 100)], 4, 1, 16, device, 16)
+    check(case)
+    check(case, window=90, sinks=sinks)
+    assert all(plan.num_splits > 1 for key, plan in case.batch.plans.items() if key[0] == "prefill")
+    assert all(plan.tuning.num_splits > 1 for key, plan in case.batch.plans.items() if key[0] == "decode")
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(
+    ("query_len", "context"),
+    [(32, 32), (21, 21), (16, 64), (32, 101), (19, 60), (3, 35)],
+    ids=str,
+)
+def test_long_chunk_in_small(query_len: int, context: int, fresh: bool) -> None:
+    """Squares and rectangles with torch in cuDNN's place."""
+    shapes = contiguous.Shapes(square=16, rows=8, widths=(48, 16))
+    case = Case([(query_len, context)], 4, 2, 16, "cpu", 8)
+    key, value = (case.key, case.value) if fresh else (None, None)
+    out = contiguous.contiguous_attention(
+        case.query, key, value, case.key_cache, case.value_cache, case.batch, 0, 0.3, shapes
+    )
+    torch.testing.assert_close(out, case.expected(0.3).float(), atol=2e-5, rtol=2e-5)
+
+
+@GPU
+def test_long_chunks() -> None:
+    """Among other sequences; the path of some is cuDNN's."""
+    for lens in ([(4096, 4096)], [(2048, 8192)], [(1, 77), (4300, 4400), (9, 50), (1100, 13000), (5, 5)]):
+        assert any(contiguous.pays(*chunk) for chunk in lens)
+        for heads, kv_heads, dim in ((4, 2, 128), (3, 1, 64)):
+            check(Case(lens, heads, kv_heads, dim, "cuda", 16, torch.bfloat16))
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)

@@ -1,7 +1,7 @@
 """Attention over parts of the keys put together: each part's output counts by the sum of its weights."""
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-# ruff: noqa: N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from __future__ import annotations
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from baton_kernels.paged_attention.tile import NOTHING
 
 
-@triton.jit(do_not_specialize=["first_seq", "skip_length", "num_splits"])
+@triton.jit(do_not_specialize=["first_seq", "num_splits"])
 def merge_splits_kernel(
     part_ptr,  # [num_seqs, num_splits, max_tiles, NUM_KV_HEADS, TILE_ROWS, HEAD_DIM], fp32
     part_lse_ptr,  # the same without HEAD_DIM, base 2, NOTHING where a part has no keys
@@ -20,7 +20,6 @@ def merge_splits_kernel(
     out_ptr,
     query_start_ptr,
     first_seq,
-    skip_length,
     num_splits,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -36,7 +35,7 @@ def merge_splits_kernel(
     length = tl.load(query_start_ptr + first_seq + seq + 1) - first_token
     tile, head = tl.program_id(1) // NUM_KV_HEADS, tl.program_id(1) % NUM_KV_HEADS
     row = tile * TILE_ROWS + tl.program_id(0)
-    if row < length * GROUP and length < skip_length:
+    if row < length * GROUP:
         token = (first_token + row // GROUP).to(tl.int64)
         query_head = head * GROUP + row % GROUP
         split = tl.arange(0, SPLITS_PADDED)

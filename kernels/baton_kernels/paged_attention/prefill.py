@@ -6,8 +6,8 @@ sequence start with its last rows, which see most keys. When there are few rows,
 `merge_splits` ends it.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-# ruff: noqa: N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -23,10 +23,9 @@ from baton_kernels.paged_attention.tile import NOTHING, add_sink, attend_tile, n
 
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 512  # at least
-ANY_LENGTH = 1 << 30
 
 
-@triton.jit(do_not_specialize=["first_seq", "skip_length", "window", "num_splits", "table_stride"])
+@triton.jit(do_not_specialize=["window", "first_seq", "num_splits", "table_stride"])
 def _prefill_kernel(
     query_ptr,
     key_ptr,
@@ -43,7 +42,6 @@ def _prefill_kernel(
     cap,
     window,
     first_seq,
-    skip_length,
     num_splits,
     query_token_stride,
     query_head_stride,
@@ -67,7 +65,7 @@ def _prefill_kernel(
     first_token = tl.load(query_start_ptr + seq)
     length = tl.load(query_start_ptr + seq + 1) - first_token
     tile = tl.cdiv(length * GROUP, TILE_ROWS) - 1 - tl.program_id(1)
-    if tile >= 0 and length < skip_length:
+    if tile >= 0:
         row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         dim = tl.arange(0, HEAD_DIM_PADDED)
         mask = (row < length * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -151,28 +149,31 @@ def prefill_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     batch: PagedBatch,
+    seqs: range,
     out: Tensor,
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-    skip_length: int = ANY_LENGTH,
 ) -> None:
-    """Attend the new tokens of the batch's sequences from `num_decodes` on, but of those with `skip_length` or more.
+    """Attend the new tokens of the sequences `seqs`. See `paged_attention`; `out`: like query, contiguous.
 
-    See `paged_attention`; `out`: like query, contiguous. A sequence may have fewer new tokens on the device than
-    `batch.query_lens` says, but not more: a CUDA graph's are bounds.
+    A sequence may have fewer new tokens on the device than `batch.query_lens` says, but not more: a CUDA graph's are
+    bounds.
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
-    plan = _plan(batch, key_cache, group, sliding_window, skip_length)
+    plan = _plan(batch, key_cache, seqs, group, sliding_window)
     tuning, num_splits = plan.tuning, plan.num_splits
-    grid = (num_kv_heads, plan.max_tiles, (len(batch.query_lens) - batch.num_decodes) * num_splits)
-    num_parts = grid[0] * grid[1] * grid[2] * tuning.tile_rows if num_splits > 1 else 0
-    parts = query.new_empty((num_parts, head_dim), dtype=torch.float32)
-    lse = query.new_empty(num_parts, dtype=torch.float32)
+    grid = (num_kv_heads, plan.max_tiles, len(seqs) * num_splits)
+    parts = lse = out
+    if num_splits > 1:
+        num_parts = grid[0] * grid[1] * grid[2] * tuning.tile_rows
+        parts = query.new_empty((num_parts, head_dim), dtype=torch.float32)
+        lse = query.new_empty(num_parts, dtype=torch.float32)
     score_scale, cap = score_constants(scale, softcap)
     sinks_or_any = query if sinks is None else sinks
+    dim_padded = max(16, triton.next_power_of_2(head_dim))
     _prefill_kernel[grid](
         query,
         key_cache,
@@ -188,8 +189,7 @@ def prefill_attention(
         score_scale,
         cap,
         sliding_window or 0,
-        batch.num_decodes,
-        skip_length,
+        seqs.start,
         num_splits,
         query.stride(0),
         query.stride(1),
@@ -200,7 +200,7 @@ def prefill_attention(
         block_size,
         tuning.tile_rows,
         tuning.tile_keys,
-        max(16, triton.next_power_of_2(head_dim)),
+        dim_padded,
         num_splits > 1,
         sliding_window is not None,
         softcap is not None,
@@ -209,57 +209,50 @@ def prefill_attention(
         num_stages=tuning.num_stages,
     )
     if num_splits > 1:
-        merge_grid = (tuning.tile_rows, num_kv_heads * plan.max_tiles, len(batch.query_lens) - batch.num_decodes)
-        merge_splits_kernel[merge_grid](
+        merge_splits_kernel[(tuning.tile_rows, num_kv_heads * plan.max_tiles, len(seqs))](
             parts,
             lse,
             sinks_or_any,
             out,
             batch.query_starts,
-            batch.num_decodes,
-            skip_length,
+            seqs.start,
             num_splits,
             num_kv_heads,
             group,
             head_dim,
             tuning.tile_rows,
-            triton.next_power_of_2(head_dim),
+            dim_padded,
             triton.next_power_of_2(num_splits),
             sinks is not None,
         )
 
 
-def _plan(batch: PagedBatch, key_cache: Tensor, group: int, sliding_window: int | None, skip_length: int) -> Plan:
+def _plan(batch: PagedBatch, key_cache: Tensor, seqs: range, group: int, sliding_window: int | None) -> Plan:
     num_kv_heads, _, head_dim = key_cache.shape[1:]
-    key = ("prefill", num_kv_heads, group, head_dim, sliding_window, skip_length)
+    key = ("prefill", num_kv_heads, group, head_dim, sliding_window, seqs)
     if key not in batch.plans:
-        lengths = [n for n in batch.query_lens[batch.num_decodes :] if n < skip_length]
-        tuning = tune(max(lengths) * group, head_dim, key_cache.dtype)
-        max_tiles = -(-max(lengths) * group // tuning.tile_rows)
-        programs = num_kv_heads * max_tiles * len(lengths)
-        num_splits = _num_splits(programs, batch, sliding_window, num_sms(key_cache.device))
+        sms = num_sms(key_cache.device)
+        longest = max(batch.query_lens[i] for i in seqs)
+        tuning = tune(longest * group, num_kv_heads * len(seqs), head_dim, key_cache.dtype, sms)
+        max_tiles = -(-longest * group // tuning.tile_rows)
+        most_keys = max((batch.host_context_lens[i] for i in seqs), default=0) if batch.host_context_lens else 0
+        if sliding_window is not None:
+            most_keys = min(most_keys, sliding_window + longest)
+        programs = num_kv_heads * max_tiles * len(seqs)
+        num_splits = max(1, min(MAX_SPLITS, 2 * sms // programs, most_keys // KEYS_PER_SPLIT))
         batch.plans[key] = Plan(tuning, max_tiles, num_splits)
     plan: Plan = batch.plans[key]
     return plan
 
 
-def tune(max_rows: int, head_dim: int, dtype: torch.dtype) -> Tuning:
-    """`max_rows`: the query heads of one KV head times the longest chunk's tokens."""
+def tune(max_rows: int, num_columns: int, head_dim: int, dtype: torch.dtype, sms: int) -> Tuning:
+    """`max_rows`: the longest chunk's tokens times the heads of a group; `num_columns`: KV heads times chunks."""
     if dtype == torch.float32:
         return Tuning(tile_rows=32, tile_keys=32, num_warps=4, num_stages=2)
     if head_dim > 128:
         return Tuning(min(64, max(16, triton.next_power_of_2(max_rows))), tile_keys=64, num_warps=4, num_stages=2)
     if max_rows <= 64:
         return Tuning(max(16, triton.next_power_of_2(max_rows)), tile_keys=64, num_warps=4, num_stages=3)
-    return Tuning(tile_rows=128, tile_keys=128, num_warps=8, num_stages=3)
-
-
-def _num_splits(programs: int, batch: PagedBatch, sliding_window: int | None, sms: int) -> int:
-    """Enough programs for the GPU, each with KEYS_PER_SPLIT keys or more; 1 where the contexts are not known."""
-    contexts = batch.host_context_lens[batch.num_decodes :]
-    if not contexts:
-        return 1
-    longest = max(contexts)
-    if sliding_window is not None:
-        longest = min(longest, sliding_window + max(batch.query_lens))
-    return max(1, min(MAX_SPLITS, 2 * sms // programs, longest // KEYS_PER_SPLIT))
+    if max_rows // 256 * num_columns >= sms:
+        return Tuning(tile_rows=256, tile_keys=64, num_warps=8, num_stages=3)
+    return Tuning(tile_rows=128, tile_keys=64, num_warps=4, num_stages=3)

@@ -4,8 +4,8 @@ Scores are in base 2. Without softcap they are `q.k * score_scale` with `score_s
 `cap * tanh(q.k * score_scale)` with `score_scale = scale / softcap` and `cap = softcap * log2(e)`.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-# ruff: noqa: N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from __future__ import annotations
 
 import math
@@ -54,10 +54,9 @@ def attend_tile(
     else:
         block = tl.load(table_ptr + key_index // BLOCK_SIZE).to(tl.int64)
     offsets = (block * block_stride + (key_index % BLOCK_SIZE) * HEAD_DIM)[:, None] + dim
+    load_mask = dim < HEAD_DIM
     if MASKED:  # an unused slot may hold anything, also a NaN, which a weight of zero would not stop
-        load_mask = there[:, None] & (dim < HEAD_DIM)
-    else:
-        load_mask = dim < HEAD_DIM
+        load_mask = load_mask & there[:, None]
     if MASKED or query.shape[1] != HEAD_DIM:
         key = tl.load(key_ptr + offsets, mask=load_mask, other=0.0)
     else:

@@ -1,0 +1,160 @@
+"""Attention of a long chunk by cuDNN, over contiguous keys and values.
+
+On an H200 (32 query and 8 KV heads of 128, bf16) cuDNN computes causal squares of 4096 and 8192 at 517 and 612 TFLOP/s
+and rectangles of 1024 x 8192 at 650 to 690, our Triton kernel over blocks at 330 to 400. But cuDNN builds a plan for
+each new shape: 40 to 80 ms, and a second for the first of a kind. So there are few shapes:
+
+            keys   0 ............. wide | .. front .. | the chunk
+    rows of the   |  rectangles of      |  one causal square: `front` rows of no meaning before the
+    chunk         |  1024 x 8192, 2048  |  chunk's, and some after, round its size to a multiple of 2048
+
+The parts are merged by their log-sum-exp. `warm_up` builds the plans before they are needed. torch keeps them per
+thread (aten/src/ATen/native/cudnn/MHA.cpp), so it must be called in the thread that will compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_kernels.paged_attention.batch import PagedBatch
+from baton_kernels.paged_attention.gather import gather
+from baton_kernels.paged_attention.merge import merge_pair
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What plans are built for. Sizes of squares are multiples of `square`, which is the last of the `widths`; a
+    rectangle has `rows`."""
+
+    square: int
+    rows: int
+    widths: tuple[int, ...]
+
+
+SHAPES = Shapes(square=2048, rows=1024, widths=(8192, 2048))
+MIN_LENGTH = 1024
+MIN_SCORES = 2**23  # below, as for a first chunk of 2048 or one of 1024 after 7168, Triton is as quick
+
+
+def can_do(query: Tensor, sliding_window: int | None, softcap: float | None, sinks: Tensor | None) -> bool:
+    plain = sliding_window is None and softcap is None and sinks is None
+    head_dim = query.shape[2]
+    return plain and query.dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 128
+
+
+def pays(query_len: int, context_len: int) -> bool:
+    """Whether cuDNN is quicker for such a chunk."""
+    return query_len >= MIN_LENGTH and query_len * (context_len - query_len // 2) >= MIN_SCORES
+
+
+def contiguous_attention(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    seq: int,
+    scale: float,
+    shapes: Shapes = SHAPES,
+) -> Tensor:
+    """Attend all new tokens of sequence `seq`: query, key and value are those of them; see `paged_attention`."""
+    num_tokens = query.shape[0]
+    before = batch.host_context_lens[seq] - num_tokens
+    front = before % shapes.square
+    wide = before - front
+    if front or num_tokens % shapes.square or key is None or value is None:
+        query, key, value = _padded(query, key_cache, value_cache, batch, seq, wide, shapes)
+    size = key.shape[0]
+    out, lse = _attend(query[:size], key, value, scale, is_causal=True)
+    out, lse = out[front : front + num_tokens], lse[:, front : front + num_tokens]
+    for start, width in _rectangles(wide, shapes):
+        keys = key_cache.new_empty((width, 2, *key.shape[1:]))
+        gather(key_cache, value_cache, batch, seq, start, width, keys[:, 0], keys[:, 1])
+        for first in range(0, num_tokens, shapes.rows):
+            rows = query[front + first : front + first + shapes.rows]
+            part, part_lse = _attend(rows, keys[:, 0], keys[:, 1], scale, is_causal=False)
+            here = slice(first, min(first + shapes.rows, num_tokens))
+            num_rows = here.stop - first
+            merge_pair(out[here], lse[:, here], part[:num_rows], part_lse[:, :num_rows])
+    return out
+
+
+def warm_up(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, max_tokens: int
+) -> None:
+    """Build the plans for chunks of up to `max_tokens` whose query, key and value are views of one projection's output.
+
+    Takes a few seconds, in the thread that will compute.
+    """
+    largest = _round_up(max_tokens + SHAPES.square - 1, SHAPES.square)
+    fused = torch.zeros((largest, num_heads + 2 * num_kv_heads, head_dim), dtype=dtype, device=device)
+    query, key, value = _thirds(fused, num_heads, num_kv_heads)
+    if not can_do(query, None, None, None):
+        return
+    for size in range(SHAPES.square, largest + 1, SHAPES.square):
+        _attend(query[:size], key[:size], value[:size], 1.0, is_causal=True)
+    for width in SHAPES.widths:
+        keys = fused.new_zeros((width, 2, num_kv_heads, head_dim))
+        _attend(query[: SHAPES.rows], keys[:, 0], keys[:, 1], 1.0, is_causal=False)
+
+
+def _padded(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, seq: int, wide: int, shapes: Shapes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The square's query, key and value, laid out as a projection's output would be; the query's last rectangle may
+    end later. What is in the query's additional rows does not matter; a NaN in those of the value would."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[1]
+    num_keys = batch.host_context_lens[seq] - wide
+    size = _round_up(num_keys, shapes.square)
+    fused = query.new_empty((size + shapes.rows, num_heads + 2 * num_kv_heads, head_dim))
+    padded, key, value = _thirds(fused, num_heads, num_kv_heads)
+    padded[num_keys - num_tokens : num_keys].copy_(query)
+    gather(key_cache, value_cache, batch, seq, wide, num_keys, key[:size], value[:size])
+    return padded, key[:size], value[:size]
+
+
+def _thirds(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
+    return fused[:, :num_heads], fused[:, num_heads : num_heads + num_kv_heads], fused[:, num_heads + num_kv_heads :]
+
+
+def _rectangles(wide: int, shapes: Shapes) -> list[tuple[int, int]]:
+    """First key and width of the rectangles over keys [0, wide)."""
+    rectangles, start = [], 0
+    for width in shapes.widths:
+        while start + width <= wide:
+            rectangles.append((start, width))
+            start += width
+    return rectangles
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [num_rows, num_heads, head_dim], contiguous, and log-sum-exp [num_heads, num_rows], natural, fp32."""
+    if not query.is_cuda:
+        return _attend_reference(query, key, value, scale, is_causal)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return out[0].transpose(0, 1), lse[0, :, :, 0]
+
+
+def _attend_reference(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1).float() for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
+    if is_causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    return out.to(query.dtype), scores.logsumexp(-1)
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
