@@ -9,13 +9,15 @@ exit code 0    stopped by SIGTERM or SIGINT, all requests finished
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +63,8 @@ def _run(settings: NodeSettings, side: RoleSide, make_parts: MakeParts) -> int:
     require_free("--metrics-port", settings.metrics_listen)
     loop = NodeLoop()
     try:
-        parts = make_parts(settings, loop.wake)
+        with _objects_that_stay():
+            parts = make_parts(settings, loop.wake)
     except (ValueError, OSError, BatonError) as error:  # what --model, sizes and the transport can be wrong about
         log.debug("start failed", exc_info=error)
         raise StartupError(str(error)) from error
@@ -71,6 +74,22 @@ def _run(settings: NodeSettings, side: RoleSide, make_parts: MakeParts) -> int:
         return uvloop.run(_serve(settings, side, parts, loop))
     finally:
         parts.transport.close()
+
+
+@contextmanager
+def _objects_that_stay() -> Iterator[None]:
+    """What is made inside is collected once, at the end, and then never looked at again.
+
+    A full collection looks at 400,000 objects of torch and transformers, for a quarter of a second in which no step is
+    launched; those during the imports take a fifth of their time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def require_free(flag: str, listen: HostPort) -> None:
