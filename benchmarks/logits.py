@@ -54,18 +54,20 @@ class LogitsSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two sets of logits of the same tokens. relative_error: of the token that is worst, as norms of its logits."""
+    """Two sets of logits of the same tokens. Relative errors are of norms of a token's logits: all tokens' mean, and
+    the worst one's, which in 16 bits is large where rounding sends a token to another expert."""
 
     num_tokens: int
     same_argmax: int
-    relative_error: float
+    mean_error: float
+    worst_error: float
 
     @classmethod
     def of(cls, actual: Tensor, expected: Tensor) -> Agreement:
         """Both [num_tokens, vocab_size]."""
         error = (actual.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
         same = int((actual.argmax(-1) == expected.argmax(-1)).sum())
-        return cls(len(actual), same, float(error.max()))
+        return cls(len(actual), same, float(error.mean()), float(error.max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +133,13 @@ def _paged(model: PreTrainedModel, layers: list[torch.nn.Module], pool: KvPool, 
 
 
 def as_table(results: Seq[Compared]) -> Table:
-    columns = ["model", "argmax", "error", "argmax of theirs", "error of theirs"]
+    columns = ["model", "argmax", "mean error", "worst", "argmax of theirs", "mean error", "worst"]
     rows = []
     for result in results:
         cells = []
         for agreement in (result.ours, result.own_dtype):
-            cells += [f"{agreement.same_argmax}/{agreement.num_tokens}", f"{agreement.relative_error:.1e}"]
+            errors = (agreement.mean_error, agreement.worst_error)
+            cells += [f"{agreement.same_argmax}/{agreement.num_tokens}", *(f"{error:.1e}" for error in errors)]
         rows.append([result.family, *cells])
     return Table(columns, rows)
 

@@ -10,7 +10,7 @@ from engine.model.attention import AttentionSite, attach, bind
 from engine.model.fast.patches import Target
 from engine.model.kv_pool import KvPool, KvShape
 
-NUM_TOKENS = 6
+NUM_TOKENS = 8
 BLOCK_SIZE = 16
 
 
@@ -26,7 +26,7 @@ def run_model(target: Target, site: AttentionSite) -> None:
 
 
 def logits_as_served(target: Target, shape: KvShape) -> Tensor:
-    """[2, vocab_size], fp32: of a short prompt's last token and of one decoded after it, over a pool of two blocks."""
+    """[NUM_TOKENS, vocab_size], fp32: a short prompt and one token decoded after it, over a pool of two blocks."""
     device = target.model.device
     step = attach(target.layers, KvPool(shape, 2, BLOCK_SIZE, device))
     rows = []
@@ -42,13 +42,13 @@ def logits_as_served(target: Target, shape: KvShape) -> Tensor:
 
 
 def _forward(target: Target, start: int, end: int) -> Tensor:
-    """Logits of the last of tokens [start, end) of a fixed prompt: [1, vocab_size], fp32."""
+    """Logits of tokens [start, end) of a fixed prompt: [end - start, vocab_size], fp32."""
     device = target.model.device
     positions = torch.arange(start, end, device=device)[None]
     logits: Tensor = target.model(
         input_ids=(positions * 7919 + 11) % target.config.vocab_size,
         position_ids=positions,
         use_cache=False,
-        logits_to_keep=torch.tensor([end - start - 1], device=device),
+        logits_to_keep=torch.arange(end - start, device=device),
     ).logits
     return logits[0].float()

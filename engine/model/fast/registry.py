@@ -37,9 +37,10 @@ PIECES: dict[str, Piece] = {
 
 _REPORT = "baton_fused"
 _WHOLE_BOUND = {torch.float32: 1e-3}
-_WHOLE_BOUND_16_BIT = 0.2
-"""Largest relative difference of the model's logits, as norms of vectors. A random 8B model in bf16 is 0.06 away from
-itself computed by other kernels of torch; a forgotten addition or rotation gives about 1."""
+_WHOLE_BOUND_16_BIT = 0.3
+"""Of the relative difference of a token's logits, as norms of vectors; the median token's, since rounding may send one
+to another expert. A random 8B model in bf16 is 0.06 away from itself computed by other kernels of torch; a forgotten
+addition or rotation gives about 1."""
 
 
 @torch.inference_mode()
@@ -82,7 +83,8 @@ def _apply_one(name: str, piece: Piece, target: Target) -> Tally:
 def _check_whole(target: Target, probed: Probe, expected: torch.Tensor, report: FusedReport) -> None:
     bound = _WHOLE_BOUND.get(target.model.dtype, _WHOLE_BOUND_16_BIT)
     try:
-        error = float((logits_as_served(target, probed.shape) - expected).norm() / expected.norm())
+        difference = logits_as_served(target, probed.shape) - expected
+        error = float((difference.norm(dim=-1) / expected.norm(dim=-1)).median())
         report.taken_back = None if error <= bound else f"logits differ by {error:.2g}"
     except Exception as failure:  # noqa: BLE001 - see _apply_one
         report.taken_back = str(failure)
