@@ -31,7 +31,7 @@ class TorchModelRunner:
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, probed: Probe | None = None) -> None:
-        probed = probed or probe(model)
+        probed = probed or probe(model, config.max_model_len)
         self._model = model
         self._config = config
         self.pool = KvPool(probed.shape, config.num_blocks, config.block_size, model.device)
