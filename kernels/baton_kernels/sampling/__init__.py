@@ -47,6 +47,10 @@ def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, *, filtered:
     assert logits.stride(1) == 1
     assert rows.ndim == 1
     assert params is None or all(getattr(params, name).shape == rows.shape for name in DrawParams.__slots__)
+    if logits.is_cuda:
+        from baton_kernels.sampling import kernel
+
+        return kernel.sample(logits, rows, params, filtered)
     return reference.sample(logits, rows, params, filtered)
 
 
@@ -64,4 +68,9 @@ def penalize(
     assert counts.dtype == torch.int32
     assert logits.is_contiguous()
     assert counts.is_contiguous()
-    reference.penalize(logits, counts, rows, repetition, frequency, presence)
+    if logits.is_cuda:
+        from baton_kernels.sampling import kernel
+
+        kernel.penalize(logits, counts, rows, repetition, frequency, presence)
+    else:
+        reference.penalize(logits, counts, rows, repetition, frequency, presence)
