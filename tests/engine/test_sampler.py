@@ -106,6 +106,26 @@ def test_the_last_tokens_stay_on_the_device_by_row() -> None:
     assert sampler.last_tokens.tolist() == [0, 0, *values.argmax(-1).tolist()]
 
 
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    asks = [
+        Ask(SamplingParams(seed=1, top_k=3, top_p=0.9, min_p=0.1, num_logprobs=2), row=0),
+        Ask(greedy(repetition_penalty=1.2, logit_bias={1: 2.0}, min_tokens=4), row=1, output=(5,)),
+    ]
+    values = logits(2).cuda()
+    expected = choose(values, *asks)
+    sampler, batch = begun(asks, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler.begin(3, asks[1].params, asks[1].prompt, asks[1].output)
+        sampled = sampler.launch(values, batch)
+        sampled.to_host()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert sampled.choices() == expected
+
+
 # ---- penalties, bias, min_tokens ----
 
 

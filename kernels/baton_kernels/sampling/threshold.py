@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from baton_kernels.sampling import DrawParams
 
 _TILE = 2048
-_COPY_TILE = 8192
+_COPY_TILE = 4096
 _CAPACITY = 4096  # tokens of scratch memory per row
 
 
