@@ -19,6 +19,7 @@ from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
 from baton_kernels.sampling import IN_PROMPT, DrawParams, penalize, sample
 from engine.step import Choice
+from engine.upload import download, upload
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: dividing by them would overflow."""
@@ -100,7 +101,7 @@ class Sampler:
 
     def _count_known(self, row: int, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
         counts = self._counts[row].zero_()
-        known = self._upload(np.array([*prompt_tokens, *output_tokens], np.int64))
+        known = upload(np.array([*prompt_tokens, *output_tokens], np.int64), counts.device)
         prompt, output = known[: len(prompt_tokens)], known[len(prompt_tokens) :]
         counts.index_fill_(0, prompt, IN_PROMPT)
         counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
@@ -116,7 +117,7 @@ class Sampler:
         if added:
             places = np.concatenate([tokens + i * own.shape[1] for i, (tokens, _) in added])
             values = np.concatenate([values for _, (_, values) in added])
-            own.view(-1).scatter_add_(0, self._upload(places), self._upload(values))
+            own.view(-1).scatter_add_(0, upload(places, own.device), upload(values, own.device))
         if columns.wants & _PENALIZED:
             penalize(own, self._counts, columns.rows, *columns.penalties)
         return own, torch.arange(own.shape[0], device=own.device)
@@ -126,7 +127,7 @@ class Sampler:
         asked = np.flatnonzero(num_logprobs >= 0)
         if not asked.size:
             return Sampled(tokens)
-        picked = self._upload(asked)
+        picked = upload(asked, logits.device)
         own = logits.index_select(0, columns.logits_rows.index_select(0, picked))
         logprobs = own.float().log_softmax(dim=-1)
         chosen = logprobs.gather(1, tokens.index_select(0, picked).long()[:, None])[:, 0]
@@ -145,7 +146,7 @@ class Sampler:
         ints[3:] = self._ints[:, rows]
         ints[3] += np.asarray(batch.samples, np.int64)  # wraps, as the 64 bits of a seed do
         packed[split:].view(np.float32).reshape(6, padded)[:, :n] = self._floats[:, rows]
-        device = self._upload(packed)
+        device = upload(packed, self._counts.device)
         logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(5, padded)[:, :n].unbind()
         temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(6, padded)[:, :n].unbind()
         return _Columns(
@@ -157,11 +158,6 @@ class Sampler:
             wants=int(np.bitwise_or.reduce(self._wants[rows], initial=0)),
             too_short=positions < self._may_end_from[rows],
         )
-
-    def _upload(self, array: NDArray[np.generic]) -> Tensor:
-        """To the device, by way of pinned memory, which its allocator keeps until the copy is done."""
-        host = torch.from_numpy(array)
-        return host.pin_memory().to(self._counts.device, non_blocking=True) if self._counts.is_cuda else host
 
 
 class Sampled:
@@ -176,8 +172,7 @@ class Sampled:
 
     def to_host(self) -> None:
         """Begin the copies to the host, on the current stream."""
-        if self.tokens.is_cuda:
-            self._told = tuple(_to_host(tensor) for tensor in self._told)
+        self._told = tuple(download(tensor) for tensor in self._told)
 
     def choices(self) -> list[Choice]:
         """One per choice of the batch. The copies of `to_host` must be done, which is the caller's to know."""
@@ -211,8 +206,3 @@ def _entries(tokens: Seq[int], values: Seq[float]) -> _Entries:
 
 
 _NO_ENTRIES = _entries((), ())
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
