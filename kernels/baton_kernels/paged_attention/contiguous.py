@@ -6,7 +6,7 @@ each new shape: 40 to 80 ms, and a second for the first of a kind. So there are 
 
             keys   0 ............. wide | .. front .. | the chunk
     rows of the   |  rectangles of      |  one causal square: `front` rows of no meaning before the
-    chunk         |  1024 x 8192, 2048  |  chunk's, and some after, round its size to a multiple of 2048
+    chunk         |  1024 x 8192 ..    |  chunk's, and some after, round its size to a multiple of 2048
 
 The parts are merged by their log-sum-exp. `warm_up` builds the plans before they are needed. torch keeps them per
 thread (aten/src/ATen/native/cudnn/MHA.cpp), so it must be called in the thread that will compute.
@@ -34,9 +34,9 @@ class Shapes:
     widths: tuple[int, ...]
 
 
-SHAPES = Shapes(square=2048, rows=1024, widths=(8192, 2048))
+SHAPES = Shapes(square=2048, rows=1024, widths=(8192, 4096, 2048))
 MIN_LENGTH = 1024
-MIN_SCORES = 2**23  # below, as for a first chunk of 2048 or one of 1024 after 7168, Triton is as quick
+MIN_SCORES = 2**23  # below, as for a first chunk of 2000 or one of 1024 after 7168, Triton is as quick
 
 
 def can_do(query: Tensor, sliding_window: int | None, softcap: float | None, sinks: Tensor | None) -> bool:
@@ -47,6 +47,8 @@ def can_do(query: Tensor, sliding_window: int | None, softcap: float | None, sin
 
 def pays(query_len: int, context_len: int) -> bool:
     """Whether cuDNN is quicker for such a chunk."""
+    if query_len == context_len and query_len % SHAPES.square == 0:
+        return True  # one square, and nothing to copy: 2048 take 80 us, and 105
     return query_len >= MIN_LENGTH and query_len * (context_len - query_len // 2) >= MIN_SCORES
 
 

@@ -1,17 +1,16 @@
 """Decode attention: one new token per sequence, its context split over programs (flash-decoding, Dao et al. 2023).
 
 A program has one KV head of one sequence and a share of its keys; the query heads of that KV head are the rows of its
-tile. How many shares a sequence has is computed on the device from its length, so that a CUDA graph serves any.
-
-A second kernel merges the shares. On an H200 the other way, the last program of a sequence to finish merges them, took
-7.1 us a layer against 5.9 at batch 1 and 51 against 39 at 32 sequences of 1024.
+tile. A second kernel merges the shares. What a share is, each program computes from all sequences' lengths: as many
+keys as give every processor a few programs. So a CUDA graph serves any lengths, and one long sequence among short
+ones is spread over the GPU (63 of 512 and one of 32768: 124 us a layer, and 1064 without).
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,11 +19,14 @@ from torch import Tensor
 
 from baton_kernels.paged_attention.batch import PagedBatch
 from baton_kernels.paged_attention.tile import NOTHING, add_sink, attend_tile, num_sms, score_constants
+from baton_kernels.pdl import launch_options
 
 MAX_SPLITS = 64
+MAX_SHARES = 2048  # of all sequences together: 34 MB of parts for 32 heads of 128
+PROGRAMS_PER_SM = 3.2
 
 
-@triton.jit(do_not_specialize=["window", "num_splits", "min_share", "table_stride"])
+@triton.jit(do_not_specialize=["window", "num_splits", "num_programs", "table_stride"])
 def _decode_kernel(
     query_ptr,
     key_ptr,
@@ -40,7 +42,7 @@ def _decode_kernel(
     cap,
     window,
     num_splits,
-    min_share,
+    num_programs,
     query_token_stride,
     query_head_stride,
     block_stride,
@@ -54,6 +56,7 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
@@ -63,7 +66,13 @@ def _decode_kernel(
     visible_from = 0
     if HAS_WINDOW:
         visible_from = tl.maximum(context - window, 0)
-    base, share, num_shares = _num_shares(context, window, num_splits, min_share, TILE_KEYS, HAS_WINDOW)
+    base, share, num_shares = _share_out(
+        context_ptr, context, window, tl.num_programs(1), tl.num_programs(0), num_splits, num_programs,
+        TILE_KEYS, HAS_WINDOW,
+    )  # fmt: skip
+    # What is read above is older than the kernel just before this one; that has written a key, a value and the query.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if split < tl.maximum(num_shares, 1):  # a padding entry has no tiles; its first program writes zeros
         start = base + split * share * TILE_KEYS
         end = tl.minimum(context, start + share * TILE_KEYS)
@@ -82,6 +91,8 @@ def _decode_kernel(
                 table_ptr + table_row * table_stride, block_stride, first, visible_from, end, score_scale, cap, window,
                 HEAD_DIM, BLOCK_SIZE, TILE_KEYS, True, False, HAS_WINDOW, HAS_CAP,
             )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
         seq_head = seq * tl.num_programs(0) + head
         if num_shares <= 1:
             if HAS_SINKS:
@@ -98,17 +109,35 @@ def _decode_kernel(
 
 
 @triton.jit
-def _num_shares(context, window, num_splits, min_share, TILE_KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The first key to read, and the number of tiles in a share and of shares."""
+def _share_out(
+    context_ptr,
+    context,
+    window,
+    num_seqs,
+    num_kv_heads,
+    num_splits,
+    num_programs,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Of a sequence with `context` tokens: the first key to read, the tiles of a share, and the number of shares."""
+    all_tiles = 0
+    for first in range(0, num_seqs, 128):
+        seq = first + tl.arange(0, 128)
+        contexts = tl.load(context_ptr + seq, mask=seq < num_seqs, other=0)
+        if HAS_WINDOW:
+            contexts = tl.minimum(contexts, window)
+        all_tiles += tl.sum(tl.cdiv(contexts, TILE_KEYS), 0)
     base = 0
     if HAS_WINDOW:
         base = tl.maximum(context - window, 0) // TILE_KEYS * TILE_KEYS
     num_tiles = tl.cdiv(context - base, TILE_KEYS)
-    share = tl.maximum(tl.cdiv(num_tiles, num_splits), min_share)
-    return base, share, tl.cdiv(num_tiles, share)
+    share = tl.maximum(tl.cdiv(all_tiles * num_kv_heads, num_programs), tl.cdiv(num_tiles, num_splits))
+    num_shares = tl.cdiv(num_tiles, tl.maximum(share, 1))
+    return base, tl.cdiv(num_tiles, tl.maximum(num_shares, 1)), num_shares
 
 
-@triton.jit(do_not_specialize=["window", "num_splits", "min_share"])
+@triton.jit(do_not_specialize=["window", "num_kv_heads", "num_splits", "num_programs"])
 def _merge_shares_kernel(
     part_ptr,
     part_lse_ptr,
@@ -116,60 +145,61 @@ def _merge_shares_kernel(
     context_ptr,
     sink_ptr,
     window,
+    num_kv_heads,
     num_splits,
-    min_share,
+    num_programs,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A program ends one query head of one sequence."""
+    """A program ends some query heads of one sequence, one after the other."""
     seq = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    split = tl.arange(0, SPLITS_PADDED)
     dim = tl.arange(0, HEAD_DIM_PADDED)
-    _, _, num_shares = _num_shares(tl.load(context_ptr + seq), window, num_splits, min_share, TILE_KEYS, HAS_WINDOW)
+    context = tl.load(context_ptr + seq)
+    _, _, num_shares = _share_out(
+        context_ptr, context, window, tl.num_programs(0), num_kv_heads, num_splits, num_programs, TILE_KEYS, HAS_WINDOW
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if num_shares > 1:
-        place = seq * tl.num_programs(1) + head
-        part = place * num_splits + split
-        mask = (split < num_shares)[:, None] & (dim < HEAD_DIM)[None, :]
-        lse = tl.load(part_lse_ptr + part, mask=split < num_shares, other=NOTHING)
-        parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-        peak = tl.max(lse, 0)
-        if HAS_SINKS:
-            sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
-            peak = tl.maximum(peak, sink)
-        weights = tl.exp2(lse - peak)
-        total = tl.sum(weights, 0)
-        if HAS_SINKS:
-            total += tl.exp2(sink - peak)
-        out = tl.sum(parts * weights[:, None], 0) / total
-        tl.store(out_ptr + place * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+        for head in range(tl.program_id(1), NUM_HEADS, tl.num_programs(1)):
+            place = seq * NUM_HEADS + head
+            out = tl.zeros([HEAD_DIM_PADDED], tl.float32)
+            total = 0.0
+            peak = NOTHING
+            if HAS_SINKS:
+                peak = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+                total = 1.0
+            for first in range(0, num_shares, TILE_SPLITS):
+                split = first + tl.arange(0, TILE_SPLITS)
+                part = place * num_splits + split
+                mask = (split < num_shares)[:, None] & (dim < HEAD_DIM)[None, :]
+                lse = tl.load(part_lse_ptr + part, mask=split < num_shares, other=NOTHING)
+                parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+                new_peak = tl.maximum(peak, tl.max(lse, 0))
+                weights = tl.exp2(lse - new_peak)
+                decay = tl.exp2(peak - new_peak)
+                total = total * decay + tl.sum(weights, 0)
+                out = out * decay + tl.sum(parts * weights[:, None], 0)
+                peak = new_peak
+            tl.store(out_ptr + place * HEAD_DIM + dim, (out / total).to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """How decode attention is laid out on the GPU. `min_share`: in tiles."""
+class Tuning(NamedTuple):
+    """How decode attention is laid out on the GPU. `num_splits` bounds the shares of a sequence, and contexts are
+    shared out to about `num_programs` programs in all."""
 
     num_splits: int
-    min_share: int
+    num_programs: int
     tile_keys: int
     num_warps: int
     num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A step's layout and scratch, for all layers of one shape.
-
-    parts: fp32, [num_decodes, num_heads, num_splits, head_dim]; lse: the same without the last dimension, base 2.
-    """
-
-    tuning: Tuning
-    parts: Tensor
-    lse: Tensor
 
 
 def decode_attention(
@@ -187,20 +217,21 @@ def decode_attention(
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_heads = query.shape[1]
     group = num_heads // num_kv_heads
-    plan = _plan(batch, key_cache, num_heads)
-    tuning = plan.tuning
+    tuning, parts, lse = _plan(batch, key_cache, num_heads)
+    tile_rows = max(16, triton.next_power_of_2(group))
     dim_padded = max(16, triton.next_power_of_2(head_dim))
     score_scale, cap = score_constants(scale, softcap)
     sinks_or_any = query if sinks is None else sinks
     window = sliding_window or 0
     has_window = sliding_window is not None
+    pdl = launch_options(query.device)
     _decode_kernel[(num_kv_heads, batch.num_decodes, tuning.num_splits)](
         query,
         key_cache,
         value_cache,
         out,
-        plan.parts,
-        plan.lse,
+        parts,
+        lse,
         batch.block_tables,
         batch.rows,
         batch.context_lens,
@@ -209,7 +240,7 @@ def decode_attention(
         cap,
         window,
         tuning.num_splits,
-        tuning.min_share,
+        tuning.num_programs,
         query.stride(0),
         query.stride(1),
         key_cache.stride(0),
@@ -217,53 +248,67 @@ def decode_attention(
         group,
         head_dim,
         block_size,
-        max(16, triton.next_power_of_2(group)),
+        tile_rows,
         tuning.tile_keys,
         dim_padded,
         has_window,
         softcap is not None,
         sinks is not None,
-        num_warps=tuning.num_warps,
+        num_warps=tuning.num_warps * tile_rows // 16,
         num_stages=tuning.num_stages,
+        **pdl,
     )
-    if tuning.num_splits > 1:
-        _merge_shares_kernel[(batch.num_decodes, num_heads)](
-            plan.parts,
-            plan.lse,
-            out,
-            batch.context_lens,
-            sinks_or_any,
-            window,
-            tuning.num_splits,
-            tuning.min_share,
-            head_dim,
-            tuning.tile_keys,
-            dim_padded,
-            triton.next_power_of_2(tuning.num_splits),
-            has_window,
-            sinks is not None,
-            num_warps=4,
-        )
+    # Where most sequences have one share, many small programs would take longer to start than to find that out.
+    heads_at_once = num_heads if batch.num_decodes <= 16 else num_kv_heads
+    _merge_shares_kernel[(batch.num_decodes, heads_at_once)](
+        parts,
+        lse,
+        out,
+        batch.context_lens,
+        sinks_or_any,
+        window,
+        num_kv_heads,
+        tuning.num_splits,
+        tuning.num_programs,
+        num_heads,
+        head_dim,
+        tuning.tile_keys,
+        dim_padded,
+        max(1, 4096 // dim_padded),
+        has_window,
+        sinks is not None,
+        num_warps=4,
+        **pdl,
+    )
 
 
-def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int) -> Plan:
+def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int) -> tuple[Tuning, Tensor, Tensor]:
+    """The layout for all layers of this shape, and scratch for it: parts [MAX_SHARES or more, num_heads, head_dim],
+    fp32, and their log-sum-exp in base 2."""
     num_kv_heads, _, head_dim = key_cache.shape[1:]
     # A CUDA graph's scratch is its own: what was made before its capture may be gone when it is replayed.
     capturing = key_cache.is_cuda and torch.cuda.is_current_stream_capturing()
     key = ("decode", num_kv_heads, num_heads, head_dim, capturing)
     if key not in batch.plans:
         tuning = tune(batch.num_decodes, num_kv_heads, head_dim, key_cache.dtype, num_sms(key_cache.device))
-        shape = (batch.num_decodes, num_heads, tuning.num_splits) if tuning.num_splits > 1 else (0, 0, 0)
-        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=key_cache.device)
-        batch.plans[key] = Plan(tuning, parts, torch.empty(shape, dtype=torch.float32, device=key_cache.device))
-    plan: Plan = batch.plans[key]
+        num_parts = max(batch.num_decodes * tuning.num_splits, MAX_SHARES if key_cache.is_cuda else 0) * num_heads
+        scratch = batch.scratch.get(key)
+        if scratch is None or len(scratch) < num_parts:
+            scratch = torch.empty((num_parts, head_dim + 1), dtype=torch.float32, device=key_cache.device)
+            batch.scratch[key] = scratch
+        flat = scratch.view(-1)
+        batch.plans[key] = (tuning, flat, flat[len(scratch) * head_dim :])
+    plan: tuple[Tuning, Tensor, Tensor] = batch.plans[key]
     return plan
 
 
 def tune(num_decodes: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, sms: int) -> Tuning:
     """The layout for a batch; it must not depend on the contexts, which change under a CUDA graph."""
-    programs = num_decodes * num_kv_heads
-    num_splits = min(MAX_SPLITS, triton.next_power_of_2(max(1, 4 * sms // programs)))
-    if dtype == torch.float32 or head_dim > 128:
-        return Tuning(num_splits, 1, tile_keys=32, num_warps=4, num_stages=2)
-    return Tuning(num_splits, 1, tile_keys=64, num_warps=2, num_stages=3)
+    num_programs = int(PROGRAMS_PER_SM * sms)
+    most = min(MAX_SPLITS, MAX_SHARES // num_decodes, -(-num_programs // num_kv_heads))
+    num_splits = triton.next_power_of_2(max(1, most))
+    if dtype == torch.float32:
+        return Tuning(num_splits, num_programs, tile_keys=16, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return Tuning(num_splits, num_programs, tile_keys=16, num_warps=2, num_stages=4)
+    return Tuning(num_splits, num_programs, tile_keys=16, num_warps=1, num_stages=5)

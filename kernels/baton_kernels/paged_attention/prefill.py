@@ -251,8 +251,9 @@ def tune(max_rows: int, num_columns: int, head_dim: int, dtype: torch.dtype, sms
         return Tuning(tile_rows=32, tile_keys=32, num_warps=4, num_stages=2)
     if head_dim > 128:
         return Tuning(min(64, max(16, triton.next_power_of_2(max_rows))), tile_keys=64, num_warps=4, num_stages=2)
-    if max_rows <= 64:
+    if max_rows <= 32:
         return Tuning(max(16, triton.next_power_of_2(max_rows)), tile_keys=64, num_warps=4, num_stages=3)
-    if max_rows // 256 * num_columns >= sms:
-        return Tuning(tile_rows=256, tile_keys=64, num_warps=8, num_stages=3)
-    return Tuning(tile_rows=128, tile_keys=64, num_warps=4, num_stages=3)
+    for tile_rows, programs_wanted in ((256, 1.5 * sms), (128, sms)):
+        if max_rows // tile_rows * num_columns >= programs_wanted:
+            return Tuning(tile_rows, tile_keys=64 if tile_rows == 256 else 128, num_warps=8, num_stages=3)
+    return Tuning(tile_rows=64, tile_keys=64, num_warps=4, num_stages=3)
