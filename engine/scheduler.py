@@ -138,13 +138,20 @@ class Scheduler:
             self._turn %= len(decodes)
             decodes = (decodes[self._turn :] + decodes[: self._turn])[:budget]
             self._turn += budget
-        for seq in decodes + prompts:
-            if budget:
+        for seq in decodes:
+            budget -= self._take_chunk(plan, seq, budget)
+        for seq in prompts:
+            if self._has_room(budget):
                 budget -= self._take_chunk(plan, seq, budget)
         return budget
 
+    def _has_room(self, budget: int) -> bool:
+        """Whether one more prompt should join the step. See EngineConfig."""
+        num_tokens = self._config.max_num_batched_tokens - budget
+        return budget > 0 and num_tokens < self._config.saturating_num_tokens
+
     def _admit(self, plan: Plan, budget: int) -> None:
-        while budget and self.num_waiting and self.num_free_seqs > 0:
+        while self._has_room(budget) and self.num_waiting and self.num_free_seqs > 0:
             seq = self._preempted[0] if self._preempted else next(iter(self._waiting))
             if not self._allocate_all(seq):
                 return

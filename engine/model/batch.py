@@ -7,14 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_kernels.paged_attention import PagedBatch
 from baton_kernels.step_inputs import step_inputs
-from engine.model.rows import Rows
-from engine.sampler import SampleBatch, Sampler
+from engine.sampler import SampleBatch
 from engine.step import Chunk
 from engine.upload import upload
 
@@ -35,9 +33,25 @@ class ModelInputs:
     keep: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """What steps find on the device. block_tables: [num_rows, max_blocks] int32. last_tokens: [num_rows] int32."""
+
+    block_tables: Tensor
+    last_tokens: Tensor
+    block_size: int
+
+
 def decodes_first(chunks: Seq[Chunk]) -> list[Chunk]:
     """Those with one token before those with more, as PagedBatch wants them."""
     return [c for c in chunks if c.length == 1] + [c for c in chunks if c.length > 1]
+
+
+def build(chunks: Seq[Chunk], rows: list[int], state: DeviceState) -> ModelInputs:
+    """Chunks in the order of `decodes_first`, by one copy to the device."""
+    size = BatchSize.of(chunks)
+    packed = upload(pack(chunks, rows, size), state.block_tables.device)
+    return unpack(packed, size, state, [chunk.length for chunk in chunks], [chunk.end for chunk in chunks])
 
 
 def host_token(chunk: Chunk) -> int:
@@ -46,35 +60,68 @@ def host_token(chunk: Chunk) -> int:
     return tokens[chunk.start] if chunk.start < len(tokens) else -1
 
 
-def build(chunks: Seq[Chunk], rows: list[int], tables: Rows, sampler: Sampler, block_size: int) -> ModelInputs:
-    """Chunks in the order of `decodes_first`, with the rows of their sequences. One copy to the device."""
-    device = tables.block_tables.device
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """What a batch has, or has room for: `num_rows` of logits."""
+
+    num_seqs: int
+    num_tokens: int
+    num_rows: int
+
+    @classmethod
+    def of(cls, chunks: Seq[Chunk]) -> BatchSize:
+        return cls(len(chunks), sum(c.length for c in chunks), sum(c.samples_token for c in chunks))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the arrays of `pack`."""
+        return [self.num_seqs, self.num_seqs + 1, self.num_seqs, *[self.num_tokens] * 3, self.num_rows]
+
+
+def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize) -> Int32Array:
+    """Chunks in the order of `decodes_first`, with the rows of their sequences, as one array for `unpack`.
+
+    What pads them to `size` are sequences without tokens, tokens without a row, and logits of the first token.
+    """
+    arrays, packed = _views(size)
+    row, start, context, token_rows, positions, host_tokens, keep = arrays
     lengths = [chunk.length for chunk in chunks]
-    context_lens = [chunk.end for chunk in chunks]
-    starts = np.zeros(len(chunks) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    num_tokens = int(starts[-1])
-    positions = [np.arange(chunk.start, chunk.end, dtype=np.int32) for chunk in chunks]
+    ends = list(itertools.accumulate(lengths))
+    n, num_tokens = len(chunks), ends[-1] if ends else 0
+    row[:n] = rows
+    start[1 : n + 1], start[n + 1 :] = ends, num_tokens
+    context[:n] = [chunk.end for chunk in chunks]
+    token_rows[:num_tokens], token_rows[num_tokens:] = np.repeat(row[:n], lengths), -1
+    if n:
+        np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in chunks], out=positions[:num_tokens])
     tokens = itertools.chain.from_iterable(_host_tokens(chunk) for chunk in chunks)
-    keep = [int(end) - 1 for chunk, end in zip(chunks, starts[1:], strict=True) if chunk.samples_token]
-    row, start, context, token_rows, position, host_tokens, kept = _upload_all(
-        [
-            np.array(rows, dtype=np.int32),
-            starts,
-            np.array(context_lens, dtype=np.int32),
-            np.repeat(np.array(rows, dtype=np.int32), lengths),
-            np.concatenate(positions),
-            np.fromiter(tokens, dtype=np.int32, count=num_tokens),
-            np.array(keep, dtype=np.int32),
-        ],
-        device,
+    host_tokens[:num_tokens] = np.fromiter(tokens, dtype=np.int32, count=num_tokens)
+    last = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples_token]
+    keep[: len(last)] = last
+    return packed
+
+
+def unpack(
+    packed: Tensor, size: BatchSize, state: DeviceState, query_lens: list[int], context_lens: list[int]
+) -> ModelInputs:
+    """What `pack` made, once it is on the device. query_lens, context_lens: as in PagedBatch."""
+    row, start, context, token_rows, positions, host_tokens, keep = _cut(packed, size)
+    ids, slots = step_inputs(
+        token_rows, positions, host_tokens, state.last_tokens, state.block_tables, state.block_size
     )
-    ids, slots = step_inputs(token_rows, position, host_tokens, sampler.last_tokens, tables.block_tables, block_size)
-    num_decodes = sum(length == 1 for length in lengths)
+    num_decodes = sum(1 for _ in itertools.takewhile(lambda length: length == 1, query_lens))
     paged = PagedBatch(
-        block_size, tables.block_tables, row, start, context, num_tokens, num_decodes, lengths, context_lens
+        state.block_size,
+        state.block_tables,
+        row,
+        start,
+        context,
+        size.num_tokens,
+        num_decodes,
+        query_lens,
+        context_lens,
     )
-    return ModelInputs(ids, position, slots, paged, kept.long())
+    return ModelInputs(ids, positions, slots, paged, keep.long())
 
 
 def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
@@ -90,14 +137,20 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
     return SampleBatch(logits_rows, own, samples, positions)
 
 
-def _upload_all(arrays: list[Int32Array], device: torch.device) -> list[Tensor]:
-    """int32 arrays in one copy. Each begins on 16 bytes: Triton compiles a kernel anew for a pointer that does not."""
-    ends = np.cumsum([-(-len(array) // 4) * 4 for array in arrays]).tolist()
-    packed = np.zeros(ends[-1], dtype=np.int32)
-    for array, first in zip(arrays, [0, *ends], strict=False):
-        packed[first : first + len(array)] = array
-    flat = upload(packed, device)
-    return [flat[first : first + len(array)] for array, first in zip(arrays, [0, *ends], strict=False)]
+def _starts(size: BatchSize) -> list[int]:
+    """Where each array of `pack` begins, and the end: on 16 bytes, as Triton compiles a kernel anew for a pointer that
+    is not."""
+    return [0, *itertools.accumulate(-(-length // 4) * 4 for length in size.lengths)]
+
+
+def _views(size: BatchSize) -> tuple[list[Int32Array], Int32Array]:
+    starts = _starts(size)
+    packed = np.zeros(starts[-1], dtype=np.int32)
+    return [packed[first : first + n] for first, n in zip(starts, size.lengths, strict=False)], packed
+
+
+def _cut(packed: Tensor, size: BatchSize) -> list[Tensor]:
+    return [packed[first : first + n] for first, n in zip(_starts(size), size.lengths, strict=False)]
 
 
 def _host_tokens(chunk: Chunk) -> Seq[int]:

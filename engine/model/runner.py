@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.model import batch
 from engine.model.attention import Probe, attach, probe
-from engine.model.batch import ModelInputs
-from engine.model.graphs import DecodeGraphs
+from engine.model.batch import DeviceState, ModelInputs
+from engine.model.graphs import PROMPT_SIZES, StepGraphs
 from engine.model.kv_pool import KvPool
 from engine.model.rows import Rows
 from engine.sampler import Sampled, Sampler
@@ -38,13 +38,15 @@ class TorchModelRunner:
         self._step = attach(probed.layers, self.pool)
         self._sampler = Sampler(config.max_num_seqs, config.vocab_size, config.eos_token_ids, model.device)
         self._rows = Rows(config, self._sampler, model.device)
-        self._graphs: DecodeGraphs | None = None
+        self._state = DeviceState(self._rows.block_tables, self._sampler.last_tokens, config.block_size)
+        self._graphs: StepGraphs | None = None
 
     @torch.inference_mode()
-    def capture(self, sizes: Seq[int]) -> None:
-        """Make CUDA graphs of decode steps of up to so many sequences. Without, all steps are launched op by op."""
-        tables, last_tokens = self._rows.block_tables, self._sampler.last_tokens
-        self._graphs = DecodeGraphs(self._forward, sizes, tables, last_tokens, self._config.block_size)
+    def capture(self, decode_sizes: Seq[int]) -> None:
+        """Make CUDA graphs of decode steps of so many sequences, and of short prompts. Without, all steps are launched
+        op by op."""
+        prompt_sizes = [size for size in PROMPT_SIZES if size <= self._config.max_num_batched_tokens]
+        self._graphs = StepGraphs(self._forward, self._state, decode_sizes, prompt_sizes)
 
     @torch.inference_mode()
     def launch(self, chunks: Seq[Chunk]) -> TorchStep:
@@ -64,11 +66,13 @@ class TorchModelRunner:
 
     def _logits(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor:
         """Of the last token of each chunk that samples, in their order: [num_rows, vocab_size]."""
-        if self._graphs is not None and self._graphs.fits(chunks):
-            return self._graphs.run(chunks, rows)
+        if self._graphs is not None:
+            logits = self._graphs.run(chunks, rows)
+            if logits is not None:
+                return logits
         if self._model.device.type == "cpu":
             self._clear_fresh_blocks(chunks)
-        return self._forward(batch.build(chunks, rows, self._rows, self._sampler, self._config.block_size))
+        return self._forward(batch.build(chunks, rows, self._state))
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
         self._step.batch, self._step.slot_mapping = inputs.paged, inputs.slot_mapping

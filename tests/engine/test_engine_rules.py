@@ -391,3 +391,11 @@ def test_forks_and_handoffs_wait_for_their_first_token() -> None:
     assert [len(batch) for batch in model.batches] == [2, 2, 2]
     assert [len(result.sampled) for result in results] == [0, 3, 0, 2, 2][: len(results)]
     assert parks.state is SequenceState.PARKED
+
+
+def test_a_saturated_step_takes_no_further_prompt_but_a_long_one_has_all_of_the_budget() -> None:
+    engine, model = make(max_num_batched_tokens=32, saturating_num_tokens=8)
+    for number, length in enumerate((40, 5, 6, 7)):
+        engine.add(sequence(length, first=10 * number, max_tokens=1))
+    run(engine)
+    assert [[chunk.length for chunk in batch] for batch in model.batches] == [[32], [8], [5, 6], [7]]
