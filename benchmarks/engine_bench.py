@@ -105,12 +105,13 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
     note(f"building {settings.model}")
     began = time.monotonic()
     built = build(settings)
+    built.warm_up()
     build_s = time.monotonic() - began
     if device.type == "cuda":
         gc.collect()
         gc.freeze()  # a pass over all that the imports and the model made takes longer than many steps of a GPU
     path = loader.resolve_model(settings.model, settings.revision)
-    runner = TimedRunner(built.engine._runner)  # a node has no use for the runner alone
+    runner = TimedRunner(built.runner)
     return (
         Bench(
             settings=settings,

@@ -32,6 +32,7 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     endpoint = TransportEndpoint(0, settings.transport, transport.info())
     return NodeParts(
         role=core,
+        warm_up=built.warm_up,
         transport=transport,
         info=describe(settings, NodeRole.PREFILL, built, incarnation, endpoint),
         tokenizer=built.tokenizer.json,

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from baton_kernels.paged_attention import warm_up
 from engine.config import EngineConfig
 from engine.model import batch
 from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
 from engine.model.graphs import PROMPT_SIZES, StepGraphs
 from engine.model.kv_pool import KvPool
+from engine.model.rehearsal import first_steps
 from engine.model.rows import Rows
 from engine.sampler import Sampled, Sampler
 from engine.sequence import Sequence
@@ -40,6 +42,19 @@ class TorchModelRunner:
         self._rows = Rows(config, self._sampler, model.device)
         self._state = DeviceState(self._rows.block_tables, self._sampler.last_tokens, config.block_size)
         self._graphs: StepGraphs | None = None
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
+        In the thread that will launch, because some of that is kept per thread; before `capture`."""
+        shape, text = self.pool.shape, self._model.config.get_text_config()
+        longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
+        heads = (text.num_attention_heads, shape.num_kv_heads, shape.head_dim)
+        warm_up(*heads, shape.dtype, self._model.device, longest)
+        for chunks in first_steps(self._config):
+            self.launch(chunks).wait()
+            for chunk in chunks:
+                self.forget(chunk.sequence)
 
     @torch.inference_mode()
     def capture(self, decode_sizes: Seq[int]) -> None:

@@ -1,6 +1,6 @@
 """From settings to a loaded model, its pool and its engine, and what the node can say of them.
 
-limits -> load, probe -> profile, pool -> runner -> engine
+limits -> load, probe -> profile, pool -> runner -> engine -> warm-up
 """
 
 from __future__ import annotations
@@ -42,15 +42,36 @@ _NULL_BLOCK = 1
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model ready to serve. `pool_bytes`: the pool as [num_blocks, block_bytes], uint8; the runner owns it."""
+    """A model ready to serve after `warm_up`. `graph_sizes`: of decode steps, for CUDA graphs. `pool_bytes`: the pool
+    as [num_blocks, block_bytes], uint8; the runner owns it."""
 
     engine: Engine
+    runner: TorchModelRunner
+    graph_sizes: list[int]
     pool_bytes: Tensor
     layout: KvLayout
     device: torch.device
     served_model_name: str
     tokenizer: TokenizerFiles
     generation_defaults: GenerationDefaults
+
+    def warm_up(self) -> None:
+        """On a GPU, do what would make first requests wait: on the engine's thread, before any. Takes seconds. Raises
+        ValueError with one line for a person."""
+        if self.device.type != "cuda":
+            return
+        began = time.monotonic()
+        with out_of_memory("--gpu-memory-utilization: lower it (or take --enforce-eager), CUDA graphs do not fit"):
+            self.runner.rehearse()
+            rehearsed = time.monotonic()
+            if self.graph_sizes:
+                self.runner.capture(self.graph_sizes)
+        log.info(
+            "warmed up rehearsal_seconds=%.2f graph_sizes=%s graph_seconds=%.2f",
+            rehearsed - began,
+            ",".join(map(str, self.graph_sizes)) or "none",
+            time.monotonic() - rehearsed,
+        )
 
     @property
     def tokenizer_digest(self) -> str:
@@ -74,9 +95,10 @@ def build(settings: NodeSettings) -> Built:
     config = _with_pool(settings, limits, model, probed)
     with out_of_memory("--gpu-memory-utilization: lower it, the KV pool does not fit"):
         runner = TorchModelRunner(model, config, probed)
-    _capture(settings, runner, config)
     return Built(
         engine=Engine(config, runner),
+        runner=runner,
+        graph_sizes=_graph_sizes(settings, config, device),
         pool_bytes=runner.pool.as_bytes(),
         layout=runner.pool.layout(loader.fingerprint(path, settings.load_format, config.max_model_len)),
         device=device,
@@ -190,16 +212,12 @@ def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
     return dataclasses.replace(limits, num_blocks=num_blocks + _NULL_BLOCK)
 
 
-def _capture(settings: NodeSettings, runner: TorchModelRunner, config: EngineConfig) -> None:
-    """CUDA graphs of decode steps, where there is a GPU."""
-    if settings.enforce_eager or runner.pool.tensor.device.type != "cuda":
-        return
-    began = time.monotonic()
+def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.device) -> list[int]:
+    """Of decode steps; none: no CUDA graphs."""
+    if settings.enforce_eager or device.type != "cuda":
+        return []
     wanted = settings.cudagraph_capture_sizes or ladder(config.max_num_seqs)
-    sizes = sorted({min(size, config.max_num_seqs) for size in wanted})
-    with out_of_memory("--gpu-memory-utilization: lower it (or take --enforce-eager), CUDA graphs do not fit"):
-        runner.capture(sizes)
-    log.info("graphs captured sizes=%s seconds=%.2f", ",".join(map(str, sizes)), time.monotonic() - began)
+    return sorted({min(size, config.max_num_seqs) for size in wanted})
 
 
 def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 from baton.layout import num_blocks_for
 from engine.config import EngineConfig
 from engine.model.attention import Probe
-from engine.model.largest_step import largest_steps, profile_config
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
+from engine.model.rehearsal import largest_steps, profile_config
 from engine.model.runner import TorchModelRunner
 from engine.node.settings import GIB, NodeSettings
 

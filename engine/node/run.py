@@ -107,7 +107,10 @@ def require_free(flag: str, listen: HostPort) -> None:
 async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop) -> int:
     stop = _signals()
     node = Node(settings, side, parts, loop)
-    await node.start()
+    try:
+        await node.start()
+    except ValueError as error:
+        raise StartupError(str(error)) from error
     log.info("ready address=%s metrics=http://%s/metrics seconds=%.2f", node.address, node.metrics.address, _age_s())
     ends: list[asyncio.Future[Any]] = [stop, node.failure]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

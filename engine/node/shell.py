@@ -54,10 +54,12 @@ class RoleSide:
 class NodeParts:
     """What a node is made of, but for its network. `info.address` is filled in once the port is known.
 
-    `count_blocks` is called on the role's thread, `count_free_slots` on any.
+    `warm_up` is called first on the role's thread; it may take seconds, and raises ValueError. `count_blocks` is called
+    there too, `count_free_slots` on any.
     """
 
     role: Role
+    warm_up: Callable[[], None]
     transport: PeerTransport
     info: NodeInfo
     tokenizer: bytes
@@ -83,7 +85,7 @@ class Node:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Raises StartupError for an address that cannot be had."""
+        """Raises StartupError for an address that cannot be had, and what `warm_up` raises."""
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._bind(self._settings.listen)
         self.address = self._settings.advertised(port)
@@ -100,6 +102,7 @@ class Node:
         node_pb2_grpc.add_NodeStatusServicer_to_server(NodeStatus(info, self._parts.tokenizer), self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
         self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count_blocks)
+        await asyncio.wrap_future(self._loop.run_errand(self._parts.warm_up))
         await self._server.start()
         await self._health.serving()
         self._why_not = None

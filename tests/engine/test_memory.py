@@ -10,8 +10,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.model import loader
-from engine.model.largest_step import largest_steps, profile_config
 from engine.model.memory import GIB, ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
+from engine.model.rehearsal import first_steps, largest_steps, profile_config
 from engine.model.runner import TorchModelRunner
 from tests.engine import tiny_models
 
@@ -80,6 +80,24 @@ def test_the_largest_steps(budget: int, num_seqs: int, max_len: int, shapes: lis
             assert chunk.end <= pool.max_model_len < max_len + 1
 
 
+@pytest.mark.parametrize(
+    ("budget", "num_seqs", "max_len"), [(8192, 256, 40_000), (2048, 2, 300), (16, 1, 64), (1, 1, 2), (2, 5, 3)]
+)
+def test_the_first_steps_are_steps_that_there_may_be(budget: int, num_seqs: int, max_len: int) -> None:
+    config = EngineConfig(
+        num_blocks=2501, max_model_len=max_len, vocab_size=9, max_num_batched_tokens=budget, max_num_seqs=num_seqs
+    )
+    steps = first_steps(config)
+    assert steps
+    for chunks in steps:
+        assert 0 < sum(chunk.length for chunk in chunks) <= budget
+        assert len(chunks) <= num_seqs
+        for chunk in chunks:
+            assert chunk.samples_token
+            assert chunk.end < max_len
+            assert max(chunk.sequence.block_table) < config.num_blocks
+
+
 def test_memory_that_runs_out_ends_in_one_line() -> None:
     with (
         pytest.raises(ValueError, match=r"^--model: too large: Tried to allocate 2 GiB\.$"),
@@ -88,7 +106,7 @@ def test_memory_that_runs_out_ends_in_one_line() -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nSee the documentation.")
 
 
-def test_the_largest_steps_run(tmp_path: Path) -> None:
+def test_the_largest_and_the_first_steps_run(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = loader.load_model(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path))
     config = EngineConfig(num_blocks=99, max_model_len=40, vocab_size=160, max_num_batched_tokens=50, max_num_seqs=5)
@@ -99,6 +117,7 @@ def test_the_largest_steps_run(tmp_path: Path) -> None:
         assert [len(made) for made in choices] == [1] * len(chunks)
         for chunk in chunks:
             runner.forget(chunk.sequence)
+    TorchModelRunner(model, config).rehearse()
 
 
 @pytest.mark.gpu

@@ -170,7 +170,9 @@ async def running(
     settings = NodeSettings(model="none", listen=HostPort("127.0.0.1", 0), drain_timeout=WAIT_S, **flags)
     scripted, transport, loop = ScriptedRole(script), NotingTransport(), NodeLoop()
     info = info_for(role, incarnation, layout)
-    parts = NodeParts(scripted, transport, info, tokenizer, part_blocks, lambda: {"free": 3}, 8, lambda: 8)
+    parts = NodeParts(
+        scripted, lambda: None, transport, info, tokenizer, part_blocks, lambda: {"free": 3}, 8, lambda: 8
+    )
     node = Node(settings, side, parts, loop)
     await node.start()
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from baton_kernels.paged_attention import reference
 from baton_kernels.paged_attention.batch import PagedBatch
 
-__all__ = ["PagedBatch", "paged_attention"]
+__all__ = ["PagedBatch", "paged_attention", "warm_up"]
 
 
 def paged_attention(
@@ -49,3 +50,13 @@ def paged_attention(
             query, key_cache, value_cache, batch, scale, sliding_window, softcap, sinks, key, value
         )
     return reference.paged_attention(query, key_cache, value_cache, batch, scale, sliding_window, softcap, sinks)
+
+
+def warm_up(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, max_tokens: int
+) -> None:
+    """Plan, where a GPU's library wants plans, for chunks of up to `max_tokens`: in the thread that will compute."""
+    if device.type == "cuda":
+        from baton_kernels.paged_attention import contiguous
+
+        contiguous.warm_up(num_heads, num_kv_heads, head_dim, dtype, device, max_tokens)

@@ -1,7 +1,5 @@
-"""The steps that take the most memory, to be computed once before the KV pool takes what is left.
-
-They are of all kinds that there are, so that their kernels are compiled by then, too.
-"""
+"""Steps computed before the first request: those that take the most memory, and those that make a request wait for
+nothing that is compiled, planned or loaded at first use."""
 
 from __future__ import annotations
 
@@ -18,6 +16,8 @@ _SAMPLING = SamplingParams(
     temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, num_logprobs=5, max_tokens=1
 )
 """Whatever makes a sampler keep copies of its logits."""
+_LENGTHS = (2, 9, 33, 100, 300, 700, 1400, 3000)
+_CONTEXT = 10_000
 
 
 def profile_config(config: EngineConfig) -> EngineConfig:
@@ -46,6 +46,20 @@ def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
             *(Chunk.of(prompt, start, rest) for prompt in _prompts(1, longest, config.block_size)),
         ],
     ]
+
+
+def first_steps(config: EngineConfig) -> list[list[Chunk]]:
+    """Batches of all the kinds that kernels are compiled for: chunks of several lengths beside decodes, at the start of
+    a prompt and after much context. What they compute is of no use to anybody."""
+    num_decodes = min(2, config.max_num_seqs - 1, config.max_num_batched_tokens - 1)
+    steps = []
+    for start in sorted({0, min(_CONTEXT, config.max_model_len // 2)}):
+        room = min(config.max_num_batched_tokens - num_decodes, config.max_model_len - 1 - start)
+        for length in sorted({min(length, room) for length in _LENGTHS if room > 0}):
+            chunks = [Chunk.of(seq, start, 1) for seq in _prompts(num_decodes, start + 1, config.block_size)]
+            chunks += [Chunk.of(seq, start, length) for seq in _prompts(1, start + length, config.block_size)]
+            steps.append(chunks)
+    return steps
 
 
 def _prompts(num_seqs: int, length: int, block_size: int) -> list[Sequence]:
