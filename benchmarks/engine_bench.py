@@ -37,6 +37,7 @@ class EngineBenchSettings(NodeSettings):
     model: str = Field("benchmarks/models/llama-3.1-8b", description="as for a node")
     load_format: LoadFormat = Field("dummy", description="as for a node; dummy: random weights")
     max_num_seqs: int = Field(512, ge=1, description="sequences in one step")
+    max_num_batched_tokens: int | None = Field(8192, ge=1, description="tokens in one step, as on a prefill node")
     gpu_memory_utilization: float = Field(
         0.7, gt=0, le=1, description="share of a GPU's memory for the engine; answers are checked with a second model"
     )
