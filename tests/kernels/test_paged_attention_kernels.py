@@ -138,7 +138,7 @@ def test_keys_split_over_programs(device: str, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_long_chunk_in_small(query_len: int, context: int, fresh: bool) -> None:
     """Squares and rectangles with torch in cuDNN's place."""
-    shapes = contiguous.Shapes(square=16, rows=8, widths=(48, 16))
+    shapes = contiguous.Shapes(square=16, rows=8, few=20, widths=(48, 16))
     case = Case([(query_len, context)], 4, 2, 16, "cpu", 8)
     key, value = (case.key, case.value) if fresh else (None, None)
     out = contiguous.contiguous_attention(
@@ -158,11 +158,11 @@ def test_long_chunks() -> None:
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 def test_merge_pair(device: str, dtype: torch.dtype) -> None:
-    out, other = (torch.randn(5, 9, 48, device=device).to(dtype).transpose(0, 1) for _ in range(2))
-    lse, other_lse = (torch.randn(5, 16, device=device)[:, :9] * 30 for _ in range(2))
+    out, other = (torch.randn(5, n, 48, device=device).to(dtype).transpose(0, 1) for n in (12, 9))
+    lse, other_lse = (torch.randn(5, 16, device=device)[:, :n] * 30 for n in (12, 9))
     expected, expected_lse = out.clone(), lse.clone()
-    merge.merge_pair_reference(expected, expected_lse, other, other_lse)
-    merge.merge_pair(out, lse, other, other_lse)
+    merge.merge_pair_reference(expected, expected_lse, other, other_lse, 2, 7)
+    merge.merge_pair(out, lse, other, other_lse, 2, 7)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)

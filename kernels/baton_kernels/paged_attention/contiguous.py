@@ -26,15 +26,22 @@ from baton_kernels.paged_attention.merge import merge_pair
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What plans are built for. Sizes of squares are multiples of `square`, which is the last of the `widths`; a
-    rectangle has `rows`."""
+    """What plans are built for. Sizes of squares are multiples of `square`, which is the last of the `widths`.
+
+    Rectangles have `rows` rows, those of chunks of up to `few` tokens `square`: fewer launches, which cost the host 50
+    us each or more, for 5% of the GPU's time.
+    """
 
     square: int
     rows: int
+    few: int
     widths: tuple[int, ...]
 
+    def rows_of(self, num_tokens: int) -> int:
+        return self.square if self.rows < num_tokens <= self.few else self.rows
 
-SHAPES = Shapes(square=2048, rows=1024, widths=(8192, 4096, 2048))
+
+SHAPES = Shapes(square=2048, rows=1024, few=4096, widths=(8192, 4096, 2048))
 MIN_LENGTH = 1024
 MIN_SCORES = 2**23  # below, as for a first chunk of 2000 or one of 1024 after 7168, Triton is as quick
 
@@ -68,21 +75,19 @@ def contiguous_attention(
     before = batch.host_context_lens[seq] - num_tokens
     front = before % shapes.square
     wide = before - front
-    if front or num_tokens % shapes.square or key is None or value is None:
+    if front or num_tokens % shapes.square or key is None or value is None or not _are_fused(query, key, value):
         query, key, value = _padded(query, key_cache, value_cache, batch, seq, wide, shapes)
     size = key.shape[0]
     out, lse = _attend(query[:size], key, value, scale, is_causal=True)
-    out, lse = out[front : front + num_tokens], lse[:, front : front + num_tokens]
+    rows = shapes.rows_of(num_tokens)
     for start, width in _rectangles(wide, shapes):
         keys = key_cache.new_empty((width, 2, *key.shape[1:]))
-        gather(key_cache, value_cache, batch, seq, start, width, keys[:, 0], keys[:, 1])
-        for first in range(0, num_tokens, shapes.rows):
-            rows = query[front + first : front + first + shapes.rows]
-            part, part_lse = _attend(rows, keys[:, 0], keys[:, 1], scale, is_causal=False)
-            here = slice(first, min(first + shapes.rows, num_tokens))
-            num_rows = here.stop - first
-            merge_pair(out[here], lse[:, here], part[:num_rows], part_lse[:, :num_rows])
-    return out
+        key, value = keys[:, 0], keys[:, 1]
+        gather(key_cache, value_cache, batch, seq, start, width, key, value)
+        for first in range(0, num_tokens, rows):
+            part, part_lse = _attend(query[front + first : front + first + rows], key, value, scale, is_causal=False)
+            merge_pair(out, lse, part, part_lse, front + first, min(rows, num_tokens - first))
+    return out[front : front + num_tokens]
 
 
 def warm_up(
@@ -101,7 +106,8 @@ def warm_up(
         _attend(query[:size], key[:size], value[:size], 1.0, is_causal=True)
     for width in SHAPES.widths:
         keys = fused.new_zeros((width, 2, num_kv_heads, head_dim))
-        _attend(query[: SHAPES.rows], keys[:, 0], keys[:, 1], 1.0, is_causal=False)
+        for rows in (SHAPES.rows, SHAPES.square):
+            _attend(query[:rows], keys[:, 0], keys[:, 1], 1.0, is_causal=False)
 
 
 def _padded(
@@ -113,11 +119,18 @@ def _padded(
     num_kv_heads = key_cache.shape[1]
     num_keys = batch.host_context_lens[seq] - wide
     size = _round_up(num_keys, shapes.square)
-    fused = query.new_empty((size + shapes.rows, num_heads + 2 * num_kv_heads, head_dim))
+    fused = query.new_empty((size + shapes.square, num_heads + 2 * num_kv_heads, head_dim))
     padded, key, value = _thirds(fused, num_heads, num_kv_heads)
     padded[num_keys - num_tokens : num_keys].copy_(query)
     gather(key_cache, value_cache, batch, seq, wide, num_keys, key[:size], value[:size])
     return padded, key[:size], value[:size]
+
+
+def _are_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether they lie as `_thirds` would: other strides are other shapes to cuDNN."""
+    head_dim = query.shape[2]
+    strides = ((query.shape[1] + 2 * key.shape[1]) * head_dim, head_dim, 1)
+    return query.stride() == key.stride() == value.stride() == strides
 
 
 def _thirds(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

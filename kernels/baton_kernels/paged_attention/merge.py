@@ -58,13 +58,14 @@ def merge_splits_kernel(
         tl.store(out_ptr + place * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_rows", "lse_head_stride", "other_lse_head_stride"])
+@triton.jit(do_not_specialize=["num_rows", "first_token", "lse_head_stride", "other_lse_head_stride"])
 def _merge_pair_kernel(
     out_ptr,
     lse_ptr,
     other_ptr,
     other_lse_ptr,
     num_rows,
+    first_token,
     out_token_stride,
     out_head_stride,
     lse_head_stride,
@@ -81,9 +82,11 @@ def _merge_pair_kernel(
     dim = tl.arange(0, HEAD_DIM_PADDED)
     there = row < num_rows
     mask = there[:, None] & (dim < HEAD_DIM)[None, :]
-    out_offsets = (token * out_token_stride + head * out_head_stride)[:, None] + dim[None, :]
+    out_token = first_token + token
+    out_offsets = (out_token * out_token_stride + head * out_head_stride)[:, None] + dim[None, :]
+    lse_offsets = head * lse_head_stride + out_token
     other_offsets = (token * other_token_stride + head * other_head_stride)[:, None] + dim[None, :]
-    lse = tl.load(lse_ptr + head * lse_head_stride + token, mask=there, other=0.0)
+    lse = tl.load(lse_ptr + lse_offsets, mask=there, other=0.0)
     other_lse = tl.load(other_lse_ptr + head * other_lse_head_stride + token, mask=there, other=0.0)
     out = tl.load(out_ptr + out_offsets, mask=mask, other=0.0).to(tl.float32)
     other = tl.load(other_ptr + other_offsets, mask=mask, other=0.0).to(tl.float32)
@@ -92,27 +95,30 @@ def _merge_pair_kernel(
     total = weight + other_weight
     merged = out * (weight / total)[:, None] + other * (other_weight / total)[:, None]
     tl.store(out_ptr + out_offsets, merged.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + head * lse_head_stride + token, peak + tl.log(total), mask=there)
+    tl.store(lse_ptr + lse_offsets, peak + tl.log(total), mask=there)
 
 
-def merge_pair(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge `other` into `out`, and `other_lse` into `lse`.
+def merge_pair(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_token: int = 0, num_tokens: int | None = None
+) -> None:
+    """Merge the first `num_tokens` (all) of `other` into those of `out` from `first_token` on, and the same of lse.
 
     out, other: [num_tokens, num_heads, head_dim], the last dimension contiguous. lse, other_lse: [num_heads,
-    num_tokens], fp32, natural log, the last dimension contiguous.
+    num_tokens], fp32, natural log, the last dimension contiguous. The tokens' numbers may differ.
     """
-    num_tokens, num_heads, head_dim = out.shape
+    num_heads, head_dim = out.shape[1:]
     assert out.stride(2) == other.stride(2) == 1
     assert lse.stride(1) == other_lse.stride(1) == 1
     dim_padded = triton.next_power_of_2(head_dim)
     tile_rows = max(1, 4096 // dim_padded)
-    num_rows = num_tokens * num_heads
+    num_rows = (other.shape[0] if num_tokens is None else num_tokens) * num_heads
     _merge_pair_kernel[(triton.cdiv(num_rows, tile_rows),)](
         out,
         lse,
         other,
         other_lse,
         num_rows,
+        first_token,
         out.stride(0),
         out.stride(1),
         lse.stride(0),
@@ -127,8 +133,13 @@ def merge_pair(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> No
     )
 
 
-def merge_pair_reference(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+def merge_pair_reference(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_token: int = 0, num_tokens: int | None = None
+) -> None:
     """`merge_pair` in plain torch."""
+    num_tokens = other.shape[0] if num_tokens is None else num_tokens
+    out, lse = out[first_token : first_token + num_tokens], lse[:, first_token : first_token + num_tokens]
+    other, other_lse = other[:num_tokens], other_lse[:, :num_tokens]
     total = torch.logaddexp(lse, other_lse)
     weight, other_weight = (torch.exp(x - total).T[:, :, None] for x in (lse, other_lse))
     out.copy_(out.float() * weight + other.float() * other_weight)
