@@ -2,6 +2,7 @@
 
     paged_attention   attention of a flattened batch over KV blocks
     kv_write          new keys and values into their slots; rotary embedding and head norms on the way
+    linear            products with weights, with the gate of a gated MLP where that is wanted
     rms_norm          normalised rows, after the residual is added
     gated_activation  the gate of a gated MLP
     step_inputs       token ids, slots and block tables of a step

@@ -4,21 +4,27 @@ A Triton kernel takes part by a constexpr `PDL` and the launch options of `launc
 
     @triton.jit
     def kernel(..., PDL: tl.constexpr):
+        ...  # addresses, and loads of what no kernel writes: weights, tables
         if PDL:
-            tl.extra.cuda.gdc_launch_dependents()  # the next kernel of the stream may start now, and wait
             tl.extra.cuda.gdc_wait()  # until every earlier kernel is complete and its memory visible
         ...
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()  # the stream's next kernel may start now, and wait
+        ...  # the stores
 
     kernel[grid](..., **launch_options(x.device))
 
-Two rules keep it safe. EVERY program waits, on every path, before it reads or writes anything that an earlier kernel
-touches (scratch and outputs too: their memory is reused), so that a complete kernel means that all before it are. What
-comes before the wait may only read what no kernel writes: weights, tables. `gdc_launch_dependents` says nothing about
-memory: called early it lets the next kernel's programs be resident beside ours, and costs their registers and shared
-memory. A kernel that does not take part is a full barrier on both sides.
+Two rules keep it safe. Every program waits, on every path, before it reads or writes anything that an earlier kernel
+touches (scratch and outputs too: their memory is reused), so that a complete kernel means that all before it are. And
+what it launches it launches after its wait, which keeps two kernels at most on the device. `gdc_launch_dependents` says
+nothing about memory; a program that ends without it has launched as well. A kernel that takes no part starts when all
+before it are complete, and the next one waits for it as for any other.
 
-CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; it works within CUDA graphs too, where
-it hides one to two microseconds per kernel.
+It comes late, after the last loads, for speed: the next kernel's programs are put where there is room while others
+still run, a few on one processor and none on another, and stay there. On an H200 a decode step of an 8B model with all
+launches at the kernels' beginnings took 4.9 ms at batch 8, 4.5 with late ones, 4.7 with none; at batch 1 4.15 and 4.35.
+
+CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; it works within CUDA graphs too.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 14
+    assert int(done.stdout) == 24
 
 
 def bf16(*shape: int) -> Tensor:
@@ -68,6 +68,27 @@ def launch_moves_and_inputs() -> None:
     update_block_tables(tables, ints(3), rows)
 
 
+def launch_matmuls() -> None:
+    from baton_kernels.linear.kernel import few_rows
+    from baton_kernels.linear.tiling import choose
+
+    plain, gated = ((1, 6144), (8, 4096), (8, 8192), (16, 4096)), ((1, 2048), (8, 4096), (32, 28672), (128, 28672))
+    for activation, shapes in ((None, plain), ("silu", gated)):
+        for num_rows, out_features in shapes:
+            tiling = choose(num_rows, out_features, 1024, activation is not None, 132)
+            assert tiling is not None
+            few_rows(bf16(num_rows, 1024), bf16(out_features, 1024), None, activation, tiling)
+
+
+def launch_decode() -> None:
+    from baton_kernels.paged_attention import PagedBatch
+    from baton_kernels.paged_attention.decode import decode_attention
+
+    batch = PagedBatch.build([[1]], [1], [3], 16, torch.device("cpu"))
+    caches = bf16(3, 2, 2, 2, 16, 128)[:, 1].unbind(1)
+    decode_attention(bf16(1, 8, 128), *caches, batch, bf16(1, 8, 128), 0.1, None, None, None)
+
+
 def main() -> None:
     from tests.kernels.gpu_compiler import compiled_launches
 
@@ -77,6 +98,8 @@ def main() -> None:
         launch_rope(128, 128, interleaved=False, with_norm=True)
         launch_rope(80, 32, interleaved=True, with_norm=True)
         launch_moves_and_inputs()
+        launch_matmuls()
+        launch_decode()
     print(len(names))
 
 

@@ -13,18 +13,7 @@ TILE = 1024  # elements per program: 4 warps, one 16-byte access of each of gate
 
 
 @triton.jit
-def _gated_activation_kernel(
-    gate_up_ptr, out_ptr, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = column < INTERMEDIATE
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    gate_ptrs = gate_up_ptr + row * (2 * INTERMEDIATE) + column
-    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptrs + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
+def activated(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":
@@ -32,7 +21,24 @@ def _gated_activation_kernel(
         gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         gate = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-    rounded = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
+    return gate
+
+
+@triton.jit
+def _gated_activation_kernel(
+    gate_up_ptr, out_ptr, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < INTERMEDIATE
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    gate_ptrs = gate_up_ptr + row * (2 * INTERMEDIATE) + column
+    gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
+    rounded = activated(gate, ACTIVATION).to(out_ptr.dtype.element_ty).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + row * INTERMEDIATE + column, (rounded * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 

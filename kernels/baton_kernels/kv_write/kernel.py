@@ -33,7 +33,6 @@ def _kv_write_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
@@ -46,6 +45,8 @@ def _kv_write_kernel(
     )
     place = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
     place += head * cache_head_stride + dim
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(key_cache_ptr + place, key, mask=mask)
     tl.store(value_cache_ptr + place, value, mask=mask)
 

@@ -155,7 +155,6 @@ def _rope_kv_write_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -216,6 +215,8 @@ def _rope_kv_write_kernel(
         mask = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
         value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=mask)
         tl.store(value_cache_ptr + place + dim, value, mask=mask)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def rope_kv_write(

@@ -1,20 +1,38 @@
-"""Matmuls with a model's weights, for the few rows of a decode step and for the many of a prefill."""
+"""Matmuls with a model's weights, for the few rows of a decode step and for the many of a prefill.
+
+On Hopper GPUs up to 128 rows may run in Triton kernels; which do is a table of what measured faster than cuBLAS
+(`tiling.py`). Besides, the kernels take part in programmatic dependent launch (`baton_kernels.pdl`), cuBLAS's do not.
+"""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 from baton_kernels.gated_activation import Activation
 from baton_kernels.linear import reference
+from baton_kernels.linear.tiling import KERNEL_ROWS, MAX_ROWS, RowTiling, Tiling, choose
+
+__all__ = ["KERNEL_ROWS", "gated_linear", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`, [..., out_features].
 
     x: [..., in_features]. weight: [out_features, in_features], rows contiguous, as in nn.Linear. bias: [out_features].
+    The same shapes give the same bits each time, in a CUDA graph or not; another number of rows may round otherwise.
+    Calls of one device run on one stream at a time: they share counters.
     """
     assert x.shape[-1] == weight.shape[1]
-    return reference.linear(x, weight, bias)
+    tiling = _tiling(x, weight, gated=False)
+    if tiling is None:
+        return reference.linear(x, weight, bias)
+    from baton_kernels.linear import kernel
+
+    out = kernel.few_rows(x.reshape(-1, x.shape[-1]), weight, bias, None, tiling)
+    return out.view(*x.shape[:-1], -1)
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None) -> Tensor:
@@ -23,4 +41,29 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation, bias: Tensor
     x: [..., in_features]. weight: [2 * intermediate_size, in_features], the gate's rows and then up's.
     """
     assert x.shape[-1] == weight.shape[1]
-    return reference.gated_linear(x, weight, activation, bias)
+    assert weight.shape[0] % 2 == 0
+    tiling = _tiling(x, weight, gated=True)
+    if tiling is None:
+        return reference.gated_linear(x, weight, activation, bias)
+    from baton_kernels.linear import kernel
+
+    out = kernel.few_rows(x.reshape(-1, x.shape[-1]), weight, bias, activation, tiling)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _tiling(x: Tensor, weight: Tensor, gated: bool) -> RowTiling | Tiling | None:
+    """What a Triton kernel makes of it; None where cuBLAS, or the CPU, is to do it."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    num_rows = x.numel() // x.shape[-1]
+    if not 0 < num_rows <= MAX_ROWS or weight.dtype != x.dtype or x.stride(-1) != 1 or weight.stride(1) != 1:
+        return None
+    num_sms = _num_sms(x.device)
+    return choose(num_rows, *weight.shape, gated, num_sms) if num_sms else None
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    """Processors of a Hopper GPU; 0 of any other, for which nothing was measured."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count if properties.major == 9 else 0

@@ -36,8 +36,6 @@ def _rms_norm_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, N_PADDED)[None, :]
     mask = (row < num_rows) & (column < N)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     # No kernel writes the weight, so it need not wait for those before. Each row loads it, in the rows' own layout.
     weight = (
         tl.load(tl.broadcast_to(weight_ptr + column, (ROWS, N_PADDED)), mask=mask, other=0.0).to(tl.float32)
@@ -59,6 +57,8 @@ def _rms_norm_kernel(
     x *= tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)[:, None]
     if not ROUND_ONCE:
         x = x.to(DTYPE).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + offset, (x * weight).to(DTYPE), mask=mask)
 
 
