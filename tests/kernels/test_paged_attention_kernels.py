@@ -130,6 +130,18 @@ def test_keys_split_over_programs(device: str, monkeypatch: pytest.MonkeyPatch) 
     assert all(plan.num_splits > 1 for key, plan in case.batch.plans.items() if key[0] == "prefill")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_bounds_for_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a CUDA graph of short prompts: the host knows neither the lengths nor the contexts."""
+    monkeypatch.setattr(prefill, "num_sms", lambda _: 16)
+    monkeypatch.setattr(prefill, "KEYS_PER_SPLIT", 64)
+    case = Case([(9, 150), (3, 3), (0, 0), (0, 0)], 4, 1, 16, device, 16)
+    case.batch.query_lens, case.batch.host_context_lens = [12] * 4, []
+    for window in (None, 70):
+        check(case, window=window)
+    assert all(plan.num_splits > 1 for plan in case.batch.plans.values() if isinstance(plan, prefill.Plan))
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(
     ("query_len", "context"),

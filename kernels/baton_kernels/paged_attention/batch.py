@@ -22,8 +22,7 @@ class PagedBatch:
     context_lens: [num_seqs], the new tokens included; 0 pads a CUDA graph, and that token's output means nothing.
 
     On the host: query_lens, and host_context_lens, empty in a CUDA graph of decodes, where they are not known.
-    `plans` is what an implementation derived from all this for the step, under keys of its own; `scratch` is memory
-    that it may write. Batches that are computed one after the other, or captured in graphs that are, may share scratch.
+    `plans` is what an implementation derived from all this for the step, under keys of its own.
     """
 
     block_size: int
@@ -36,7 +35,6 @@ class PagedBatch:
     query_lens: list[int]
     host_context_lens: list[int]
     plans: dict[object, Any] = field(default_factory=dict)
-    scratch: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
     def build(

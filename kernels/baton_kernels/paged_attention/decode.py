@@ -287,21 +287,17 @@ def decode_attention(
 
 
 def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int) -> tuple[Tuning, Tensor, Tensor]:
-    """The layout for all layers of this shape, and scratch for it: parts [MAX_SHARES or more, num_heads, head_dim],
-    fp32, and their log-sum-exp in base 2."""
+    """The layout for all layers of this shape, and scratch for it: parts, fp32, [num_decodes, num_heads, num_splits,
+    head_dim], and their log-sum-exp in base 2."""
     num_kv_heads, _, head_dim = key_cache.shape[1:]
     # A CUDA graph's scratch is its own: what was made before its capture may be gone when it is replayed.
     capturing = key_cache.is_cuda and torch.cuda.is_current_stream_capturing()
     key = ("decode", num_kv_heads, num_heads, head_dim, capturing)
     if key not in batch.plans:
         tuning = tune(batch.num_decodes, num_kv_heads, head_dim, key_cache.dtype, num_sms(key_cache.device))
-        num_parts = max(batch.num_decodes * tuning.num_splits, MAX_SHARES if key_cache.is_cuda else 0) * num_heads
-        scratch = batch.scratch.get(key)
-        if scratch is None or len(scratch) < num_parts:
-            scratch = torch.empty((num_parts, head_dim + 1), dtype=torch.float32, device=key_cache.device)
-            batch.scratch[key] = scratch
-        flat = scratch.view(-1)
-        batch.plans[key] = (tuning, flat, flat[len(scratch) * head_dim :])
+        shape = (batch.num_decodes, num_heads, tuning.num_splits)
+        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=key_cache.device)
+        batch.plans[key] = (tuning, parts, torch.empty(shape, dtype=torch.float32, device=key_cache.device))
     plan: tuple[Tuning, Tensor, Tensor] = batch.plans[key]
     return plan
 

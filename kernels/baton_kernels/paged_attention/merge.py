@@ -14,8 +14,8 @@ from baton_kernels.paged_attention.tile import NOTHING
 
 @triton.jit(do_not_specialize=["first_seq", "num_splits"])
 def merge_splits_kernel(
-    part_ptr,  # [num_seqs, num_splits, max_tiles, NUM_KV_HEADS, TILE_ROWS, HEAD_DIM], fp32
-    part_lse_ptr,  # the same without HEAD_DIM, base 2, NOTHING where a part has no keys
+    part_ptr,  # [num_seqs, num_splits, max_tiles, NUM_KV_HEADS, TILE_ROWS, HEAD_DIM], fp32, written where it has keys
+    part_lse_ptr,  # the same without HEAD_DIM, base 2, NOTHING where there are no keys
     sink_ptr,
     out_ptr,
     query_start_ptr,
@@ -51,7 +51,7 @@ def merge_splits_kernel(
         total = tl.sum(weights, 0)
         if HAS_SINKS:
             total += tl.exp2(sink - peak)
-        mask = (split < num_splits)[:, None] & (dim < HEAD_DIM)[None, :]
+        mask = (lse > NOTHING)[:, None] & (dim < HEAD_DIM)[None, :]
         parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
         out = tl.sum(parts * weights[:, None], 0) / total
         place = token * NUM_KV_HEADS * GROUP + query_head
