@@ -34,7 +34,7 @@ from benchmarks.direct import generate_alone
 
 GOAL_S = 15.0
 STOP_S = 60.0
-PROMPT = range(5, 45)
+PROMPT = range(5, 19)  # less than a block: the second time it is not a prefix hit, which rounds differently
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 STAGE = re.compile(r"logger=\S+ ([a-z ]+?) \w+=.* seconds=([\d.]+)")
 READY = re.compile(r" ready address=(\S+) metrics=(\S+)/metrics")

@@ -214,7 +214,7 @@ def test_dummies_need_only_a_config_and_are_the_same_every_time(
     assert torch.equal(first.get_buffer("model.rotary_emb.inv_freq"), real.get_buffer("model.rotary_emb.inv_freq"))
     for name, parameter in first.named_parameters():
         if parameter.dim() > 1:
-            assert parameter.float().std() == pytest.approx(LLAMA.initializer_range, rel=0.1), name
+            assert parameter.float().std().item() == pytest.approx(LLAMA.initializer_range, rel=0.1), name
         else:
             assert bool((parameter == 1).all()), name
 

@@ -51,7 +51,7 @@ class Step:
         query, key, value = (
             t.unflatten(1, (-1, DIM)) for t in self.fused.split([HIDDEN, KV_HEADS * DIM, KV_HEADS * DIM], dim=1)
         )
-        heads = rms_norm(query, self.weight[:DIM], 1e-5)
+        heads = rms_norm(query[None], self.weight[:DIM], 1e-5)
         norms = {"q_norm_weight": self.weight[:DIM], "k_norm_weight": self.weight[DIM : 2 * DIM]}
         rope_kv_write(query, key, value, self.cos, self.sin, self.pool[:, 0, 0], self.pool[:, 0, 1], slots, **norms)
         kv_write(key, value, self.pool[:, 1, 0], self.pool[:, 1, 1], slots)

@@ -99,11 +99,12 @@ def rms_norm(
 def _row_strides(x: Tensor) -> tuple[int, int, int]:
     """(num_inner, outer_stride, inner_stride): row r lies at `r // num_inner * outer + r % num_inner * inner`.
 
-    By strides alone: to torch one token's slice is contiguous and two tokens' are not, and each would be compiled.
+    Each form is compiled by itself, and to torch one token's heads are contiguous where those of two tokens are not: so
+    rows in four dimensions, as models give the heads of a batch, are never taken for dense ones.
     """
     shape, strides = x.shape, x.stride()
     dense = all(strides[i] == shape[i + 1] * strides[i + 1] for i in range(len(shape) - 1))
-    if dense or len(shape) == 2:
+    if len(shape) == 2 or (dense and len(shape) < 4):
         return 1, strides[-2] if len(shape) > 1 else shape[0], 0
     assert all(size == 1 for size in shape[:-3]), "rows have at most two strides"
     return shape[-2], strides[-3], strides[-2]
