@@ -29,17 +29,20 @@ NUM_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of one machine at one time. Copying counts bytes read and bytes written."""
+    """Of one machine at one time. Copying counts bytes read and bytes written. Matmuls: one at a time by a GPU that has
+    rested, and one after the other for as long as its power limit takes to lower its clocks."""
 
     read_bytes_per_s: float
     copy_bytes_per_s: float
     matmul_flops_per_s: float
+    sustained_matmul_flops_per_s: float
     matmul_dtype: str
 
     def __str__(self) -> str:
         read, copy = self.read_bytes_per_s / 1e12, self.copy_bytes_per_s / 1e12
-        flops = self.matmul_flops_per_s / 1e12
-        return f"read {read:.3f} TB/s, copy {copy:.3f} TB/s, {self.matmul_dtype} matmul {flops:.1f} TFLOP/s"
+        flops, sustained = self.matmul_flops_per_s / 1e12, self.sustained_matmul_flops_per_s / 1e12
+        matmul = f"{self.matmul_dtype} matmul {flops:.1f} TFLOP/s, sustained {sustained:.1f}"
+        return f"read {read:.3f} TB/s, copy {copy:.3f} TB/s, {matmul}"
 
 
 class CeilingsSettings(Settings):
@@ -63,10 +66,12 @@ def measure(device: torch.device, num_bytes: int = 4 * GIB, matmul_size: int = 8
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(matmul_size, matmul_size, dtype=dtype, device=device) for _ in range(2))
     matmul_s = best_s(lambda: a @ b, device)
+    sustained_s = _sustained_s(lambda: a @ b, device, matmul_s)
     return Ceilings(
         read_bytes_per_s=num_bytes / read_s,
         copy_bytes_per_s=2 * num_bytes / copy_s,
         matmul_flops_per_s=2 * matmul_size**3 / matmul_s,
+        sustained_matmul_flops_per_s=2 * matmul_size**3 / sustained_s,
         matmul_dtype=str(dtype).removeprefix("torch."),
     )
 
@@ -87,6 +92,22 @@ def best_s(call: Callable[[], object], device: torch.device, tries: int = NUM_TR
         event.record()
     events[-1].synchronize()
     return min(float(start.elapsed_time(end)) for start, end in pairwise(events)) / 1e3
+
+
+def _sustained_s(call: Callable[[], object], device: torch.device, call_s: float) -> float:
+    """Mean seconds of a call over half a second of them, after as long that does not count. On a CPU that of one."""
+    if device.type != "cuda":
+        return call_s
+    num_calls = max(1, int(0.5 / call_s))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for _ in range(num_calls):
+        call()
+    start.record()
+    for _ in range(num_calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / num_calls
 
 
 def _memory_s(device: torch.device, num_bytes: int) -> tuple[float, float]:

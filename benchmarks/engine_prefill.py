@@ -31,6 +31,7 @@ class PrefillBenchSettings(EngineBenchSettings):
 
     lengths: str = Field(LENGTHS, description="tokens of the prompts that are alone, as N,N,...")
     num_repeats: int = Field(5, ge=1, description="prompts of each length, after one that does not count")
+    pause: float = Field(0.5, ge=0, description="seconds before each of them, in which the engine has nothing to do")
     num_saturating: int = Field(64, ge=1, description="prompts that come at once")
     saturating_len: int = Field(2048, ge=1, description="tokens of each of them")
 
@@ -58,7 +59,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     alone = []
     for length in lengths:
         note(f"prefill, one prompt of {length}")
-        alone.append(_alone(bench, length, settings.num_repeats))
+        alone.append(_alone(bench, length, settings.num_repeats, 0.0 if settings.quick else settings.pause))
     note(f"prefill, {saturating[0]} prompts of {saturating[1]} at once")
     section = {
         "max_num_batched_tokens": bench.engine.config.max_num_batched_tokens,
@@ -69,12 +70,20 @@ def measure(bench: Bench) -> dict[str, Any]:
     return section
 
 
-def _alone(bench: Bench, length: int, repeats: int) -> dict[str, Any]:
-    seconds = [prompts_s(bench, 1, length) for _ in range(repeats + 1)][1:]
+def _alone(bench: Bench, length: int, repeats: int, pause_s: float) -> dict[str, Any]:
+    """Prompts that find the engine idle; then as many that follow one another, when a GPU's clocks are lower."""
+    prompts_s(bench, 1, length)
+    seconds, in_a_row = [], []
+    for _ in range(repeats):
+        time.sleep(pause_s)
+        seconds.append(prompts_s(bench, 1, length))
+    for _ in range(repeats):
+        in_a_row.append(prompts_s(bench, 1, length))
     vllm = bench.shape.vllm
     return {
         "num_tokens": length,
         "median_ms": round(statistics.median(seconds) * 1e3, 3),
+        "in_a_row_ms": round(statistics.median(in_a_row) * 1e3, 3),
         "fastest_ms": round(min(seconds) * 1e3, 3),
         "slowest_ms": round(max(seconds) * 1e3, 3),
         "mfu": round(_mfu(bench, length, statistics.median(seconds)), 4),

@@ -68,23 +68,25 @@ def host_table(section: Mapping[str, Any]) -> Table:
 def prefill_table(section: Mapping[str, Any]) -> Table:
     """One prompt alone by length, then many at once, whose time is per prompt."""
     rows = [
-        _prefill_row(1, told["num_tokens"], told["median_ms"], told["mfu"], told["vllm_ms"])
+        _prefill_row(1, told["num_tokens"], told["median_ms"], told["in_a_row_ms"], told["mfu"], told["vllm_ms"])
         for told in section["alone"]
     ]
     many = section["saturated"]
     length, vllm = many["num_tokens"], many["vllm_tokens_per_s"]
     per_prompt_ms = length / many["tokens_per_s"] * 1e3
-    rows.append(
-        _prefill_row(many["num_prompts"], length, per_prompt_ms, many["mfu"], length / vllm * 1e3 if vllm else None)
-    )
-    return Table(["prompts", "tokens", "ms/prompt", "tokens/s", "MFU", "vLLM ms", "to vLLM"], rows)
+    vllm_ms = length / vllm * 1e3 if vllm else None
+    rows.append(_prefill_row(many["num_prompts"], length, per_prompt_ms, per_prompt_ms, many["mfu"], vllm_ms))
+    return Table(["prompts", "tokens", "ms/prompt", "in a row", "tokens/s", "MFU", "vLLM ms", "to vLLM"], rows)
 
 
-def _prefill_row(num_prompts: int, length: int, per_prompt_ms: float, mfu: float, vllm_ms: float | None) -> list[str]:
+def _prefill_row(
+    num_prompts: int, length: int, per_prompt_ms: float, in_a_row_ms: float, mfu: float, vllm_ms: float | None
+) -> list[str]:
     return [
         str(num_prompts),
         str(length),
         f"{per_prompt_ms:.1f}",
+        f"{in_a_row_ms:.1f}",
         f"{length / per_prompt_ms * 1e3:,.0f}",
         f"{mfu:.0%}",
         _number(vllm_ms, 1),

@@ -72,7 +72,9 @@ def _run_of(result: Measured) -> str:
     return (
         f"{machine['date']}, {machine['device']}, {result['dtype']}, {weights}. {versions}. In the same run: memory "
         f"read at {read:.2f} TB/s and copied at {copied:.2f} TB/s, {ceilings['matmul_dtype']} matmuls at "
-        f"{ceilings['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s. The engine was built in {result['build_s']:.1f} s.\n\n"
+        f"{ceilings['matmul_flops_per_s'] / 1e12:.0f} TFLOP/s, "
+        f"{ceilings['sustained_matmul_flops_per_s'] / 1e12:.0f} when they follow one another. "
+        f"The engine was built in {result['build_s']:.1f} s.\n\n"
         f"```\n{result['command']}\n```"
     )
 

@@ -13,9 +13,10 @@ class EngineConfig:
 
     `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` is the token
     budget of a step; `max_num_seqs` bounds the sequences that share one. `async_scheduling`: launch a step before the
-    one before it has retired, for a runner that computes on a device of its own. `saturating_num_tokens`: a step with
-    so many tokens keeps the device busy, so that another prompt in it would only take longer; the budget above that is
-    for chunks of long prompts, whose attention gains from it (DistServe, section 4.3, has the idea).
+    one before it has retired, for a runner that computes on a device of its own. `saturating_num_tokens`: no
+    further prompt joins a step with so many tokens, which keep the device busy, so that it would only make the others'
+    first tokens later; the budget above is for chunks of long prompts, whose attention gains from it (DistServe,
+    section 4.3, has the idea). None: the budget alone bounds a step.
     """
 
     num_blocks: int
@@ -26,7 +27,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     async_scheduling: bool = False
-    saturating_num_tokens: int = 2048
+    saturating_num_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", self.block_size, "must be 1 or more")

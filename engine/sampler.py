@@ -84,12 +84,40 @@ class Sampler:
         if penalized:
             self._count_known(row, prompt_tokens, output_tokens)
 
-    def launch(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+    def prepare(self, batch: SampleBatch) -> Columns | None:
+        """All that `launch` needs of every choice, on the device by one copy; None for no choices.
+
+        Before the step's forward: a GPU changes between copies and kernels in about 10 us, and this is one change less.
+        """
+        if not len(batch.rows):
+            return None
+        rows, positions = np.asarray(batch.rows, np.int64), np.asarray(batch.positions, np.int64)
+        n, padded = len(rows), -(-len(rows) // _PADDING) * _PADDING
+        split = 5 * 8 * padded
+        packed = np.empty(split + 6 * 4 * padded, np.uint8)
+        ints = packed[:split].view(np.int64).reshape(5, padded)[:, :n]
+        ints[0], ints[1], ints[2] = batch.logits_rows, rows, positions
+        ints[3:] = self._ints[:, rows]
+        ints[3] += np.asarray(batch.samples, np.int64)  # wraps, as the 64 bits of a seed do
+        packed[split:].view(np.float32).reshape(6, padded)[:, :n] = self._floats[:, rows]
+        device = upload(packed, self._counts.device)
+        logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(5, padded)[:, :n].unbind()
+        temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(6, padded)[:, :n].unbind()
+        return Columns(
+            logits_rows,
+            row,
+            DrawParams(temperature, top_k, top_p, min_p, seed, position),
+            penalties,
+            host_rows=rows,
+            wants=int(np.bitwise_or.reduce(self._wants[rows], initial=0)),
+            too_short=positions < self._may_end_from[rows],
+        )
+
+    def launch(self, logits: Tensor, columns: Columns | None) -> Sampled:
         """Begin to choose. logits: [num_rows, vocab_size], bf16 or fp32 (computed with as fp32), not changed."""
         assert logits.shape[1] == self._counts.shape[1]
-        if not len(batch.rows):
+        if columns is None:
             return Sampled(self.last_tokens[:0])
-        columns = self._columns(batch)
         own, own_rows = self._adjusted(logits, columns)
         draw = columns.draw if columns.wants & _DRAWS else None
         tokens = sample(own, own_rows, draw, filtered=bool(columns.wants & _FILTERED))
@@ -106,7 +134,7 @@ class Sampler:
         counts.index_fill_(0, prompt, IN_PROMPT)
         counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
-    def _adjusted(self, logits: Tensor, columns: _Columns) -> tuple[Tensor, Tensor]:
+    def _adjusted(self, logits: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
         """Logits after bias, masks and penalties, and which row is whose; the same tensor when nobody has any."""
         if not (columns.wants & (_BIASED | _PENALIZED) or columns.too_short.any()):
             return logits, columns.logits_rows
@@ -122,7 +150,7 @@ class Sampler:
             penalize(own, self._counts, columns.rows, *columns.penalties)
         return own, torch.arange(own.shape[0], device=own.device)
 
-    def _told(self, logits: Tensor, columns: _Columns, tokens: Tensor) -> Sampled:
+    def _told(self, logits: Tensor, columns: Columns, tokens: Tensor) -> Sampled:
         num_logprobs = self._num_logprobs[columns.host_rows]
         asked = np.flatnonzero(num_logprobs >= 0)
         if not asked.size:
@@ -134,30 +162,6 @@ class Sampler:
         values, ids = logprobs.topk(min(int(num_logprobs.max()), logits.shape[1]), dim=-1)
         asks = list(zip(asked.tolist(), num_logprobs[asked].tolist(), strict=True))
         return Sampled(tokens, (chosen, values, ids), asks)
-
-    def _columns(self, batch: SampleBatch) -> _Columns:
-        """All that the step needs of every choice, on the device by one copy."""
-        rows, positions = np.asarray(batch.rows, np.int64), np.asarray(batch.positions, np.int64)
-        n, padded = len(rows), -(-len(rows) // _PADDING) * _PADDING
-        split = 5 * 8 * padded
-        packed = np.empty(split + 6 * 4 * padded, np.uint8)
-        ints = packed[:split].view(np.int64).reshape(5, padded)[:, :n]
-        ints[0], ints[1], ints[2] = batch.logits_rows, rows, positions
-        ints[3:] = self._ints[:, rows]
-        ints[3] += np.asarray(batch.samples, np.int64)  # wraps, as the 64 bits of a seed do
-        packed[split:].view(np.float32).reshape(6, padded)[:, :n] = self._floats[:, rows]
-        device = upload(packed, self._counts.device)
-        logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(5, padded)[:, :n].unbind()
-        temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(6, padded)[:, :n].unbind()
-        return _Columns(
-            logits_rows,
-            row,
-            DrawParams(temperature, top_k, top_p, min_p, seed, position),
-            penalties,
-            host_rows=rows,
-            wants=int(np.bitwise_or.reduce(self._wants[rows], initial=0)),
-            too_short=positions < self._may_end_from[rows],
-        )
 
 
 class Sampled:
@@ -185,7 +189,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class _Columns:
+class Columns:
     """Per choice, on the device, [num_choices] each; then what the host has to know of them."""
 
     logits_rows: Tensor

@@ -147,8 +147,8 @@ class Scheduler:
 
     def _has_room(self, budget: int) -> bool:
         """Whether one more prompt should join the step. See EngineConfig."""
-        num_tokens = self._config.max_num_batched_tokens - budget
-        return budget > 0 and num_tokens < self._config.saturating_num_tokens
+        enough = self._config.saturating_num_tokens
+        return budget > 0 and (enough is None or self._config.max_num_batched_tokens - budget < enough)
 
     def _admit(self, plan: Plan, budget: int) -> None:
         while self._has_room(budget) and self.num_waiting and self.num_free_seqs > 0:

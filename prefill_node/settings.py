@@ -13,4 +13,6 @@ class PrefillSettings(NodeSettings):
     prog: ClassVar[str] = "baton-prefill"
 
     gpu_batched_tokens: ClassVar[int] = 8192
-    """Long enough chunks for the matmuls to reach a GPU's peak."""
+    """For chunks of long prompts: their attention is quicker in large pieces."""
+    saturating_num_tokens: ClassVar[int | None] = 2048
+    """Prompts that queue get no quicker together: from here on matmuls are at a GPU's peak."""

@@ -16,6 +16,7 @@ _SAMPLING = SamplingParams(
     temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, num_logprobs=5, max_tokens=1
 )
 """Whatever makes a sampler keep copies of its logits."""
+_KINDS = (_SAMPLING, SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
 _LENGTHS = (2, 9, 33, 100, 300, 700, 1400, 3000)
 _CONTEXT = 10_000
 
@@ -50,22 +51,23 @@ def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
 
 def first_steps(config: EngineConfig) -> list[list[Chunk]]:
     """Batches of all the kinds that kernels are compiled for: chunks of several lengths beside decodes, at the start of
-    a prompt and after much context. What they compute is of no use to anybody."""
+    a prompt and after much context, with all kinds of sampling. What they compute is of no use to anybody."""
     num_decodes = min(2, config.max_num_seqs - 1, config.max_num_batched_tokens - 1)
-    steps = []
+    steps: list[list[Chunk]] = []
     for start in sorted({0, min(_CONTEXT, config.max_model_len // 2)}):
         room = min(config.max_num_batched_tokens - num_decodes, config.max_model_len - 1 - start)
         for length in sorted({min(length, room) for length in _LENGTHS if room > 0}):
-            chunks = [Chunk.of(seq, start, 1) for seq in _prompts(num_decodes, start + 1, config.block_size)]
-            chunks += [Chunk.of(seq, start, length) for seq in _prompts(1, start + length, config.block_size)]
+            kind = _KINDS[len(steps) % len(_KINDS)]
+            chunks = [Chunk.of(seq, start, 1) for seq in _prompts(num_decodes, start + 1, config.block_size, kind)]
+            chunks += [Chunk.of(seq, start, length) for seq in _prompts(1, start + length, config.block_size, kind)]
             steps.append(chunks)
     return steps
 
 
-def _prompts(num_seqs: int, length: int, block_size: int) -> list[Sequence]:
+def _prompts(num_seqs: int, length: int, block_size: int, sampling: SamplingParams = _SAMPLING) -> list[Sequence]:
     tokens = tuple([0] * length)
     blocks = list(range(1, num_blocks_for(length, block_size) + 1))
     return [
-        Sequence(WorkId(0, f"profile-{index}", 0), [0], tokens, _SAMPLING, block_table=blocks)
+        Sequence(WorkId(0, f"profile-{index}", 0), [0], tokens, sampling, block_table=blocks)
         for index in range(num_seqs)
     ]

@@ -68,7 +68,8 @@ class TorchModelRunner:
         """See `engine.step.ModelRunner`."""
         ordered = batch.decodes_first(chunks)
         rows = self._rows.place(ordered)
-        sampled = self._sampler.launch(self._logits(ordered, rows), batch.sample_batch(ordered, rows))
+        columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
+        sampled = self._sampler.launch(self._logits(ordered, rows), columns)
         return TorchStep(list(chunks), ordered, sampled, _mark(sampled))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:

@@ -170,6 +170,7 @@ def _limits(settings: NodeSettings, path: Path, device: torch.device, eos_token_
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.batched_tokens(on_gpu),
+        saturating_num_tokens=settings.saturating_num_tokens,
         async_scheduling=on_gpu if settings.async_scheduling is None else settings.async_scheduling,
     )
 

@@ -23,6 +23,8 @@ class NodeSettings(Settings):
 
     gpu_batched_tokens: ClassVar[int] = _BATCHED_TOKENS
     """The role's default of --max-num-batched-tokens on a GPU."""
+    saturating_num_tokens: ClassVar[int | None] = None
+    """See EngineConfig."""
 
     model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")

@@ -54,7 +54,7 @@ def read(sampled: Sampled) -> list[Choice]:
 
 def choose(values: torch.Tensor, *asks: Ask) -> list[Choice]:
     sampler, batch = begun(asks, device=values.device.type)
-    return read(sampler.launch(values, batch))
+    return read(sampler.launch(values, sampler.prepare(batch)))
 
 
 def logits(num_rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -67,7 +67,7 @@ def greedy(**params: object) -> SamplingParams:
 
 def adjusted(values: torch.Tensor, params: SamplingParams, **where: tuple[int, ...]) -> list[float]:
     sampler, batch = begun([Ask(params, **where)])  # type: ignore[arg-type]
-    own, rows = sampler._adjusted(values, sampler._columns(batch))
+    own, rows = sampler._adjusted(values, sampler.prepare(batch))
     return own[rows[0]].tolist()
 
 
@@ -101,7 +101,7 @@ def test_logits_of_half_precision_count_as_fp32(device: str) -> None:
 def test_the_last_tokens_stay_on_the_device_by_row() -> None:
     sampler, batch = begun(Ask(greedy(), row=i) for i in range(4))
     values = logits(4)
-    tokens = sampler.launch(values, batch).tokens
+    tokens = sampler.launch(values, sampler.prepare(batch)).tokens
     assert tokens.dtype == sampler.last_tokens.dtype == torch.int32
     assert sampler.last_tokens.tolist() == [0, 0, *values.argmax(-1).tolist()]
 
@@ -118,7 +118,7 @@ def test_nothing_waits_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         sampler.begin(3, asks[1].params, asks[1].prompt, asks[1].output)
-        sampled = sampler.launch(values, batch)
+        sampled = sampler.launch(values, sampler.prepare(batch))
         sampled.to_host()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -143,7 +143,7 @@ def test_tokens_that_the_host_has_not_read_are_penalised(device: str) -> None:
     values = torch.linspace(0.0, 1.0, VOCAB, device=device)[None]
     params = greedy(presence_penalty=2.0)
     sampler, _ = begun([Ask(params)], device=device)
-    steps = [sampler.launch(values, SampleBatch([0], [2], [0], [2 + i])) for i in range(5)]
+    steps = [sampler.launch(values, sampler.prepare(SampleBatch([0], [2], [0], [2 + i]))) for i in range(5)]
     assert [read(step)[0].token for step in steps] == [11, 10, 9, 8, 7]
     assert choose(values, Ask(params, output=(11, 10, 9, 8, 7)))[0].token == 6
 
@@ -153,7 +153,7 @@ def test_a_row_forgets_the_sequence_before() -> None:
     sampler, batch = begun([Ask(greedy(presence_penalty=2.0, logit_bias={3: 5.0}), output=(11, 10))])
     for params, expected in ((greedy(), 11), (greedy(presence_penalty=2.0), 10), (greedy(frequency_penalty=0.2), 10)):
         sampler.begin(2, params, (1, 2), () if expected == 11 else (11,))
-        assert sampler.launch(values, batch).choices()[0].token == expected
+        assert sampler.launch(values, sampler.prepare(batch)).choices()[0].token == expected
 
 
 def test_sequences_with_and_without_penalties_mix() -> None:
@@ -210,7 +210,7 @@ def test_samples_of_one_row_are_those_of_single_requests_with_seeds_on_from_it()
     values = logits(3)
     params = SamplingParams(seed=2**64 - 2, presence_penalty=0.5)
     sampler, _ = begun([Ask(params)])
-    together = sampler.launch(values, SampleBatch([1] * 8, [2] * 8, range(8), [2] * 8)).choices()
+    together = sampler.launch(values, sampler.prepare(SampleBatch([1] * 8, [2] * 8, range(8), [2] * 8))).choices()
     single = [Ask(SamplingParams(seed=(2**64 - 2 + i) % 2**64, presence_penalty=0.5)) for i in range(8)]
     assert together == [choose(values[[1]], one)[0] for one in single]
     assert len({choice.token for choice in together}) > 1

@@ -59,9 +59,9 @@ class FakeStep:
 class FakeModel:
     """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, block_size]` int64.
 
-    It computes as late as it may: what is launched happens when a step is waited for, in order. So a block that is used
-    again too early is overwritten by a step that still names it. With `blocks`, that of its engine, it also asserts that
-    every block of a step still has an owner.
+    It computes as late as it may: what is launched happens when a step is waited for, in order. So a block that is
+    used again too early is overwritten by a step that still names it. With `blocks`, those of its engine, it also
+    asserts that every block of a step still has an owner.
     """
 
     blocks: BlockManager | None = None
