@@ -17,7 +17,8 @@ _SAMPLING = SamplingParams(
 )
 """Whatever makes a sampler keep copies of its logits."""
 _KINDS = (_SAMPLING, SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
-_LENGTHS = (2, 9, 33, 100, 300, 700, 1400, 3000)
+_LENGTHS = (1, 6, 14, 30, 62, 126, 300, 700, 1400, 3000)
+"""With two decodes these reach every number of rows that the matmuls of few rows have a kernel for, but for one row."""
 _CONTEXT = 10_000
 
 
@@ -56,6 +57,8 @@ def first_steps(config: EngineConfig) -> list[list[Chunk]]:
     steps: list[list[Chunk]] = []
     for start in sorted({0, min(_CONTEXT, config.max_model_len // 2)}):
         room = min(config.max_num_batched_tokens - num_decodes, config.max_model_len - 1 - start)
+        if room > 0:
+            steps.append([Chunk.of(seq, start, 1) for seq in _prompts(1, start + 1, config.block_size)])
         for length in sorted({min(length, room) for length in _LENGTHS if room > 0}):
             kind = _KINDS[len(steps) % len(_KINDS)]
             chunks = [Chunk.of(seq, start, 1) for seq in _prompts(num_decodes, start + 1, config.block_size, kind)]
