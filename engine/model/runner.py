@@ -44,17 +44,19 @@ class TorchModelRunner:
         self._graphs: StepGraphs | None = None
 
     @torch.inference_mode()
-    def rehearse(self) -> None:
+    def rehearse(self) -> int:
         """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
-        In the thread that will launch, because some of that is kept per thread; before `capture`."""
+        In the thread that will launch, because some of that is kept per thread; before `capture`. How many it were."""
         shape, text = self.pool.shape, self._model.config.get_text_config()
         longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
         heads = (text.num_attention_heads, shape.num_kv_heads, shape.head_dim)
         warm_up(*heads, shape.dtype, self._model.device, longest)
-        for chunks in first_steps(self._config):
+        steps = first_steps(self._config)
+        for chunks in steps:
             self.launch(chunks).wait()
             for chunk in chunks:
                 self.forget(chunk.sequence)
+        return len(steps)
 
     @torch.inference_mode()
     def capture(self, decode_sizes: Seq[int]) -> None:

@@ -60,18 +60,15 @@ class Built:
         ValueError with one line for a person."""
         if self.device.type != "cuda":
             return
-        began = time.monotonic()
         with out_of_memory("--gpu-memory-utilization: lower it (or take --enforce-eager), CUDA graphs do not fit"):
-            self.runner.rehearse()
-            rehearsed = time.monotonic()
+            began = time.monotonic()
+            num_steps = self.runner.rehearse()
+            log.info("steps rehearsed num_steps=%d seconds=%.2f", num_steps, time.monotonic() - began)
             if self.graph_sizes:
+                began = time.monotonic()
                 self.runner.capture(self.graph_sizes)
-        log.info(
-            "warmed up rehearsal_seconds=%.2f graph_sizes=%s graph_seconds=%.2f",
-            rehearsed - began,
-            ",".join(map(str, self.graph_sizes)) or "none",
-            time.monotonic() - rehearsed,
-        )
+                sizes = ",".join(map(str, self.graph_sizes))
+                log.info("graphs captured sizes=%s seconds=%.2f", sizes, time.monotonic() - began)
 
     @property
     def tokenizer_digest(self) -> str:
