@@ -54,11 +54,14 @@ class NodeLoop:
 
     `post`, `wake` and `run_errand` may be called from any thread, also before `start`. `deliver` runs on the asyncio
     loop on which `start` was called, once per turn that has something to tell. An exception on the thread ends it:
-    `failed` is called with it on the asyncio loop, and the process is expected to exit.
+    `failed` is called with it on the asyncio loop, and the process is expected to exit. So it is with a TimeoutError
+    for a turn that takes longer than `turn_timeout_s`: a GPU that hangs lets nobody wait with a deadline.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, turn_timeout_s: float = 300.0) -> None:
         self._clock = clock
+        self._turn_timeout_s = turn_timeout_s
+        self._turn_began: float | None = None  # None: asleep
         self._lock = threading.Lock()
         self._inbox: deque[Event | _Errand] = deque()
         self._posted = itertools.count(1)
@@ -104,6 +107,7 @@ class NodeLoop:
 
         self._thread = threading.Thread(target=run, name="engine", daemon=True)
         self._thread.start()
+        self._watch(aio, failed)
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after its current turn. False: it did not end in time."""
@@ -113,6 +117,17 @@ class NodeLoop:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
         return True
+
+    def _watch(self, aio: asyncio.AbstractEventLoop, failed: Callable[[BaseException], None]) -> None:
+        """Look again when the turn of now would be late; a turn is seen to be late within two times the limit."""
+        if self._stopping:
+            return
+        began, limit = self._turn_began, self._turn_timeout_s
+        left = limit if began is None else began + limit - self._clock()
+        if left > 0:
+            aio.call_later(left, self._watch, aio, failed)
+        else:
+            failed(TimeoutError(f"a turn of the engine has not ended within {limit:g} s"))
 
     def _put(self, item: Event | _Errand) -> int:
         with self._lock:
@@ -124,6 +139,7 @@ class NodeLoop:
     def _turn(
         self, role: Role, deliver: Callable[[Turn], object], count_blocks: Callable[[], Mapping[str, int]]
     ) -> None:
+        self._turn_began = self._clock()
         self._awake.clear()  # before the inbox is read: what comes after wakes the wait below
         while self._inbox:
             taken = self._inbox.popleft()
@@ -136,6 +152,7 @@ class NodeLoop:
         self._tell(role, deliver, count_blocks, only_outputs=True)
         busy = role.compute(self._clock())
         self._tell(role, deliver, count_blocks)
+        self._turn_began = None
         if not busy:
             deadline = role.next_deadline()
             self._awake.wait(None if deadline is None else max(0.0, deadline - self._clock()))

@@ -61,7 +61,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_parts:
 def _run(settings: NodeSettings, side: RoleSide, make_parts: MakeParts) -> int:
     require_free("--listen", settings.listen)
     require_free("--metrics-port", settings.metrics_listen)
-    loop = NodeLoop()
+    loop = NodeLoop(turn_timeout_s=settings.step_timeout)
     try:
         with _objects_that_stay():
             parts = make_parts(settings, loop.wake)

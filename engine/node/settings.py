@@ -73,6 +73,11 @@ class NodeSettings(Settings):
         3600.0, gt=0, description="seconds that a request may take at most, whatever its router allows"
     )
 
+    step_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="seconds that a step may take; the node ends if one takes longer, its GPU must be hanging",
+    )
     enforce_eager: bool = Field(False, description="never use CUDA graphs")
     cudagraph_capture_sizes: Sizes = Field(
         (), description="sequences per step to capture CUDA graphs for, smaller steps being padded; unset: a ladder"

@@ -131,6 +131,31 @@ async def test_a_busy_role_is_called_again_at_once():
     assert role.turns >= 50
 
 
+async def test_a_turn_that_hangs_is_a_failure():
+    role, end = Role(), threading.Event()
+    role.compute = lambda now: not end.wait(WAIT_S)
+    failures = asyncio.Queue()
+    loop = NodeLoop(turn_timeout_s=0.1)
+    loop.start(role, lambda turn: None, failures.put_nowait)
+    try:
+        assert "not ended within 0.1 s" in str(await asyncio.wait_for(failures.get(), WAIT_S))
+    finally:
+        end.set()
+        assert loop.stop(WAIT_S)
+
+
+async def test_turns_that_end_in_time_are_no_failure_however_many():
+    role, failures = Role(), asyncio.Queue()
+    role.busy = 10**9
+    loop = NodeLoop(turn_timeout_s=0.2)
+    loop.start(role, lambda turn: None, failures.put_nowait)
+    until = time.monotonic() + 0.6
+    while time.monotonic() < until:
+        assert await asyncio.to_thread(role.turned.acquire, timeout=WAIT_S)
+    assert failures.empty()
+    assert loop.stop(WAIT_S)
+
+
 async def test_a_failure_ends_the_thread_and_is_told(caplog):
     role = Role()
     role.error = RuntimeError("odd")
