@@ -10,7 +10,7 @@ import pytest
 from deploy.settings import UpSettings
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/protocol.md", "docs/performance.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/protocol.md", "docs/performance.md", "docs/models.md")
 # Paths below the import roots are written as imports see them, without the root.
 PLACES = (ROOT, ROOT / "proto")
 OWN_FOLDERS = ("proto", "kernels", "engine", "kv_transfer", "prefill_node", "decode_node", "router", "deploy", "tools")
