@@ -42,8 +42,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         _clusters.append(cluster)
         blocks = "--num-gpu-blocks-override=4096"
         narrow = cluster.node("prefill", "prefill-64", "--max-num-batched-tokens=64", blocks)
-        wide = cluster.node("prefill", "prefill-2048", "--max-num-batched-tokens=2048", blocks)
-        decode = cluster.node("decode", "decode-large", blocks)
+        ahead = "--async-scheduling"  # as on a GPU; the other two retire each step before the next
+        wide = cluster.node("prefill", "prefill-2048", "--max-num-batched-tokens=2048", blocks, ahead)
+        decode = cluster.node("decode", "decode-large", blocks, ahead)
         small = cluster.node("decode", "decode-small", "--num-gpu-blocks-override=256")
         routers = [cluster.router([p], [d]) for p, d in ((narrow, decode), (wide, decode), (wide, small))]
         for router in routers:

@@ -23,13 +23,14 @@ TRIES = 10
 
 
 class Fragile:
-    """Two prefill nodes of small steps and pools, two decode nodes; `all` is in front of all four, `pair` of the first
-    of each kind. The routers prefer the first of each kind when none is busy."""
+    """Two prefill nodes of small steps and pools, two decode nodes, all running ahead as on a GPU; `all` is in front of
+    all four, `pair` of the first of each kind. The routers prefer the first of each kind when none is busy."""
 
     def __init__(self, cluster: Cluster) -> None:
-        small = ("--max-num-batched-tokens=16", "--num-gpu-blocks-override=256")
+        small = ("--max-num-batched-tokens=16", "--num-gpu-blocks-override=256", "--async-scheduling")
+        large = ("--num-gpu-blocks-override=512", "--async-scheduling")
         self.prefill = [cluster.node("prefill", f"prefill-{i}", *small) for i in range(2)]
-        self.decode = [cluster.node("decode", f"decode-{i}", "--num-gpu-blocks-override=512") for i in range(2)]
+        self.decode = [cluster.node("decode", f"decode-{i}", *large) for i in range(2)]
         self.all = cluster.router(self.prefill, self.decode, name="router-all")
         self.pair = cluster.router(self.prefill[:1], self.decode[:1], name="router-pair")
 
