@@ -7,7 +7,7 @@ from collections.abc import Callable
 import kv_transfer
 from baton.messages import NodeRole, TransportEndpoint
 from decode_node.core import DecodeCore
-from engine.node.build import build, count_blocks, describe, new_incarnation
+from engine.node.build import build, count, describe, new_incarnation
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
 from kv_transfer.parts import slot_bytes_for
@@ -37,7 +37,7 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
         info=describe(settings, NodeRole.DECODE, built, incarnation, endpoint),
         tokenizer=built.tokenizer.json,
         part_blocks=settings.kv_slot_blocks,
-        count_blocks=lambda: count_blocks(built.engine),
+        count=lambda: count(built.engine),
         num_slots=staging.num_slots,
         count_free_slots=lambda: staging.num_free,
     )

@@ -52,6 +52,8 @@ class Engine:
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 1 if config.async_scheduling else 0
+        self.num_preemptions = 0
+        """Sequences that lost their blocks to others, each as often as it did."""
 
     # ---- what it is doing ----
 
@@ -139,6 +141,7 @@ class Engine:
         plan = self._scheduler.schedule(may_preempt=not self._in_flight)
         for seq in plan.preempted:
             self._runner.forget(seq)
+        self.num_preemptions += len(plan.preempted)
         for seq in plan.started:
             seq.started_s = now
         return plan

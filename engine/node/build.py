@@ -30,6 +30,7 @@ from engine.model.graphs import ladder
 from engine.model.memory import out_of_memory
 from engine.model.runner import TorchModelRunner
 from engine.node import pool_size
+from engine.node.loop import Counts
 from engine.node.settings import GIB, NodeSettings
 from engine.node.tokenizer import TokenizerFiles, has_tokenizer, read_tokenizer
 
@@ -135,9 +136,11 @@ def describe(
     )
 
 
-def count_blocks(engine: Engine) -> dict[str, int]:
-    """KV blocks by state, for metrics. Engine's thread only."""
-    return {state.value: count for state, count in engine.blocks.counts_by_state().items()}
+def count(engine: Engine) -> Counts:
+    """For metrics. Engine's thread only."""
+    return Counts(
+        {state.value: number for state, number in engine.blocks.counts_by_state().items()}, engine.num_preemptions
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -21,18 +21,26 @@ GAUGE_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """What the engine has and did, for metrics. blocks: KV blocks by state."""
+
+    blocks: Mapping[str, int]
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """What one turn, or its first half, gave.
 
     `num_handled`: events that the role had taken in by then. Whoever reads the outputs drops those that the role made
-    before it heard that their stream had ended (see `NodeLoop.post`). `blocks` is None between two measurements.
+    before it heard that their stream had ended (see `NodeLoop.post`). `counts` is None between two measurements.
     """
 
     outputs: list[Output]
     num_handled: int
     load: Load
     idle: bool
-    blocks: Mapping[str, int] | None
+    counts: Counts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +100,15 @@ class NodeLoop:
         role: Role,
         deliver: Callable[[Turn], None],
         failed: Callable[[BaseException], None],
-        count_blocks: Callable[[], Mapping[str, int]] = dict,
+        count: Callable[[], Counts] = lambda: Counts({}),
     ) -> None:
-        """Call it on the asyncio loop that is to get the turns. `count_blocks` runs on the role's thread."""
+        """Call it on the asyncio loop that is to get the turns. `count` runs on the role's thread."""
         aio = asyncio.get_running_loop()
 
         def run() -> None:
             try:
                 while not self._stopping:
-                    self._turn(role, lambda turn: aio.call_soon_threadsafe(deliver, turn), count_blocks)
+                    self._turn(role, lambda turn: aio.call_soon_threadsafe(deliver, turn), count)
             except Exception as error:  # the process's boundary: `failed` ends it
                 log.critical("engine thread failed", exc_info=error)
                 aio.call_soon_threadsafe(failed, error)
@@ -136,9 +144,7 @@ class NodeLoop:
         self._awake.set()
         return number
 
-    def _turn(
-        self, role: Role, deliver: Callable[[Turn], object], count_blocks: Callable[[], Mapping[str, int]]
-    ) -> None:
+    def _turn(self, role: Role, deliver: Callable[[Turn], object], count: Callable[[], Counts]) -> None:
         self._turn_began = self._clock()
         self._awake.clear()  # before the inbox is read: what comes after wakes the wait below
         while self._inbox:
@@ -149,9 +155,9 @@ class NodeLoop:
             else:
                 role.handle(taken, self._clock())
         role.prepare(self._clock())
-        self._tell(role, deliver, count_blocks, only_outputs=True)
+        self._tell(role, deliver, count, only_outputs=True)
         busy = role.compute(self._clock())
-        self._tell(role, deliver, count_blocks)
+        self._tell(role, deliver, count)
         self._turn_began = None
         if not busy:
             deadline = role.next_deadline()
@@ -161,7 +167,7 @@ class NodeLoop:
         self,
         role: Role,
         deliver: Callable[[Turn], object],
-        count_blocks: Callable[[], Mapping[str, int]],
+        count: Callable[[], Counts],
         only_outputs: bool = False,
     ) -> None:
         outputs = role.take_outputs()
@@ -171,7 +177,7 @@ class NodeLoop:
         if not outputs and state == self._told:
             return
         self._told = state
-        blocks = None
+        counts = None
         if state[1] or self._clock() >= self._next_gauge:
-            blocks, self._next_gauge = count_blocks(), self._clock() + GAUGE_PERIOD_S
-        deliver(Turn(outputs, self._num_handled, *state, blocks))
+            counts, self._next_gauge = count(), self._clock() + GAUGE_PERIOD_S
+        deliver(Turn(outputs, self._num_handled, *state, counts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from baton.v1 import node_pb2_grpc
 from engine.node.errors import StartupError
 from engine.node.events import Draining, Role
 from engine.node.handoff_stream import PeerTransport, Post
-from engine.node.loop import NodeLoop, Turn
+from engine.node.loop import Counts, NodeLoop, Turn
 from engine.node.sessions import Sessions
 from engine.node.settings import NodeSettings
 from engine.node.status import Health, NodeStatus
@@ -54,7 +54,7 @@ class RoleSide:
 class NodeParts:
     """What a node is made of, but for its network. `info.address` is filled in once the port is known.
 
-    `warm_up` is called first on the role's thread; it may take seconds, and raises ValueError. `count_blocks` is called
+    `warm_up` is called first on the role's thread; it may take seconds, and raises ValueError. `count` is called
     there too, `count_free_slots` on any.
     """
 
@@ -64,7 +64,7 @@ class NodeParts:
     info: NodeInfo
     tokenizer: bytes
     part_blocks: int
-    count_blocks: Callable[[], Mapping[str, int]]
+    count: Callable[[], Counts]
     num_slots: int
     count_free_slots: Callable[[], int]
 
@@ -101,7 +101,7 @@ class Node:
         )
         node_pb2_grpc.add_NodeStatusServicer_to_server(NodeStatus(info, self._parts.tokenizer), self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
-        self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count_blocks)
+        self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
         await asyncio.wrap_future(self._loop.run_errand(self._parts.warm_up))
         await self._server.start()
         await self._health.serving()
@@ -167,8 +167,8 @@ class Node:
             self._idle.set()
         else:
             self._idle.clear()
-        if turn.blocks is not None:
-            self._metrics.set_blocks(turn.blocks)
+        if turn.counts is not None:
+            self._metrics.set_counts(turn.counts.blocks, turn.counts.num_preemptions)
         self._sessions.deliver(turn)
         self._peers.deliver(turn)
 

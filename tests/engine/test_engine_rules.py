@@ -282,6 +282,7 @@ def test_the_youngest_is_preempted_and_comes_back_before_newcomers() -> None:
     engine.add(newcomer)
     results = run(engine)
     assert young.num_output_tokens == 30 > num_outputs
+    assert engine.num_preemptions == young.num_preemptions > 0
     order = [token.sequence for result in results for token in result.sampled]
     assert order.index(young) < order.index(newcomer)
     assert young not in [seq for result in results for seq in result.started]

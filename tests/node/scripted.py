@@ -31,7 +31,7 @@ from baton.messages import (
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2_grpc
 from engine.node.events import Event, Output
-from engine.node.loop import NodeLoop
+from engine.node.loop import Counts, NodeLoop
 from engine.node.settings import NodeSettings
 from engine.node.shell import Node, NodeParts, RoleSide
 
@@ -171,7 +171,7 @@ async def running(
     scripted, transport, loop = ScriptedRole(script), NotingTransport(), NodeLoop()
     info = info_for(role, incarnation, layout)
     parts = NodeParts(
-        scripted, lambda: None, transport, info, tokenizer, part_blocks, lambda: {"free": 3}, 8, lambda: 8
+        scripted, lambda: None, transport, info, tokenizer, part_blocks, lambda: Counts({"free": 3}), 8, lambda: 8
     )
     node = Node(settings, side, parts, loop)
     await node.start()

@@ -132,6 +132,8 @@ class NodeMetrics:
         self._ends = Counter(
             "baton:request_ends", "Attempts ended here.", [*names, "outcome", "reason"], registry=registry
         )
+        self._preemptions = counter("num_preemptions", "Sequences that lost their KV blocks to others, to begin anew.")
+        self._num_preemptions = 0
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens received.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -184,9 +186,12 @@ class NodeMetrics:
         used = load.num_blocks_total - load.num_blocks_free
         self._usage.set(used / load.num_blocks_total if load.num_blocks_total else 0.0)
 
-    def set_blocks(self, by_state: Mapping[str, int]) -> None:
-        for state, count in by_state.items():
+    def set_counts(self, blocks: Mapping[str, int], num_preemptions: int) -> None:
+        """blocks: by state. num_preemptions: since the start."""
+        for state, count in blocks.items():
             self._blocks.labels(*self._values, state).set(count)
+        self._preemptions.inc(num_preemptions - self._num_preemptions)
+        self._num_preemptions = num_preemptions
 
     def watch_slots(self, total: int, count_free: Callable[[], int]) -> None:
         """`count_free` is asked at each scrape, on the page's thread."""
