@@ -145,14 +145,22 @@ async def test_a_turn_that_hangs_is_a_failure():
 
 
 async def test_turns_that_end_in_time_are_no_failure_however_many():
-    role, failures = Role(), asyncio.Queue()
-    role.busy = 10**9
-    loop = NodeLoop(turn_timeout_s=0.2)
+    role, failures, go = Role(), asyncio.Queue(), threading.Semaphore(0)
+
+    def compute(now):
+        role.turned.release()
+        return go.acquire(timeout=WAIT_S)  # busy: the next turn follows at once
+
+    role.compute = compute
+    loop = NodeLoop(turn_timeout_s=2.0)
     loop.start(role, lambda turn: None, failures.put_nowait)
-    until = time.monotonic() + 0.6
+    until = time.monotonic() + 2.5
     while time.monotonic() < until:
         assert await asyncio.to_thread(role.turned.acquire, timeout=WAIT_S)
+        go.release()
     assert failures.empty()
+    go.release()
+    role.compute = lambda now: False
     assert loop.stop(WAIT_S)
 
 
