@@ -112,9 +112,3 @@ def num_sms(device: torch.device) -> int:
 
 
 _NUM_SMS: dict[int, int] = {}
-
-
-def assert_packed(query: Tensor, key_cache: Tensor) -> None:
-    """What the kernels' addresses take for granted."""
-    assert query.stride(2) == 1
-    assert key_cache.stride(3) == 1
