@@ -13,7 +13,6 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 NOTHING = tl.constexpr(-1.0e30)  # the peak of no scores: finite, so that no infinity is taken from another
