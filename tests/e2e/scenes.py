@@ -132,6 +132,8 @@ class Director:
     async def _prefilling(self) -> Scene | None:
         scene = Scene(self._begin(2, 40))
         await self._reach("prefilling", scene)
+        if not await self._is_at(self._fragile.prefill[0], scene):
+            return None
         scene.freeze(self._fragile.prefill[0])
         return await self._kept("prefilling", scene)
 
@@ -154,6 +156,8 @@ class Director:
         await self._reach("decoding", scene)
         if self._stream:
             await scene.request.request.until(5)
+        if not await self._is_at(self._fragile.decode[0], scene):
+            return None
         scene.freeze(self._fragile.decode[0])
         return await self._kept("decoding", scene)
 
@@ -167,6 +171,13 @@ class Director:
             return None if there else f"{self._router.name} has {states}, nothing {state}"
 
         await asyncio.to_thread(wait_until, why_not)
+
+    async def _is_at(self, node: Node, scene: Scene) -> bool:
+        """Whether the only request is there. A router that has not heard that a node is idle again takes the next."""
+        if await asyncio.to_thread(node.metric, "baton:num_requests_running"):
+            return True
+        await scene.request.request.leave()
+        return False
 
     async def _kept(self, state: State, scene: Scene) -> Scene | None:
         """The scene, if the freeze came in time."""
