@@ -1,22 +1,54 @@
-"""Small arrays of numbers from the host to a device, without waiting for either."""
+"""Small arrays of numbers between the host and a device, without waiting for either.
+
+On a GPU they go through pinned memory, read and written by a kernel. That memory is kept here until the kernel is done.
+Engine's thread only.
+"""
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton_kernels.host_copy import host_copy
+
+_IN_USE: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+"""Pinned memory, and what the stream passes once nothing on the device needs it any more."""
+
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array on the device: on a GPU by way of pinned memory, which its allocator keeps until the copy is done. On a
-    CPU it is the array itself."""
+    """The array on the device. On a CPU it is the array itself."""
     host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    if device.type != "cuda":
+        return host
+    out = torch.empty(host.shape, dtype=host.dtype, device=device)
+    upload_to(out, array)
+    return out
+
+
+def upload_to(out: Tensor, array: NDArray[np.generic]) -> None:
+    """Write the array over `out`, which is as large and on a GPU."""
+    pinned = torch.from_numpy(array).pin_memory()
+    host_copy(pinned, out)
+    _keep(pinned)
 
 
 def download(tensor: Tensor) -> Tensor:
     """Begin to copy to the host. What it returns may be read once the device's stream has come past this point."""
     if not tensor.is_cuda:
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host_copy(tensor.contiguous(), pinned)
+    _keep(pinned)
+    return pinned
+
+
+def _keep(pinned: Tensor) -> None:
+    while _IN_USE and _IN_USE[0][0].query():
+        _IN_USE.popleft()
+    passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    passed.record()
+    _IN_USE.append((passed, pinned))

@@ -23,6 +23,7 @@ from baton_kernels.paged_attention import PagedBatch
 from baton_kernels.step_inputs import step_inputs
 from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, decode_inputs, pack, unpack
 from engine.step import Chunk
+from engine.upload import upload_to
 
 Forward = Callable[[ModelInputs], Tensor]
 
@@ -111,7 +112,7 @@ class _DecodeGraph:
         self._graph, self._logits = capture(step)
 
     def run(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor:
-        _fill(self._packed, decode_inputs(chunks, rows, self._size))
+        upload_to(self._packed, decode_inputs(chunks, rows, self._size))
         self._graph.replay()
         return self._logits[: len(chunks)]
 
@@ -128,10 +129,6 @@ class _PromptGraph:
         self._graph, self._logits = capture(step)
 
     def run(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor:
-        _fill(self._packed, pack(chunks, rows, self._size))
+        upload_to(self._packed, pack(chunks, rows, self._size))
         self._graph.replay()
         return self._logits[: sum(chunk.samples_token for chunk in chunks)]
-
-
-def _fill(static: Tensor, packed: Int32Array) -> None:
-    static.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)

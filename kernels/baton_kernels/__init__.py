@@ -7,6 +7,7 @@
     gated_activation  the gate of a gated MLP
     step_inputs       token ids, slots and block tables of a step
     block_copy        whole blocks: within the pool, and to and from staging memory
+    host_copy         small arrays to and from the host's pinned memory
     sampling          one token per row of logits
 
 An operator's `__init__` holds its signature, checks shapes and picks the implementation. Nothing of ours is imported.

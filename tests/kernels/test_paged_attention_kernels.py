@@ -5,11 +5,16 @@ Every slot that no token is in holds NaN, so a wrong mask or a wrong block shows
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from baton_kernels.paged_attention import contiguous, decode, kernel, merge, prefill
+from baton_kernels.paged_attention import PagedBatch, contiguous, decode, kernel, merge, prefill
 from tests.kernels.attention_case import BATCHES, Case
 
 torch.set_num_threads(1)
@@ -128,6 +133,44 @@ def test_keys_split_over_programs(device: str, monkeypatch: pytest.MonkeyPatch) 
     check(case)
     check(case, window=90, sinks=sinks)
     assert all(plan.num_splits > 1 for key, plan in case.batch.plans.items() if key[0] == "prefill")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    contexts=st.lists(st.integers(0, 400), min_size=1, max_size=40),
+    window=st.none() | st.integers(1, 100),
+    programs=st.integers(4, 60),
+)
+def test_shares_cover_each_context_once(contexts: list[int], window: int | None, programs: int) -> None:
+    batch = PagedBatch.build([[1]] * len(contexts), [1] * len(contexts), [1] * len(contexts), 16, torch.device("cpu"))
+    batch.context_lens = torch.tensor(contexts, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "tune", lambda *_: decode.Tuning(programs, 16, 1, 1))
+        plan = decode._plan(batch, torch.empty(3, 2, 16, 16), 4, window)
+    wanted = programs // 2
+    shares = [share for share in plan.shares.tolist() if share[0] >= 0]
+    merges = [merge[:3] for merge in plan.merges.tolist() if merge[0] >= 0]
+    longest = 0
+    for seq, context in enumerate(contexts):
+        own = [(place, *share) for place, share in enumerate(shares) if share[0] == seq]
+        first, count = own[0][0], len(own)
+        assert [place for place, *_ in own] == list(range(first, first + count))
+        assert {share[-1] for share in own} == {count}
+        assert (count > 1) == ([seq, first, count] in merges)
+        visible_from = 0 if window is None else max(0, context - window)
+        assert own[0][2] == visible_from // 16 * 16
+        assert own[-1][3] == context
+        for (*_, end, _), (_, _, start, *_) in itertools.pairwise(own):
+            assert end == start
+            assert end % 16 == 0
+        longest = max(longest, *(-(-(end - start) // 16) for _, _, start, end, _ in own))
+    assert len(shares) <= plan.shares.shape[0]
+    assert len(merges) == sum(count > 1 for count in Counter(seq for seq, *_ in shares).values())
+    tiles = sum(-(-share[2] // 16) - share[1] // 16 for share in shares)
+    if len(contexts) < wanted:
+        assert len(shares) <= wanted
+    else:
+        assert longest <= max(1, -(-tiles // wanted))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])

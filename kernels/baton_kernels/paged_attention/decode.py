@@ -1,10 +1,10 @@
 """Decode attention: one new token per sequence, its context split over programs (flash-decoding, Dao et al. 2023).
 
 A program has one KV head and a share of one sequence's keys; the query heads of that KV head are the rows of its tile.
-How long a share is, each program computes from all sequences' lengths: as many keys as give every processor a few
-programs. Shares of all sequences stand in one row, and a program finds its own by its place there. So a CUDA graph
-serves any lengths without programs that have nothing to do, and one long sequence among short ones is spread over the
-GPU. A second kernel merges the shares of sequences that have several.
+How long shares are, a small kernel decides once in a step from all sequences' lengths: as long as fills the GPU with
+one program each. It writes the shares of all sequences into one row, so a CUDA graph serves any lengths without
+programs that have nothing to do, and one long sequence among short ones is spread over the GPU. A third kernel merges
+the shares of sequences that have several.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -22,10 +22,61 @@ from baton_kernels.paged_attention.batch import PagedBatch
 from baton_kernels.paged_attention.tile import NOTHING, add_sink, attend_tile, num_sms, score_constants
 from baton_kernels.pdl import launch_options
 
-PROGRAMS_PER_SM = 3.2
+
+@triton.jit(do_not_specialize=["window", "num_seqs", "num_shares", "num_merges"])
+def _share_out_kernel(
+    context_ptr,
+    shares_ptr,
+    merges_ptr,
+    window,
+    num_seqs,
+    num_shares,
+    num_merges,
+    wanted_shares,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SEQS_PADDED: tl.constexpr,
+):
+    """One program. A share is as long as the least length by which all sequences have `wanted_shares` together, or, of
+    more sequences than that, as long as the mean share would be."""
+    seq = tl.arange(0, SEQS_PADDED)
+    there = seq < num_seqs
+    context = tl.load(context_ptr + seq, mask=there, other=0)
+    base = context * 0
+    if HAS_WINDOW:
+        base = tl.maximum(context - window, 0) // TILE_KEYS * TILE_KEYS
+    tiles = tl.cdiv(context - base, TILE_KEYS)  # none: a padding entry, whose one share writes zeros
+    low = tl.maximum(tl.cdiv(tl.sum(tiles, 0), wanted_shares), 1)
+    if num_seqs < wanted_shares:
+        high = tl.maximum(tl.max(tiles, 0), low)
+        while low < high:
+            middle = (low + high) // 2
+            if tl.sum(tl.where(there, tl.maximum(tl.cdiv(tiles, middle), 1), 0), 0) <= wanted_shares:
+                high = middle
+            else:
+                low = middle + 1
+    count = tl.where(there, tl.maximum(tl.cdiv(tiles, low), 1), 0)
+    first = tl.cumsum(count, 0) - count
+    for i in range(0, tl.max(count, 0)):
+        here = i < count
+        entry = shares_ptr + (first + i) * 4
+        tl.store(entry, seq, mask=here)
+        tl.store(entry + 1, base + tiles * i // tl.maximum(count, 1) * TILE_KEYS, mask=here)
+        end = base + tiles * (i + 1) // tl.maximum(count, 1) * TILE_KEYS
+        tl.store(entry + 2, tl.minimum(end, context), mask=here)
+        tl.store(entry + 3, count, mask=here)
+    for i in range(tl.sum(count, 0), num_shares, SEQS_PADDED):
+        tl.store(shares_ptr + (i + seq) * 4, -1, mask=i + seq < num_shares)
+    several = (count > 1).to(tl.int32)
+    entry = merges_ptr + (tl.cumsum(several, 0) - 1) * 4
+    tl.store(entry, seq, mask=several > 0)
+    tl.store(entry + 1, first, mask=several > 0)
+    tl.store(entry + 2, count, mask=several > 0)
+    for i in range(tl.sum(several, 0), num_merges, SEQS_PADDED):
+        tl.store(merges_ptr + (i + seq) * 4, -1, mask=i + seq < num_merges)
 
 
-@triton.jit(do_not_specialize=["window", "num_seqs", "num_programs", "table_stride"])
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def _decode_kernel(
     query_ptr,
     key_ptr,
@@ -36,12 +87,11 @@ def _decode_kernel(
     table_ptr,
     row_ptr,
     context_ptr,
+    shares_ptr,
     sink_ptr,
     score_scale,
     cap,
     window,
-    num_seqs,
-    num_programs,
     query_token_stride,
     query_head_stride,
     block_stride,
@@ -60,19 +110,17 @@ def _decode_kernel(
     head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     place = tl.program_id(1)
-    seq, first_place, num_shares = _find(
-        context_ptr, place, window, num_seqs, num_kv_heads, num_programs, TILE_KEYS, HAS_WINDOW, False
-    )
-    # What is read above is older than the kernel just before this one; that has written a key, a value and the query.
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if num_shares > 0:
-        context = tl.load(context_ptr + seq)
+    seq = tl.load(shares_ptr + place * 4)
+    if seq >= 0:
+        start = tl.load(shares_ptr + place * 4 + 1)
+        end = tl.load(shares_ptr + place * 4 + 2)
+        num_shares = tl.load(shares_ptr + place * 4 + 3)
         table_row = tl.load(row_ptr + seq).to(tl.int64)
-        visible_from, base, num_tiles = _extent(context, window, TILE_KEYS, HAS_WINDOW)
-        share = tl.cdiv(num_tiles, num_shares) * TILE_KEYS  # no tiles: a padding entry, for which zeros are written
-        start = base + (place - first_place) * share
-        end = tl.minimum(context, start + share)
+        visible_from = 0
+        if HAS_WINDOW:
+            visible_from = tl.maximum(tl.load(context_ptr + seq) - window, 0)
         row = tl.arange(0, TILE_ROWS)
         dim = tl.arange(0, HEAD_DIM_PADDED)
         mask = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
@@ -98,7 +146,6 @@ def _decode_kernel(
             out_rows = (seq.to(tl.int64) * num_kv_heads + head) * GROUP + row
             tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
         else:
-            # A share may be empty, the last ones of a sequence, when the others are rounded up to whole tiles.
             part = (place * num_kv_heads + head) * GROUP + row
             lse = tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-30)), NOTHING)
             tl.store(part_lse_ptr + part, lse, mask=row < GROUP)
@@ -107,87 +154,30 @@ def _decode_kernel(
 
 
 @triton.jit
-def _extent(context, window, TILE_KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The first visible key, the first key of its tile, and the number of tiles."""
-    visible_from = context * 0
-    if HAS_WINDOW:
-        visible_from = tl.maximum(context - window, 0)
-    base = visible_from // TILE_KEYS * TILE_KEYS
-    return visible_from, base, tl.cdiv(context - base, TILE_KEYS)
-
-
-@triton.jit
-def _find(
-    context_ptr,
-    wanted,
-    window,
-    num_seqs,
-    num_kv_heads,
-    num_programs,
-    TILE_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    MERGE: tl.constexpr,
-):
-    """The sequence whose shares place `wanted` is among or, to MERGE, the `wanted`th sequence with several shares;
-    the place of its first share, and the number of them, 0 when there is no such sequence."""
-    all_tiles = 0
-    for first in range(0, num_seqs, 128):
-        seq = first + tl.arange(0, 128)
-        _, _, tiles = _extent(tl.load(context_ptr + seq, mask=seq < num_seqs, other=0), window, TILE_KEYS, HAS_WINDOW)
-        all_tiles += tl.sum(tiles, 0)
-    share = tl.maximum(tl.cdiv(all_tiles * num_kv_heads, num_programs), 1)
-    found = 0
-    found_place = 0
-    found_shares = 0
-    place = 0
-    rank = 0
-    for first in range(0, num_seqs, 128):
-        seq = first + tl.arange(0, 128)
-        _, _, tiles = _extent(tl.load(context_ptr + seq, mask=seq < num_seqs, other=0), window, TILE_KEYS, HAS_WINDOW)
-        shares = tl.where(seq < num_seqs, tl.maximum(tl.cdiv(tiles, share), 1), 0)
-        starts = place + tl.cumsum(shares, 0) - shares
-        if MERGE:
-            several = (shares > 1).to(tl.int32)
-            here = (several > 0) & (rank + tl.cumsum(several, 0) - 1 == wanted)
-            rank += tl.sum(several, 0)
-        else:
-            here = (starts <= wanted) & (wanted < starts + shares)
-        found += tl.sum(tl.where(here, seq, 0), 0)
-        found_place += tl.sum(tl.where(here, starts, 0), 0)
-        found_shares += tl.sum(tl.where(here, shares, 0), 0)
-        place += tl.sum(shares, 0)
-    return found, found_place, found_shares
-
-
-@triton.jit(do_not_specialize=["window", "num_seqs", "num_kv_heads", "num_programs"])
 def _merge_shares_kernel(
     part_ptr,
     part_lse_ptr,
     out_ptr,
-    context_ptr,
+    merges_ptr,
     sink_ptr,
-    window,
-    num_seqs,
-    num_kv_heads,
-    num_programs,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     TILE_SHARES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program ends some query heads of one sequence, one after the other."""
     dim = tl.arange(0, HEAD_DIM_PADDED)
-    seq, first_place, num_shares = _find(
-        context_ptr, tl.program_id(0), window, num_seqs, num_kv_heads, num_programs, TILE_KEYS, HAS_WINDOW, True
-    )
+    entry = merges_ptr + tl.program_id(0) * 4
+    seq = tl.load(entry)
+    first_share = tl.load(entry + 1)
+    num_shares = tl.load(entry + 2)
+    # What is read above was written before the attention that this waits for had begun.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if num_shares > 1:
+    if seq >= 0:
         for head in range(tl.program_id(1), NUM_HEADS, tl.num_programs(1)):
             out = tl.zeros([HEAD_DIM_PADDED], tl.float32)
             total = 0.0
@@ -197,7 +187,7 @@ def _merge_shares_kernel(
                 total = 1.0
             for first in range(0, num_shares, TILE_SHARES):
                 share = first + tl.arange(0, TILE_SHARES)
-                part = (first_place + share) * NUM_HEADS + head
+                part = (first_share + share) * NUM_HEADS + head
                 mask = (share < num_shares)[:, None] & (dim < HEAD_DIM)[None, :]
                 lse = tl.load(part_lse_ptr + part, mask=share < num_shares, other=NOTHING)
                 parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
@@ -212,12 +202,27 @@ def _merge_shares_kernel(
 
 
 class Tuning(NamedTuple):
-    """How decode attention is laid out on the GPU. Contexts are shared out to about `num_programs` programs in all."""
+    """How decode attention is laid out on the GPU. All contexts are shared out to about `num_programs` programs."""
 
     num_programs: int
     tile_keys: int
     num_warps: int
     num_stages: int
+
+
+class Plan(NamedTuple):
+    """A step's shares, for all layers with the same heads and window, and scratch. On the device, int32:
+
+    shares: [num_shares, 4], sequence, first key, end, and how many shares its sequence has; -1 where there is none.
+    merges: [num_merges, 4], of each sequence with several shares: the sequence, its first share, and how many; or -1.
+    parts: [num_shares, num_heads, head_dim], fp32, and lse: [num_shares, num_heads], their log-sum-exp in base 2.
+    """
+
+    tuning: Tuning
+    shares: Tensor
+    merges: Tensor
+    parts: Tensor
+    lse: Tensor
 
 
 def decode_attention(
@@ -233,34 +238,30 @@ def decode_attention(
 ) -> None:
     """Attend the batch's first `num_decodes` tokens. See `paged_attention`; `out`: like query, contiguous."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
-    num_heads, num_seqs = query.shape[1], batch.num_decodes
+    num_heads = query.shape[1]
     group = num_heads // num_kv_heads
-    tuning, parts, lse = _plan(batch, key_cache, num_heads)
+    plan = _plan(batch, key_cache, num_heads, sliding_window)
+    tuning = plan.tuning
     tile_rows = max(16, triton.next_power_of_2(group))
     dim_padded = max(16, triton.next_power_of_2(head_dim))
     score_scale, cap = score_constants(scale, softcap)
     sinks_or_any = query if sinks is None else sinks
-    window = sliding_window or 0
-    has_window = sliding_window is not None
     pdl = launch_options(query.device)
-    # Every sequence has a share, and those that have more have at most so many more together.
-    num_more = triton.cdiv(tuning.num_programs, num_kv_heads)
-    _decode_kernel[(num_kv_heads, num_seqs + num_more)](
+    _decode_kernel[(num_kv_heads, plan.shares.shape[0])](
         query,
         key_cache,
         value_cache,
         out,
-        parts,
-        lse,
+        plan.parts,
+        plan.lse,
         batch.block_tables,
         batch.rows,
         batch.context_lens,
+        plan.shares,
         sinks_or_any,
         score_scale,
         cap,
-        window,
-        num_seqs,
-        tuning.num_programs,
+        sliding_window or 0,
         query.stride(0),
         query.stride(1),
         key_cache.stride(0),
@@ -271,7 +272,7 @@ def decode_attention(
         tile_rows,
         tuning.tile_keys,
         dim_padded,
-        has_window,
+        sliding_window is not None,
         softcap is not None,
         sinks is not None,
         # Not started early: programs that are put where the kernel before leaves room are spread unevenly, and stay.
@@ -280,55 +281,82 @@ def decode_attention(
         num_warps=tuning.num_warps * tile_rows // 16,
         num_stages=tuning.num_stages,
     )
+    num_merges = plan.merges.shape[0]
+    if not num_merges:
+        return
     # Where most sequences have one share, many small programs would take longer to start than to find that out.
-    heads_at_once = num_heads if num_seqs <= 16 else num_kv_heads
-    _merge_shares_kernel[(min(num_seqs, num_more), heads_at_once)](
-        parts,
-        lse,
+    heads_at_once = num_heads if num_merges <= 16 else num_kv_heads
+    _merge_shares_kernel[(num_merges, heads_at_once)](
+        plan.parts,
+        plan.lse,
         out,
-        batch.context_lens,
+        plan.merges,
         sinks_or_any,
-        window,
-        num_seqs,
-        num_kv_heads,
-        tuning.num_programs,
         num_heads,
         head_dim,
-        tuning.tile_keys,
         dim_padded,
         max(1, 4096 // dim_padded),
-        has_window,
         sinks is not None,
         num_warps=4,
         **pdl,
     )
 
 
-def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int) -> tuple[Tuning, Tensor, Tensor]:
-    """The layout for all layers of this shape, and scratch for it: parts, fp32, [num_places, num_heads, head_dim], and
-    their log-sum-exp in base 2."""
+def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: int | None) -> Plan:
+    """The step's first layer of a kind makes the plan for all of them."""
     num_kv_heads, _, head_dim = key_cache.shape[1:]
-    # A CUDA graph's scratch is its own: what was made before its capture may be gone when it is replayed.
+    device, num_seqs = key_cache.device, batch.num_decodes
+    # A CUDA graph's plan is its own: what was made before its capture may be gone when it is replayed.
     capturing = key_cache.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = ("decode", num_kv_heads, num_heads, head_dim, capturing)
+    key = ("decode", num_kv_heads, num_heads, head_dim, sliding_window, capturing)
     if key not in batch.plans:
-        tuning = tune(batch.num_decodes, num_kv_heads, head_dim, key_cache.dtype, num_sms(key_cache.device))
-        shape = (batch.num_decodes + triton.cdiv(tuning.num_programs, num_kv_heads), num_heads)
-        parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=key_cache.device)
-        batch.plans[key] = (tuning, parts, torch.empty(shape, dtype=torch.float32, device=key_cache.device))
-    plan: tuple[Tuning, Tensor, Tensor] = batch.plans[key]
-    return plan
+        tuning = tune(num_seqs, num_kv_heads, head_dim, key_cache.dtype, num_sms(device))
+        wanted = max(1, tuning.num_programs // num_kv_heads)
+        num_shares = wanted if num_seqs < wanted else num_seqs + wanted
+        plan = Plan(
+            tuning,
+            torch.empty(num_shares, 4, dtype=torch.int32, device=device),
+            torch.empty(min(num_seqs, wanted), 4, dtype=torch.int32, device=device),
+            torch.empty(num_shares, num_heads, head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_shares, num_heads, dtype=torch.float32, device=device),
+        )
+        _share_out_kernel[(1,)](
+            batch.context_lens,
+            plan.shares,
+            plan.merges,
+            sliding_window or 0,
+            num_seqs,
+            num_shares,
+            plan.merges.shape[0],
+            wanted,
+            tuning.tile_keys,
+            sliding_window is not None,
+            max(16, triton.next_power_of_2(num_seqs)),
+            num_warps=4,
+        )
+        batch.plans[key] = plan
+    found: Plan = batch.plans[key]
+    return found
 
 
 def tune(num_decodes: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, sms: int) -> Tuning:
-    """The layout for a batch; it must not depend on the contexts, which change under a CUDA graph."""
-    num_programs = int(PROGRAMS_PER_SM * sms)
+    """The layout for a batch; it must not depend on the contexts, which change under a CUDA graph.
+
+    Programs are as many as there is room for at once. With 8 KV heads of 128 on an H200, us for a layer with its merge,
+    where reading its keys and values takes 261 at 256 x 1144, 130 at 128, 65 at 64, 33 at 32, and 237 at 32 x 8312:
+
+    programs per processor, keys, warps, stages   256 x 1144   128 x 1144   64 x 1144   32 x 1144   32 x 8312   1 x 1144
+    4, 16, 1, 6                                          290          151          73          45         252        8.0
+    2, 64, 2, 3                                          276          143          75          45         286        7.6
+    1, 64, 2, 6                                          279          148          89          41         253        8.4
+    """
     if dtype == torch.float32:
-        return Tuning(num_programs, tile_keys=16, num_warps=4, num_stages=2)
+        return Tuning(3 * sms, tile_keys=16, num_warps=4, num_stages=2)
     if head_dim > 128:
-        return Tuning(num_programs, tile_keys=16, num_warps=2, num_stages=4)
-    # One processor has room for 5 programs with tiles of 16 keys. At 8 KV heads, a step of an 8B model on an H200 took
-    # with tiles of 16 and of 32 keys 17.1 and 16.5 ms at batch 256, 9.8 and 9.7 at 128, 6.9 and 7.2 at 64.
-    if num_decodes * num_kv_heads > 6 * sms:
-        return Tuning(num_programs, tile_keys=32, num_warps=1, num_stages=4)
-    return Tuning(num_programs, tile_keys=16, num_warps=1, num_stages=5)
+        return Tuning(3 * sms, tile_keys=16, num_warps=2, num_stages=4)
+    unsplit = num_decodes * num_kv_heads
+    if unsplit > 6 * sms:
+        return Tuning(2 * sms, tile_keys=64, num_warps=2, num_stages=3)
+    if sms < unsplit <= 2 * sms and unsplit > 1.9 * sms:
+        return Tuning(sms, tile_keys=64, num_warps=2, num_stages=6)
+    return Tuning(4 * sms, tile_keys=16, num_warps=1, num_stages=6)
