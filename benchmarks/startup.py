@@ -1,7 +1,7 @@
 """From launch to ready: `python -m benchmarks.startup --checkpoint /dev/shm/llama-3.1-8b --shape llama-3.1-8b`.
 
-Launches a real node process twice, with an empty Triton cache and with the one that the first run left, and takes the
-times of its log's stages and of the first `ok` of its health page. Before a time counts the node must answer: a decode
+Launches a real node process twice, first with nothing compiled, then with what the first run left (kernels in Triton's
+cache, bytecode in Python's), and takes the times of its log's stages and of the first `ok` of its health page. Before a time counts the node must answer: a decode
 node the same tokens in both runs, a prefill node that its books are in order. The weights are in the page cache.
 """
 
@@ -86,8 +86,8 @@ def run(settings: StartupSettings) -> dict[str, Any]:
         _write_checkpoint(settings.shape, settings.checkpoint)
     num_bytes = _into_page_cache(Path(model))
     # One event loop for all: grpc's threads do not outlive theirs.
-    with tempfile.TemporaryDirectory(prefix="baton-triton-") as cache, asyncio.Runner() as loop:
-        starts = {name: _start(settings, model, Path(cache), loop) for name in ("cold", "warm")}
+    with tempfile.TemporaryDirectory(prefix="baton-caches-") as caches, asyncio.Runner() as loop:
+        starts = {name: _start(settings, model, Path(caches), loop) for name in ("cold", "warm")}
     if starts["cold"].answer != starts["warm"].answer:
         raise WrongAnswers(f"two runs, two answers: {[start.answer for start in starts.values()]}")
     for name, start in starts.items():
@@ -128,14 +128,14 @@ def _into_page_cache(folder: Path) -> int:
     return total
 
 
-def _start(settings: StartupSettings, model: str, triton_cache: Path, loop: asyncio.Runner) -> Start:
+def _start(settings: StartupSettings, model: str, caches: Path, loop: asyncio.Runner) -> Start:
     """Launch, wait until it is ready, check, stop. Raises RuntimeError with the last lines of what it wrote."""
     argv = [sys.executable, "-m", f"{settings.role}_node.main", "--model", model]
     argv += ["--listen", "127.0.0.1:0", "--metrics-port", "0", *shlex.split(settings.node)]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"TRITON_CACHE_DIR": str(caches / "triton"), "PYTHONPYCACHEPREFIX": str(caches / "python")}
     launched = time.perf_counter()
-    with subprocess.Popen(
-        argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "TRITON_CACHE_DIR": str(triton_cache)}
-    ) as process:
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment) as process:
         late = threading.Timer(settings.timeout, process.kill)
         late.start()
         try:
@@ -192,7 +192,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 def _table(name: str, start: Start) -> str:
     rows = [f"{stage:20} {at:9.2f} {took:9.2f}" for stage, at, took in start.stages]
-    return "\n".join([f"{f'Triton cache {name}':20} {'at, s':>9} {'took, s':>9}", *rows])
+    return "\n".join([f"{f'caches {name}':20} {'at, s':>9} {'took, s':>9}", *rows])
 
 
 if __name__ == "__main__":
