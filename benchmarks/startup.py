@@ -1,8 +1,9 @@
 """From launch to ready: `python -m benchmarks.startup --checkpoint /dev/shm/llama-3.1-8b --shape llama-3.1-8b`.
 
 Launches a real node process twice, first with nothing compiled, then with what the first run left (kernels in Triton's
-cache, bytecode in Python's), and takes the times of its log's stages and of the first `ok` of its health page. Before a time counts the node must answer: a decode
-node the same tokens in both runs, a prefill node that its books are in order. The weights are in the page cache.
+cache, bytecode in Python's), and takes the times of its log's stages and of the first `ok` of its health page. Before a
+time counts the node must answer: a decode node the same tokens in both runs, a prefill node that its books are in
+order. The weights are in the page cache.
 """
 
 from __future__ import annotations

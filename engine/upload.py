@@ -47,7 +47,7 @@ def download(tensor: Tensor) -> Tensor:
 
 
 def _keep(pinned: Tensor) -> None:
-    while _IN_USE and _IN_USE[0][0].query():
+    while _IN_USE and _IN_USE[0][0].query():  # type: ignore[no-untyped-call]
         _IN_USE.popleft()
     passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
     passed.record()

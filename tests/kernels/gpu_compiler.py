@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton_kernels import pdl
 
@@ -70,6 +71,8 @@ def _compile(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 def _kind(value: object, do_not_specialize: bool) -> str:
     if isinstance(value, Tensor):
         return "*" + TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
     if isinstance(value, float):
         return "fp32"
     if value is None or (value == 1 and not do_not_specialize):

@@ -21,7 +21,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 26
+    assert int(done.stdout) == 28
 
 
 def bf16(*shape: int) -> Tensor:
@@ -72,14 +72,20 @@ def launch_moves_and_inputs() -> None:
 
 def launch_matmuls() -> None:
     from baton_kernels.linear.kernel import few_rows
-    from baton_kernels.linear.tiling import choose
+    from baton_kernels.linear.many_rows import many_rows
+    from baton_kernels.linear.tiling import WideTiling, choose
 
     plain, gated = ((1, 6144), (8, 4096), (8, 8192), (16, 4096)), ((1, 2048), (8, 4096), (32, 28672), (128, 28672))
     for activation, shapes in ((None, plain), ("silu", gated)):
         for num_rows, out_features in shapes:
             tiling = choose(num_rows, out_features, 1024, activation is not None, 132)
             assert tiling is not None
+            assert not isinstance(tiling, WideTiling)
             few_rows(bf16(num_rows, 1024), bf16(out_features, 1024), None, activation, tiling)
+    for num_rows in (256, 2048):
+        tiling = choose(num_rows, 28672, 1024, True, 132)
+        assert isinstance(tiling, WideTiling)
+        many_rows(bf16(num_rows, 1024), bf16(28672, 1024), "silu", tiling, 132)
 
 
 def launch_decode() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton_kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
 from baton_kernels.linear import KERNEL_ROWS, gated_linear, linear
-from baton_kernels.linear.tiling import MAX_TILES, RowTiling, Tiling, choose
+from baton_kernels.linear.tiling import MAX_TILES, RowTiling, Tiling, WideTiling, choose
 from tests.kernels.poison import poisoned
 
 torch.set_num_threads(1)
@@ -104,6 +104,27 @@ def test_gated(tiling: RowTiling | Tiling, activation: Activation, device: str, 
         torch.testing.assert_close(out, expected, rtol=4 * EPS[dtype], atol=4 * EPS[dtype])
 
 
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("num_rows", "intermediate", "in_features"), [(1, 16, 64), (40, 72, 136), (33, 128, 64)])
+def test_many_rows(
+    num_rows: int, intermediate: int, in_features: int, activation: Activation, device: str, dtype: torch.dtype
+) -> None:
+    """More tiles than programs, and tiles that reach beyond rows, features and columns."""
+    from baton_kernels.linear.many_rows import can_take, many_rows
+
+    x, weight, _ = operands(num_rows, 2 * intermediate, in_features, dtype, device)
+    assert can_take(x, weight)
+    assert not can_take(x[:, 1:], weight)
+    small = WideTiling(rows=16, out=16, depth=32, group=2, num_warps=4, num_stages=2)
+    on_gpu = WideTiling(rows=64, out=32, depth=64, group=2, num_warps=4, num_stages=3)
+    with poisoned():
+        out = many_rows(x, weight, activation, small if device == "cpu" else on_gpu, 3)
+    expected = gated_activation(exact(x, weight, None).to(dtype), activation)
+    torch.testing.assert_close(out, expected, rtol=4 * EPS[dtype], atol=4 * EPS[dtype])
+
+
 def test_on_a_cpu_as_torch() -> None:
     x, weight, bias = operands(6, 10, 7, torch.float32, "cpu")
     x = x.view(2, 3, 7)
@@ -127,9 +148,9 @@ def test_chosen_tilings_fit(out_features: int, in_features: int, gated: bool) ->
             assert in_features % tiling.depth == 0
             if isinstance(tiling, Tiling) and tiling.splits > 1:
                 assert -(-out_features // tiling.out) <= MAX_TILES
-    chosen = {choose(n, out_features, in_features, gated, 132) for n in range(1, 140)}
-    assert chosen == {choose(n, out_features, in_features, gated, 132) for n in (*KERNEL_ROWS, 256)}
-    assert choose(256, out_features, in_features, gated, 132) is None
+    chosen = {choose(n, out_features, in_features, gated, 132) for n in range(1, 600)}
+    assert chosen == {choose(n, out_features, in_features, gated, 132) for n in KERNEL_ROWS}
+    assert isinstance(choose(256, out_features, in_features, gated, 132), WideTiling) == gated
 
 
 def test_small_or_odd_weights_are_left_to_cublas() -> None:
@@ -139,10 +160,11 @@ def test_small_or_odd_weights_are_left_to_cublas() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("out_features", "in_features", "gated"), SHAPES[:4])
-@pytest.mark.parametrize("num_rows", [1, 2, 13, 32, 64, 100])
+@pytest.mark.parametrize("num_rows", [1, 2, 13, 32, 64, 100, 200, 2000])
 def test_no_less_exact_than_cublas(num_rows: int, out_features: int, in_features: int, gated: bool) -> None:
     x, weight, bias = operands(num_rows, out_features, in_features, torch.bfloat16, "cuda")
     with poisoned():
+        bias = None if num_rows > 128 else bias
         out = gated_linear(x, weight, "silu", bias) if gated else linear(x, weight, bias)
     cublas = torch.nn.functional.linear(x, weight, bias)
     expected = exact(x, weight, bias)

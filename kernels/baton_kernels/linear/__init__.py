@@ -1,7 +1,8 @@
 """Matmuls with a model's weights, for the few rows of a decode step and for the many of a prefill.
 
-On Hopper GPUs up to 128 rows may run in Triton kernels; which do is a table of what measured faster than cuBLAS
-(`tiling.py`). Besides, the kernels take part in programmatic dependent launch (`baton_kernels.pdl`), cuBLAS's do not.
+On Hopper GPUs up to 128 rows, and gated ones of any number, may run in Triton kernels; which do is a table of what
+measured faster than cuBLAS (`tiling.py`). Besides, the kernels of few rows take part in programmatic dependent launch
+(`baton_kernels.pdl`), cuBLAS's do not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from baton_kernels.gated_activation import Activation
 from baton_kernels.linear import reference
-from baton_kernels.linear.tiling import KERNEL_ROWS, MAX_ROWS, RowTiling, Tiling, choose
+from baton_kernels.linear.tiling import KERNEL_ROWS, AnyTiling, RowTiling, Tiling, WideTiling, choose
 
 __all__ = ["KERNEL_ROWS", "gated_linear", "linear"]
 
@@ -27,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     assert x.shape[-1] == weight.shape[1]
     tiling = _tiling(x, weight, gated=False)
-    if tiling is None:
+    if not isinstance(tiling, RowTiling | Tiling):
         return reference.linear(x, weight, bias)
     from baton_kernels.linear import kernel
 
@@ -43,20 +44,26 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation, bias: Tensor
     assert x.shape[-1] == weight.shape[1]
     assert weight.shape[0] % 2 == 0
     tiling = _tiling(x, weight, gated=True)
-    if tiling is None:
-        return reference.gated_linear(x, weight, activation, bias)
-    from baton_kernels.linear import kernel
+    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(tiling, RowTiling | Tiling):
+        from baton_kernels.linear import kernel
 
-    out = kernel.few_rows(x.reshape(-1, x.shape[-1]), weight, bias, activation, tiling)
-    return out.view(*x.shape[:-1], -1)
+        return kernel.few_rows(rows, weight, bias, activation, tiling).view(*x.shape[:-1], -1)
+    if isinstance(tiling, WideTiling) and bias is None:
+        from baton_kernels.linear import many_rows
+
+        if many_rows.can_take(rows, weight):
+            out = many_rows.many_rows(rows, weight, activation, tiling, _num_sms(x.device))
+            return out.view(*x.shape[:-1], -1)
+    return reference.gated_linear(x, weight, activation, bias)
 
 
-def _tiling(x: Tensor, weight: Tensor, gated: bool) -> RowTiling | Tiling | None:
+def _tiling(x: Tensor, weight: Tensor, gated: bool) -> AnyTiling | None:
     """What a Triton kernel makes of it; None where cuBLAS, or the CPU, is to do it."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return None
     num_rows = x.numel() // x.shape[-1]
-    if not 0 < num_rows <= MAX_ROWS or weight.dtype != x.dtype or x.stride(-1) != 1 or weight.stride(1) != 1:
+    if not num_rows or weight.dtype != x.dtype or x.stride(-1) != 1 or weight.stride(1) != 1:
         return None
     num_sms = _num_sms(x.device)
     return choose(num_rows, *weight.shape, gated, num_sms) if num_sms else None

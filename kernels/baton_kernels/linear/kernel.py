@@ -18,7 +18,7 @@ from baton_kernels.pdl import launch_options
 
 
 @triton.jit
-def _gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """Rounded where gate and up, the activation and the product would be if they were separate operations."""
     rounded = activated(gate.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
     return rounded * up.to(DTYPE).to(tl.float32)
@@ -74,7 +74,7 @@ def _row_kernel(
         up_out = tl.sum(up_sums, 1)
         if HAS_BIAS:
             up_out += tl.load(bias_ptr + out_features + feature, mask=mask, other=0.0).to(tl.float32)
-        out = _gated(out, up_out, ACTIVATION, DTYPE)
+        out = gated(out, up_out, ACTIVATION, DTYPE)
     tl.store(out_ptr + feature, out.to(DTYPE), mask=mask)
 
 
@@ -167,7 +167,7 @@ def _tile_kernel(
             if HAS_BIAS:
                 up_bias = tl.load(bias_ptr + out_features + feature, mask=mask, other=0.0)
                 up_sums += up_bias.to(tl.float32)[:, None]
-            sums = _gated(sums, up_sums, ACTIVATION, DTYPE)
+            sums = gated(sums, up_sums, ACTIVATION, DTYPE)
         out_ptrs = out_ptr + x_row[None, :].to(tl.int64) * out_features + feature[:, None]
         tl.store(out_ptrs, sums.to(DTYPE), mask=mask[:, None] & (x_row < num_rows)[None, :])
 

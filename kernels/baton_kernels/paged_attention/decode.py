@@ -57,7 +57,7 @@ def _share_out_kernel(
                 low = middle + 1
     count = tl.where(there, tl.maximum(tl.cdiv(tiles, low), 1), 0)
     first = tl.cumsum(count, 0) - count
-    for i in range(0, tl.max(count, 0)):
+    for i in range(tl.max(count, 0)):
         here = i < count
         entry = shares_ptr + (first + i) * 4
         tl.store(entry, seq, mask=here)
@@ -357,6 +357,8 @@ def tune(num_decodes: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
     unsplit = num_decodes * num_kv_heads
     if unsplit > 6 * sms:
         return Tuning(2 * sms, tile_keys=64, num_warps=2, num_stages=3)
-    if sms < unsplit <= 2 * sms and unsplit > 1.9 * sms:
+    if unsplit < 0.3 * sms:
+        return Tuning(2 * sms, tile_keys=64, num_warps=2, num_stages=3)
+    if 1.9 * sms < unsplit <= 2 * sms:
         return Tuning(sms, tile_keys=64, num_warps=2, num_stages=6)
     return Tuning(4 * sms, tile_keys=16, num_warps=1, num_stages=6)
