@@ -22,6 +22,7 @@ SECTIONS: dict[str, Section] = {
     "decode": engine_decode.measure,
     "prefill": engine_prefill.measure,
     "throughput": engine_throughput.measure,
+    "prefill_even": engine_prefill.measure_even,
 }
 
 if __name__ == "__main__":

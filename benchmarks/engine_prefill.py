@@ -11,6 +11,7 @@ import statistics
 import time
 from typing import Any, ClassVar
 
+import torch
 from pydantic import Field, field_validator
 
 from baton.sampling import SamplingParams
@@ -21,6 +22,8 @@ from benchmarks.engine_tables import prefill_table
 LENGTHS = "512,2048,8192,32768"
 QUICK_LENGTHS = "16,100"
 QUICK_SATURATED = (4, 32)
+VLLM_DUMMY_RANGE = 1e-3
+"""vllm/model_executor/model_loader/weight_utils.py, initialize_dummy_weights."""
 FIRST_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -68,6 +71,21 @@ def measure(bench: Bench) -> dict[str, Any]:
     }
     print(prefill_table(section).plain())
     return section
+
+
+def measure_even(bench: Bench) -> dict[str, Any] | None:
+    """The same with weights as vLLM's dummy format makes them, with which its figures were measured: what a GPU at its
+    power limit computes in a second depends on the numbers. To be run last: the model answers nothing afterwards.
+
+    None for a model with its own weights.
+    """
+    if bench.settings.load_format != "dummy":
+        return None
+    with torch.inference_mode():
+        for weight in bench.built.runner.model.parameters():
+            weight.uniform_(-VLLM_DUMMY_RANGE, VLLM_DUMMY_RANGE)
+    note(f"prefill, weights between -{VLLM_DUMMY_RANGE} and {VLLM_DUMMY_RANGE}")
+    return measure(bench)
 
 
 def _alone(bench: Bench, length: int, repeats: int, pause_s: float) -> dict[str, Any]:

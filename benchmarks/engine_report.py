@@ -25,7 +25,7 @@ from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, EngineBenchSettings, note, open_bench
 from benchmarks.engine_check import check, reference_of
 
-Section = Callable[[Bench], dict[str, Any]]
+Section = Callable[[Bench], dict[str, Any] | None]
 """Measures, prints a table, returns what the JSON line says of it."""
 
 

@@ -100,7 +100,7 @@ def _tables(section: str, table: Callable[[Measured], Table]) -> Callable[[Resul
     """A table for each model that has the section."""
 
     def part(results: Results) -> str:
-        told = {name: result[section] for name, result in results.items() if section in result}
+        told = {name: result[section] for name, result in results.items() if result.get(section)}
         return "\n\n".join(f"**{name}**\n\n{table(measured).markdown()}" for name, measured in told.items())
 
     return part
@@ -132,6 +132,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "host": _tables("decode", host_table),
     "trace": _trace,
     "prefill": _tables("prefill", prefill_table),
+    "prefill_even": _tables("prefill_even", prefill_table),
     "throughput": _tables("throughput", throughput_table),
 }
 

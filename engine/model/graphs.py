@@ -35,7 +35,7 @@ MAX_PROMPT_CONTEXT = 8192
 
 def ladder(max_num_seqs: int) -> list[int]:
     """Batch sizes of decodes to capture."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1024, 64)]
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1024, 128)]
     return [size for size in steps if size < max_num_seqs] + [min(max_num_seqs, 1024)]
 
 

@@ -27,14 +27,14 @@ from engine.step import Choice, Chunk
 class TorchModelRunner:
     """The engine's ModelRunner: one forward per step, prefill chunks and decodes flattened into one row of tokens.
 
-    Nothing here waits for a GPU but `LaunchedStep.wait`. Owns `pool`. The model must have been loaded by
+    Nothing here waits for a GPU but `LaunchedStep.wait`. Owns `pool`, runs `model`. The model must have been loaded by
     `loader.load_model`; its attention modules are bound to the pool. Pass `probed` when the probe was made before, to
     size the pool. Raises UnsupportedModel.
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, probed: Probe | None = None) -> None:
         probed = probed or probe(model, config.max_model_len)
-        self._model = model
+        self.model = model
         self._config = config
         self.pool = KvPool(probed.shape, config.num_blocks, config.block_size, model.device)
         self._step = attach(probed.layers, self.pool)
@@ -47,10 +47,10 @@ class TorchModelRunner:
     def rehearse(self) -> int:
         """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
         In the thread that will launch, because some of that is kept per thread; before `capture`. How many it were."""
-        shape, text = self.pool.shape, self._model.config.get_text_config()
+        shape, text = self.pool.shape, self.model.config.get_text_config()
         longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
         heads = (text.num_attention_heads, shape.num_kv_heads, shape.head_dim)
-        warm_up(*heads, shape.dtype, self._model.device, longest)
+        warm_up(*heads, shape.dtype, self.model.device, longest)
         steps = first_steps(self._config)
         for chunks in steps:
             self.launch(chunks).wait()
@@ -88,13 +88,13 @@ class TorchModelRunner:
             logits = self._graphs.run(chunks, rows)
             if logits is not None:
                 return logits
-        if self._model.device.type == "cpu":
+        if self.model.device.type == "cpu":
             self._clear_fresh_blocks(chunks)
         return self._forward(batch.build(chunks, rows, self._state))
 
     def _forward(self, inputs: ModelInputs) -> Tensor:
         self._step.batch, self._step.slot_mapping = inputs.paged, inputs.slot_mapping
-        output = self._model(
+        output = self.model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.positions[None],
             use_cache=False,

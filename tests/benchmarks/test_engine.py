@@ -64,18 +64,21 @@ def test_all_sections_of_a_trained_model(capsys: pytest.CaptureFixture[str], tmp
         assert cell["vllm_ms"] is None
     assert [told["num_tokens"] for told in line["prefill"]["alone"]] == [16, 100]
     assert line["throughput"]["output_tokens_per_s"] > 0
+    assert line["prefill_even"] is None
     assert "host waits" in printed
     assert line["decode"]["trace"] is None
     assert "traceEvents" in json.loads(trace.read_text())
-    parts = PARTS.keys() - {"compared", "trace"}  # which a CPU has not
+    parts = PARTS.keys() - {"compared", "trace", "prefill_even"}  # which a CPU, or a trained model, has not
     page = write_page("".join(f"<!-- measured: {part} -->\n<!-- end -->\n" for part in parts), {"tiny": line})
     assert NOTHING not in page
     assert plots({"tiny": line})
 
 
 def test_random_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(engine_prefill.PrefillBenchSettings, {"prefill": engine_prefill.measure}, [*SMALL, f"--model={folder}"])
+    sections = {"prefill": engine_prefill.measure, "prefill_even": engine_prefill.measure_even}
+    main(engine_prefill.PrefillBenchSettings, sections, [*SMALL, f"--model={folder}"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["prefill"].keys() == line["prefill_even"].keys()
     assert line["load_format"] == "dummy"
     assert line["checked"]["agreement"] >= 0.98
     assert "decode" not in line

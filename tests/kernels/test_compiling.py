@@ -21,7 +21,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 28
+    assert int(done.stdout) == 27
 
 
 def bf16(*shape: int) -> Tensor:
@@ -82,10 +82,9 @@ def launch_matmuls() -> None:
             assert tiling is not None
             assert not isinstance(tiling, WideTiling)
             few_rows(bf16(num_rows, 1024), bf16(out_features, 1024), None, activation, tiling)
-    for num_rows in (256, 2048):
-        tiling = choose(num_rows, 28672, 1024, True, 132)
-        assert isinstance(tiling, WideTiling)
-        many_rows(bf16(num_rows, 1024), bf16(28672, 1024), "silu", tiling, 132)
+    wide = choose(2048, 28672, 1024, True, 132)
+    assert isinstance(wide, WideTiling)
+    many_rows(bf16(2048, 1024), bf16(28672, 1024), "silu", wide, 132)
 
 
 def launch_decode() -> None:

@@ -149,8 +149,9 @@ def test_chosen_tilings_fit(out_features: int, in_features: int, gated: bool) ->
             if isinstance(tiling, Tiling) and tiling.splits > 1:
                 assert -(-out_features // tiling.out) <= MAX_TILES
     chosen = {choose(n, out_features, in_features, gated, 132) for n in range(1, 600)}
-    assert chosen == {choose(n, out_features, in_features, gated, 132) for n in KERNEL_ROWS}
-    assert isinstance(choose(256, out_features, in_features, gated, 132), WideTiling) == gated
+    few, many = KERNEL_ROWS[:-1], KERNEL_ROWS[-1]
+    assert chosen == {choose(n, out_features, in_features, gated, 132) for n in (*few, 256)}
+    assert isinstance(choose(many, out_features, in_features, gated, 132), WideTiling) == gated
 
 
 def test_small_or_odd_weights_are_left_to_cublas() -> None:

@@ -202,6 +202,29 @@ def test_long_chunk_in_small(query_len: int, context: int, fresh: bool) -> None:
     torch.testing.assert_close(out, case.expected(0.3).float(), atol=2e-5, rtol=2e-5)
 
 
+def test_equal_squares_go_together() -> None:
+    square = contiguous.SHAPES.square
+    lens = [(1, 9), *[(square, square)] * 7, (3, 3), (square, square), (square, 4 * square), (2 * square, 2 * square)]
+    batch = PagedBatch.build([[1] * 512] * len(lens), *map(list, zip(*lens, strict=True)), 16, torch.device("cpu"))
+    long, runs = kernel._ways(batch, can_be_contiguous=True, fused=True)
+    assert [(seqs.start, len(seqs)) for seqs, _ in long] == [(1, 4), (5, 2), (7, 1), (9, 1), (10, 1), (11, 1)]
+    assert runs == [range(8, 9)]
+    for seqs, tokens in long:
+        assert tokens.start == sum(n for n, _ in lens[: seqs.start])
+        assert tokens.stop == sum(n for n, _ in lens[: seqs.stop])
+    alone, _ = kernel._ways(batch, can_be_contiguous=True, fused=False)
+    assert all(len(seqs) == 1 for seqs, _ in alone)
+
+
+@GPU
+def test_equal_squares() -> None:
+    square = contiguous.SHAPES.square
+    case = Case([(1, 30), *[(square, square)] * 7, (9, 50)], 4, 2, 128, "cuda", 16, torch.bfloat16)
+    check(case)
+    (plan,) = (plan for key, plan in case.batch.plans.items() if key[0] == "ways")
+    assert [len(seqs) for seqs, _ in plan[0]] == [4, 2, 1]
+
+
 @GPU
 def test_long_chunks() -> None:
     """Among other sequences; the path of some is cuDNN's."""

@@ -6,7 +6,7 @@ each new shape: 40 to 80 ms, and a second for the first of a kind. So there are 
 
             keys   0 ............. wide | .. front .. | the chunk
     rows of the   |  rectangles of      |  one causal square: `front` rows of no meaning before the
-    chunk         |  1024 x 8192 ..    |  chunk's, and some after, round its size to a multiple of 2048
+    chunk         |  1024 x 16384 ..   |  chunk's, and some after, round its size to a multiple of 2048
 
 The parts are merged by their log-sum-exp. `warm_up` builds the plans before they are needed. torch keeps them per
 thread (aten/src/ATen/native/cudnn/MHA.cpp), so it must be called in the thread that will compute.
@@ -41,7 +41,9 @@ class Shapes:
         return self.square if self.rows < num_tokens <= self.few else self.rows
 
 
-SHAPES = Shapes(square=2048, rows=1024, few=4096, widths=(8192, 4096, 2048))
+SHAPES = Shapes(square=2048, rows=1024, few=4096, widths=(16384, 8192, 4096, 2048))
+BATCHES = (4, 2)
+"""How many equal squares one launch may take: four of 2048 take 264 us together and 325 one by one."""
 MIN_LENGTH = 1024
 MIN_SCORES = 2**23  # below, as for a first chunk of 2000 or one of 1024 after 7168, Triton is as quick
 
@@ -57,6 +59,18 @@ def pays(query_len: int, context_len: int) -> bool:
     if query_len == context_len and query_len % SHAPES.square == 0:
         return True  # one square, and nothing to copy: 2048 take 80 us, and 105
     return query_len >= MIN_LENGTH and query_len * (context_len - query_len // 2) >= MIN_SCORES
+
+
+def are_squares(query_len: int, context_len: int) -> bool:
+    """Whether several such chunks, one after the other, can be one launch of `squares_attention`."""
+    return query_len == context_len == SHAPES.square
+
+
+def squares_attention(query: Tensor, key: Tensor, value: Tensor, num_squares: int, scale: float) -> Tensor:
+    """Attend so many first chunks of equal length, which lie one after the other. `are_fused` must hold."""
+    query, key, value = (x.unflatten(0, (num_squares, -1)).transpose(1, 2) for x in (query, key, value))  # type: ignore[no-untyped-call]
+    out, _ = _launch(query, key, value, scale, is_causal=True)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def contiguous_attention(
@@ -75,7 +89,7 @@ def contiguous_attention(
     before = batch.host_context_lens[seq] - num_tokens
     front = before % shapes.square
     wide = before - front
-    if front or num_tokens % shapes.square or key is None or value is None or not _are_fused(query, key, value):
+    if front or num_tokens % shapes.square or key is None or value is None or not are_fused(query, key, value):
         query, key, value = _padded(query, key_cache, value_cache, batch, seq, wide, shapes)
     size = key.shape[0]
     out, lse = _attend(query[:size], key, value, scale, is_causal=True)
@@ -104,6 +118,9 @@ def warm_up(
         return
     for size in range(SHAPES.square, largest + 1, SHAPES.square):
         _attend(query[:size], key[:size], value[:size], 1.0, is_causal=True)
+    for num_squares in BATCHES:
+        if (size := num_squares * SHAPES.square) <= min(largest, max_tokens):
+            squares_attention(query[:size], key[:size], value[:size], num_squares, 1.0)
     for width in SHAPES.widths:
         keys = fused.new_zeros((width, 2, num_kv_heads, head_dim))
         for rows in (SHAPES.rows, SHAPES.square):
@@ -126,8 +143,8 @@ def _padded(
     return padded, key[:size], value[:size]
 
 
-def _are_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether they lie as `_thirds` would: other strides are other shapes to cuDNN."""
+def are_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether they lie as in one projection's output: other strides are other shapes to cuDNN."""
     head_dim = query.shape[2]
     strides = ((query.shape[1] + 2 * key.shape[1]) * head_dim, head_dim, 1)
     return query.stride() == key.stride() == value.stride() == strides
@@ -153,10 +170,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causa
     if not query.is_cuda:
         return _attend_reference(query, key, value, scale, is_causal)
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out, lse = _launch(query, key, value, scale, is_causal=is_causal)
+    return out[0].transpose(0, 1), lse[0, :, :, 0]
+
+
+def _launch(query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """All are [num_squares, heads, num_rows, head_dim]; the log-sum-exp is [num_squares, num_heads, num_rows, 1]."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, is_causal, False, scale=scale
     )
-    return out[0].transpose(0, 1), lse[0, :, :, 0]
+    return out, lse
 
 
 def _attend_reference(

@@ -25,13 +25,20 @@ def paged_attention(
 ) -> Tensor:
     if query.stride(2) != 1:
         query = query.contiguous()
-    long, runs = _ways(batch, contiguous.can_do(query, sliding_window, softcap, sinks))
+    can_be_contiguous = contiguous.can_do(query, sliding_window, softcap, sinks)
+    fused = key is not None and value is not None and contiguous.are_fused(query, key, value)
+    long, runs = _ways(batch, can_be_contiguous, fused)
     outs = []
-    for seq, tokens in long:
+    for seqs, tokens in long:
         new_key, new_value = (None, None) if key is None or value is None else (key[tokens], value[tokens])
-        caches = (key_cache, value_cache)
-        outs.append(contiguous.contiguous_attention(query[tokens], new_key, new_value, *caches, batch, seq, scale))
-    if len(outs) == len(batch.query_lens) == 1:
+        if len(seqs) > 1:
+            assert new_key is not None
+            assert new_value is not None
+            outs.append(contiguous.squares_attention(query[tokens], new_key, new_value, len(seqs), scale))
+        else:
+            new = (query[tokens], new_key, new_value)
+            outs.append(contiguous.contiguous_attention(*new, key_cache, value_cache, batch, seqs.start, scale))
+    if len(outs) == 1 and long[0][0] == range(len(batch.query_lens)):
         return outs[0]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for (_, tokens), done in zip(long, outs, strict=True):
@@ -44,21 +51,38 @@ def paged_attention(
     return out
 
 
-def _ways(batch: PagedBatch, can_be_contiguous: bool) -> tuple[list[tuple[int, slice]], list[range]]:
-    """The long chunks, each a sequence and its tokens, and the runs of other chunks between them."""
-    key = ("ways", can_be_contiguous)
+def _ways(batch: PagedBatch, can_be_contiguous: bool, fused: bool) -> tuple[list[tuple[range, slice]], list[range]]:
+    """The long chunks, each a sequence and its tokens or several equal squares, and the runs of others between them."""
+    key = ("ways", can_be_contiguous, fused)
     if key not in batch.plans:
-        long, runs = [], []
+        long, runs = list[tuple[range, slice]](), list[range]()
         run = token = batch.num_decodes
         for seq in range(batch.num_decodes, len(batch.query_lens)):
             query_len = batch.query_lens[seq]
             known = can_be_contiguous and batch.host_context_lens
             if known and contiguous.pays(query_len, batch.host_context_lens[seq]):
-                long.append((seq, slice(token, token + query_len)))
+                long.append((range(seq, seq + 1), slice(token, token + query_len)))
                 runs.append(range(run, seq))
                 run = seq + 1
             token += query_len
         runs.append(range(run, len(batch.query_lens)))
-        batch.plans[key] = (long, [seqs for seqs in runs if seqs])
-    ways: tuple[list[tuple[int, slice]], list[range]] = batch.plans[key]
+        batch.plans[key] = (_together(batch, long) if fused else long, [seqs for seqs in runs if seqs])
+    ways: tuple[list[tuple[range, slice]], list[range]] = batch.plans[key]
     return ways
+
+
+def _together(batch: PagedBatch, long: list[tuple[range, slice]]) -> list[tuple[range, slice]]:
+    """Equal squares that follow one another as one entry, of as many as there is a plan for."""
+    found, first = list[tuple[range, slice]](), 0
+    while first < len(long):
+        alike = first
+        while alike < len(long) and long[alike][0].start - long[first][0].start == alike - first:
+            seq = long[alike][0].start
+            if not contiguous.are_squares(batch.query_lens[seq], batch.host_context_lens[seq]):
+                break
+            alike += 1
+        count = next((n for n in contiguous.BATCHES if n <= alike - first), 1)
+        (seqs, tokens), (last_seqs, last_tokens) = long[first], long[first + count - 1]
+        found.append((range(seqs.start, last_seqs.stop), slice(tokens.start, last_tokens.stop)))
+        first += count
+    return found
