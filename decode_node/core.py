@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.audit import KvAudit
 from baton.errors import BatonError, DeadlineExceeded, NodeUnavailable, Overloaded, RequestCancelled
 from baton.messages import (
     Abort,
@@ -16,6 +17,7 @@ from baton.messages import (
     Commit,
     End,
     Load,
+    NodeRole,
     Prefill,
     Refuse,
     Release,
@@ -29,6 +31,7 @@ from decode_node.leases import Lease
 from decode_node.outbox import Outbox
 from decode_node.reservations import Reservations
 from engine.engine import Engine, Plan
+from engine.node.audit import make_audit, verdict
 from engine.node.events import (
     ClosePeer,
     Draining,
@@ -79,6 +82,7 @@ class DecodeCore:
     # ---- the loop ----
 
     def prepare(self, now: float) -> None:
+        self.engine.blocks.now = now
         self._take_transfers(now)
         self._end_overdue(now)
         self._reservations.grant_waiting(now)
@@ -115,6 +119,7 @@ class DecodeCore:
     # ---- events in ----
 
     def handle(self, event: Event, now: float) -> None:
+        self.engine.blocks.now = now
         match event:
             case SessionOpened(epoch):
                 self._outbox.epochs.add(epoch)
@@ -281,5 +286,17 @@ class DecodeCore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where blocks, slots, leases and sequences disagree. For tests and the audit."""
-        self.engine.check_integrity(leases=self._reservations.tables())
+        self.engine.check_integrity(self._reservations.holdings())
         self.receiver.check_integrity()
+
+    def audit(self, now: float) -> KvAudit:
+        return make_audit(
+            role=NodeRole.DECODE,
+            incarnation=self._incarnation,
+            integrity=verdict(self.check_integrity),
+            idle=self.idle,
+            blocks=self.engine.blocks,
+            holdings=[*self.engine.holdings(), *self._reservations.holdings()],
+            slots=self.receiver.slots(),
+            now=now,
+        )

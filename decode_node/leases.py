@@ -43,6 +43,7 @@ class Lease:
     reserve: Reserve
     peer: str
     deadline: float
+    granted: float
     table: list[int]
     spares: list[int]
     num_held: int

@@ -25,6 +25,7 @@ from baton.messages import Commit, CommitReply, Credit, End, Grant, Refuse, Rele
 from decode_node.leases import Lease, LeaseState, Waiting
 from decode_node.outbox import Outbox
 from engine.engine import Engine
+from engine.holdings import Holding
 from kv_transfer.receiver import KvReceiver, PartArrived
 
 MAX_OPEN_PARTS = 4
@@ -55,9 +56,21 @@ class Reservations:
         """All work that waits or has a lease."""
         return [x.reserve.work for x in self._holders()]
 
-    def tables(self) -> list[list[int]]:
-        """The blocks that each lease holds, for the integrity check."""
-        return [[*lease.table, *lease.spares] for lease in self._leases.values()]
+    def holdings(self) -> list[Holding]:
+        """The blocks that each lease holds."""
+        return [
+            Holding(
+                kind="lease",
+                state=lease.state.value,
+                work=lease.reserve.work,
+                samples=(),
+                since_s=lease.granted,
+                blocks=[*lease.table, *lease.spares],
+                lease=serial,
+                peer=lease.peer,
+            )
+            for serial, lease in self._leases.items()
+        ]
 
     @property
     def num_waiting(self) -> int:
@@ -124,6 +137,7 @@ class Reservations:
             reserve=reserve,
             peer=waiting.peer,
             deadline=waiting.deadline,
+            granted=now,
             table=taken[:cut],
             spares=taken[cut:],
             num_held=len(held),

@@ -12,6 +12,7 @@ Every operation is O(1) per block named. Misuse is a bug of ours and fails an as
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -44,10 +45,13 @@ class BlockManager:
         assert num_blocks >= 2
         assert block_size >= 1
         self.block_size = block_size
+        self.now = 0.0
+        """The caller's clock in seconds, which it sets before it changes anything: for `since_s` alone."""
         self._ref = [0] * num_blocks
         self._readers = [0] * num_blocks
         self._writer = [0] * num_blocks
         self._hash: list[BlockHash | None] = [None] * num_blocks
+        self._since_s = [0.0] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._free = deque(range(1, num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -92,6 +96,14 @@ class BlockManager:
         """Block tables and leases that hold it."""
         return self._ref[block]
 
+    def counters(self, block: int) -> tuple[int, int, int]:
+        """(ref, readers, writer)."""
+        return self._ref[block], self._readers[block], self._writer[block]
+
+    def since_s(self, block: int) -> float:
+        """When (`now`) it came into the state that it is in."""
+        return self._since_s[block]
+
     # ---- references ----
 
     def can_allocate(self, n: int, keep: Sequence[int] = ()) -> bool:
@@ -109,6 +121,7 @@ class BlockManager:
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(n)]
         for block in blocks:
             self._ref[block] = 1
+            self._since_s[block] = self.now
         return blocks
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
@@ -126,7 +139,9 @@ class BlockManager:
         for block in blocks:
             assert self._hash[block] is not None, f"block {block} is not sealed"
             assert block not in self._in_flight, f"block {block} is in flight"
-            self._cached.pop(block, None)
+            if not self._ref[block]:
+                del self._cached[block]
+                self._since_s[block] = self.now
             self._ref[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -193,7 +208,7 @@ class BlockManager:
             assert self._ref[block] > 0, f"block {block} has no owner"
             assert not self._writer[block], f"block {block} is being written"
             self._readers[block] += 1
-            self._in_flight.add(block)
+            self._take_off(block)
 
     def unpin_read(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -208,7 +223,7 @@ class BlockManager:
             assert not self._readers[block], f"block {block} is being read"
             assert not self._writer[block], f"block {block} is being written"
             self._writer[block] = 1
-            self._in_flight.add(block)
+            self._take_off(block)
 
     def unpin_write(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -218,11 +233,20 @@ class BlockManager:
 
     # ---- inside ----
 
+    def _take_off(self, block: int) -> None:
+        """A pin came."""
+        if block not in self._in_flight:
+            self._in_flight.add(block)
+            self._since_s[block] = self.now
+
     def _settle(self, block: int) -> None:
         """File the block where its state says, after a reference or a pin went."""
         if self._readers[block] or self._writer[block]:
             return
+        if self._ref[block] and block not in self._in_flight:
+            return  # others own it still
         self._in_flight.discard(block)
+        self._since_s[block] = self.now
         if self._ref[block]:
             return
         if self._hash[block] is None:
@@ -242,15 +266,13 @@ class BlockManager:
 
     def check_integrity(
         self,
-        tables: Iterable[Sequence[int]],
-        leases: Iterable[Sequence[int]] = (),
-        readers: Iterable[int] = (),
-        writers: Iterable[int] = (),
+        owned: Iterable[Sequence[int]],
+        read: Iterable[Sequence[int]] = (),
+        written: Iterable[Sequence[int]] = (),
     ) -> None:
-        """Assert that every counter equals a recount from all live block tables, leases and open pins (blocks, each
-        as often as it is pinned), and that every block is filed in exactly one place."""
-        owners = Counter(block for holder in (*tables, *leases) for block in holder)
-        pins_r, pins_w = Counter(readers), Counter(writers)
+        """Assert that every counter equals a recount from all block tables, leases and open pins (of blocks, each as
+        often as it is pinned), and that every block is filed in exactly one place."""
+        owners, pins_r, pins_w = (Counter(itertools.chain.from_iterable(all_)) for all_ in (owned, read, written))
         filed = Counter([*self._free, *self._cached])
         assert not owners[NULL_BLOCK], "the null block is owned"
         assert self._hash[NULL_BLOCK] is None, "the null block is sealed"

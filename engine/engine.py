@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.errors import InvalidRequest
@@ -20,6 +21,7 @@ from baton.layout import num_blocks_for
 from baton.sampling import FinishReason
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
+from engine.holdings import Holding, recount
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import Choice, Chunk, LaunchedStep, ModelRunner, SampledToken, StepResult
@@ -33,7 +35,7 @@ class InFlight:
 
     chunks: list[Chunk]
     step: LaunchedStep
-    released: list[list[int]] = field(default_factory=list)
+    released: list[tuple[Sequence, list[int]]] = field(default_factory=list)
 
 
 class Engine:
@@ -125,7 +127,7 @@ class Engine:
         self._sequences.pop(seq, None)
         table, seq.block_table = seq.block_table, []
         if seq.in_flight:
-            self._in_flight[-1].released.append(table)
+            self._in_flight[-1].released.append((seq, table))
         else:
             self.blocks.release(table)
         seq.move_to(SequenceState.FINISHED)
@@ -166,7 +168,7 @@ class Engine:
             result.num_tokens += chunk.length
             if chunk.sequence.state is SequenceState.RUNNING:
                 self._enter(chunk, choices, result)
-        for table in retired.released:
+        for _, table in retired.released:
             self.blocks.release(table)
 
     def _enter(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
@@ -278,14 +280,19 @@ class Engine:
         if any(token >= vocab_size for token in seq.sampling.logit_bias):
             raise InvalidRequest(f"token ids of logit_bias must be in [0, {vocab_size})", "logit_bias")
 
-    def check_integrity(
-        self, leases: list[list[int]] | None = None, readers: list[int] | None = None, writers: list[int] | None = None
-    ) -> None:
-        """Assert that no block is lost: the engine's own tables, and the role's leases and open pins, are all."""
+    def holdings(self) -> list[Holding]:
+        """Who has blocks here: sequences, those that ended while a launched step names their blocks among them."""
+        held = [(seq, seq.block_table) for seq in self._sequences if seq.block_table]
+        held += [released for launched in self._in_flight for released in launched.released]
+        return [
+            Holding("sequence", seq.state.value, seq.work, tuple(seq.samples), seq.started_s or seq.arrived_s, table)
+            for seq, table in held
+        ]
+
+    def check_integrity(self, others: Iterable[Holding] = ()) -> None:
+        """Assert that no block is lost: the engine's own holdings, and the role's `others`, are all."""
         self._scheduler.check_integrity()
-        tables = [seq.block_table for seq in self._sequences]
-        tables += [table for launched in self._in_flight for table in launched.released]
-        self.blocks.check_integrity(tables, leases or (), readers or (), writers or ())
+        recount(self.blocks, [*self.holdings(), *others])
         for seq in self._sequences:
             self._check_writable(seq)
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from baton.audit import KvSlot
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton_kernels.block_copy import scatter_blocks
 from kv_transfer.fences import Fence, Fences
 from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, part_blocks_for, tag_of
 from kv_transfer.sender import PartFailed
-from kv_transfer.staging import SlotState, Staging
+from kv_transfer.staging import SlotOwner, SlotState, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
 
 __all__ = ["KvReceiver", "PartArrived", "PartFailed", "PeerLost"]
@@ -70,7 +71,7 @@ class KvReceiver:
         """
         tag = tag_of(lease, part)
         self._free_landed()
-        slot = self._staging.take()
+        slot = self._staging.take(SlotOwner(peer, lease, part))
         if slot is None:
             return False
         self._expected[slot] = (peer, lease, part)
@@ -120,6 +121,11 @@ class KvReceiver:
         """Give back the slot of a part that nobody wants. No block is touched."""
         self._arrived.remove(arrived.slot)
         self._staging.give_back(arrived.slot)
+
+    def slots(self) -> list[KvSlot]:
+        """For the audit."""
+        self._free_landed()
+        return self._staging.audit()
 
     def check_integrity(self) -> None:
         """Assert that each slot is free or one part's, and in flight exactly when the transport has it."""

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.audit import KvSlot
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton_kernels.block_copy import gather_blocks
 from kv_transfer.fences import Fence, Fences
 from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, part_blocks_for, slot_bytes_for, tag_of
-from kv_transfer.staging import SlotState, Staging
+from kv_transfer.staging import SlotOwner, SlotState, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
 
 __all__ = ["KvSender", "PartFailed", "PartSent", "PeerLost"]
@@ -110,6 +111,10 @@ class KvSender:
                     raise AssertionError("a sender expects nothing")
         return events
 
+    def slots(self) -> list[KvSlot]:
+        """For the audit."""
+        return self._staging.audit()
+
     def check_integrity(self) -> None:
         """Assert that each slot is free or one part's, and in flight exactly when the transport has it."""
         staging = self._staging
@@ -121,7 +126,7 @@ class KvSender:
 
     def _send(self, peer: str, header: PartHeader, blocks: Sequence[int], num_bytes: int) -> bool:
         tag_of(header.lease, header.part)  # refuses before a slot is taken
-        slot = self._staging.take()
+        slot = self._staging.take(SlotOwner(peer, header.lease, header.part))
         if slot is None:
             return False
         out = self._staging.memory(slot)[PAYLOAD_OFFSET : PAYLOAD_OFFSET + header.payload_bytes]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from baton.audit import KvSlot
 
 
 class SlotState(enum.Enum):
@@ -20,7 +23,18 @@ class SlotState(enum.Enum):
 
     FREE = "free"
     HELD = "held"  # the mover's
-    IN_FLIGHT = "in flight"  # the transport's
+    IN_FLIGHT = "in_flight"  # the transport's
+
+
+class SlotOwner(NamedTuple):
+    """The part that has a slot."""
+
+    peer: str
+    lease: int
+    part: int
+
+
+NOBODY = SlotOwner("", 0, 0)
 
 
 class Staging:
@@ -30,12 +44,17 @@ class Staging:
     other memory (`renew`): a peer that was cut off may write to, or read from, the old memory for as long as it likes.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device | str) -> None:
+    def __init__(
+        self, num_slots: int, slot_bytes: int, device: torch.device | str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.device = torch.device(device)
         self._memory: list[Tensor] = list(torch.empty((num_slots, slot_bytes), dtype=torch.uint8, device=self.device))
         self._states = [SlotState.FREE] * num_slots
+        self._owners = [NOBODY] * num_slots
+        self._clock = clock
+        self._since_s = [clock()] * num_slots
         self._free = deque(range(num_slots))
         self._retired: deque[tuple[Tensor, Callable[[], bool]]] = deque()
         self._exchange = threading.Lock()  # over the memory, which `renew` exchanges on another thread
@@ -50,12 +69,13 @@ class Staging:
     def state(self, slot: int) -> SlotState:
         return self._states[slot]
 
-    def take(self) -> int | None:
-        """A free slot, now the caller's; the one that rested longest. None: there is none."""
+    def take(self, owner: SlotOwner = NOBODY) -> int | None:
+        """A free slot, now the caller's, for `owner`; the one that rested longest. None: there is none."""
         if not self._free:
             return None
         slot = self._free.popleft()
         self._move(slot, SlotState.FREE, SlotState.HELD)
+        self._belongs(slot, owner)
         return slot
 
     def lend(self, slot: int) -> None:
@@ -68,7 +88,16 @@ class Staging:
 
     def give_back(self, slot: int) -> None:
         self._move(slot, SlotState.HELD, SlotState.FREE)
+        self._belongs(slot, NOBODY)
         self._free.append(slot)
+
+    def audit(self) -> list[KvSlot]:
+        """Every slot, whose it is, and since when."""
+        now = self._clock()
+        return [
+            KvSlot(slot, self._states[slot].value, *self._owners[slot], now - self._since_s[slot])
+            for slot in range(self.num_slots)
+        ]
 
     def memory(self, slot: int) -> Tensor:
         """[slot_bytes], uint8. Ask anew for each transfer: `renew` exchanges it."""
@@ -116,6 +145,9 @@ class Staging:
         with self._exchange:
             used = [m.data_ptr() for m in self._memory] + [m.data_ptr() for m, _ in self._retired]
         assert len(set(used)) == len(used), "two slots share memory, or one uses retired memory"
+
+    def _belongs(self, slot: int, owner: SlotOwner) -> None:
+        self._owners[slot], self._since_s[slot] = owner, self._clock()
 
     def _move(self, slot: int, before: SlotState, after: SlotState) -> None:
         assert self._states[slot] is before, f"slot {slot} is {self._states[slot].value}, not {before.value}"

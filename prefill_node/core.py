@@ -8,6 +8,9 @@ token leaves once D has granted; the Commit makes the request D's.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from baton.audit import KvAudit
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -27,6 +30,7 @@ from baton.messages import (
     Grant,
     HandedOff,
     Load,
+    NodeRole,
     Prefill,
     PrefillToDecode,
     Refuse,
@@ -41,6 +45,8 @@ from baton.messages import (
     WorkId,
 )
 from engine.engine import Engine, Plan
+from engine.holdings import Holding
+from engine.node.audit import make_audit, verdict
 from engine.node.events import (
     ClosePeer,
     Draining,
@@ -87,6 +93,7 @@ class PrefillCore:
     # ---- the loop ----
 
     def prepare(self, now: float) -> None:
+        self.engine.blocks.now = now
         self._take_transfers(now)
         self._end_overdue(now)
         self._move_on(now)
@@ -139,6 +146,7 @@ class PrefillCore:
     # ---- events in ----
 
     def handle(self, event: Event, now: float) -> None:
+        self.engine.blocks.now = now
         match event:
             case SessionOpened(epoch):
                 self._epochs.add(epoch)
@@ -373,6 +381,26 @@ class PrefillCore:
                 assert handoff.grant
                 assert handoff.grant.lease == lease
                 assert peer.target.incarnation == incarnation
+
+    def audit(self, now: float) -> KvAudit:
+        return make_audit(
+            role=NodeRole.PREFILL,
+            incarnation=self._incarnation,
+            integrity=verdict(self.check_integrity),
+            idle=self.idle,
+            blocks=self.engine.blocks,
+            holdings=[self._with_lease(holding) for holding in self.engine.holdings()],
+            slots=self.sender.slots(),
+            now=now,
+        )
+
+    def _with_lease(self, holding: Holding) -> Holding:
+        """The same, with the lease on the decode node that the blocks are for, where there is one."""
+        handoff = self._handoffs.get(holding.work)
+        if handoff is None or handoff.target is None:
+            return holding
+        lease = handoff.grant.lease if handoff.grant else 0
+        return replace(holding, lease=lease, peer=handoff.target.incarnation)
 
     def _remaining(self, prefill: Prefill) -> int:
         return prefill.sampling.max_tokens - len(prefill.samples[0].output_tokens) if prefill.samples else 0

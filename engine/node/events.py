@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.audit import KvAudit
 from baton.messages import Abort, DecodeTarget, DecodeToPrefill, Load, Prefill, PrefillToDecode, Update
 
 # ---- in ----
@@ -136,3 +137,6 @@ class Role(Protocol):
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the node's books disagree."""
+
+    def audit(self, now: float) -> KvAudit:
+        """Every block and slot, between two turns. The shell fills in `node_id`."""

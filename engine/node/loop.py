@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from baton.messages import Load
 from engine.node.events import Event, Output, Role
@@ -18,6 +19,8 @@ from engine.node.events import Event, Output, Role
 log = logging.getLogger(__name__)
 
 GAUGE_PERIOD_S = 0.5
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +47,19 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Errand:
-    do: Callable[[], None]
-    future: Future[None]
+class _Errand(Generic[T]):
+    do: Callable[[], T]
+    future: Future[T]
 
     def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
         try:
-            self.do()
+            result = self.do()
         except Exception as error:  # noqa: BLE001 - told to whoever waits for the future
             self.future.set_exception(error)
         else:
-            self.future.set_result(None)
+            self.future.set_result(result)
 
 
 class NodeLoop:
@@ -67,11 +72,11 @@ class NodeLoop:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, turn_timeout_s: float = 300.0) -> None:
-        self._clock = clock
+        self.clock = clock
         self._turn_timeout_s = turn_timeout_s
         self._turn_began: float | None = None  # None: asleep
         self._lock = threading.Lock()
-        self._inbox: deque[Event | _Errand] = deque()
+        self._inbox: deque[Event | _Errand[Any]] = deque()
         self._posted = itertools.count(1)
         self._num_handled = 0
         self._awake = threading.Event()
@@ -88,10 +93,10 @@ class NodeLoop:
         """Have a turn soon: a transfer moved on."""
         self._awake.set()
 
-    def run_errand(self, errand: Callable[[], None]) -> Future[None]:
-        """Run `errand` between two turns, on the role's thread, after the events posted before. Never finishes once the
-        loop has stopped."""
-        future: Future[None] = Future()
+    def run_errand(self, errand: Callable[[], T]) -> Future[T]:
+        """Run `errand` between two turns, on the role's thread, after the events posted before; what it returns. Never
+        finishes once the loop has stopped. An errand cancelled before it began is not run."""
+        future: Future[T] = Future()
         self._put(_Errand(errand, future))
         return future
 
@@ -131,13 +136,13 @@ class NodeLoop:
         if self._stopping:
             return
         began, limit = self._turn_began, self._turn_timeout_s
-        left = limit if began is None else began + limit - self._clock()
+        left = limit if began is None else began + limit - self.clock()
         if left > 0:
             aio.call_later(left, self._watch, aio, failed)
         else:
             failed(TimeoutError(f"a turn of the engine has not ended within {limit:g} s"))
 
-    def _put(self, item: Event | _Errand) -> int:
+    def _put(self, item: Event | _Errand[Any]) -> int:
         with self._lock:
             self._inbox.append(item)
             number = next(self._posted)
@@ -145,7 +150,7 @@ class NodeLoop:
         return number
 
     def _turn(self, role: Role, deliver: Callable[[Turn], object], count: Callable[[], Counts]) -> None:
-        self._turn_began = self._clock()
+        self._turn_began = self.clock()
         self._awake.clear()  # before the inbox is read: what comes after wakes the wait below
         while self._inbox:
             taken = self._inbox.popleft()
@@ -153,15 +158,15 @@ class NodeLoop:
             if isinstance(taken, _Errand):
                 taken.run()
             else:
-                role.handle(taken, self._clock())
-        role.prepare(self._clock())
+                role.handle(taken, self.clock())
+        role.prepare(self.clock())
         self._tell(role, deliver, count, only_outputs=True)
-        busy = role.compute(self._clock())
+        busy = role.compute(self.clock())
         self._tell(role, deliver, count)
         self._turn_began = None
         if not busy:
             deadline = role.next_deadline()
-            self._awake.wait(None if deadline is None else max(0.0, deadline - self._clock()))
+            self._awake.wait(None if deadline is None else max(0.0, deadline - self.clock()))
 
     def _tell(
         self,
@@ -178,6 +183,6 @@ class NodeLoop:
             return
         self._told = state
         counts = None
-        if state[1] or self._clock() >= self._next_gauge:
-            counts, self._next_gauge = count(), self._clock() + GAUGE_PERIOD_S
+        if state[1] or self.clock() >= self._next_gauge:
+            counts, self._next_gauge = count(), self.clock() + GAUGE_PERIOD_S
         deliver(Turn(outputs, self._num_handled, *state, counts))

@@ -7,17 +7,20 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from baton import PROTOCOL_VERSION
 from baton.address import HostPort
+from baton.audit import OK, KvAudit
 from baton.channels import SERVER_OPTIONS
+from baton.errors import DeadlineExceeded
 from baton.messages import Hello, NodeInfo
 from baton.telemetry import MetricsServer, NodeMetrics, new_registry
 from baton.v1 import node_pb2_grpc
+from engine.node.audit import verdict
 from engine.node.errors import StartupError
 from engine.node.events import Draining, Role
 from engine.node.handoff_stream import PeerTransport, Post
@@ -28,10 +31,13 @@ from engine.node.status import Health, NodeStatus
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 GRACE_S = 0.5
 """For last words to leave, once the server takes no more calls."""
 THREAD_STOP_S = 10.0
 AUDIT_S = 30.0
+"""For a look into the books, which waits for the turn that runs."""
 
 
 class Peers(Protocol):
@@ -75,17 +81,21 @@ class Node:
     `failure` gets the exception when the engine's thread dies: then nothing works any more and the process must end.
     """
 
-    def __init__(self, settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop) -> None:
+    def __init__(
+        self, settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop, *, audit_s: float = AUDIT_S
+    ) -> None:
         self._settings = settings
         self._side = side
         self._parts = parts
         self._loop = loop
+        self._audit_s = audit_s
         self._why_not: str | None = "starting"
         self._idle = asyncio.Event()
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Raises StartupError for an address that cannot be had, and what `warm_up` raises."""
+        """Raises StartupError for an address that cannot be had or an engine that fails meanwhile, and what `warm_up`
+        raises."""
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         port = self._bind(self._settings.listen)
         self.address = self._settings.advertised(port)
@@ -99,10 +109,11 @@ class Node:
         self._peers = self._side.serve(
             self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post
         )
-        node_pb2_grpc.add_NodeStatusServicer_to_server(NodeStatus(info, self._parts.tokenizer), self._server)  # type: ignore[no-untyped-call]
+        status = NodeStatus(info, self._parts.tokenizer, self._audit)
+        node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
         self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
-        await asyncio.wrap_future(self._loop.run_errand(self._parts.warm_up))
+        await self._warm_up()
         await self._server.start()
         await self._health.serving()
         self._why_not = None
@@ -112,11 +123,9 @@ class Node:
         self._why_not = "stopping"
         await self._health.stopping()
         self._loop.post(Draining())
-        idle = []
         try:
             async with asyncio.timeout(self._settings.drain_timeout):
-                await asyncio.wrap_future(self._loop.run_errand(lambda: idle.append(self._parts.role.idle)))
-                if not all(idle):
+                if not await asyncio.wrap_future(self._loop.run_errand(lambda: self._parts.role.idle)):
                     await self._idle.wait()
         except TimeoutError:
             return False
@@ -129,6 +138,15 @@ class Node:
         ended = await asyncio.to_thread(self._loop.stop, THREAD_STOP_S)
         await asyncio.to_thread(self.metrics.close)
         return ended
+
+    async def _warm_up(self) -> None:
+        """Raises what it raises; StartupError when the engine's thread dies or hangs in it."""
+        warm_up = asyncio.wrap_future(self._loop.run_errand(self._parts.warm_up))
+        ends: list[asyncio.Future[Any]] = [warm_up, self.failure]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not warm_up.done():
+            raise StartupError(f"warm-up: {self.failure.result()}")
+        await warm_up
 
     def _hello(self, info: NodeInfo) -> Hello:
         return Hello(
@@ -149,7 +167,8 @@ class Node:
     def _serve_metrics(self, registry: CollectorRegistry) -> MetricsServer:
         listen = self._settings.metrics_listen
         try:
-            return MetricsServer(listen, registry, {"/health": lambda: self._why_not, "/integrity": self._audit})
+            checks = {"/health": lambda: self._why_not, "/integrity": self._check_integrity}
+            return MetricsServer(listen, registry, checks, {"/debug/kv": self._audit_page})
         except OSError as error:
             raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
 
@@ -177,12 +196,38 @@ class Node:
         if not self.failure.done():
             self.failure.set_result(error)
 
-    def _audit(self) -> str | None:
-        """What is wrong with the node's books, between two turns; None: nothing. Called on a thread of its own."""
+    # ---- looks into the books, between two turns ----
+
+    def _check_integrity(self) -> str | None:
+        """What is wrong with them; None: nothing. Called on a thread of its own."""
         try:
-            self._loop.run_errand(self._parts.role.check_integrity).result(AUDIT_S)
-        except AssertionError as error:
-            return str(error) or "an assertion failed"
+            said = self._ask(lambda: verdict(self._parts.role.check_integrity))
+        except DeadlineExceeded as error:
+            return error.message
+        return None if said == OK else said
+
+    def _audit_page(self) -> str:
+        """Called on a thread of its own. Raises DeadlineExceeded."""
+        return self._ask(self._take_audit).as_json()
+
+    async def _audit(self) -> KvAudit:
+        """Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(self._audit_s):
+                return await asyncio.wrap_future(self._loop.run_errand(self._take_audit))
         except TimeoutError:
-            return f"no turn ended within {AUDIT_S:g} s"
-        return None
+            raise self._hangs() from None
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        answer = self._loop.run_errand(question)
+        try:
+            return answer.result(self._audit_s)
+        except TimeoutError:
+            answer.cancel()
+            raise self._hangs() from None
+
+    def _take_audit(self) -> KvAudit:
+        return dataclasses.replace(self._parts.role.audit(self._loop.clock()), node_id=self._parts.info.node_id)
+
+    def _hangs(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"no turn of the engine ended within {self._audit_s:g} s")

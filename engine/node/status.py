@@ -1,15 +1,17 @@
-"""What a node tells whoever asks: its description, its tokenizer, health and reflection."""
+"""What a node tells whoever asks: its description, its tokenizer, its KV memory, health and reflection."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton import wire
+from baton.audit import KvAudit
+from baton.errors import BatonError
 from baton.messages import NodeInfo
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from engine.node.sessions import Context
@@ -18,11 +20,12 @@ PIECE_BYTES = 1024 * 1024
 
 
 class NodeStatus(node_pb2_grpc.NodeStatusServicer):
-    """`tokenizer` is the text of a tokenizer.json, whose digest `info` carries."""
+    """`tokenizer` is the text of a tokenizer.json, whose digest `info` carries. `audit` raises a BatonError."""
 
-    def __init__(self, info: NodeInfo, tokenizer: bytes) -> None:
+    def __init__(self, info: NodeInfo, tokenizer: bytes, audit: Callable[[], Awaitable[KvAudit]]) -> None:
         self._info = wire.write_node_info(info)
         self._tokenizer = tokenizer
+        self._audit = audit
 
     async def Describe(self, request: node_pb2.DescribeRequest, context: Context) -> common_pb2.NodeInfo:  # noqa: N802
         return self._info
@@ -36,6 +39,13 @@ class NodeStatus(node_pb2_grpc.NodeStatusServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         for start in range(0, len(self._tokenizer), PIECE_BYTES):
             yield node_pb2.TokenizerChunk(digest=digest, data=self._tokenizer[start : start + PIECE_BYTES])
+
+    async def AuditKv(self, request: node_pb2.AuditKvRequest, context: Context) -> node_pb2.KvAudit:  # noqa: N802
+        try:
+            audit = await self._audit()
+        except BatonError as error:
+            await context.abort(grpc.StatusCode[error.grpc_status], error.message)
+        return await asyncio.to_thread(wire.write_kv_audit, audit)  # many blocks take some tenths of a second
 
 
 class Health:

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from baton.address import HostPort
-from baton.errors import Overloaded, RequestCancelled
+from baton.errors import BatonError, DeadlineExceeded, Overloaded, RequestCancelled
 from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Sample, Started, Tokens, Update, WorkId
 from baton.sampling import SamplingParams
 from baton.telemetry import MetricsServer, NodeMetrics, RouterMetrics, configure_logging, new_registry, request_scope
@@ -146,15 +146,25 @@ def get(address: HostPort, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def test_metrics_page():
+def test_pages_for_an_operator():
+    answers = ['{"blocks": []}', DeadlineExceeded("no turn ended")]
+
+    def page() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, BatonError):
+            raise answer
+        return answer
+
     reasons = [None, "draining"]
-    server = MetricsServer(LOCAL, new_registry(), {"/health": lambda: reasons.pop(0)})
+    server = MetricsServer(LOCAL, new_registry(), {"/health": lambda: reasons.pop(0)}, {"/debug/kv": page})
     try:
         assert "baton:build_info{" in get(server.address, "/metrics")[1]
         assert get(server.address, "/health") == (200, "ok\n")
         assert get(server.address, "/health") == (503, "draining\n")
-        assert get(server.address, "/else")[0] == 404
+        assert get(server.address, "/debug/kv") == (200, '{"blocks": []}\n')
+        assert get(server.address, "/debug/kv") == (504, "no turn ended\n")
+        assert get(server.address, "/else") == (404, "try /metrics /health /debug/kv\n")
         with pytest.raises(OSError, match="in use"):
-            MetricsServer(server.address, new_registry(), {})
+            MetricsServer(server.address, new_registry(), {}, {})
     finally:
         server.close()

@@ -27,6 +27,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.readers: list[int] = []
         self.writers: list[int] = []
         self.heard: set[bytes] | None = None
+        self.states = dict.fromkeys(range(1, num_blocks), (BlockState.FREE, 0.0))  # and since when
 
     def holders(self, block: int) -> int:
         return sum(table.count(block) for table in self.tables)
@@ -119,7 +120,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         if hasattr(self, "blocks"):
-            self.blocks.check_integrity(self.tables, (), self.readers, self.writers)
+            self.blocks.check_integrity(self.tables, [self.readers], [self.writers])
+            self.check_ages()
+
+    def check_ages(self) -> None:
+        """A block's age is that of its state; a block may have been evicted and taken again at once."""
+        now = self.blocks.now
+        for block, (before, since) in self.states.items():
+            state = self.blocks.state(block)
+            fresh = state is not before or self.blocks.since_s(block) == now
+            self.states[block] = state, now if fresh else since
+            if state is not BlockState.FREE:
+                assert self.blocks.since_s(block) == self.states[block][1]
+        self.blocks.now += 1
 
     def teardown(self) -> None:
         if not hasattr(self, "blocks"):
@@ -227,7 +240,7 @@ def test_events_are_net_and_the_first_call_tells_all() -> None:
         lambda blocks, block: (blocks.pin_read([block]), blocks.pin_write([block])),
         lambda blocks, block: blocks.unpin_read([block]),
         lambda blocks, block: blocks.check_integrity([]),
-        lambda blocks, block: blocks.check_integrity([[block]], readers=[block]),
+        lambda blocks, block: blocks.check_integrity([[block]], read=[[block]]),
     ],
 )
 def test_misuse_is_caught(misuse) -> None:

@@ -17,6 +17,7 @@ from baton.messages import WorkId
 from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine, SampledToken, StepResult
+from engine.holdings import Holding
 from engine.sequence import Sequence, SequenceState
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output
 
@@ -256,7 +257,8 @@ class EngineMachine(RuleBasedStateMachine):
     def whole(self) -> None:
         if hasattr(self, "engine"):
             leases = [blocks for lease in self.leases for blocks in (lease.table, lease.spares)]
-            self.engine.check_integrity(leases + self.held)
+            work = WorkId(0, "", 0)
+            self.engine.check_integrity(Holding("lease", "", work, (), 0.0, blocks) for blocks in leases + self.held)
             assert self.engine.num_running + self.engine.num_reserved_seqs <= self.config.max_num_seqs
 
     def teardown(self) -> None:

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kv_transfer.staging import SlotState, Staging
+from baton.audit import KvSlot
+from kv_transfer.staging import NOBODY, SlotOwner, SlotState, Staging
 
 SLOT_BYTES = 64
 
@@ -17,7 +18,9 @@ class StagingMachine(RuleBasedStateMachine):
 
     @initialize(num_slots=st.integers(1, 4))
     def start(self, num_slots: int) -> None:
-        self.staging = Staging(num_slots, SLOT_BYTES, "cpu")
+        self.now = 0.0
+        self.staging = Staging(num_slots, SLOT_BYTES, "cpu", clock=lambda: self.now)
+        self.owners = dict.fromkeys(range(num_slots), (NOBODY, 0.0))  # and since when
         self.state = dict.fromkeys(range(num_slots), SlotState.FREE)
         self.pending: list[list[object]] = []  # [memory of a cut operation, whether it is over natively]
         self.total = 0
@@ -25,14 +28,16 @@ class StagingMachine(RuleBasedStateMachine):
     def slots(self, state: SlotState) -> list[int]:
         return [slot for slot, found in self.state.items() if found is state]
 
-    @rule()
-    def take(self) -> None:
-        slot = self.staging.take()
+    @rule(lease=st.integers(1, 5))
+    def take(self, lease: int) -> None:
+        owner = SlotOwner("peer", lease, 7)
+        slot = self.staging.take(owner)
         if slot is None:
             assert not self.slots(SlotState.FREE)
         else:
             assert self.state[slot] is SlotState.FREE
             self.state[slot] = SlotState.HELD
+            self.owners[slot] = owner, self.now
 
     @precondition(lambda self: self.slots(SlotState.HELD))
     @rule(data=st.data(), lend=st.booleans())
@@ -40,6 +45,8 @@ class StagingMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self.slots(SlotState.HELD)))
         (self.staging.lend if lend else self.staging.give_back)(slot)
         self.state[slot] = SlotState.IN_FLIGHT if lend else SlotState.FREE
+        if not lend:
+            self.owners[slot] = NOBODY, self.now
 
     @precondition(lambda self: self.slots(SlotState.IN_FLIGHT))
     @rule(data=st.data(), cut=st.booleans(), over=st.booleans())
@@ -77,6 +84,12 @@ class StagingMachine(RuleBasedStateMachine):
         assert all(self.staging.state(slot) is state for slot, state in self.state.items())
         unsafe = {memory.data_ptr() for memory, over in self.pending if not over}
         assert not unsafe & {self.staging.memory(slot).data_ptr() for slot in self.state}
+        expected = [
+            KvSlot(slot, state.value, *self.owners[slot][0], self.now - self.owners[slot][1])
+            for slot, state in self.state.items()
+        ]
+        assert self.staging.audit() == expected
+        self.now += 1
 
     @invariant()
     def retired_memory_is_bounded(self) -> None:

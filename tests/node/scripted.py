@@ -14,6 +14,7 @@ import grpc
 
 from baton import wire
 from baton.address import HostPort
+from baton.audit import KvAudit, KvSlot
 from baton.channels import CHANNEL_OPTIONS
 from baton.errors import TransferError
 from baton.layout import KvLayout
@@ -30,6 +31,9 @@ from baton.messages import (
 )
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2_grpc
+from engine.block_manager import BlockManager
+from engine.holdings import Holding
+from engine.node.audit import make_audit, verdict
 from engine.node.events import Event, Output
 from engine.node.loop import Counts, NodeLoop
 from engine.node.settings import NodeSettings
@@ -49,6 +53,9 @@ class ScriptedRole:
         self.state = Load(num_blocks_free=3, num_blocks_total=3)
         self.is_idle = True
         self.broken: str | None = None
+        self.blocks = BlockManager(4, 16)
+        self.holdings: list[Holding] = []
+        self.slots: list[KvSlot] = []
         self._aio = asyncio.get_event_loop()
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -78,6 +85,18 @@ class ScriptedRole:
 
     def check_integrity(self) -> None:
         assert self.broken is None, self.broken
+
+    def audit(self, now: float) -> KvAudit:
+        return make_audit(
+            NodeRole.PREFILL,
+            "i1",
+            verdict(self.check_integrity),
+            self.is_idle,
+            self.blocks,
+            self.holdings,
+            self.slots,
+            now,
+        )
 
     async def saw(self, kind: type, count: int = 1) -> list[Any]:
         """All events of the kind, once there are `count`."""
@@ -154,8 +173,7 @@ def info_for(role: NodeRole, incarnation: str, layout: KvLayout = LAYOUT) -> Nod
     )
 
 
-@asynccontextmanager
-async def running(
+def make_node(
     side: RoleSide,
     role: NodeRole,
     *,
@@ -164,22 +182,32 @@ async def running(
     layout: KvLayout = LAYOUT,
     part_blocks: int = 4,
     tokenizer: bytes = b"{}",
+    warm_up: Callable[[], None] = lambda: None,
+    turn_timeout_s: float = 300.0,
+    audit_s: float = WAIT_S,
     **flags: Any,
-) -> AsyncIterator[Running]:
-    """A node on a free port, stopped at the end, and a channel to it."""
+) -> tuple[Node, ScriptedRole, NodeLoop, NotingTransport]:
+    """A node for a free port, not started."""
     settings = NodeSettings(model="none", listen=HostPort("127.0.0.1", 0), drain_timeout=WAIT_S, **flags)
-    scripted, transport, loop = ScriptedRole(script), NotingTransport(), NodeLoop()
+    scripted, transport, loop = ScriptedRole(script), NotingTransport(), NodeLoop(turn_timeout_s=turn_timeout_s)
     info = info_for(role, incarnation, layout)
     parts = NodeParts(
-        scripted, lambda: None, transport, info, tokenizer, part_blocks, lambda: Counts({"free": 3}), 8, lambda: 8
+        scripted, warm_up, transport, info, tokenizer, part_blocks, lambda: Counts({"free": 3}), 8, lambda: 8
     )
-    node = Node(settings, side, parts, loop)
+    return Node(settings, side, parts, loop, audit_s=audit_s), scripted, loop, transport
+
+
+@asynccontextmanager
+async def running(
+    side: RoleSide, role: NodeRole, *, incarnation: str = "i1", layout: KvLayout = LAYOUT, **fields: Any
+) -> AsyncIterator[Running]:
+    """A node on a free port, stopped at the end, and a channel to it. `fields` are those of `make_node`."""
+    node, scripted, loop, transport = make_node(side, role, incarnation=incarnation, layout=layout, **fields)
     await node.start()
+    info = dataclasses.replace(info_for(role, incarnation, layout), address=str(node.address))
     try:
         async with grpc.aio.insecure_channel(str(node.address), options=CHANNEL_OPTIONS) as channel:
-            yield Running(
-                node, scripted, loop, transport, dataclasses.replace(info, address=str(node.address)), channel
-            )
+            yield Running(node, scripted, loop, transport, info, channel)
     finally:
         assert await node.stop()
 

@@ -180,5 +180,18 @@ async def test_errands_run_between_turns_and_after_the_events_before_them():
     assert seen == [("engine", [Draining()])]
 
 
+async def test_what_an_errand_returns_is_told_and_a_cancelled_one_is_not_run():
+    role, go = Role(), threading.Event()
+    with started(role) as (loop, turns, failures):
+        await take(turns)
+        busy = loop.run_errand(lambda: go.wait(WAIT_S))
+        given_up = loop.run_errand(_fail)
+        assert given_up.cancel()
+        go.set()
+        assert await asyncio.wrap_future(busy) is True
+        assert await asyncio.wrap_future(loop.run_errand(lambda: 7)) == 7
+        assert failures.empty()
+
+
 def _fail():
     raise AssertionError("broken")

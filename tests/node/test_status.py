@@ -1,25 +1,31 @@
 """What a node tells: description, tokenizer, health, reflection, metrics, audit, draining."""
 
 import asyncio
+import dataclasses
+import json
+import threading
 import urllib.error
 import urllib.request
 
 import grpc
 import pytest
+from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton import wire
 from baton.address import HostPort
-from baton.messages import Load, NodeRole, Subscribed
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.audit import KvSlot, KvUse
+from baton.messages import Load, NodeRole, Subscribed, WorkId
+from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
+from engine.holdings import Holding
 from engine.node.errors import StartupError
 from engine.node.events import Draining
 from engine.node.run import require_free
 from engine.node.settings import NodeSettings
 from prefill_node.server import PREFILL_SIDE
-from tests.node.scripted import WAIT_S, running, session
+from tests.node.scripted import WAIT_S, Running, make_node, running, session
 
 TOKENIZER = bytes(range(256)) * 4096 * 2 + b"end"  # two pieces and a bit
 
@@ -79,6 +85,108 @@ async def test_the_metrics_page_and_the_audit():
         assert await asyncio.to_thread(fetch, page, "/integrity") == (200, "ok\n")
         node.role.broken = "block 3 is lost"
         assert await asyncio.to_thread(fetch, page, "/integrity") == (503, "block 3 is lost\n")
+
+
+async def test_the_audit_lists_every_block_and_slot():
+    """The same as JSON and as a message."""
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
+        await asyncio.wrap_future(node.loop.run_errand(lambda: fill(node)))
+        status, text = await asyncio.to_thread(fetch, node.node.metrics.address, "/debug/kv")
+        assert status == 200
+        page = json.loads(text)
+        ages = [entry.pop("age_s") for kind in ("holders", "blocks", "slots") for entry in page[kind]]
+        assert page == {
+            "node_id": "prefill-0",
+            "incarnation": "i1",
+            "role": "prefill",
+            "integrity": "block 3 is lost",
+            "idle": False,
+            "num_blocks": {"free": 1, "cached": 1, "owned": 0, "in_flight": 1},
+            "num_slots": {"in_flight": 1},
+            "holders": [
+                {"kind": "sequence", "state": "parked", "use": use, "lease": 7, "peer": "d", "samples": [0, 1]}
+                | {"work": {"router_epoch": 1, "request_id": "r", "attempt": 2}}
+                for use in ("owns", "reads")
+            ],
+            "blocks": [
+                {"block": 1, "state": "in_flight", "ref": 1, "readers": 1, "writer": 0, "hash": "", "holders": [0, 1]},
+                {"block": 2, "state": "cached", "ref": 0, "readers": 0, "writer": 0, "hash": "ab" * 32, "holders": []},
+            ],
+            "slots": [{"slot": 0, "state": "in_flight", "peer": "d", "lease": 7, "part": 3}],
+        }
+        now = node.loop.clock()
+        assert [round(now - age) for age in ages] == [100, 100, 10, 20, round(now) - 5]
+
+        stub = node_pb2_grpc.NodeStatusStub(node.channel)
+        said = await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S)
+        assert said.role == common_pb2.NODE_ROLE_PREFILL
+        message = json_format.MessageToDict(
+            said, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        for entry in (*message["holders"], *message["blocks"], *message["slots"]):
+            assert entry.pop("age_s") > 0
+        page["role"] = "NODE_ROLE_PREFILL"
+        assert through_json(message) == through_json(page)
+
+
+def fill(node: Running) -> None:
+    """Of three blocks one is being sent, one cached, one free."""
+    role = node.role
+    role.blocks.now = 10.0
+    blocks = role.blocks.allocate(2)
+    role.blocks.pin_read(blocks[:1])
+    role.blocks.now = 20.0
+    role.blocks.seal(blocks[1], b"\xab" * 32)
+    role.blocks.release(blocks[1:])
+    held = Holding("sequence", "parked", WorkId(1, "r", 2), (0, 1), 100.0, blocks[:1], lease=7, peer="d")
+    role.holdings = [held, dataclasses.replace(held, use=KvUse.READS)]
+    role.slots = [KvSlot(0, "in_flight", "d", 7, 3, 5.0)]
+    role.is_idle, role.broken = False, "block 3\nis lost"
+
+
+def through_json(value: object) -> object:
+    """64-bit numbers are strings in protobuf's JSON."""
+    if isinstance(value, dict):
+        return {name: through_json(field) for name, field in value.items()}
+    if isinstance(value, list):
+        return [through_json(field) for field in value]
+    return value if isinstance(value, bool) else str(value)
+
+
+async def test_an_engine_that_hangs_lets_nobody_wait_for_an_audit():
+    go = threading.Event()
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, audit_s=0.1) as node:
+        node.loop.run_errand(lambda: go.wait(WAIT_S))
+        page, hangs = node.node.metrics.address, "no turn of the engine ended within 0.1 s"
+        assert await asyncio.to_thread(fetch, page, "/debug/kv") == (504, f"{hangs}\n")
+        assert await asyncio.to_thread(fetch, page, "/integrity") == (503, f"{hangs}\n")
+        stub = node_pb2_grpc.NodeStatusStub(node.channel)
+        with pytest.raises(grpc.aio.AioRpcError, match=hangs) as error:
+            await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S)
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        go.set()
+        assert await asyncio.to_thread(fetch, page, "/integrity") == (200, "ok\n")
+        assert not node.node.failure.done()
+
+
+async def test_a_warm_up_that_hangs_ends_the_start():
+    go = threading.Event()
+    node, *_ = make_node(PREFILL_SIDE, NodeRole.PREFILL, warm_up=lambda: go.wait(WAIT_S), turn_timeout_s=0.1)
+    with pytest.raises(StartupError, match=r"warm-up: a turn of the engine has not ended within 0\.1 s"):
+        async with asyncio.timeout(WAIT_S / 2):
+            await node.start()
+    go.set()
+    assert await node.stop()
+
+
+async def test_what_a_warm_up_raises_ends_the_start():
+    def fail():
+        raise ValueError("too large")
+
+    node, *_ = make_node(PREFILL_SIDE, NodeRole.PREFILL, warm_up=fail)
+    with pytest.raises(ValueError, match="too large"):
+        await node.start()
+    assert await node.stop()
 
 
 async def test_draining_waits_for_the_work_that_is_there():

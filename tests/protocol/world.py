@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.audit import KvAudit, KvUse
 from baton.errors import BatonError
 from baton.messages import (
     Abort,
@@ -386,6 +387,8 @@ class World:
         self.now += seconds
         self.router.tick(self.now)
         self.settle()
+        for node in self.nodes.values():
+            check_audit(node.core.audit(self.now), self.now)
 
     def settle(self) -> None:
         """Carry out what the machines decided, and recount everything."""
@@ -425,3 +428,20 @@ class World:
             assert node.core.engine.num_reserved_seqs == 0
         for client in self.clients.values():
             assert client.end is not None
+
+
+def check_audit(audit: KvAudit, now: float) -> None:
+    """It names an owner for all that is counted, and nobody else."""
+    assert audit.integrity == "ok"
+    listed = Counter(block.state for block in audit.blocks)
+    assert listed == {state: count for state, count in audit.num_blocks.items() if count and state != "free"}
+    for block in audit.blocks:
+        uses = Counter(audit.holders[index].use for index in block.holders)
+        assert (uses[KvUse.OWNS], uses[KvUse.READS], uses[KvUse.WRITES]) == (block.ref, block.readers, block.writer)
+        assert bool(block.hash) or block.state != "cached"
+    assert {index for block in audit.blocks for index in block.holders} == set(range(len(audit.holders)))
+    assert all(0 <= entry.age_s <= now for entry in (*audit.holders, *audit.blocks))
+    assert audit.num_slots == Counter(slot.state for slot in audit.slots)
+    assert all((slot.state == "free") == (not slot.peer) for slot in audit.slots)
+    if audit.idle:  # a launched step may still name blocks of a sequence that ended
+        assert {holder.state for holder in audit.holders} <= {"finished"}

@@ -1,4 +1,4 @@
-"""A node's page for monitoring: `/metrics`, and checks such as `/health` that say why not."""
+"""A node's pages for monitoring: `/metrics`, checks such as `/health` that say why not, and JSON to look into it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,34 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.address import HostPort
+from baton.errors import BatonError
 
 Check = Callable[[], str | None]
+Page = Callable[[], str]
 StartResponse = Callable[[str, list[tuple[str, str]]], object]
 
 
 class MetricsServer:
     """Serves on its own thread from construction to `close`.
 
-    `checks`: by path, what to ask; an answer of None is a 200, any other a 503 with that text. They run on the page's
-    threads. Raises OSError when `listen` cannot be had.
+    `checks`: by path, what to ask; an answer of None is a 200, any other a 503 with that text. `pages`: by path, what
+    makes its JSON; a BatonError that it raises is the answer. They run on the page's threads. Raises OSError when
+    `listen` cannot be had.
     """
 
-    def __init__(self, listen: HostPort, registry: CollectorRegistry, checks: Mapping[str, Check]) -> None:
+    def __init__(
+        self, listen: HostPort, registry: CollectorRegistry, checks: Mapping[str, Check], pages: Mapping[str, Page]
+    ) -> None:
         self._metrics: Any = make_wsgi_app(registry)
         self._checks = checks
+        self._pages = pages
         kind = _Server6 if ":" in listen.host else _Server
         self._server = make_server(listen.host, listen.port, self._answer, server_class=kind, handler_class=_Quiet)
         self.address = HostPort(listen.host, self._server.server_port)
@@ -51,8 +58,13 @@ class MetricsServer:
             return answer
         if check := self._checks.get(path):
             reason = check()
-            return _text(start, "503 Service Unavailable" if reason else "200 OK", reason or "ok")
-        return _text(start, "404 Not Found", "try " + " ".join(["/metrics", *self._checks]))
+            return _reply(start, HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK, reason or "ok")
+        if page := self._pages.get(path):
+            try:
+                return _reply(start, HTTPStatus.OK, page(), "application/json")
+            except BatonError as error:
+                return _reply(start, HTTPStatus(error.http_status), error.message)
+        return _reply(start, HTTPStatus.NOT_FOUND, "try " + " ".join(["/metrics", *self._checks, *self._pages]))
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -76,7 +88,8 @@ class _Quiet(WSGIRequestHandler):
         """A line for every scrape would drown the log."""
 
 
-def _text(start: StartResponse, status: str, text: str) -> list[bytes]:
+def _reply(start: StartResponse, status: HTTPStatus, text: str, kind: str = "text/plain") -> list[bytes]:
     body = (text + "\n").encode()
-    start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
+    headers = [("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body)))]
+    start(f"{status.value} {status.phrase}", headers)
     return [body]

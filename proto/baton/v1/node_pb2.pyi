@@ -35,6 +35,104 @@ class TokenizerChunk(_message.Message):
     data: bytes
     def __init__(self, digest: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class AuditKvRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KvAudit(_message.Message):
+    __slots__ = ("node_id", "incarnation", "role", "integrity", "idle", "num_blocks", "num_slots", "holders", "blocks", "slots")
+    class NumBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumSlotsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: str
+    role: _common_pb2.NodeRole
+    integrity: str
+    idle: bool
+    num_blocks: _containers.ScalarMap[str, int]
+    num_slots: _containers.ScalarMap[str, int]
+    holders: _containers.RepeatedCompositeFieldContainer[KvHolder]
+    blocks: _containers.RepeatedCompositeFieldContainer[KvBlock]
+    slots: _containers.RepeatedCompositeFieldContainer[KvSlot]
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.NodeRole, str]] = ..., integrity: _Optional[str] = ..., idle: _Optional[bool] = ..., num_blocks: _Optional[_Mapping[str, int]] = ..., num_slots: _Optional[_Mapping[str, int]] = ..., holders: _Optional[_Iterable[_Union[KvHolder, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[KvBlock, _Mapping]]] = ..., slots: _Optional[_Iterable[_Union[KvSlot, _Mapping]]] = ...) -> None: ...
+
+class KvHolder(_message.Message):
+    __slots__ = ("kind", "state", "use", "work", "samples", "lease", "peer", "age_s")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    USE_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    state: str
+    use: str
+    work: _common_pb2.WorkId
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    lease: int
+    peer: str
+    age_s: float
+    def __init__(self, kind: _Optional[str] = ..., state: _Optional[str] = ..., use: _Optional[str] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., lease: _Optional[int] = ..., peer: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class KvBlock(_message.Message):
+    __slots__ = ("block", "state", "ref", "readers", "writer", "hash", "holders", "age_s")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REF_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    state: str
+    ref: int
+    readers: int
+    writer: int
+    hash: str
+    holders: _containers.RepeatedScalarFieldContainer[int]
+    age_s: float
+    def __init__(self, block: _Optional[int] = ..., state: _Optional[str] = ..., ref: _Optional[int] = ..., readers: _Optional[int] = ..., writer: _Optional[int] = ..., hash: _Optional[str] = ..., holders: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class KvSlot(_message.Message):
+    __slots__ = ("slot", "state", "peer", "lease", "part", "age_s")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    state: str
+    peer: str
+    lease: int
+    part: int
+    age_s: float
+    def __init__(self, slot: _Optional[int] = ..., state: _Optional[str] = ..., peer: _Optional[str] = ..., lease: _Optional[int] = ..., part: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
 class RouterMessage(_message.Message):
     __slots__ = ("subscribe", "prefill", "abort")
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]

@@ -46,6 +46,11 @@ class NodeStatusStub:
                 request_serializer=baton_dot_v1_dot_node__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_node__pb2.TokenizerChunk.FromString,
                 _registered_method=True)
+        self.AuditKv = channel.unary_unary(
+                '/baton.v1.NodeStatus/AuditKv',
+                request_serializer=baton_dot_v1_dot_node__pb2.AuditKvRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_node__pb2.KvAudit.FromString,
+                _registered_method=True)
 
 
 class NodeStatusServicer:
@@ -65,6 +70,14 @@ class NodeStatusServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AuditKv(self, request, context):
+        """Every KV block and staging slot, who has it and since when, between two turns of the engine. DEADLINE_EXCEEDED from
+        an engine that hangs. The same as /debug/kv on the node's metrics port; a GPU's worth of blocks may take 10 MB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeStatusServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_NodeStatusServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=baton_dot_v1_dot_node__pb2.GetTokenizerRequest.FromString,
                     response_serializer=baton_dot_v1_dot_node__pb2.TokenizerChunk.SerializeToString,
+            ),
+            'AuditKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditKv,
+                    request_deserializer=baton_dot_v1_dot_node__pb2.AuditKvRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_node__pb2.KvAudit.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +152,33 @@ class NodeStatus:
             '/baton.v1.NodeStatus/GetTokenizer',
             baton_dot_v1_dot_node__pb2.GetTokenizerRequest.SerializeToString,
             baton_dot_v1_dot_node__pb2.TokenizerChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.NodeStatus/AuditKv',
+            baton_dot_v1_dot_node__pb2.AuditKvRequest.SerializeToString,
+            baton_dot_v1_dot_node__pb2.KvAudit.FromString,
             options,
             channel_credentials,
             insecure,

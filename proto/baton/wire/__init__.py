@@ -13,7 +13,7 @@ from baton.wire.handoffs import (
     write_decode_message,
     write_prefill_message,
 )
-from baton.wire.nodes import read_node_info, write_node_info
+from baton.wire.nodes import read_node_info, write_kv_audit, write_node_info
 from baton.wire.sessions import (
     NodeToRouter,
     RouterToNode,
@@ -50,6 +50,7 @@ __all__ = [
     "read_decode_message",
     "write_node_info",
     "read_node_info",
+    "write_kv_audit",
     "pack_tokens",
     "unpack_tokens",
     "write_work",

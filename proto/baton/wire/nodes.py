@@ -1,10 +1,11 @@
-"""What a node says of itself to a router."""
+"""What a node says of itself: to a router, and to an operator."""
 
 from __future__ import annotations
 
+from baton.audit import KvAudit, KvBlock, KvHolder, KvSlot
 from baton.errors import InvalidRequest
 from baton.messages import GenerationDefaults, NodeInfo, NodeRole
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, node_pb2
 from baton.wire import values
 
 _ROLE_TO_WIRE = {
@@ -73,3 +74,50 @@ def _write_defaults(defaults: GenerationDefaults) -> common_pb2.GenerationDefaul
 def _read_defaults(wire: common_pb2.GenerationDefaults) -> GenerationDefaults:
     given = {name: getattr(wire, name) for name in _OPTIONAL_DEFAULTS if wire.HasField(name)}
     return GenerationDefaults(eos_token_ids=tuple(wire.eos_token_ids), **given)
+
+
+def write_kv_audit(audit: KvAudit) -> node_pb2.KvAudit:
+    return node_pb2.KvAudit(
+        node_id=audit.node_id,
+        incarnation=audit.incarnation,
+        role=_ROLE_TO_WIRE[audit.role],
+        integrity=audit.integrity,
+        idle=audit.idle,
+        num_blocks=audit.num_blocks,
+        num_slots=audit.num_slots,
+        holders=[_write_holder(holder) for holder in audit.holders],
+        blocks=[_write_block(block) for block in audit.blocks],
+        slots=[_write_slot(slot) for slot in audit.slots],
+    )
+
+
+def _write_holder(holder: KvHolder) -> node_pb2.KvHolder:
+    return node_pb2.KvHolder(
+        kind=holder.kind,
+        state=holder.state,
+        use=holder.use.value,
+        work=values.write_work(holder.work),
+        samples=holder.samples,
+        lease=holder.lease,
+        peer=holder.peer,
+        age_s=holder.age_s,
+    )
+
+
+def _write_block(block: KvBlock) -> node_pb2.KvBlock:
+    return node_pb2.KvBlock(
+        block=block.block,
+        state=block.state,
+        ref=block.ref,
+        readers=block.readers,
+        writer=block.writer,
+        hash=block.hash,
+        holders=block.holders,
+        age_s=block.age_s,
+    )
+
+
+def _write_slot(slot: KvSlot) -> node_pb2.KvSlot:
+    return node_pb2.KvSlot(
+        slot=slot.slot, state=slot.state, peer=slot.peer, lease=slot.lease, part=slot.part, age_s=slot.age_s
+    )

@@ -1,0 +1,45 @@
+"""The node's account of its KV memory, and whether it agrees with itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from baton.audit import OK, KvAudit, KvSlot
+from baton.messages import NodeRole
+from engine.block_manager import BlockManager
+from engine.holdings import Holding, list_blocks
+
+
+def verdict(check_integrity: Callable[[], None]) -> str:
+    """What is wrong with the books, in one line; "ok" when nothing is."""
+    try:
+        check_integrity()
+    except AssertionError as error:
+        return " ".join(str(error).split()) or "an assertion failed"
+    return OK
+
+
+def make_audit(
+    role: NodeRole,
+    incarnation: str,
+    integrity: str,
+    idle: bool,
+    blocks: BlockManager,
+    holdings: Sequence[Holding],
+    slots: Sequence[KvSlot],
+    now: float,
+) -> KvAudit:
+    """The role's audit, which has no `node_id` yet. Engine's thread only: 0.2 s where 50,000 blocks are in use."""
+    return KvAudit(
+        node_id="",
+        incarnation=incarnation,
+        role=role,
+        integrity=integrity,
+        idle=idle,
+        num_blocks={state.value: count for state, count in blocks.counts_by_state().items()},
+        num_slots=Counter(slot.state for slot in slots),
+        holders=tuple(holding.holder(now) for holding in holdings),
+        blocks=list_blocks(blocks, holdings, now),
+        slots=tuple(slots),
+    )

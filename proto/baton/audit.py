@@ -1,0 +1,99 @@
+"""A node's KV memory at one moment: every block and every staging slot, who has it, and since when.
+
+Taken on the engine's thread between two turns, so that all of it belongs together. `/debug/kv` and the `AuditKv` call
+both show a `KvAudit`; ages are seconds, counted by the node's own clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.messages import NodeRole, WorkId
+
+OK = "ok"
+
+
+class KvUse(enum.Enum):
+    """What somebody has blocks for."""
+
+    OWNS = "owns"  # counted by `ref`
+    READS = "reads"  # a gather is at work
+    WRITES = "writes"  # a scatter is at work
+
+
+@dataclass(frozen=True, slots=True)
+class KvHolder:
+    """Who has blocks: a "sequence" of the engine, or a "lease" of a decode node. `state` is its own.
+
+    `lease` and `peer`, the incarnation at the handoff's other end, are 0 and empty where there is no handoff (yet).
+    `age_s` is since it was given blocks for the first time.
+    """
+
+    kind: str
+    state: str
+    use: KvUse
+    work: WorkId
+    samples: tuple[int, ...]
+    lease: int
+    peer: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlock:
+    """A block that is not free. `hash` is hex, empty while it has none; `holders` are indexes of `KvAudit.holders`, one
+    for each time that it is had; `age_s` is since it came into its state."""
+
+    block: int
+    state: str
+    ref: int
+    readers: int
+    writer: int
+    hash: str
+    holders: tuple[int, ...]
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvSlot:
+    """A staging slot, and the part that has it; `peer` is empty when it is free. `age_s` is since it was taken, or
+    given back."""
+
+    slot: int
+    state: str
+    peer: str
+    lease: int
+    part: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvAudit:
+    """`integrity` is "ok", or in which way the books do not agree. `idle`: no request is here in any state.
+
+    The null block is in no count. Blocks that are free are counted and not listed.
+    """
+
+    node_id: str
+    incarnation: str
+    role: NodeRole
+    integrity: str
+    idle: bool
+    num_blocks: Mapping[str, int]  # by state
+    num_slots: Mapping[str, int]  # by state
+    holders: tuple[KvHolder, ...]
+    blocks: tuple[KvBlock, ...]
+    slots: tuple[KvSlot, ...]
+
+    def as_json(self) -> str:
+        return json.dumps(self, default=_plain)
+
+
+def _plain(value: object) -> object:
+    """What JSON shows of our own types: an enum's value, a dataclass's fields."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    return {name: getattr(value, name) for name in type(value).__dataclass_fields__}  # type: ignore[attr-defined]
