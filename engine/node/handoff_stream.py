@@ -137,6 +137,8 @@ async def connect(transport: PeerTransport, peer: str, address: bytes) -> None:
         await asyncio.shield(call)
     except asyncio.CancelledError:
         await asyncio.wait([call])
+        if not call.cancelled():
+            call.exception()  # else asyncio complains that nobody asked for it
         raise
 
 

@@ -151,11 +151,21 @@ class Request:
 
     async def until(self, num_tokens: int) -> None:
         """Until so many tokens of sample 0 have come."""
+        assert await self.reaches(num_tokens), f"ended after {len(self.answer.tokens[0])} tokens: {self.answer}"
+
+    async def reaches(self, num_tokens: int) -> bool:
+        """Wait until so many tokens of sample 0 have come, or the stream has ended before: False."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.answer.tokens[0]) < num_tokens:
-                assert not self._task.done(), f"ended after {len(self.answer.tokens[0])} tokens: {self.answer}"
+                if self._task.done():
+                    return False
                 self._more.clear()
                 await self._more.wait()
+        return True
+
+    async def ends_within(self, seconds: float) -> bool:
+        await asyncio.wait([self._task], timeout=seconds)
+        return self._task.done()
 
     async def leave(self) -> None:
         """Close the connection, as a client that goes away does; nothing, if it has ended."""

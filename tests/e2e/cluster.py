@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -153,16 +153,31 @@ class Node(Member):
     def wait_whole(self) -> None:
         """Until no request is left and every block and slot is back; its books must balance then."""
         wait_until(self._why_not_whole)
-        audit = self.page("/integrity")
-        assert audit.status_code == 200, f"{self.name}: {audit.text}"
+        wait_until(self._why_metrics_disagree)
+        assert self.page("/integrity").status_code == 200
+
+    def audit(self) -> dict[str, Any]:
+        """Every block and slot, as the node accounts for them."""
+        page = self.page("/debug/kv")
+        assert page.status_code == 200, f"{self.name}: {page.text}"
+        audit: dict[str, Any] = page.json()
+        return audit
 
     def _why_not_whole(self) -> str | None:
+        audit = self.audit()
+        assert audit["integrity"] == "ok", f"{self.name}: {audit['integrity']}"
+        held = [block for block in audit["blocks"] if block["state"] != "cached"]
+        slots = [slot for slot in audit["slots"] if slot["state"] != "free"]
+        whole = audit["idle"] and not audit["holders"] and not held and not slots
+        return None if whole else f"{self.name} is not whole: {audit['holders']} {held} {slots} idle {audit['idle']}"
+
+    def _why_metrics_disagree(self) -> str | None:
         load = {name: self.metric(f"baton:num_requests_{name}") for name in ("running", "waiting")}
         blocks = {state: self.metric("baton:kv_blocks", state=state) for state in ("free", "cached")}
         total = self.metric("baton:kv_blocks")
         slots = self.metric("baton:kv_slots", state="in_use")
         whole = total > 0 and sum(blocks.values()) == total and not any(load.values()) and not slots
-        return None if whole else f"{self.name} is not whole: {load}, {blocks} of {total} blocks, {slots} slots in use"
+        return None if whole else f"{self.name}'s metrics: {load}, {blocks} of {total} blocks, {slots} slots in use"
 
 
 class Router(Member):

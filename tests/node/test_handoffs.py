@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import gc
+import threading
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
@@ -30,11 +32,12 @@ from baton.v1 import node_pb2_grpc
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
 from engine.node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
+from engine.node.handoff_stream import connect
 from engine.node.loop import Turn
 from engine.node.shell import RoleSide
 from prefill_node.links import DecodeLinks
 from prefill_node.server import PREFILL_SIDE
-from tests.node.scripted import LAYOUT, WAIT_S, Running, running
+from tests.node.scripted import LAYOUT, WAIT_S, NotingTransport, Running, running
 
 WORK = WorkId(1, "r", 0)
 COMMIT = Commit(1, WORK, "d1", (1, 2), (Sample(0, (3,)),), SamplingParams(), 5.0)
@@ -138,6 +141,26 @@ async def test_a_transport_that_cannot_connect_is_a_reason():
         p.say(ToDecode(target(d), reserve()))
         assert (await closed(p)).reason == "TransferError no route"
         assert d.role.events == []
+
+
+async def test_a_connect_that_fails_once_it_was_given_up_troubles_nobody(caplog):
+    go = threading.Event()
+
+    class Slow(NotingTransport):
+        def connect(self, peer, address, timeout_s):
+            assert go.wait(WAIT_S)
+            super().connect(peer, address, timeout_s)
+
+    call = asyncio.create_task(connect(Slow(refuse="no route"), "p", b""))
+    await asyncio.sleep(0)  # it begins
+    call.cancel()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    del call
+    await asyncio.sleep(0)  # the loop lets go of it too
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_node_that_is_not_there_is_a_reason():

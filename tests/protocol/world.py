@@ -250,6 +250,7 @@ class World:
         def delivery() -> None:
             if target in self.nodes:
                 self.nodes[target].core.handle(event, self.now)
+                assert self.nodes[target].core.engine.blocks.now == self.now
 
         self._send(source, target, delivery)
 
@@ -374,6 +375,7 @@ class World:
     def _turn(self, incarnation: str) -> None:
         core = self.nodes[incarnation].core
         core.prepare(self.now)
+        assert core.engine.blocks.now == self.now
         self._collect(incarnation)
         core.compute(self.now)
 

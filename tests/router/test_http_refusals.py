@@ -82,6 +82,22 @@ async def test_codes_that_clients_look_for(client):
     assert error_of(response)["code"] == "model_not_found"
 
 
+async def test_a_client_that_leaves_while_it_sends_is_no_mistake_of_ours(router, caplog):
+    heard = [{"type": "http.request", "body": b'{"prompt": "x', "more_body": True}, {"type": "http.disconnect"}]
+    said = []
+
+    async def receive():
+        return heard.pop(0)
+
+    async def send(message):
+        said.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    await router.server.app(scope, receive, send)
+    assert said[0]["status"] == 499
+    assert "our own mistake" not in caplog.text
+
+
 async def test_unknown_paths_and_methods(client):
     response = await client.get("/v1/nothing")
     assert (response.status_code, error_of(response)["type"]) == (404, "invalid_request_error")
