@@ -17,6 +17,11 @@ bytes hit memory that nobody reads, and a late read finds the old bytes.
 share one queue into a process; one that is killed while it writes there blocks it for good, and for all of them (5 of
 20 kills in mid-message); one that is stopped blocks it meanwhile. TCP within a machine moves 1 GB/s and more.
 
+**A new endpoint may meet an old one.** UCX seems to pair the n-th endpoint of one side with the n-th of the other.
+Where the peer alone had opened one and closed it, as after a hang, ours fails with "Connection reset by remote peer",
+up to 0.8 s later; each further try takes the next. Without them two nodes were out of step for 8 s and 14 connections,
+each of which was a handoff that failed. So `connect` tries again.
+
 **Who is gone?** Over TCP a peer's death is noticed at once; over shared memory within the keepalive interval, once its
 parent has reaped it, and its disconnecting not at all. A peer that hangs is noticed by nobody: heartbeats and deadlines
 must decide, and call `disconnect`.
@@ -30,6 +35,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -46,6 +52,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
+_TRIES = 6
+_STALE = "Connection reset by remote peer"
 
 _KEEPALIVE = "500ms"  # UCX's default is 20 s
 _SHARED_MEMORY = {"mm", "posix", "shm", "sm", "sysv", "xpmem"}
@@ -71,13 +79,20 @@ class UcxTransport:
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
         worker_address = unpack_address(self._version, address, peer)
-        up: Future[None] = Future()
-        self._thread.call(partial(self._connect, peer, worker_address, up))
-        try:
-            up.result(timeout_s)
-        except TimeoutError:
-            self._thread.call(partial(self._give_up, peer, up))
-            raise TransferError(f"{peer} cannot be reached within {timeout_s:g} s") from None
+        deadline = time.monotonic() + timeout_s
+        for tries_left in reversed(range(_TRIES)):
+            up: Future[None] = Future()
+            self._thread.call(partial(self._connect, peer, worker_address, up))
+            try:
+                up.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                self._thread.call(partial(self._give_up, peer, up))
+                raise TransferError(f"{peer} cannot be reached within {timeout_s:g} s") from None
+            except TransferError as error:
+                if _STALE in error.message and tries_left:
+                    continue
+                raise
+            return
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._thread.call(partial(self._thread.push, peer, tag, slot, num_bytes))

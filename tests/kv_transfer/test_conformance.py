@@ -237,6 +237,19 @@ def test_peers_may_connect_again_after_a_disconnect(rig: Rig) -> None:
     assert is_whole(sender, receiver)
 
 
+def test_a_connection_that_one_side_had_given_up_does_not_spoil_the_next(rig: Rig) -> None:
+    sender, receiver = rig.node("sender", seed=1), rig.node("receiver", seed=2)
+    for lease in range(1, 3):
+        for _ in range(lease):  # as after a hang: the sender had gone when the receiver connected
+            receiver.call("connect", sender.name, sender.call("info"))
+            receiver.call("disconnect", sender.name)
+        rig.link(sender, receiver)
+        transfer(sender, receiver, lease, {0: ([3], [4])})
+        sender.call("disconnect", receiver.name)
+        receiver.call("disconnect", sender.name)
+    assert is_whole(sender, receiver)
+
+
 def test_a_receiver_killed_with_parts_under_way(rig: Rig) -> None:
     sender, receiver, other = rig.node("sender"), rig.node("receiver"), rig.node("receiver")
     rig.link(sender, receiver)
