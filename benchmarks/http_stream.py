@@ -44,6 +44,11 @@ class Streamed:
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     @property
+    def longest_gap_s(self) -> float:
+        """Between two tokens; 0 for a single one."""
+        return max(self.between_tokens_s, default=0.0)
+
+    @property
     def per_token_s(self) -> float:
         """After the first. NaN for a single token."""
         count = len(self.arrivals) - 1

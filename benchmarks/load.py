@@ -1,10 +1,12 @@
-"""Requests of one shape, one after another or many at once."""
+"""Requests of one shape: one after another, many at once, or as they come."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
@@ -61,6 +63,25 @@ class Load:
     async def many(self, count: int, concurrency: int) -> list[Streamed]:
         """New prompts."""
         return await self.send("/v1/completions", [self.body(next(self._numbers)) for _ in range(count)], concurrency)
+
+    async def arriving(self, count: int, per_s: float, seed: int) -> list[Streamed]:
+        """New prompts at the times of a Poisson process, the same for the same seed, however long the answers take.
+        Raises RequestFailed if one fails."""
+        bodies = [self.body(next(self._numbers)) for _ in range(count)]
+        random, idle, began, at = Random(seed), list[Connection](), time.perf_counter(), 0.0
+        answers: dict[int, Streamed] = {}
+
+        async def one(index: int, at: float, stack: contextlib.AsyncExitStack) -> None:
+            await asyncio.sleep(began + at - time.perf_counter())
+            connection = idle.pop() if idle else await stack.enter_async_context(Connection(self.address))
+            answers[index] = await connection.stream("/v1/completions", bodies[index])
+            idle.append(connection)
+
+        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as requests:
+            for index in range(count):
+                at += random.expovariate(per_s)
+                requests.create_task(one(index, at, stack))
+        return [answers[index] for index in range(count)]
 
     async def send(self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Streamed]:
         """All of them, in order, on so many connections. Raises RequestFailed if one fails."""

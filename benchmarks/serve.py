@@ -1,5 +1,6 @@
-"""N concurrent streams over HTTP: `make bench`, or `python -m benchmarks.serve --url http://HOST:PORT --concurrency 32`
+"""Streams over HTTP: `make bench`, or `python -m benchmarks.serve --url http://HOST:PORT --concurrency 32`
 
+N at once, or with `--request-rate` as they come, at the times of a Poisson process.
 In one run: the answers are checked (see `checks`), two bounds are timed (an empty HTTP round trip, and requests that
 have the cluster to themselves), then the load. Prompts are token ids of generated text, each with a cache salt of its
 own, so that no prefix cache helps; answers have exactly --output-len tokens.
@@ -12,7 +13,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -38,6 +39,14 @@ class ServeSettings(Settings):
     url: str | None = Field(None, description="where the router answers, as http://HOST:PORT; unset: an own cluster")
     up: str = Field("--device=auto", description="flags of the own cluster, as for baton-up")
     concurrency: int = Field(8, ge=1, description="streams at once")
+    request_rate: float | None = Field(
+        None, gt=0, description="requests per second that come by chance, however many are under way; unset: streams"
+    )
+    goodput: str = Field(
+        "",
+        description="limits in ms, as ttft:200,gap:25, for the share of requests that keep all of them: ttft, tpot, "
+        "e2e, gap (the longest between two tokens)",
+    )
     num_prompts: int = Field(64, ge=1, description="requests in all")
     input_len: int = Field(256, ge=1, description="tokens of each prompt")
     output_len: int = Field(64, ge=1, description="tokens of each answer")
@@ -52,6 +61,32 @@ class ServeSettings(Settings):
         if url is not None:
             _address(url)
         return url
+
+    @field_validator("goodput")
+    @classmethod
+    def _check_goodput(cls, goodput: str) -> str:
+        limits_of(goodput)
+        return goodput
+
+
+def limits_of(goodput: str) -> dict[str, float]:
+    """Seconds by name. Raises ValueError."""
+    pairs = [part.partition(":") for part in goodput.split(",") if part]
+    try:
+        limits = {name: float(number) / 1e3 for name, _, number in pairs}
+    except ValueError:
+        raise ValueError(f"must be NAME:MILLISECONDS,... not {goodput!r}") from None
+    if unknown := limits.keys() - _LIMITED.keys():
+        raise ValueError(f"knows {', '.join(_LIMITED)}, not {', '.join(sorted(unknown))}")
+    return limits
+
+
+_LIMITED: dict[str, Callable[[Streamed], float]] = {
+    "ttft": lambda answer: answer.first_token_s,
+    "tpot": lambda answer: answer.per_token_s,
+    "e2e": lambda answer: answer.total_s,
+    "gap": lambda answer: answer.longest_gap_s,
+}
 
 
 def _address(url: str) -> HostPort:
@@ -79,20 +114,37 @@ async def run(settings: ServeSettings) -> dict[str, Any]:
         checked = await check_concurrency(load, settings.concurrency, settings.tie_tolerance)
         checked |= await check_recall(load, model, settings.concurrency)
         alone = [await load.one() for _ in range(NUM_ALONE)]
-        _note(f"{settings.num_prompts} requests, {settings.concurrency} at once")
+        how = f"{settings.request_rate:g} a second" if settings.request_rate else f"{settings.concurrency} at once"
+        _note(f"{settings.num_prompts} requests, {how}")
         began = time.perf_counter()
-        answers = await load.many(settings.num_prompts, settings.concurrency)
+        if settings.request_rate:
+            answers = await load.arriving(settings.num_prompts, settings.request_rate, settings.seed)
+        else:
+            answers = await load.many(settings.num_prompts, settings.concurrency)
         seconds = time.perf_counter() - began
     return {
         "benchmark": "serve",
         "model": model,
-        "concurrency": settings.concurrency,
+        "up": None if settings.url else settings.up,
+        "concurrency": None if settings.request_rate else settings.concurrency,
+        "request_rate": settings.request_rate,
         "num_prompts": settings.num_prompts,
         "input_len": settings.input_len,
         "output_len": settings.output_len,
         **checked,
         **_report(answers, alone, ping_s, seconds),
+        **_kept(answers, settings.goodput),
     }
+
+
+def _kept(answers: Sequence[Streamed], goodput: str) -> dict[str, Any]:
+    """Print the share of requests within all limits; the same for the JSON line."""
+    limits = limits_of(goodput)
+    if not limits:
+        return {}
+    kept = sum(all(_LIMITED[name](answer) <= limit for name, limit in limits.items()) for answer in answers)
+    print(f"{kept / len(answers):.1%} of the requests keep {goodput}")
+    return {"goodput": goodput, "attainment": round(kept / len(answers), 4)}
 
 
 async def _ping(connection: Connection) -> float:
@@ -124,19 +176,21 @@ def _report(
 
 
 def _latencies(answers: Sequence[Streamed]) -> dict[str, list[float]]:
-    """Seconds: to the first token, between tokens, per token after the first, to the last."""
+    """Seconds: to the first token, between tokens, per token after the first, to the last; each request's worst wait
+    between two tokens."""
     return {
         "TTFT": [answer.first_token_s for answer in answers],
         "ITL": [gap for answer in answers for gap in answer.between_tokens_s],
         "TPOT": [answer.per_token_s for answer in answers if len(answer.tokens) > 1],
         "E2E": [answer.total_s for answer in answers],
+        "longest gap": [answer.longest_gap_s for answer in answers if len(answer.tokens) > 1],
     }
 
 
 def _flat(latencies: dict[str, list[float]], prefix: str) -> dict[str, float]:
     """`ttft_ms_p50` and so on."""
     return {
-        f"{prefix}{name.lower()}_ms_{statistic}": round(value * 1e3, 3)
+        f"{prefix}{name.lower().replace(' ', '_')}_ms_{statistic}": round(value * 1e3, 3)
         for name, values in latencies.items()
         if values
         for statistic, value in summary(values).items()

@@ -104,7 +104,7 @@ def _router(settings: OwnSettings, http: HostPort, grpc: HostPort, ports: Mappin
     arguments = (
         *settings.router_flags(),
         "--node-id=router",
-        f"--prefill={addresses('prefill')}",
+        *([f"--prefill={addresses('prefill')}"] if settings.prefill else []),
         f"--decode={addresses('decode')}",
         f"--http={http}",
         f"--grpc={grpc}",

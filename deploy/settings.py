@@ -20,7 +20,7 @@ class OwnSettings(Settings):
     model: str = Field(
         "baton-tiny", description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)"
     )
-    prefill: int = Field(1, ge=1, description="prefill nodes to start")
+    prefill: int = Field(1, ge=0, description="prefill nodes to start; 0: decode nodes compute their own prompts")
     decode: int = Field(1, ge=1, description="decode nodes to start")
     http: ListenAddress = Field(
         HostPort("127.0.0.1", 8000), description="address of the HTTP API, port 0 takes any free one"

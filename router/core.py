@@ -68,11 +68,12 @@ Action = ToNode | Emit
 
 
 class RouterCore:
-    """All live requests of one router. `epoch` names this router's life; `max_requests` 0 means no limit."""
+    """All live requests of one router. `epoch` names this router's life; `max_requests` 0 means no limit;
+    `with_prefill`: it has prefill nodes, now or later."""
 
-    def __init__(self, epoch: int, max_requests: int = 0) -> None:
+    def __init__(self, epoch: int, max_requests: int = 0, with_prefill: bool = True) -> None:
         self.epoch = epoch
-        self.pool = Pool()
+        self.pool = Pool(with_prefill)
         self._max_requests = max_requests
         self._requests: dict[str, RequestLife] = {}
         self._owner: dict[WorkId, RequestLife] = {}

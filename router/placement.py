@@ -45,9 +45,10 @@ def mismatch(prefill: Node, decode: Node) -> str | None:
 
 
 class Pool:
-    """The nodes that a router may use now, by incarnation."""
+    """The nodes that a router may use now, by incarnation. `with_prefill`: prefill nodes are meant to be among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_prefill: bool = True) -> None:
+        self._with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}
 
     def add(self, info: NodeInfo) -> None:
@@ -80,11 +81,13 @@ class Pool:
         return Placement(min(alone, key=lambda n: (n.info.incarnation in avoid, n.busy)), None)
 
     def why_not_ready(self) -> str | None:
-        """None when a request can be prefilled on one node and decoded on another; else what is missing."""
+        """None when a request can be prefilled on one node and decoded on another, or by one of decode nodes that are
+        meant to be alone; else what is missing."""
         prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
-        missing = [name for name, nodes in (("prefill", prefills), ("decode", decodes)) if not nodes]
-        if missing:
-            return " and ".join(f"no {name} node" for name in missing)
+        missing = ["no prefill node"] if self._with_prefill and not prefills else []
+        missing += ["no decode node"] if not decodes else []
+        if missing or not prefills:
+            return " and ".join(missing) or None
         reasons = [mismatch(p, d) for p in prefills for d in decodes]
         if None in reasons:
             return None

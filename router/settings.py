@@ -15,7 +15,9 @@ class RouterSettings(Settings):
 
     prog: ClassVar[str] = "baton-router"
 
-    prefill: ConnectAddresses = Field((), description="addresses of the prefill nodes")
+    prefill: ConnectAddresses = Field(
+        (), description="addresses of the prefill nodes; unset: decode nodes compute their own prompts"
+    )
     decode: ConnectAddresses = Field((), description="addresses of the decode nodes")
     http: ListenAddress = Field(
         HostPort("127.0.0.1", 8000), description="address of the HTTP API, port 0 takes any free one"
@@ -37,9 +39,8 @@ class RouterSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> RouterSettings:
-        for name, addresses in (("--prefill", self.prefill), ("--decode", self.decode)):
-            if not addresses:
-                raise ValueError(f"{name}: at least one address is needed")
+        if not self.decode:
+            raise ValueError("--decode: at least one address is needed")
         every = [*self.prefill, *self.decode]
         twice = next((address for address in every if every.count(address) > 1), None)
         if twice:

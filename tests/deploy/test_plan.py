@@ -57,6 +57,12 @@ def test_nodes_share_the_cores() -> None:
     assert parse(NodeSettings, planned(Machine(1, ()), "--cpu-threads=5")["prefill-0"].arguments).cpu_threads == 5
 
 
+def test_decode_nodes_may_be_alone() -> None:
+    children = planned(Machine(4, ()), "--prefill=0", "--decode=2")
+    assert sorted(children) == ["decode-0", "decode-1", "router"]
+    assert parse(RouterSettings, children["router"].arguments).prefill == ()
+
+
 def test_each_node_has_a_gpu_of_its_own_first_and_shares_its_memory() -> None:
     children = planned(Machine(8, ("4", "6")), "--prefill=1", "--decode=2", "--gpu-memory-utilization=0.8")
     nodes = [children[name] for name in ("prefill-0", "decode-0", "decode-1")]

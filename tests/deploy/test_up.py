@@ -54,9 +54,9 @@ def test_busy_port_is_named_before_anything_starts(flag: str) -> None:
 
 
 def test_bad_flag_is_named_before_anything_starts() -> None:
-    with Up("--prefill=0") as up:
+    with Up("--decode=0") as up:
         assert up.wait_end() == 2
-        assert up.log == "baton-up: --prefill: Input should be greater than or equal to 1, not '0'\n"
+        assert up.log == "baton-up: --decode: Input should be greater than or equal to 1, not '0'\n"
 
 
 @pytest.mark.timeout(200)

@@ -194,7 +194,8 @@ class Router(Member):
     ) -> None:
         self.grpc = ports[1].address
         own = [f"--node-id={name}", f"--http={ports[0].address}", f"--grpc={self.grpc}", "--drain-timeout=5"]
-        nodes = [f"--prefill={','.join(map(str, prefill))}", f"--decode={','.join(map(str, decode))}"]
+        roles = (("prefill", prefill), ("decode", decode))
+        nodes = [f"--{role}={','.join(map(str, there))}" for role, there in roles if there]
         super().__init__(name, "router.main", [*own, *nodes, *flags], folder, ports[0].address)
 
     def wait_ready(self) -> None:

@@ -37,6 +37,24 @@ async def test_serve(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     house.wait_whole()
 
 
+async def test_serve_as_requests_come(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_prompts": 6, "input_len": 40, "output_len": 8, "tie_tolerance": 1e-4}
+    limits = "ttft:100000,gap:100000"
+    settings = serve.ServeSettings(url=house.chunk_2048.url, request_rate=40, goodput=limits, **sizes)
+    line = json.loads(json.dumps(await serve.run(settings)))
+    assert (line["request_rate"], line["concurrency"], line["num_prompts"]) == (40, None, 6)
+    assert line["attainment"] == 1
+    assert line["itl_ms_p50"] <= line["longest_gap_ms_p50"] <= line["e2e_ms_p99"]
+    assert "100.0% of the requests keep" in capsys.readouterr().out
+    house.wait_whole()
+
+
+@pytest.mark.parametrize("goodput", ["ttft", "ttft:x", "speed:3"])
+def test_limits_that_make_no_sense(goodput: str) -> None:
+    with pytest.raises(ValueError, match="goodput"):
+        serve.ServeSettings(goodput=goodput)
+
+
 async def test_router_overhead(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     settings = router_overhead.OverheadSettings(num_pairs=6, input_len=20)
     addresses = Addresses(http_of(house), [house.nodes[1].address], [house.nodes[2].address])

@@ -50,6 +50,16 @@ def test_a_fact_is_recalled_and_the_second_time_the_caches_help(client: openai.O
     assert second.timings["transfer_bytes"] < first.timings["transfer_bytes"]
 
 
+def test_a_decode_node_without_prefill_nodes_answers_alike(client: openai.OpenAI, house: House) -> None:
+    router = house.cluster.router([], [house.nodes[2]])
+    router.wait_ready()
+    alone = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
+    answers = [chat(asked, messages=[{"role": "user", "content": "Hello!"}]) for asked in (client, alone)]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    router.kill()
+    house.wait_whole()
+
+
 def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
     whole = chat(client)
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))

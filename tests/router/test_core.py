@@ -48,8 +48,8 @@ def info(name: str, role: NodeRole) -> NodeInfo:
 class House:
     """A router with its nodes, and all that it has sent and emitted."""
 
-    def __init__(self, *names: str) -> None:
-        self.core = RouterCore(1)
+    def __init__(self, *names: str, with_prefill: bool = True) -> None:
+        self.core = RouterCore(1, with_prefill=with_prefill)
         self.sent: list[ToNode] = []
         self.emitted: list[Emit] = []
         for name in names:
@@ -81,6 +81,16 @@ class House:
     def end(self) -> BatonError | None:
         (end,) = [e.event for e in self.emitted if isinstance(e.event, RequestEnd)]
         return end.error
+
+
+def test_decode_nodes_that_are_meant_to_be_alone_are_enough() -> None:
+    house = House(with_prefill=False)
+    assert house.core.why_not_ready() == "no decode node"
+    house.core.node_up(info("d1", NodeRole.DECODE), 0.0)
+    assert house.core.why_not_ready() is None
+    assert house.submit().decode is None
+    assert House("d1").core.why_not_ready() == "no prefill node"
+    assert House().core.why_not_ready() == "no prefill node and no decode node"
 
 
 def test_a_full_node_is_passed_over_for_another() -> None:
