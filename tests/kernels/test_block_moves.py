@@ -49,6 +49,24 @@ def test_gather_then_scatter_moves_blocks(block_bytes: int, device: str) -> None
     assert torch.equal(target, expected)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("first", "end"), [(0, 64), (32, 64), (6, 20), (1, 2)])
+def test_some_bytes_of_each_block_move_alone(first: int, end: int, device: str, kernel: ModuleType) -> None:
+    source, target = numbered(9, 96, device), numbered(12, 96, device) ^ 255
+    staging = torch.full((3, end - first), 77, dtype=torch.uint8, device=device)
+    expected = target.clone()
+    expected[[2, 11, 5], first:end] = source[[8, 1, 4], first:end]
+    gather_blocks(source[:, first:end], [8, 1, 4], staging)
+    assert torch.equal(staging, source[[8, 1, 4], first:end])
+    scattered = target.clone()
+    scatter_blocks(staging, scattered[:, first:end], [2, 11, 5])
+    assert torch.equal(scattered, expected)
+    ids, places = (torch.tensor(x, device=device) for x in ([8, 1, 4], [2, 11, 5]))
+    kernel.gather_blocks(source[:, first:end], ids, staging.fill_(78))
+    kernel.scatter_blocks(staging, target[:, first:end], places)
+    assert torch.equal(target, expected)
+
+
 def test_staging_memory_may_start_at_any_byte() -> None:
     source = numbered(4, 16, "cpu")
     for offset in range(9):

@@ -21,7 +21,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 27
+    assert int(done.stdout) == 30
 
 
 def bf16(*shape: int) -> Tensor:
@@ -58,12 +58,16 @@ def launch_rope(dim: int, rotary_dim: int, interleaved: bool, with_norm: bool) -
 
 
 def launch_moves_and_inputs() -> None:
+    from baton_kernels.block_checksum.kernel import block_checksums
     from baton_kernels.block_copy.kernel import copy_blocks, gather_blocks
     from baton_kernels.host_copy.kernel import host_copy
     from baton_kernels.step_inputs.kernel import step_inputs, update_block_tables
 
     copy_blocks(bf16(4, 4096), ints(2), ints(2))
     gather_blocks(ints(4, 4098, dtype=torch.uint8), ints(2), ints(2, 4098, dtype=torch.uint8))
+    gather_blocks(ints(4, 4096, dtype=torch.uint8)[:, 1024:2048], ints(2), ints(2, 1024, dtype=torch.uint8))
+    block_checksums(ints(4, 4096, dtype=torch.uint8)[:, 1024:2048], ints(2))
+    block_checksums(ints(4, 1000, dtype=torch.uint8), None)
     rows, tables = ints(3, dtype=torch.int32), ints(3, 40, dtype=torch.int32)
     step_inputs(rows, rows, rows, rows, tables, 16, ints(3), ints(3))
     update_block_tables(tables, ints(3), rows)

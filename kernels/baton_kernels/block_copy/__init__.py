@@ -1,4 +1,5 @@
-"""Moves whole KV blocks: within a pool, and between a pool and contiguous staging memory on the same device."""
+"""Moves KV blocks: whole ones within a pool, and whole ones or a range of their bytes between a pool and contiguous
+staging memory on the same device."""
 
 from __future__ import annotations
 
@@ -18,29 +19,40 @@ def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """
     assert pool.is_contiguous()
     if pairs:
-        sources, destinations = _on_device(list(zip(*pairs, strict=True)), pool.device)
+        sources, destinations = on_device(list(zip(*pairs, strict=True)), pool.device)
         _implementation(pool).copy_blocks(pool, sources, destinations)
 
 
-def gather_blocks(pool_bytes: Tensor, block_ids: Sequence[int], out: Tensor) -> None:
+BlockIds = Sequence[int] | Tensor
+"""A sequence, or what `host_numbers` made of one: no copy to the device is needed then, and the caller keeps it until
+the device has used it."""
+
+
+def host_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """[len(numbers)] int64 on the host, where kernels of `device` can read it."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def gather_blocks(pool_bytes: Tensor, block_ids: BlockIds, out: Tensor) -> None:
     """Write the blocks, in the order of `block_ids`, to `out`.
 
-    pool_bytes: [num_blocks, block_bytes], uint8, contiguous. out: [len(block_ids), block_bytes], likewise.
+    pool_bytes: [num_blocks, piece_bytes], uint8: all of each block, or columns of that tensor. out: [len(block_ids),
+    piece_bytes], uint8, contiguous.
     """
     _check(pool_bytes, block_ids, out)
-    if block_ids:
-        _implementation(pool_bytes).gather_blocks(pool_bytes, _on_device(block_ids, pool_bytes.device), out)
+    if len(block_ids):
+        _implementation(pool_bytes).gather_blocks(pool_bytes, on_device(block_ids, pool_bytes.device), out)
 
 
-def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: Sequence[int]) -> None:
+def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: BlockIds) -> None:
     """Write row i of `src` over block `block_ids[i]`.
 
-    src: [len(block_ids), block_bytes], uint8, contiguous. pool_bytes: [num_blocks, block_bytes], likewise; changed in
-    place. No id twice.
+    src: [len(block_ids), piece_bytes], uint8, contiguous. pool_bytes: [num_blocks, piece_bytes], uint8: all of each
+    block, or columns of that tensor; changed in place. No id twice.
     """
     _check(pool_bytes, block_ids, src)
-    if block_ids:
-        _implementation(pool_bytes).scatter_blocks(src, pool_bytes, _on_device(block_ids, pool_bytes.device))
+    if len(block_ids):
+        _implementation(pool_bytes).scatter_blocks(src, pool_bytes, on_device(block_ids, pool_bytes.device))
 
 
 def _implementation(pool: Tensor) -> ModuleType:
@@ -51,16 +63,18 @@ def _implementation(pool: Tensor) -> ModuleType:
     return reference
 
 
-def _on_device(ids: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def on_device(ids: BlockIds | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """From pinned memory, so that nobody waits for the copy; torch keeps that memory until it is done."""
+    if isinstance(ids, Tensor):
+        return ids
     if device.type == "cpu":
         return torch.tensor(ids, dtype=torch.int64)
     return torch.tensor(ids, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
-def _check(pool_bytes: Tensor, block_ids: Sequence[int], staging: Tensor) -> None:
+def _check(pool_bytes: Tensor, block_ids: BlockIds, staging: Tensor) -> None:
     assert pool_bytes.dtype == staging.dtype == torch.uint8
     assert pool_bytes.device == staging.device
     assert staging.shape == (len(block_ids), pool_bytes.shape[1])
-    assert pool_bytes.is_contiguous()
+    assert pool_bytes.stride(1) == 1
     assert staging.is_contiguous()

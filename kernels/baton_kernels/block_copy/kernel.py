@@ -18,12 +18,15 @@ def _move_kernel(
     target_ptr,
     source_ids_ptr,
     target_ids_ptr,
-    ROW_WORDS: tl.constexpr,
+    row_words,
+    source_stride,
+    target_stride,
     HAS_SOURCE_IDS: tl.constexpr,
     HAS_TARGET_IDS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """target[target_ids[i]] = source[source_ids[i]]; without ids, row i itself."""
+    """target[target_ids[i]] = source[source_ids[i]]; without ids, row i itself. Words of a row, and between rows, are
+    no constants: how many layers a row has of its block differs, and nothing may be compiled while serving."""
     source = tl.program_id(0).to(tl.int64)
     target = source
     if HAS_TARGET_IDS:
@@ -31,10 +34,9 @@ def _move_kernel(
     if HAS_SOURCE_IDS:
         source = tl.load(source_ids_ptr + source)
     word = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    mask = word < ROW_WORDS
-    tl.store(
-        target_ptr + target * ROW_WORDS + word, tl.load(source_ptr + source * ROW_WORDS + word, mask=mask), mask=mask
-    )
+    mask = word < row_words
+    values = tl.load(source_ptr + source * source_stride + word, mask=mask)
+    tl.store(target_ptr + target * target_stride + word, values, mask=mask)
 
 
 def copy_blocks(pool: Tensor, sources: Tensor, destinations: Tensor) -> None:
@@ -61,6 +63,8 @@ def _move(source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids:
             source if source_ids is None else source_ids,
             target if target_ids is None else target_ids,
             row_words,
+            source.stride(0),
+            target.stride(0),
             source_ids is not None,
             target_ids is not None,
             PIECE,

@@ -11,9 +11,13 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def word_bytes(*tensors: Tensor) -> int:
     """The widest element that all of them can be read as: indexing moves elements, so bytes alone take several times
     as long."""
-    return next(w for w in _WORDS if all(t.shape[1] % w == 0 and t.data_ptr() % w == 0 for t in tensors))
+    return next(w for w in _WORDS if all(_fits(t, w) for t in tensors))
+
+
+def _fits(rows: Tensor, width: int) -> bool:
+    return all(number % width == 0 for number in (rows.shape[1], rows.stride(0), rows.data_ptr()))
 
 
 def as_words(rows: Tensor, width: int | None = None) -> Tensor:
-    """[n, row_bytes] uint8 as [n, row_bytes / width], the same memory."""
+    """[n, row_bytes] uint8 as [n, row_bytes / width], the same memory. Rows may be apart."""
     return rows.view(_WORDS[width or word_bytes(rows)])
