@@ -48,6 +48,12 @@ class _TimedStep:
     step: LaunchedStep
     times: HostTimes
 
+    def is_done(self) -> bool:
+        return self.step.is_done()
+
+    def num_layers_done(self) -> int:
+        return self.step.num_layers_done()
+
     def wait(self) -> list[list[Choice]]:
         if isinstance(self.step, TorchStep) and self.step.done is not None:
             began = time.perf_counter()

@@ -5,6 +5,8 @@ With `async_scheduling` a step is launched before the one before it has retired,
     schedule N+1 -> launch N+1 -> wait for N -> retire N: tokens out -> schedule N+2 ...
                     (N runs)                    (N+1 runs)
 
+A caller that has other things to do does not wait for N, but computes again when it is done (`compute(wait=False)`).
+
 A sequence whose token N samples goes on in N+1 without the host knowing the token. If that token ends it, its part of
 N+1 was in vain and is dropped; its blocks are settled when N+1 retires, since N+1 writes into one of them.
 """
@@ -54,6 +56,8 @@ class Engine:
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 1 if config.async_scheduling else 0
+        self.device_busy_since: float | None = None
+        """Since when the oldest launched step is being computed, of `time.monotonic`. None: none is in flight."""
         self.num_preemptions = 0
         """Sequences that lost their blocks to others, each as often as it did."""
 
@@ -80,6 +84,19 @@ class Engine:
     def has_work(self) -> bool:
         """Whether something runs or waits. A step may still find no room for it: see `StepResult.again`."""
         return bool(self.num_running or self.num_waiting)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more step may be launched. If not, the oldest must retire first."""
+        return len(self._in_flight) <= self._num_ahead
+
+    def num_layers_computed(self, seq: Sequence) -> int:
+        """How many layers of a launched step that computes the sequence's last token have their KV, and so that of all
+        earlier tokens: steps are computed in order. 0: no such step is in flight, or nobody knows."""
+        for launched in self._in_flight:
+            if any(chunk.sequence is seq and chunk.samples_token for chunk in launched.chunks):
+                return launched.step.num_layers_done()
+        return 0
 
     @property
     def has_preempted(self) -> bool:
@@ -135,11 +152,14 @@ class Engine:
     # ---- step ----
 
     def schedule(self, now: float) -> Plan:
-        """Decide the next step, to be computed by `compute` before anything else is asked of the engine.
+        """Decide the next step, to be computed by `compute` before anything else is asked of the engine. Without room
+        for one it is empty.
 
         `now` is seconds of the caller's monotonic clock. The two are apart so that what was decided can be told while
         it is computed.
         """
+        if not self.has_room:
+            return Plan()
         plan = self._scheduler.schedule(may_preempt=not self._in_flight)
         for seq in plan.preempted:
             self._runner.forget(seq)
@@ -148,19 +168,26 @@ class Engine:
             seq.started_s = now
         return plan
 
-    def compute(self, plan: Plan) -> StepResult:
+    def compute(self, plan: Plan, wait: bool = True) -> StepResult:
         """Launch the plan's step, and retire the oldest one in flight once there are more than the engine may be ahead,
-        or nothing is left to launch."""
-        began = time.monotonic()
+        or nothing is left to launch. wait: for that one; else it retires only if it is done."""
         result = StepResult(started=plan.started, preempted=plan.preempted)
         if plan.chunks:
+            if not self._in_flight:
+                self.device_busy_since = time.monotonic()
             self._in_flight.append(InFlight(plan.chunks, self._runner.launch(plan.chunks)))
-        retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0)
+        retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
-        result.again = bool(self._in_flight) or (self.has_work and (retires or bool(plan.chunks)))
-        result.elapsed_s = time.monotonic() - began
+            self.device_busy_since = time.monotonic() if self._in_flight else None
+        moved = retires or bool(plan.chunks)
+        result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
+        result.again |= self._oldest_is_done
         return result
+
+    @property
+    def _oldest_is_done(self) -> bool:
+        return bool(self._in_flight) and self._in_flight[0].step.is_done()
 
     def _retire(self, retired: InFlight, result: StepResult) -> None:
         """Wait for a step, and enter what it brought. Sequences that ended since it was launched have no part in it."""

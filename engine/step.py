@@ -45,6 +45,13 @@ class Choice:
 class LaunchedStep(Protocol):
     """A step that the runner computes, or has computed."""
 
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def num_layers_done(self) -> int:
+        """The first so many layers have all KV of the step's chunks. May be told in groups of layers, or only when the
+        step is done."""
+
     def wait(self) -> list[list[Choice]]:
         """Wait for its end. Per chunk: [] unless it `samples_token`, else one Choice for each of the sequence's
         `samples`, drawn with seed `sampling.seed + sample`."""
@@ -53,7 +60,8 @@ class LaunchedStep(Protocol):
 class ModelRunner(Protocol):
     """Computes batches over a pool of KV blocks that it owns. Block tables say where; it never chooses.
 
-    What is launched takes effect in order of the calls; the host may be ahead of it.
+    What is launched takes effect in order of the calls; the host may be ahead of it. Whoever waits for nothing but an
+    event of its own is woken when a step, or a group of its layers, is done.
     """
 
     def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
@@ -91,6 +99,5 @@ class StepResult:
     sampled: list[SampledToken] = field(default_factory=list)
     parked: list[Sequence] = field(default_factory=list)  # prompt done, blocks held until `release`
     preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; will be computed anew
-    elapsed_s: float = 0.0  # spent in `Engine.compute`
     num_tokens: int = 0  # computed by the step that retired
-    again: bool = False  # go on at once; False: nothing runs or could run, so wait for an event
+    again: bool = False  # go on at once; False: nothing could be done before an event or the end of a step

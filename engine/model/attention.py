@@ -21,6 +21,7 @@ from baton_kernels.paged_attention import PagedBatch, paged_attention
 from engine.model import rope
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import KvPool, KvShape
+from engine.model.watch import LayerMarks
 
 IMPLEMENTATION = "baton_paged"
 _SITE = "baton_attention_site"
@@ -113,6 +114,7 @@ class StepContext:
 
     batch: PagedBatch | None = None
     slot_mapping: Tensor | None = None
+    marks: LayerMarks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class LayerSite:
     key_cache: Tensor
     value_cache: Tensor
     rotary: FusedRotary | None = None
+    index: int = 0
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         batch, slots, rotary = self.step.batch, self.step.slot_mapping, self.rotary
@@ -136,6 +139,8 @@ class LayerSite:
             assert cos is not None
             assert sin is not None
             rope_kv_write(query, key, value, cos, sin, self.key_cache, self.value_cache, slots, **rotary.options)
+        if self.step.marks is not None:
+            self.step.marks.written(self.index)
         return paged_attention(
             query,
             self.key_cache,
@@ -155,7 +160,7 @@ def attach(layers: list[nn.Module], pool: KvPool) -> StepContext:
     step = StepContext()
     for index, module in enumerate(layers):
         keys, values = pool.layer(index)
-        bind(module, LayerSite(step, keys, values, FusedRotary.of(module)))
+        bind(module, LayerSite(step, keys, values, FusedRotary.of(module), index))
     return step
 
 

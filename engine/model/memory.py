@@ -1,6 +1,7 @@
 """How much of a GPU is left for KV blocks: one measured step, and arithmetic.
 
-    share = total x --gpu-memory-utilization = weights + libraries + one step's activations + CUDA graphs + KV pool
+    share = total x --gpu-memory-utilization
+          = weights + libraries + one step's activations + CUDA graphs + staging slots + KV pool
 
 The share is this process's. What others hold on the same GPU matters only where they leave less.
 """
@@ -61,18 +62,18 @@ def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 
     )
 
 
-def kv_pool_bytes(memory: ProfiledMemory, utilization: float, graphs_bytes: int) -> int:
-    """Bytes for KV blocks. utilization: this process's share of the GPU. graphs_bytes: kept free for CUDA graphs.
+def kv_pool_bytes(memory: ProfiledMemory, utilization: float, kept_bytes: int) -> int:
+    """Bytes for KV blocks. utilization: this process's share of the GPU. kept_bytes: for CUDA graphs and staging slots.
 
     Raises ValueError, naming the flag, when the share is used up or others on the GPU leave less than it.
     """
     share = int(memory.total * utilization)
     own = memory.weights + memory.libraries
-    pool = share - own - memory.activations - graphs_bytes
-    available = memory.free - memory.activations - graphs_bytes
+    pool = share - own - memory.activations - kept_bytes
+    available = memory.free - memory.activations - kept_bytes
     used = (
         f"weights {_size(memory.weights)}, libraries {_size(memory.libraries)}, "
-        f"a step's activations {_size(memory.activations)}, CUDA graphs {_size(graphs_bytes)}"
+        f"a step's activations {_size(memory.activations)}, CUDA graphs and slots {_size(kept_bytes)}"
     )
     if pool <= 0:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from baton.layout import layer_groups_of
 from baton_kernels.paged_attention import warm_up
 from engine.config import EngineConfig
 from engine.model import batch
@@ -19,6 +21,7 @@ from engine.model.graphs import PROMPT_SIZES, StepGraphs
 from engine.model.kv_pool import KvPool
 from engine.model.rehearsal import first_steps
 from engine.model.rows import Rows
+from engine.model.watch import DeviceWatch, LayerMarks
 from engine.sampler import Sampled, Sampler
 from engine.sequence import Sequence
 from engine.step import Choice, Chunk
@@ -29,10 +32,19 @@ class TorchModelRunner:
 
     Nothing here waits for a GPU but `LaunchedStep.wait`. Owns `pool`, runs `model`. The model must have been loaded by
     `loader.load_model`; its attention modules are bound to the pool. Pass `probed` when the probe was made before, to
-    size the pool. Raises UnsupportedModel.
+    size the pool. `wake` is called, on a thread of its own, when a GPU has done a step, or a group of layers of one
+    that ends a prompt to hand off; `layer_groups`: how many such groups. Raises UnsupportedModel.
     """
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, probed: Probe | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        probed: Probe | None = None,
+        *,
+        wake: Callable[[], None] | None = None,
+        layer_groups: int = 1,
+    ) -> None:
         probed = probed or probe(model, config.max_model_len)
         self.model = model
         self._config = config
@@ -42,6 +54,9 @@ class TorchModelRunner:
         self._rows = Rows(config, self._sampler, model.device)
         self._state = DeviceState(self._rows.block_tables, self._sampler.last_tokens, config.block_size)
         self._graphs: StepGraphs | None = None
+        self._watch = DeviceWatch(model.device, wake) if wake and model.device.type == "cuda" else None
+        groups = layer_groups_of(probed.shape.num_layers, layer_groups)
+        self._group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
 
     @torch.inference_mode()
     def rehearse(self) -> int:
@@ -71,8 +86,21 @@ class TorchModelRunner:
         ordered = batch.decodes_first(chunks)
         rows = self._rows.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
+        self._step.marks = marks = self._marks(chunks)
         sampled = self._sampler.launch(self._logits(ordered, rows), columns)
-        return TorchStep(list(chunks), ordered, sampled, _mark(sampled))
+        self._step.marks = None
+        step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, self.pool.shape.num_layers)
+        if self._watch is not None:
+            for event in step.events:
+                self._watch.add(event)
+        return step
+
+    def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:
+        """Only who hands over a prompt asks for layers. A graph, made without, sets none."""
+        if self._watch is None or not self._group_ends:
+            return None
+        ends = any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks)
+        return LayerMarks(self._group_ends) if ends else None
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """See `engine.step.ModelRunner`."""
@@ -124,6 +152,22 @@ class TorchStep:
     ordered: list[Chunk]
     sampled: Sampled
     done: torch.cuda.Event | None
+    marks: LayerMarks | None
+    num_layers: int
+
+    @property
+    def events(self) -> list[torch.cuda.Event]:
+        """In the order in which the stream comes past them."""
+        marked = self.marks.events if self.marks is not None else []
+        return marked if self.done is None else [*marked, self.done]
+
+    def is_done(self) -> bool:
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
+    def num_layers_done(self) -> int:
+        if self.is_done():
+            return self.num_layers
+        return self.marks.num_done() if self.marks is not None else 0
 
     def wait(self) -> list[list[Choice]]:
         if self.done is not None:

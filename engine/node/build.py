@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class Built:
     engine: Engine
     runner: TorchModelRunner
     graph_sizes: list[int]
+    layer_groups: int
     pool_bytes: Tensor
     layout: KvLayout
     device: torch.device
@@ -77,9 +79,9 @@ class Built:
         return hashlib.sha256(self.tokenizer.json).hexdigest()
 
 
-def build(settings: NodeSettings) -> Built:
-    """Load the model of `settings` and size all that it needs. Takes seconds to minutes. Raises ValueError with one
-    line for a person."""
+def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Built:
+    """Load the model of `settings` and size all that it needs. wake: of TorchModelRunner. Takes seconds to minutes.
+    Raises ValueError with one line for a person."""
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call] # a log is no place for it
     device = _device(settings.device)
@@ -91,12 +93,14 @@ def build(settings: NodeSettings) -> Built:
     limits = _limits(settings, path, device, defaults.eos_token_ids)
     model, probed = _load(settings, path, device, limits.max_model_len)
     config = _with_pool(settings, limits, model, probed)
+    layer_groups = settings.layer_groups(device.type == "cuda")
     with out_of_memory("--gpu-memory-utilization: lower it, the KV pool does not fit"):
-        runner = TorchModelRunner(model, config, probed)
+        runner = TorchModelRunner(model, config, probed, wake=wake, layer_groups=layer_groups)
     return Built(
         engine=Engine(config, runner),
         runner=runner,
         graph_sizes=_graph_sizes(settings, config, device),
+        layer_groups=layer_groups,
         pool_bytes=runner.pool.as_bytes(),
         layout=runner.pool.layout(loader.fingerprint(path, settings.load_format, config.max_model_len)),
         device=device,
@@ -136,11 +140,10 @@ def describe(
     )
 
 
-def count(engine: Engine) -> Counts:
+def count(engine: Engine, num_damaged_pieces: int = 0) -> Counts:
     """For metrics. Engine's thread only."""
-    return Counts(
-        {state.value: number for state, number in engine.blocks.counts_by_state().items()}, engine.num_preemptions
-    )
+    blocks = {state.value: number for state, number in engine.blocks.counts_by_state().items()}
+    return Counts(blocks, engine.num_preemptions, num_damaged_pieces)
 
 
 def _device(name: str) -> torch.device:

@@ -42,7 +42,7 @@ class FromRouter:
 class PeerOpened:
     """The handoff stream to or from another node is up: Hello exchanged, layouts equal, transports connected.
 
-    `part_blocks`: blocks in a part, as the decode node says.
+    `part_blocks`: blocks that a part has at most, between these two nodes.
     """
 
     peer: str
@@ -118,10 +118,14 @@ class Role(Protocol):
         """First half of a turn: transfers, deadlines, and what the next step shall compute."""
 
     def compute(self, now: float) -> bool:
-        """Second half, with no event in between: compute the step. True: there is more to do at once.
+        """Second half, with no event in between: launch the step. True: there is more to do at once.
 
-        What `prepare` put out is on its way meanwhile.
+        What `prepare` put out is on its way meanwhile. Nothing waits for a device here: its end is a wake-up.
         """
+
+    @property
+    def device_busy_since(self) -> float | None:
+        """Since when (of `time.monotonic`) a device is at one step. None: it is at none."""
 
     def next_deadline(self) -> float | None:
         """When a turn must come even if nothing happens. None: never."""

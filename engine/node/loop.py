@@ -25,10 +25,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the engine has and did, for metrics. blocks: KV blocks by state."""
+    """What the engine has and did, for metrics. blocks: KV blocks by state. num_damaged_pieces: pieces of KV blocks
+    whose checksums were wrong."""
 
     blocks: Mapping[str, int]
     num_preemptions: int = 0
+    num_damaged_pieces: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +67,19 @@ class _Errand(Generic[T]):
 class NodeLoop:
     """Runs a role on a thread of its own, which sleeps until an event, a wake-up or the role's next deadline.
 
+    A step that the device computes is no reason to be awake: its end wakes the loop, like a transfer that moved on.
+
     `post`, `wake` and `run_errand` may be called from any thread, also before `start`. `deliver` runs on the asyncio
     loop on which `start` was called, once per turn that has something to tell. An exception on the thread ends it:
     `failed` is called with it on the asyncio loop, and the process is expected to exit. So it is with a TimeoutError
-    for a turn that takes longer than `turn_timeout_s`: a GPU that hangs lets nobody wait with a deadline.
+    for a turn, or a step of the device, that takes longer than `turn_timeout_s`: a GPU may hang.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, turn_timeout_s: float = 300.0) -> None:
         self.clock = clock
         self._turn_timeout_s = turn_timeout_s
         self._turn_began: float | None = None  # None: asleep
+        self._step_began: float | None = None  # None: the device computes none
         self._lock = threading.Lock()
         self._inbox: deque[Event | _Errand[Any]] = deque()
         self._posted = itertools.count(1)
@@ -90,7 +95,7 @@ class NodeLoop:
         return self._put(event)
 
     def wake(self) -> None:
-        """Have a turn soon: a transfer moved on."""
+        """Have a turn soon: a transfer or the device moved on."""
         self._awake.set()
 
     def run_errand(self, errand: Callable[[], T]) -> Future[T]:
@@ -135,7 +140,8 @@ class NodeLoop:
         """Look again when the turn of now would be late; a turn is seen to be late within two times the limit."""
         if self._stopping:
             return
-        began, limit = self._turn_began, self._turn_timeout_s
+        limit = self._turn_timeout_s
+        began = min((t for t in (self._turn_began, self._step_began) if t is not None), default=None)
         left = limit if began is None else began + limit - self.clock()
         if left > 0:
             aio.call_later(left, self._watch, aio, failed)
@@ -162,6 +168,7 @@ class NodeLoop:
         role.prepare(self.clock())
         self._tell(role, deliver, count, only_outputs=True)
         busy = role.compute(self.clock())
+        self._step_began = role.device_busy_since
         self._tell(role, deliver, count)
         self._turn_began = None
         if not busy:

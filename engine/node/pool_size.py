@@ -11,6 +11,7 @@ from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, ou
 from engine.model.rehearsal import largest_steps, profile_config
 from engine.model.runner import TorchModelRunner
 from engine.node.settings import GIB, NodeSettings
+from engine.node.slots import slot_sizes
 
 _CPU_POOL_BYTES = GIB
 _GRAPHS_BYTES = GIB
@@ -38,7 +39,9 @@ def _pool_bytes(
     if memory is not None:
         share = settings.gpu_memory_utilization
         graphs_bytes = 0 if settings.enforce_eager else _GRAPHS_BYTES
-        return kv_pool_bytes(memory, share, graphs_bytes), f"--gpu-memory-utilization ({share:g})"
+        slots = slot_sizes(settings, block_bytes, on_gpu=True)
+        kept = graphs_bytes + slots.num_slots * slots.part_blocks * block_bytes
+        return kv_pool_bytes(memory, share, kept), f"--gpu-memory-utilization ({share:g})"
     fillable = limits.max_num_seqs * num_blocks_for(limits.max_model_len, limits.block_size)
     return min(_CPU_POOL_BYTES, fillable * block_bytes), "--kv-cache-memory-bytes (unset: at most 1 GiB)"
 

@@ -18,6 +18,9 @@ _BATCHED_TOKENS = 2048
 """On a decode node a step of so many tokens, of a prompt it computes itself, is what others' next tokens wait for."""
 
 
+_GPU_LAYER_GROUPS = 4
+
+
 class NodeSettings(Settings):
     """What a prefill node and a decode node take alike."""
 
@@ -97,8 +100,29 @@ class NodeSettings(Settings):
     transfer_interface: str | None = Field(
         None, description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0); unset: UCX chooses"
     )
-    kv_slots: int = Field(8, ge=2, description="staging slots for KV parts")
-    kv_slot_blocks: int = Field(16, ge=1, description="KV blocks in one part; the same on all nodes")
+    kv_link_bandwidth: float | None = Field(
+        None,
+        gt=0,
+        description="GB/s that the link between nodes carries, for which slots are sized; "
+        "unset: 340 with a GPU, 2 on a CPU",
+    )
+    kv_slots: int | None = Field(
+        None, ge=2, description="staging slots for KV parts; unset: as many as the link's bandwidth wants"
+    )
+    kv_slot_blocks: int | None = Field(
+        None, ge=1, description="KV blocks in one slot; two nodes use the smaller number; unset: likewise"
+    )
+    kv_layer_groups: int | None = Field(
+        None,
+        ge=1,
+        description="of a prefill node: groups of layers in which the KV of a prompt's last chunk travels while it is "
+        "computed; 1: in one go; unset: 4 with a GPU, else 1",
+    )
+    verify_transfers: bool = Field(
+        False,
+        description="have checksums with KV blocks that travel, and fail those that came damaged; enough on one of two "
+        "nodes",
+    )
 
     drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
 
@@ -113,6 +137,10 @@ class NodeSettings(Settings):
     def name(self, role: NodeRole) -> str:
         """The node's name in logs."""
         return self.node_id or f"{role.value}-{self.listen.port or os.getpid()}"
+
+    def layer_groups(self, on_gpu: bool) -> int:
+        """--kv-layer-groups, or its default there: a CPU's blocks are all written by the time that anybody can look."""
+        return self.kv_layer_groups or (_GPU_LAYER_GROUPS if on_gpu else 1)
 
     def batched_tokens(self, on_gpu: bool) -> int:
         """--max-num-batched-tokens, or its default there."""

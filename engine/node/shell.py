@@ -187,7 +187,8 @@ class Node:
         else:
             self._idle.clear()
         if turn.counts is not None:
-            self._metrics.set_counts(turn.counts.blocks, turn.counts.num_preemptions)
+            counts = turn.counts
+            self._metrics.set_counts(counts.blocks, counts.num_preemptions, counts.num_damaged_pieces)
         self._sessions.deliver(turn)
         self._peers.deliver(turn)
 

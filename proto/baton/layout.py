@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 
 from baton.errors import LayoutMismatch
 
@@ -39,6 +40,14 @@ class KvLayout:
     def digest(self) -> bytes:
         """16 bytes that go into the header of every part."""
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).digest()[:16]
+
+
+def layer_groups_of(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
+    """`num_groups` runs of layers, [first, end) each, as equal as can be, larger ones first; no more than layers."""
+    groups = max(1, min(num_groups, num_layers))
+    size, larger = divmod(num_layers, groups)
+    bounds = [index * size + min(index, larger) for index in range(groups + 1)]
+    return list(itertools.pairwise(bounds))
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

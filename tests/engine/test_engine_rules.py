@@ -22,6 +22,14 @@ _ids = itertools.count()
 class Launched:
     choices: list[list[Choice]]
 
+    running: bool = False
+
+    def is_done(self) -> bool:
+        return not self.running
+
+    def num_layers_done(self) -> int:
+        return 1
+
     def wait(self) -> list[list[Choice]]:
         return self.choices
 
@@ -33,13 +41,18 @@ class Counting:
         self.batches: list[list[Chunk]] = []
         self.copies: list[tuple[int, int]] = []
         self.forgotten: list[Sequence] = []
+        self.steps: list[Launched] = []
+        self.slow = False  # what is launched now is done when `running` says so
 
     def launch(self, chunks: list[Chunk]) -> Launched:
         self.batches.append(chunks)
         choices = [Choice(10 + chunk.end - len(chunk.sequence.prompt_tokens)) for chunk in chunks]
-        return Launched(
-            [[choice] * len(c.sequence.samples) * c.samples_token for c, choice in zip(chunks, choices, strict=True)]
+        step = Launched(
+            [[choice] * len(c.sequence.samples) * c.samples_token for c, choice in zip(chunks, choices, strict=True)],
+            running=self.slow,
         )
+        self.steps.append(step)
+        return step
 
     def forget(self, sequence: Sequence) -> None:
         self.forgotten.append(sequence)
@@ -403,3 +416,38 @@ def test_a_saturated_step_takes_no_further_prompt_but_a_long_one_has_all_of_the_
         engine.add(sequence(length, first=10 * number, max_tokens=1))
     run(engine)
     assert [[chunk.length for chunk in batch] for batch in model.batches] == [[32], [8], [5, 6], [7]]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_without_waiting_a_step_retires_once_it_is_done(ahead: bool) -> None:
+    engine, model = make(async_scheduling=ahead)
+    model.slow = True
+    seq = sequence(5, max_tokens=3)
+    engine.add(seq)
+
+    def turn() -> StepResult:
+        result = engine.compute(engine.schedule(0.0), wait=False)
+        engine.check_integrity()
+        return result
+
+    assert turn().again is ahead  # one more may be launched
+    began = engine.device_busy_since
+    assert began is not None
+    assert not turn().again
+    assert len(model.batches) == (2 if ahead else 1)
+    assert not engine.has_room
+    assert not engine.schedule(0.0).chunks
+    for _ in range(3):
+        assert turn().sampled == []
+    assert engine.device_busy_since == began
+    model.steps[0].running = False
+    result = turn()
+    assert [token.token for token in result.sampled] == [10]
+    assert result.again
+    for launched in model.steps:
+        launched.running = False
+    model.slow = False
+    while turn().again:
+        pass
+    assert seq.state is SequenceState.FINISHED
+    assert engine.device_busy_since is None

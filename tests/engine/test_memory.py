@@ -21,28 +21,33 @@ H200 = ProfiledMemory(
 
 
 def test_the_pool_is_what_the_share_leaves() -> None:
-    assert kv_pool_bytes(H200, 0.5, graphs_bytes=GIB) == (70 - 16 - 1 - 2 - 1) * GIB
-    assert kv_pool_bytes(H200, 0.9, graphs_bytes=0) == (126 - 16 - 1 - 2) * GIB
+    assert kv_pool_bytes(H200, 0.5, kept_bytes=GIB) == (70 - 16 - 1 - 2 - 1) * GIB
+    assert kv_pool_bytes(H200, 0.9, kept_bytes=0) == (126 - 16 - 1 - 2) * GIB
 
 
 def test_a_context_of_ones_own_is_not_taken_for_another_process() -> None:
     alone = dataclasses.replace(H200, free=int(122.5 * GIB))  # a context: half a GiB
-    assert kv_pool_bytes(alone, 1.0, graphs_bytes=0) == int(120.5 * GIB)
+    assert kv_pool_bytes(alone, 1.0, kept_bytes=0) == int(120.5 * GIB)
 
 
 def test_a_share_that_is_used_up_says_by_what() -> None:
     with pytest.raises(ValueError, match=r"^--gpu-memory-utilization: 0.13 of 140.00 GiB leaves nothing") as error:
-        kv_pool_bytes(H200, 0.13, graphs_bytes=GIB)
-    for part in ("weights 16.00 GiB", "activations 2.00 GiB", "CUDA graphs 1.00 GiB", "lower --max-num-batched-tokens"):
+        kv_pool_bytes(H200, 0.13, kept_bytes=GIB)
+    for part in (
+        "weights 16.00 GiB",
+        "activations 2.00 GiB",
+        "CUDA graphs and slots 1.00 GiB",
+        "lower --max-num-batched-tokens",
+    ):
         assert part in str(error.value)
 
 
 def test_others_that_hold_what_should_be_ours_are_told() -> None:
     crowded = dataclasses.replace(H200, free=60 * GIB)
     with pytest.raises(ValueError, match=r"0.9 of 140.00 GiB is 126.00 GiB, but others hold 63.00 GiB") as error:
-        kv_pool_bytes(crowded, 0.9, graphs_bytes=GIB)
+        kv_pool_bytes(crowded, 0.9, kept_bytes=GIB)
     assert "lower it to 0.55" in str(error.value)
-    assert kv_pool_bytes(crowded, 0.55, graphs_bytes=GIB) == 57 * GIB
+    assert kv_pool_bytes(crowded, 0.55, kept_bytes=GIB) == 57 * GIB
 
 
 def test_blocks_must_hold_one_request() -> None:

@@ -52,6 +52,7 @@ class ScriptedRole:
         self.outputs: list[Output] = []
         self.state = Load(num_blocks_free=3, num_blocks_total=3)
         self.is_idle = True
+        self.device_busy_since: float | None = None
         self.broken: str | None = None
         self.blocks = BlockManager(4, 16)
         self.holdings: list[Holding] = []

@@ -19,7 +19,7 @@ class Role:
     def __init__(self):
         self.handled, self.turns, self.outputs = [], 0, []
         self.deadline, self.busy, self.error = None, 0, None
-        self.idle = True
+        self.idle, self.device_busy_since = True, None
         self.turned = threading.Semaphore(0)
 
     def handle(self, event, now):
@@ -139,6 +139,18 @@ async def test_a_turn_that_hangs_is_a_failure():
         assert "not ended within 0.1 s" in str(await asyncio.wait_for(failures.get(), WAIT_S))
     finally:
         end.set()
+        assert loop.stop(WAIT_S)
+
+
+async def test_a_step_that_hangs_is_a_failure():
+    role, failures = Role(), asyncio.Queue()
+    role.device_busy_since = time.monotonic()  # and no event says that it ended
+    loop = NodeLoop(turn_timeout_s=0.1)
+    loop.start(role, lambda turn: None, failures.put_nowait)
+    try:
+        assert "not ended within 0.1 s" in str(await asyncio.wait_for(failures.get(), WAIT_S))
+        assert role.turns < 10, "it did not sleep"
+    finally:
         assert loop.stop(WAIT_S)
 
 

@@ -133,7 +133,8 @@ class NodeMetrics:
             "baton:request_ends", "Attempts ended here.", [*names, "outcome", "reason"], registry=registry
         )
         self._preemptions = counter("num_preemptions", "Sequences that lost their KV blocks to others, to begin anew.")
-        self._num_preemptions = 0
+        self._damaged = counter("kv_transfer_damaged_blocks", "KV blocks that came with a wrong checksum.")
+        self._num_preemptions = self._num_damaged = 0
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens received.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -186,12 +187,13 @@ class NodeMetrics:
         used = load.num_blocks_total - load.num_blocks_free
         self._usage.set(used / load.num_blocks_total if load.num_blocks_total else 0.0)
 
-    def set_counts(self, blocks: Mapping[str, int], num_preemptions: int) -> None:
-        """blocks: by state. num_preemptions: since the start."""
+    def set_counts(self, blocks: Mapping[str, int], num_preemptions: int, num_damaged: int = 0) -> None:
+        """blocks: by state. num_preemptions, num_damaged: since the start."""
         for state, count in blocks.items():
             self._blocks.labels(*self._values, state).set(count)
         self._preemptions.inc(num_preemptions - self._num_preemptions)
-        self._num_preemptions = num_preemptions
+        self._damaged.inc(num_damaged - self._num_damaged)
+        self._num_preemptions, self._num_damaged = num_preemptions, num_damaged
 
     def watch_slots(self, total: int, count_free: Callable[[], int]) -> None:
         """`count_free` is asked at each scrape, on the page's thread."""

@@ -1,0 +1,84 @@
+"""A step that ends a prompt to hand off says which of its layers are computed, and wakes whoever waits for one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.messages import WorkId
+from baton.sampling import SamplingParams
+from engine.config import EngineConfig
+from engine.model import fast, loader
+from engine.model.attention import probe
+from engine.model.runner import TorchModelRunner, TorchStep
+from engine.sequence import Sequence
+from engine.step import Chunk
+from tests.engine import tiny_models
+
+SIZES = EngineConfig(num_blocks=40, max_model_len=200, vocab_size=tiny_models.VOCAB_SIZE)
+WAIT_S = 20.0
+NUM_LAYERS = 2
+
+
+def runner_of(folder: Path, device: str, wake: Callable[[], None]) -> TorchModelRunner:
+    model = loader.load_model(tiny_models.save(tiny_models.CONFIGS["llama"], folder), "float32", device)
+    probed = probe(model, SIZES.max_model_len)
+    fast.apply(model, probed, SIZES.max_model_len)
+    return TorchModelRunner(model, SIZES, probed, wake=wake, layer_groups=NUM_LAYERS)
+
+
+def launch(runner: TorchModelRunner, hand_off: bool = True, end: int = 40) -> TorchStep:
+    tokens = tuple(3 + i % 7 for i in range(40))
+    seq = Sequence(WorkId(1, "r", 0), [0], tokens, SamplingParams(temperature=0.0), hand_off=hand_off)
+    seq.block_table = [1, 2, 3]
+    step = runner.launch([Chunk.of(seq, 0, end)])
+    runner.forget(seq)
+    return step
+
+
+def test_on_a_cpu_all_is_computed_at_once(tmp_path: Path) -> None:
+    step = launch(runner_of(tmp_path, "cpu", lambda: None))
+    assert step.is_done()
+    assert step.num_layers_done() == NUM_LAYERS
+
+
+@pytest.mark.gpu
+def test_a_layer_is_there_while_the_next_is_computed(tmp_path: Path) -> None:
+    woken = threading.Semaphore(0)
+    runner = runner_of(tmp_path, "cuda", woken.release)
+    launch(runner).wait()
+    for _ in range(NUM_LAYERS + 1):  # each group, and the end
+        assert woken.acquire(timeout=WAIT_S)
+    runner.pool.tensor.zero_()
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    hook = runner.model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000_000))
+    step = launch(runner)
+    hook.remove()
+    assert woken.acquire(timeout=WAIT_S)
+    assert step.num_layers_done() == 1
+    with torch.cuda.stream(beside):
+        written = runner.pool.tensor[1:4].abs().sum(dim=(0, 2, 3, 4, 5)).cpu().tolist()
+    assert not step.is_done()
+    assert written[0] > 0
+    assert written[1] == 0
+    step.wait()
+    assert step.num_layers_done() == NUM_LAYERS
+    for _ in range(NUM_LAYERS):
+        assert woken.acquire(timeout=WAIT_S)
+    assert not woken.acquire(blocking=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hand_off", "end"), [(False, 40), (True, 32)])
+def test_nobody_asks_for_layers_but_who_hands_a_prompt_over(hand_off: bool, end: int, tmp_path: Path) -> None:
+    woken = threading.Semaphore(0)
+    step = launch(runner_of(tmp_path, "cuda", woken.release), hand_off, end)
+    step.wait()
+    assert woken.acquire(timeout=WAIT_S)
+    assert step.marks is None
+    assert step.num_layers_done() == NUM_LAYERS
