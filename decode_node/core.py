@@ -47,7 +47,7 @@ from engine.node.events import (
 from engine.node.fences import Fences
 from engine.node.intake import make_sequence
 from engine.sequence import Sequence
-from engine.step import SampledToken
+from engine.step import SampledToken, StepResult
 from kv_transfer.receiver import KvReceiver, PartArrived, PartFailed, PeerLost
 
 
@@ -76,6 +76,7 @@ class DecodeCore:
         self._outbox = Outbox()
         self._reservations = Reservations(engine, receiver, self._outbox, max_waiting=max_waiting, keep_s=keep_s)
         self._running: dict[WorkId, Running] = {}
+        self._part_blocks: dict[str, int] = {}  # with the prefill nodes whose streams are up
         self._stopping = False
         self._plan = Plan()
 
@@ -85,6 +86,8 @@ class DecodeCore:
         self.engine.blocks.now = now
         self._take_transfers(now)
         self._end_overdue(now)
+        if not self.engine.has_room:
+            self._take_results(self.engine.compute(Plan(), wait=False))
         self._reservations.grant_waiting(now)
         for lease in self._reservations.take_adoptable(now):
             self._adopt(lease, now)
@@ -94,10 +97,17 @@ class DecodeCore:
             self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
 
     def compute(self, now: float) -> bool:
-        result = self.engine.compute(self._plan)
+        result = self.engine.compute(self._plan, wait=False)
+        self._take_results(result)
+        return result.again
+
+    @property
+    def device_busy_since(self) -> float | None:
+        return self.engine.device_busy_since
+
+    def _take_results(self, result: StepResult) -> None:
         for token in result.sampled:
             self._sampled(self._running[token.sequence.work], token)
-        return result.again
 
     def _take_transfers(self, now: float) -> None:
         for event in self.receiver.poll():
@@ -137,9 +147,10 @@ class DecodeCore:
                 self._reservations.commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
                 self._reservations.release(peer, release, now)
-            case PeerOpened():
-                pass  # its first Reserve says all
+            case PeerOpened(peer, part_blocks):
+                self._part_blocks[peer] = part_blocks
             case PeerClosed(peer, reason):
+                self._part_blocks.pop(peer, None)
                 self._reservations.end_peer(peer, reason, now)
             case Draining():
                 self._stopping = True
@@ -168,7 +179,7 @@ class DecodeCore:
             self._check(reserve.target_incarnation)
             if work.router_epoch not in self._outbox.epochs:
                 raise NodeUnavailable("the request's router is not subscribed to the decode node")
-            self._reservations.reserve(peer, reserve, now)
+            self._reservations.reserve(peer, self._part_blocks[peer], reserve, now)
         except BatonError as error:
             self._outbox.to_prefill(peer, Refuse(work, error))
 

@@ -35,7 +35,7 @@ class HandoffServer:
     """Serves one stream for each prefill incarnation. Asyncio thread only.
 
     A second stream of one incarnation takes the first one's place: the peer gave that up before we noticed. `hello` is
-    what this node says of itself, with the blocks of a part.
+    what this node says of itself.
     """
 
     def __init__(self, hello: Hello, transport: PeerTransport, post: Post, *, silence_s: float = SILENCE_S) -> None:
@@ -88,7 +88,7 @@ class HandoffServer:
         try:
             error = await self._connect(theirs)
             if error is None:
-                self._opened[peer] = self._post(PeerOpened(peer, self._hello.part_blocks))
+                self._opened[peer] = self._post(PeerOpened(peer, min(self._hello.part_blocks, theirs.part_blocks)))
                 log.info("handoff open peer=%s node=%s", peer, theirs.node_id)
             answer = dataclasses.replace(self._hello, error=error)
             await context.write(wire.write_decode_message(answer))

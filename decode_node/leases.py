@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from baton.layout import num_blocks_for
 from baton.messages import Commit, Reserve
+from kv_transfer.fences import Mark
+from kv_transfer.parts import Piece
 
 
 class LeaseState(enum.Enum):
@@ -27,17 +28,19 @@ class LeaseState(enum.Enum):
 
 @dataclass(slots=True)
 class Waiting:
-    """A Reserve in the queue."""
+    """A Reserve in the queue. `part_blocks`: what a part of this peer's has at most."""
 
     reserve: Reserve
     peer: str
+    part_blocks: int
     deadline: float
 
 
 @dataclass(slots=True)
 class Lease:
     """Room for one request's KV. `table` holds the prefix found here, the blocks to be filled, and the one that the
-    first step writes into; `spares` those of further samples. All are the lease's until adoption or its end."""
+    first step writes into; `spares` those of further samples. All are the lease's until adoption or its end. `parts`:
+    what the prefill node sends; `mark`: the device's work before it, some of which may use these blocks yet."""
 
     serial: int
     reserve: Reserve
@@ -47,7 +50,8 @@ class Lease:
     table: list[int]
     spares: list[int]
     num_held: int
-    part_blocks: int
+    parts: tuple[Piece, ...]
+    mark: Mark
     block_size: int
     state: LeaseState = LeaseState.GRANTED
     credits: int = 0
@@ -57,13 +61,8 @@ class Lease:
     committed: float = 0.0
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks that hold the computed tokens."""
-        return num_blocks_for(self.reserve.num_tokens, self.block_size)
-
-    @property
     def num_parts(self) -> int:
-        return -(-(self.num_blocks - self.num_held) // self.part_blocks)
+        return len(self.parts)
 
     @property
     def complete(self) -> bool:
@@ -74,10 +73,9 @@ class Lease:
         """Parts that the peer may send and that have not come."""
         return self.credits - len(self.arrived)
 
-    def blocks_of(self, part: int) -> list[int]:
-        """The pool blocks that a part fills."""
-        first = self.num_held + part * self.part_blocks
-        return self.table[first : min(first + self.part_blocks, self.num_blocks)]
+    def blocks_of(self, part: Piece) -> list[int]:
+        """The pool blocks that a part fills, all or some layers of them."""
+        return self.table[part.first : part.first + part.num_blocks]
 
     def fits(self, commit: Commit) -> bool:
         """Whether the commit is for what was reserved: this work, as many computed tokens, no more samples."""

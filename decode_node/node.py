@@ -10,6 +10,7 @@ from decode_node.core import DecodeCore
 from engine.node.build import build, count, describe, new_incarnation
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
+from engine.node.slots import slot_sizes
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.staging import Staging
@@ -17,27 +18,34 @@ from kv_transfer.staging import Staging
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     """Load the model and make the role around it. Raises ValueError, OSError or a BatonError for a person."""
-    built = build(settings)
-    slot_bytes = slot_bytes_for(settings.kv_slot_blocks, built.layout.block_bytes)
-    staging = Staging(settings.kv_slots, slot_bytes, built.device)
+    built = build(settings, wake)
+    sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
+    staging = Staging(sizes.num_slots, slot_bytes_for(sizes.part_blocks, built.layout.block_bytes), built.device)
     transport = kv_transfer.create(settings.transport, staging, wake, settings.transfer_interface)
+    verify = settings.verify_transfers
+    receiver = KvReceiver(transport, staging, built.pool_bytes, built.layout, verify=verify)
     incarnation = new_incarnation()
     core = DecodeCore(
         built.engine,
-        KvReceiver(transport, staging, built.pool_bytes, built.layout),
+        receiver,
         incarnation=incarnation,
         max_waiting=settings.max_waiting,
         keep_s=settings.tombstone_s,
     )
+
+    def warm_up() -> None:
+        built.warm_up()
+        receiver.warm_up()
+
     endpoint = TransportEndpoint(0, settings.transport, transport.info())
     return NodeParts(
         role=core,
-        warm_up=built.warm_up,
+        warm_up=warm_up,
         transport=transport,
         info=describe(settings, NodeRole.DECODE, built, incarnation, endpoint),
         tokenizer=built.tokenizer.json,
-        part_blocks=settings.kv_slot_blocks,
-        count=lambda: count(built.engine),
+        part_blocks=receiver.part_blocks,
+        count=lambda: count(built.engine, receiver.num_damaged_pieces),
         num_slots=staging.num_slots,
         count_free_slots=lambda: staging.num_free,
     )

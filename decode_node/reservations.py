@@ -21,15 +21,19 @@ from baton.errors import (
     TransferError,
     TransferTimeout,
 )
+from baton.layout import num_blocks_for
 from baton.messages import Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve, WorkId
 from decode_node.leases import Lease, LeaseState, Waiting
 from decode_node.outbox import Outbox
 from engine.engine import Engine
 from engine.holdings import Holding
+from kv_transfer.parts import plan_parts
 from kv_transfer.receiver import KvReceiver, PartArrived
 
-MAX_OPEN_PARTS = 4
-"""Slots that one lease may hold at a time, so that a slow prompt does not keep all of them from the others."""
+MIN_OPEN_PARTS = 2
+"""Slots that one lease may hold at a time, even if few are left. It may always hold as many as are free beside, so that
+a prompt alone has half of them, and a slow one does not keep all of them from the others (the dynamic threshold of
+Choudhury and Hahne, 1998)."""
 
 LEASE_OVER = RequestCancelled("the lease is over")
 
@@ -84,7 +88,7 @@ class Reservations:
 
     # ---- reserve, grant ----
 
-    def reserve(self, peer: str, reserve: Reserve, now: float) -> None:
+    def reserve(self, peer: str, part_blocks: int, reserve: Reserve, now: float) -> None:
         """Into the queue. Raises what the prefill node shall be refused with."""
         config, total = self._engine.config, self._blocks.num_total
         if len(self._queue) >= self._max_waiting:
@@ -97,7 +101,9 @@ class Reservations:
             )
         if (needed := self._num_blocks(reserve)) > total:
             raise CacheExhausted(f"{needed} KV blocks are needed and the decode node has {total}")
-        self._queue.append(Waiting(reserve, peer, now + reserve.deadline_s))
+        if not 1 <= reserve.layer_groups <= self._receiver.layout.num_layers:
+            raise InvalidRequest(f"{reserve.layer_groups} groups of layers", "layer_groups")
+        self._queue.append(Waiting(reserve, peer, part_blocks, now + reserve.deadline_s))
 
     def grant_waiting(self, now: float) -> None:
         """First come, first served; preempted requests, which are older, before all of them. Then new slots."""
@@ -131,6 +137,8 @@ class Reservations:
         self._blocks.acquire(held)
         taken = held + self._blocks.allocate(self._num_blocks(reserve) - len(held))
         cut = len(taken) - (reserve.num_samples - 1)
+        end = num_blocks_for(reserve.num_tokens, self._blocks.block_size)
+        tail = reserve.grouped_from_block, reserve.layer_groups
         self._last_serial += 1
         lease = Lease(
             serial=self._last_serial,
@@ -141,21 +149,23 @@ class Reservations:
             table=taken[:cut],
             spares=taken[cut:],
             num_held=len(held),
-            part_blocks=self._receiver.part_blocks,
+            parts=plan_parts(self._receiver.layout, waiting.part_blocks, len(held), end, *tail),
+            mark=self._receiver.mark(),
             block_size=self._blocks.block_size,
         )
         self._leases[lease.serial] = lease
         self._engine.num_reserved_seqs += reserve.num_samples
         self._post_receives(lease)
-        grant = Grant(reserve.work, lease.serial, lease.num_held, lease.num_parts, lease.credits)
-        self._outbox.to_prefill(lease.peer, grant)
+        told = lease.num_held, lease.num_parts, lease.credits, self._receiver.verify
+        self._outbox.to_prefill(lease.peer, Grant(reserve.work, lease.serial, *told))
         return True
 
     def _post_receives(self, lease: Lease) -> bool:
         """Post receives into free slots, in part order. True: the lease has more credits than before."""
         before = lease.credits
-        while lease.credits < lease.num_parts and lease.num_open < MAX_OPEN_PARTS:
-            if not self._receiver.expect(lease.peer, lease.serial, lease.credits):
+        receiver = self._receiver
+        while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, receiver.num_free_slots):
+            if not receiver.expect(lease.peer, lease.serial, lease.credits):
                 break
             lease.credits += 1
         return lease.credits > before
@@ -168,10 +178,11 @@ class Reservations:
         if lease is None or part.drained:
             self._receiver.discard(part)
             return
-        blocks = lease.blocks_of(part.part)
+        piece = lease.parts[part.part]
+        blocks = lease.blocks_of(piece)
         self._blocks.pin_write(blocks)
         try:
-            lease.transfer_bytes += self._receiver.land(part, blocks)
+            lease.transfer_bytes += self._receiver.land(part, blocks, piece.offset, piece.num_bytes, lease.mark)
         except TransferError as error:
             self._blocks.unpin_write(blocks)
             self._end(lease, error, now)

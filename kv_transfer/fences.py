@@ -1,54 +1,63 @@
-"""When is a copy on the device done? The engine's thread must not wait for it, and may be asleep by then."""
+"""When is a copy on the device done? The engine's thread must not wait for it, and may be busy by then."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-
-class Fence(Protocol):
-    """Work handed to the device. `query` says whether it is done, and never waits."""
-
-    def query(self) -> bool: ...
+Mark = Any
+"""A point in the device's work, as `CopyStream.mark` gave it."""
 
 
-class _Passed:
-    def query(self) -> bool:
-        return True
+class CopyStream:
+    """Copies beside the steps that a device computes, on a stream of its own; on a CPU in their midst.
 
-
-PASSED: Fence = _Passed()
-
-
-class Fences:
-    """Makes fences on a device; `wake` is called, on a thread of this object's, after each has passed.
-
-    On a CPU every fence has passed when it is made, and nobody is woken.
+    `after` is called when a copy is done: on a thread of this object's, or at once on a CPU.
     """
 
-    def __init__(self, device: torch.device, wake: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wake = wake
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        on_gpu = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._copies: queue.SimpleQueue[tuple[Any, Callable[[], None]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def record(self) -> Fence:
-        """Passes once all work queued so far on the current stream is done."""
-        if self._device.type != "cuda":
-            return PASSED
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    def mark(self) -> Mark:
+        """All work queued so far on the current stream."""
+        if self._stream is None:
+            return None
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
-        self._events.put(event)
+        return event
+
+    @contextlib.contextmanager
+    def beside_steps(self, after: Callable[[], None], not_before: Mark = None) -> Iterator[None]:
+        """What is queued within waits for `not_before` and earlier copies, but not for the steps under way; steps that
+        are launched later wait for it. Then `after` is called, and what it refers to lives until then."""
+        if self._stream is None:
+            yield
+            after()
+            return
+        with torch.cuda.stream(self._stream):
+            if not_before is not None:
+                self._stream.wait_event(not_before)
+            yield
+            done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(done)
+        self._copies.put((done, after))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="kv-fences", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="kv-copies", daemon=True)
             self._thread.start()
-        return PASSED if event.query() else event
 
     def _watch(self) -> None:
+        torch.cuda.set_device(self._device)  # a thread begins with the first, and would make a context there
         while True:
-            self._events.get().synchronize()
-            self._wake()
+            done, after = self._copies.get()
+            done.synchronize()
+            after()

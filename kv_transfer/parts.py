@@ -1,9 +1,11 @@
-"""What travels: a part is a header and some blocks' bytes, in one message with a tag of its own.
+"""What travels: a part is a header and pieces of some blocks, in one message with a tag of its own.
 
-    0        64          256                                    256 + num_blocks * block_bytes
-    | header | (nothing) | block | block | ...                  |
+    0        64          256                         256 + num_blocks * piece_bytes
+    | header | (nothing) | piece | piece | ...       | checksum of each piece, if asked for |
 
-The header repeats what the tag and the grant say already, since transports match by tag alone and check nothing.
+A piece is a block, or the same range of layers of each block. `plan_parts` says which parts a request has: both sides
+derive them from numbers that both know. The header repeats what the tag and the plan say already, since transports
+match by tag alone and check nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from baton.errors import LayoutMismatch, TransferError
-from baton.layout import KvLayout
+from baton.layout import KvLayout, layer_groups_of
 from kv_transfer.transport import TAG_BITS
 
 HEADER_BYTES = 64
+HEADER_WORDS = HEADER_BYTES // 8
 PAYLOAD_OFFSET = 256
 """Keeps the payload aligned for the widest loads of a GPU."""
 
@@ -25,12 +28,18 @@ PART_BITS = 23
 LEASE_BITS = TAG_BITS - PART_BITS
 
 _MAGIC = b"BTNP"
-_VERSION = 1
-_FIELDS = struct.Struct("<4sHHQIIQ16s12x")  # magic, version, flags, lease, part, blocks, payload bytes, layout digest
+_VERSION = 2
+_FIELDS = struct.Struct("<4sHHQIIQ16sII4x")
+"""magic, version, flags, lease, part, blocks, payload bytes, layout digest, first byte and bytes of each block."""
 _CRC = struct.Struct("<I")
 assert _FIELDS.size + _CRC.size == HEADER_BYTES
 
 _DRAIN = 1
+_CHECKED = 2
+
+CHECKSUM_BYTES = 8
+MAX_PIECES = 4096
+"""In one part, so that a slot has room for their checksums."""
 
 
 def tag_of(lease: int, part: int) -> int:
@@ -49,41 +58,104 @@ def untag(tag: int) -> tuple[int, int]:
 
 
 def slot_bytes_for(part_blocks: int, block_bytes: int) -> int:
-    """Bytes of a slot that holds parts of `part_blocks` blocks."""
-    return PAYLOAD_OFFSET + part_blocks * block_bytes
+    """Bytes of a slot that holds parts of `part_blocks` blocks, with checksums."""
+    return PAYLOAD_OFFSET + part_blocks * block_bytes + MAX_PIECES * CHECKSUM_BYTES
 
 
 def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
     """Blocks that fit into a slot."""
-    return max(0, slot_bytes - PAYLOAD_OFFSET) // block_bytes
+    return max(0, slot_bytes - PAYLOAD_OFFSET - MAX_PIECES * CHECKSUM_BYTES) // block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a part carries: of each block [first, first + num_blocks) of a request's table the bytes [offset, offset +
+    num_bytes), which are those of layers below `end_layer`."""
+
+    first: int
+    num_blocks: int
+    offset: int
+    num_bytes: int
+    end_layer: int
+
+
+def plan_parts(
+    layout: KvLayout, part_blocks: int, first: int, end: int, grouped_from: int = 0, num_groups: int = 1
+) -> tuple[Piece, ...]:
+    """The parts of blocks [first, end) of a request's table, in the order in which they are sent: whole blocks, up to
+    `part_blocks` at a time; those from `grouped_from` on by groups of layers, all blocks of the first group before any
+    of the next. Each part has at most the bytes of `part_blocks` blocks."""
+    if num_groups == 1 or layout.block_bytes % layout.num_layers:
+        grouped_from = end
+    cut = min(max(first, grouped_from), end)
+    whole, layer_bytes = layout.block_bytes, layout.block_bytes // layout.num_layers
+    pieces = _pieces(first, cut, min(part_blocks, MAX_PIECES), 0, whole, layout.num_layers)
+    for start_layer, end_layer in layer_groups_of(layout.num_layers, num_groups) if cut < end else ():
+        offset, num_bytes = start_layer * layer_bytes, (end_layer - start_layer) * layer_bytes
+        most = min(part_blocks * whole // num_bytes, MAX_PIECES)
+        pieces += _pieces(cut, end, most, offset, num_bytes, end_layer)
+    return tuple(pieces)
+
+
+def _pieces(first: int, end: int, most: int, offset: int, num_bytes: int, end_layer: int) -> list[Piece]:
+    return [Piece(at, min(most, end - at), offset, num_bytes, end_layer) for at in range(first, end, most)]
 
 
 @dataclass(frozen=True, slots=True)
 class PartHeader:
-    """`drain`: the part carries nothing; the sender has no use for the credit."""
+    """`offset` and `piece_bytes`: the bytes of each block that it carries. `checked`: with checksums. `drain`: the part
+    carries nothing; the sender has no use for the credit."""
 
     lease: int
     part: int
     num_blocks: int
-    payload_bytes: int
+    offset: int
+    piece_bytes: int
     layout_digest: bytes
+    checked: bool = False
     drain: bool = False
 
     SIZE: ClassVar[int] = HEADER_BYTES
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.num_blocks * self.piece_bytes
+
+    @property
+    def checksums_at(self) -> int:
+        """Where the checksums begin, from the start of the part: aligned to their size."""
+        return PAYLOAD_OFFSET + -(-self.payload_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES
+
+    @property
+    def message_bytes(self) -> int:
+        """Of the whole part."""
+        if self.drain:
+            return HEADER_BYTES
+        return self.checksums_at + self.num_blocks * CHECKSUM_BYTES if self.checked else self.payload_end
+
+    @property
+    def payload_end(self) -> int:
+        return PAYLOAD_OFFSET + self.payload_bytes
 
     def pack(self) -> bytes:
         """64 bytes, the last four a checksum."""
         fields = _FIELDS.pack(
             _MAGIC,
             _VERSION,
-            _DRAIN if self.drain else 0,
+            _DRAIN * self.drain | _CHECKED * self.checked,
             self.lease,
             self.part,
             self.num_blocks,
             self.payload_bytes,
             self.layout_digest,
+            self.offset,
+            self.piece_bytes,
         )
         return fields + _CRC.pack(zlib.crc32(fields))
+
+    def words(self) -> tuple[int, ...]:
+        """What `pack` gives as HEADER_WORDS signed numbers of 8 bytes, the machine's."""
+        return struct.unpack(f"={HEADER_WORDS}q", self.pack())
 
     @classmethod
     def parse(cls, data: bytes) -> PartHeader:
@@ -93,16 +165,20 @@ class PartHeader:
         fields, (crc,) = data[: _FIELDS.size], _CRC.unpack(data[_FIELDS.size :])
         if zlib.crc32(fields) != crc:
             raise TransferError("a KV part's header is damaged")
-        _, version, flags, lease, part, num_blocks, payload_bytes, digest = _FIELDS.unpack(fields)
+        _, version, flags, lease, part, num_blocks, payload_bytes, digest, offset, piece_bytes = _FIELDS.unpack(fields)
         if version != _VERSION:
             raise TransferError(f"KV part of version {version}, not {_VERSION}")
-        return cls(lease, part, num_blocks, payload_bytes, digest, bool(flags & _DRAIN))
+        if payload_bytes != num_blocks * piece_bytes:
+            raise TransferError(f"KV part of {payload_bytes} bytes, not {num_blocks} x {piece_bytes}")
+        return cls(
+            lease, part, num_blocks, offset, piece_bytes, digest, bool(flags & _CHECKED), bool(flags & _DRAIN)
+        )  # fmt: skip
 
-    def require(self, lease: int, part: int, num_blocks: int, layout: KvLayout) -> None:
+    def require(self, lease: int, part: int, num_blocks: int, offset: int, piece_bytes: int, layout: KvLayout) -> None:
         """Raise TransferError unless this heads exactly that part, and LayoutMismatch for blocks of another layout."""
         if self.layout_digest != layout.digest():
             raise LayoutMismatch(f"part {part} of lease {lease} has blocks of another layout", "layout_digest")
-        wanted = (lease, part, num_blocks, num_blocks * layout.block_bytes, False)
-        found = (self.lease, self.part, self.num_blocks, self.payload_bytes, self.drain)
+        wanted = (lease, part, num_blocks, offset, piece_bytes, False)
+        found = (self.lease, self.part, self.num_blocks, self.offset, self.piece_bytes, self.drain)
         if found != wanted:
-            raise TransferError(f"(lease, part, blocks, bytes, drain) {found}, expected {wanted}")
+            raise TransferError(f"(lease, part, blocks, first byte, bytes, drain) {found}, expected {wanted}")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from baton.audit import KvSlot
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from baton_kernels.block_copy import scatter_blocks
-from kv_transfer.fences import Fence, Fences
+from baton_kernels.block_checksum import block_checksums
+from baton_kernels.block_copy import host_numbers, scatter_blocks
+from kv_transfer.fences import CopyStream, Mark
 from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, part_blocks_for, tag_of
 from kv_transfer.sender import PartFailed
 from kv_transfer.staging import SlotOwner, SlotState, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
+
+log = logging.getLogger(__name__)
 
 __all__ = ["KvReceiver", "PartArrived", "PartFailed", "PeerLost"]
 
@@ -41,27 +47,36 @@ class KvReceiver:
     """Receives parts through a transport that serves nobody else. Engine's thread only.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device; written by `land` alone. What the network
-    writes, whenever it does, ends in a slot.
+    writes, whenever it does, ends in a slot. `verify`: parts must come with checksums. Checksums that come, asked for
+    or not, are compared before a block is touched; `num_damaged_pieces` counts those that differed.
     """
 
-    def __init__(self, transport: Transport, staging: Staging, pool_bytes: Tensor, layout: KvLayout) -> None:
+    def __init__(
+        self, transport: Transport, staging: Staging, pool_bytes: Tensor, layout: KvLayout, *, verify: bool = False
+    ) -> None:
         assert pool_bytes.shape[1] == layout.block_bytes
+        self.layout = layout
+        self.verify = verify
+        self.num_damaged_pieces = 0
         self.part_blocks = part_blocks_for(staging.slot_bytes, layout.block_bytes)
-        """Blocks in a part, but for a lease's last."""
+        """The most blocks that a part may have, or as many bytes of more."""
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._transport = transport
         self._staging = staging
-        self._fences = Fences(staging.device, transport.wake)
+        self._copies = CopyStream(staging.device)
         self._pool = pool_bytes
-        self._layout = layout
         self._expected: dict[int, tuple[str, int, int]] = {}  # slot -> peer, lease, part
         self._arrived: set[int] = set()  # slots
-        self._landing: deque[tuple[Fence, int]] = deque()  # slots that a copy on the device still reads
+        self._landing: set[int] = set()  # slots that a copy on the device still reads
+        self._lock = threading.Lock()  # over those and their states
 
     @property
     def num_free_slots(self) -> int:
-        self._free_landed()
         return self._staging.num_free
+
+    def mark(self) -> Mark:
+        """All work queued on the device so far: of blocks that are taken now, what earlier owners queued."""
+        return self._copies.mark()
 
     def expect(self, peer: str, lease: int, part: int) -> bool:
         """Post a receive for a part, before the peer may send it. False: no slot is free.
@@ -70,7 +85,6 @@ class KvReceiver:
         can name.
         """
         tag = tag_of(lease, part)
-        self._free_landed()
         slot = self._staging.take(SlotOwner(peer, lease, part))
         if slot is None:
             return False
@@ -81,7 +95,6 @@ class KvReceiver:
 
     def poll(self) -> list[PartArrived | PartFailed | PeerLost]:
         """What happened since the last call. The slot of a PartFailed is free."""
-        self._free_landed()
         events: list[PartArrived | PartFailed | PeerLost] = []
         for event in self._transport.poll():
             match event:
@@ -98,24 +111,36 @@ class KvReceiver:
                     raise AssertionError("a receiver sends nothing")
         return events
 
-    def land(self, arrived: PartArrived, blocks: Sequence[int]) -> int:
-        """Copy the part over the pool's `blocks`, in order; returns its payload's bytes. The slot is given back.
+    def land(
+        self,
+        arrived: PartArrived,
+        blocks: Sequence[int],
+        offset: int = 0,
+        piece_bytes: int | None = None,
+        not_before: Mark = None,
+    ) -> int:
+        """Copy the part over the pool's `blocks`, in order: over the bytes [offset, offset + piece_bytes) of each, or
+        all. Returns its payload's bytes. The slot is given back.
 
-        The copy is in order with the work queued on the current stream. Raises TransferError, with the pool untouched
-        and the slot given back, when the header does not say exactly this lease, part, number of blocks and layout.
+        The copy waits for `not_before` and for no other work on the device; what is queued on the current stream after
+        it waits for the copy. Raises TransferError, with the pool untouched and the slot given back, when the header
+        does not say exactly this lease, part, blocks, bytes and layout, or a checksum is missing or wrong.
         """
+        slot, header = self._staging.memory(arrived.slot), arrived.header
+        num_bytes = self.layout.block_bytes if piece_bytes is None else piece_bytes
         self._arrived.remove(arrived.slot)
         try:
-            arrived.header.require(arrived.lease, arrived.part, len(blocks), self._layout)
+            header.require(arrived.lease, arrived.part, len(blocks), offset, num_bytes, self.layout)
+            self._check(slot, header)
         except TransferError:
             self._staging.give_back(arrived.slot)
             raise
-        num_bytes = arrived.header.payload_bytes
-        payload = self._staging.memory(arrived.slot)[PAYLOAD_OFFSET : PAYLOAD_OFFSET + num_bytes]
-        scatter_blocks(payload.view(len(blocks), self._layout.block_bytes), self._pool, blocks)
-        self._landing.append((self._fences.record(), arrived.slot))
-        self._free_landed()
-        return num_bytes
+        payload = slot[PAYLOAD_OFFSET : header.payload_end].view(len(blocks), num_bytes)
+        self._landing.add(arrived.slot)
+        numbers = host_numbers(blocks, self._staging.device)
+        with self._copies.beside_steps(partial(self._landed, arrived.slot, numbers), not_before):
+            scatter_blocks(payload, self._pool[:, offset : offset + num_bytes], numbers)
+        return header.payload_bytes
 
     def discard(self, arrived: PartArrived) -> None:
         """Give back the slot of a part that nobody wants. No block is touched."""
@@ -124,17 +149,26 @@ class KvReceiver:
 
     def slots(self) -> list[KvSlot]:
         """For the audit."""
-        self._free_landed()
-        return self._staging.audit()
+        with self._lock:
+            return self._staging.audit()
+
+    def warm_up(self) -> None:
+        """Do once what parts need compiled on a GPU, with block 0, which is nobody's. Before the first part."""
+        if self._staging.device.type == "cuda":
+            for num_bytes in {self.layout.block_bytes, self.layout.block_bytes // self.layout.num_layers}:
+                payload = self._staging.memory(0)[PAYLOAD_OFFSET : PAYLOAD_OFFSET + num_bytes].view(1, num_bytes)
+                scatter_blocks(payload, self._pool[:, :num_bytes], [0])
+                block_checksums(payload)
 
     def check_integrity(self) -> None:
         """Assert that each slot is free or one part's, and in flight exactly when the transport has it."""
-        staging, landing = self._staging, {slot for _, slot in self._landing}
-        staging.check_integrity()
-        assert all(staging.state(slot) is SlotState.IN_FLIGHT for slot in self._expected)
-        assert all(staging.state(slot) is SlotState.HELD for slot in self._arrived | landing)
-        owned = len(self._expected) + len(self._arrived) + len(landing)
-        assert staging.num_free + owned == staging.num_slots, "a slot has no owner"
+        staging = self._staging
+        with self._lock:
+            staging.check_integrity()
+            assert all(staging.state(slot) is SlotState.IN_FLIGHT for slot in self._expected)
+            assert all(staging.state(slot) is SlotState.HELD for slot in self._arrived | self._landing)
+            owned = len(self._expected) + len(self._arrived) + len(self._landing)
+            assert staging.num_free + owned == staging.num_slots, "a slot has no owner"
 
     def _take_in(self, slot: int) -> PartArrived | PartFailed:
         peer, lease, part = self._expected.pop(slot)
@@ -147,6 +181,25 @@ class KvReceiver:
         self._arrived.add(slot)
         return PartArrived(peer, lease, part, slot, header)
 
-    def _free_landed(self) -> None:
-        while self._landing and self._landing[0][0].query():
-            self._staging.give_back(self._landing.popleft()[1])
+    def _check(self, slot: Tensor, header: PartHeader) -> None:
+        """Compare checksums. Waits for a GPU, some tens of microseconds: who asks for them pays for them."""
+        if not header.checked:
+            if self.verify:
+                raise TransferError(f"part {header.part} of lease {header.lease} has no checksums")
+            return
+        with self._staging.reading():
+            rows = slot[PAYLOAD_OFFSET : header.payload_end].view(header.num_blocks, header.piece_bytes)
+            sent = slot[header.checksums_at : header.message_bytes].view(torch.int64)
+            num_damaged = int((block_checksums(rows) != sent).sum())
+        if num_damaged:
+            self.num_damaged_pieces += num_damaged
+            text = f"{num_damaged} of {header.num_blocks} blocks of part {header.part} are damaged"
+            log.error("kv damaged lease=%d part=%d num_damaged=%d", header.lease, header.part, num_damaged)
+            raise TransferError(text)
+
+    def _landed(self, slot: int, _used: Tensor) -> None:
+        """Its copy is done, and has `_used` no longer. On the engine's thread, or that of the copies."""
+        with self._lock:
+            self._landing.remove(slot)
+            self._staging.give_back(slot)
+        self._transport.wake()  # somebody may wait for a slot

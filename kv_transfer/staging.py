@@ -104,13 +104,13 @@ class Staging:
         return self._memory[slot]
 
     def read(self, slot: int, num_bytes: int) -> bytes:
-        """The first bytes of a slot that arrived. Does not wait for work queued on the device's current stream."""
-        with torch.cuda.stream(self._reads) if self._reads else contextlib.nullcontext():
+        """The first bytes of a slot that arrived."""
+        with self.reading():
             return bytes(self._memory[slot][:num_bytes].cpu().numpy())
 
-    def write(self, slot: int, data: bytes) -> None:
-        """Put `data` at the slot's start, in order with the work queued on the current stream."""
-        self._memory[slot][: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    def reading(self) -> contextlib.AbstractContextManager[object]:
+        """What looks at slots that arrived: within, a GPU does not wait for work queued on the current stream."""
+        return torch.cuda.stream(self._reads) if self._reads else contextlib.nullcontext()
 
     def renew(self, slot: int, is_over: Callable[[], bool] = lambda: True) -> None:
         """Give a slot in flight other memory. Called by the transport, on its thread, before it reports Failed.

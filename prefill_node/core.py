@@ -19,7 +19,9 @@ from baton.errors import (
     Overloaded,
     PeerLost,
     RequestCancelled,
+    TransferError,
 )
+from baton.layout import num_blocks_for
 from baton.messages import (
     Abort,
     Commit,
@@ -64,7 +66,8 @@ from engine.node.events import (
 from engine.node.fences import Fences
 from engine.node.intake import make_sequence
 from engine.sequence import Sequence
-from engine.step import SampledToken
+from engine.step import SampledToken, StepResult
+from kv_transfer.parts import Piece, plan_parts
 from kv_transfer.sender import KvSender, PartFailed, PartSent
 from kv_transfer.sender import PeerLost as PeerGone
 from prefill_node.handoff import DecodePeer, Drain, Handoff, HandoffState
@@ -72,20 +75,31 @@ from prefill_node.handoff import DecodePeer, Drain, Handoff, HandoffState
 
 class PrefillCore:
     """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; `keep_s` is for
-    how long tombstones are kept: longer than the longest deadline."""
+    how long tombstones are kept: longer than the longest deadline. A prompt's last chunk travels by `layer_groups`
+    groups of layers if it has more than `whole_tokens` tokens."""
 
     def __init__(
-        self, engine: Engine, sender: KvSender, *, incarnation: str, max_waiting: int = 4096, keep_s: float = 7200.0
+        self,
+        engine: Engine,
+        sender: KvSender,
+        *,
+        incarnation: str,
+        max_waiting: int = 4096,
+        keep_s: float = 7200.0,
+        layer_groups: int = 1,
+        whole_tokens: int = 0,
     ) -> None:
         self.engine = engine
         self.sender = sender
         self._incarnation = incarnation
         self._max_waiting = max_waiting
+        self._layer_groups = layer_groups
+        self._whole_tokens = whole_tokens
         self._fences = Fences(keep_s)
         self._epochs: set[int] = set()
         self._handoffs: dict[WorkId, Handoff] = {}
         self._peers: dict[str, DecodePeer] = {}
-        self._part_blocks: dict[str, int] = {}  # of the decode nodes whose streams are up
+        self._part_blocks: dict[str, int] = {}  # with the decode nodes whose streams are up
         self._outputs: list[Output] = []
         self._stopping = False
         self._plan = Plan()
@@ -96,17 +110,26 @@ class PrefillCore:
         self.engine.blocks.now = now
         self._take_transfers(now)
         self._end_overdue(now)
+        if not self.engine.has_room:
+            self._take_results(self.engine.compute(Plan(), wait=False), now)
         self._move_on(now)
         self._plan = self.engine.schedule(now)
         for sequence in self._plan.started:
             self._started(self._handoffs[sequence.work], sequence, now)
 
     def compute(self, now: float) -> bool:
-        result = self.engine.compute(self._plan)
-        for token in result.sampled:
-            self._sampled(self._handoffs[token.sequence.work], token, now + result.elapsed_s)
+        result = self.engine.compute(self._plan, wait=False)
+        self._take_results(result, now)
         self._move_on(now)
         return result.again
+
+    @property
+    def device_busy_since(self) -> float | None:
+        return self.engine.device_busy_since
+
+    def _take_results(self, result: StepResult, now: float) -> None:
+        for token in result.sampled:
+            self._sampled(self._handoffs[token.sequence.work], token, now)
 
     def _move_on(self, now: float) -> None:
         """Whatever an event or a step has made possible."""
@@ -211,7 +234,7 @@ class PrefillCore:
     def _from_decode(self, peer: DecodePeer, message: object, now: float) -> None:
         match message:
             case Grant() as grant:
-                self._granted(peer, grant)
+                self._granted(peer, grant, now)
             case Credit(lease, credits):
                 if handoff := peer.leases.get(lease):
                     handoff.credits = max(handoff.credits, credits)
@@ -229,7 +252,7 @@ class PrefillCore:
                     else:
                         handoff.accepted = True
 
-    def _granted(self, peer: DecodePeer, grant: Grant) -> None:
+    def _granted(self, peer: DecodePeer, grant: Grant, now: float) -> None:
         if grant.lease <= peer.last_lease:
             return  # a repeat
         peer.last_lease = grant.lease
@@ -240,7 +263,18 @@ class PrefillCore:
             self._to_decode(peer.target, Release(grant.lease, grant.work))
             return
         handoff.grant, handoff.credits = grant, grant.credits
+        handoff.parts = self._plan_parts(handoff, grant)
         peer.leases[grant.lease] = handoff
+        if len(handoff.parts) != grant.num_parts:
+            text = f"{peer.target.incarnation} expects {grant.num_parts} parts, and they are {len(handoff.parts)}"
+            self._fail(handoff, TransferError(text), now)
+
+    def _plan_parts(self, handoff: Handoff, grant: Grant) -> tuple[Piece, ...]:
+        assert handoff.target is not None
+        part_blocks = self._part_blocks[handoff.target.incarnation]
+        end = num_blocks_for(handoff.sequence.num_tokens, self.engine.config.block_size)
+        tail = handoff.grouped_from_block, handoff.layer_groups
+        return plan_parts(self.sender.layout, part_blocks, grant.num_held_blocks, end, *tail)
 
     # ---- what the engine did ----
 
@@ -252,6 +286,9 @@ class PrefillCore:
         if prefill.decode is None or self._remaining(prefill) <= 1:
             return
         block_size = self.engine.config.block_size
+        last_chunk = self._start_of_last_chunk(sequence)
+        if sequence.num_tokens - last_chunk > self._whole_tokens:
+            handoff.grouped_from_block, handoff.layer_groups = last_chunk // block_size, self._layer_groups
         reserve = Reserve(
             work=prefill.work,
             target_incarnation=prefill.decode.incarnation,
@@ -260,10 +297,21 @@ class PrefillCore:
             num_samples=len(prefill.samples),
             deadline_s=handoff.deadline - now,
             max_total_tokens=len(prefill.prompt_tokens) + prefill.sampling.max_tokens,
+            grouped_from_block=handoff.grouped_from_block,
+            layer_groups=handoff.layer_groups,
         )
         self._peers.setdefault(prefill.decode.incarnation, DecodePeer(prefill.decode))
         handoff.reserved = True
         self._to_decode(prefill.decode, reserve)
+
+    def _start_of_last_chunk(self, sequence: Sequence) -> int:
+        """The token that it begins with, as far as can be told when the first is scheduled: if nobody else takes of the
+        budget. Otherwise more or less of the prompt travels by groups of layers, which is as right and not as quick."""
+        rest = sequence.num_tokens - sequence.num_launched_tokens
+        if not rest:
+            return sequence.num_computed_tokens
+        budget = self.engine.config.max_num_batched_tokens
+        return sequence.num_tokens - ((rest - 1) % budget + 1)
 
     def _sampled(self, handoff: Handoff, token: SampledToken, now: float) -> None:
         logprobs = (token.logprobs,) if token.logprobs else ()
@@ -278,12 +326,16 @@ class PrefillCore:
         """Gather and push what is computed and has a slot at both ends."""
         if handoff.grant is None or handoff.target is None:
             return
-        part_blocks = self._part_blocks[handoff.target.incarnation]
-        blocks = self.engine.blocks
-        while part := handoff.ready_blocks(part_blocks, blocks.block_size):
-            blocks.pin_read(part)
-            sent = self.sender.send(handoff.target.incarnation, handoff.grant.lease, handoff.next_part, part)
-            blocks.unpin_read(part)
+        blocks, grant, peer = self.engine.blocks, handoff.grant, handoff.target.incarnation
+        checked = grant.checksums or self.sender.verify
+        num_layers = self.engine.num_layers_computed(handoff.sequence)
+        while part := handoff.ready_part(blocks.block_size, num_layers):
+            named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
+            blocks.pin_read(named)
+            sent = self.sender.send(
+                peer, grant.lease, handoff.next_part, named, part.offset, part.num_bytes, checked
+            )  # fmt: skip
+            blocks.unpin_read(named)
             if not sent:
                 return
             handoff.next_part += 1

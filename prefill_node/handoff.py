@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from baton.layout import num_blocks_for
 from baton.messages import DecodeTarget, Grant, Prefill, SampleEnd, Tokens, WorkId
 from engine.sequence import Sequence
+from kv_transfer.parts import Piece
 
 
 class HandoffState(enum.Enum):
@@ -25,7 +25,9 @@ class HandoffState(enum.Enum):
 
 @dataclass(slots=True)
 class Handoff:
-    """`results` is what the prompt's last chunk sampled: news for the router, held back until D has granted."""
+    """`results` is what the prompt's last chunk sampled: news for the router, held back until D has granted. `parts`
+    are known from the grant on, and derived by D from the same numbers; the blocks from `grouped_from_block` on go by
+    `layer_groups`."""
 
     message: Prefill
     epoch: int
@@ -35,7 +37,10 @@ class Handoff:
     started: float = 0.0
     reserved: bool = False  # D was asked, and has to be told of the end
     state: HandoffState = HandoffState.COMPUTING
+    grouped_from_block: int = 0
+    layer_groups: int = 1
     grant: Grant | None = None
+    parts: tuple[Piece, ...] = ()
     credits: int = 0
     next_part: int = 0  # parts below it are gathered and on their way
     results: list[Tokens | SampleEnd] = field(default_factory=list)
@@ -56,18 +61,17 @@ class Handoff:
 
     @property
     def all_gathered(self) -> bool:
-        return self.grant is not None and self.next_part == self.grant.num_parts
+        return self.grant is not None and self.next_part == len(self.parts)
 
-    def ready_blocks(self, part_blocks: int, block_size: int) -> list[int] | None:
-        """The pool blocks of the next part, if D has a slot for it and its KV is computed."""
-        if self.grant is None or self.next_part >= self.credits:
+    def ready_part(self, block_size: int, num_layers: int) -> Piece | None:
+        """The next part, if D has a slot for it and its KV is computed: all of these blocks, or the first `num_layers`
+        layers of all blocks."""
+        if self.next_part >= min(self.credits, len(self.parts)):
             return None
-        num_tokens = self.sequence.num_tokens
-        first = self.grant.num_held_blocks + self.next_part * part_blocks
-        last = min(first + part_blocks, num_blocks_for(num_tokens, block_size))
-        if self.sequence.num_computed_tokens < min(last * block_size, num_tokens):
-            return None
-        return self.sequence.block_table[first:last]
+        part, sequence = self.parts[self.next_part], self.sequence
+        last_token = min((part.first + part.num_blocks) * block_size, sequence.num_tokens)
+        is_ready = sequence.num_computed_tokens >= last_token or part.end_layer <= num_layers
+        return part if is_ready else None
 
 
 @dataclass(slots=True)

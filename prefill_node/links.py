@@ -10,7 +10,7 @@ import grpc
 
 from baton import wire
 from baton.channels import CHANNEL_OPTIONS
-from baton.errors import BatonError, InvalidRequest, LayoutMismatch, NodeUnavailable
+from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.messages import DecodeTarget, Hello, PrefillToDecode, Reserve
 from baton.v1 import node_pb2_grpc
 from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
@@ -37,7 +37,7 @@ class DecodeLinks:
 
     Messages wait in order while a stream is being opened. Each stream's end is told to the role once, as PeerClosed;
     what the role said before it heard that is dropped, and only a Reserve opens a new stream.
-    `hello` is what this node says of itself; its `part_blocks` the most blocks that one of its slots holds.
+    `hello` is what this node says of itself.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DecodeLinks:
                 return rpc_reason(error)
             except BatonError as error:
                 return describe(error)
-            self._post(PeerOpened(link.peer, theirs.part_blocks))
+            self._post(PeerOpened(link.peer, min(self._hello.part_blocks, theirs.part_blocks)))
             log.info("handoff open peer=%s node=%s address=%s", link.peer, theirs.node_id, target.address)
             return await link.carry(call.read, call.write, self._post, self._silence_s, self._idle_s)
 
@@ -127,6 +127,7 @@ class DecodeLinks:
             layout=self._hello.layout,
             endpoints=self._hello.endpoints,
             target_incarnation=target.incarnation,
+            part_blocks=self._hello.part_blocks,
         )
         await call.write(wire.write_prefill_message(hello))
         answer = await call.read()
@@ -138,7 +139,4 @@ class DecodeLinks:
         check_hello(self._hello, theirs)
         if theirs.incarnation != target.incarnation:
             raise NodeUnavailable(f"{target.address} is incarnation {theirs.incarnation}, not {target.incarnation}")
-        if theirs.part_blocks > self._hello.part_blocks:
-            text = f"kv_slot_blocks {self._hello.part_blocks} < {theirs.part_blocks} of {theirs.node_id}"
-            raise LayoutMismatch(text, "kv_slot_blocks")
         return theirs

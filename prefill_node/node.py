@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import kv_transfer
 from baton.messages import NodeRole, TransportEndpoint
+from engine.model.graphs import PROMPT_SIZES
 from engine.node.build import build, count, describe, new_incarnation
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
+from engine.node.slots import slot_sizes
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
@@ -17,26 +19,35 @@ from prefill_node.core import PrefillCore
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     """Load the model and make the role around it. Raises ValueError, OSError or a BatonError for a person."""
-    built = build(settings)
-    slot_bytes = slot_bytes_for(settings.kv_slot_blocks, built.layout.block_bytes)
-    staging = Staging(settings.kv_slots, slot_bytes, built.device)
+    built = build(settings, wake)
+    sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
+    staging = Staging(sizes.num_slots, slot_bytes_for(sizes.part_blocks, built.layout.block_bytes), built.device)
     transport = kv_transfer.create(settings.transport, staging, wake, settings.transfer_interface)
+    verify = settings.verify_transfers
+    sender = KvSender(transport, staging, built.pool_bytes, built.layout, verify=verify)
     incarnation = new_incarnation()
     core = PrefillCore(
         built.engine,
-        KvSender(transport, staging, built.pool_bytes, built.layout),
+        sender,
         incarnation=incarnation,
         max_waiting=settings.max_waiting,
         keep_s=settings.tombstone_s,
+        layer_groups=min(built.layer_groups, built.layout.num_layers),
+        whole_tokens=max(PROMPT_SIZES) if built.graph_sizes else 0,
     )
+
+    def warm_up() -> None:
+        built.warm_up()
+        sender.warm_up()
+
     endpoint = TransportEndpoint(0, settings.transport, transport.info())
     return NodeParts(
         role=core,
-        warm_up=built.warm_up,
+        warm_up=warm_up,
         transport=transport,
         info=describe(settings, NodeRole.PREFILL, built, incarnation, endpoint),
         tokenizer=built.tokenizer.json,
-        part_blocks=settings.kv_slot_blocks,
+        part_blocks=sender.part_blocks,
         count=lambda: count(built.engine),
         num_slots=staging.num_slots,
         count_free_slots=lambda: staging.num_free,

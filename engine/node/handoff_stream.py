@@ -112,6 +112,8 @@ def check_hello(mine: Hello, theirs: Hello) -> None:
     if theirs.protocol_version != PROTOCOL_VERSION:
         raise TransferError(f"protocol version {theirs.protocol_version} of {theirs.node_id} != {PROTOCOL_VERSION}")
     mine.layout.require_same(theirs.layout, theirs.node_id)
+    if theirs.part_blocks < 1:
+        raise TransferError(f"{theirs.node_id} takes no block in a part")
 
 
 def check_target(mine: Hello, theirs: Hello) -> None:

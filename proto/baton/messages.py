@@ -189,7 +189,8 @@ class Load:
 class Reserve:
     """Ask for room for `num_tokens` computed tokens and one step more, for `num_samples` forks.
 
-    Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt.
+    Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt. The
+    blocks from `grouped_from_block` on will travel by `layer_groups` groups of layers, those before as whole blocks.
     """
 
     work: WorkId
@@ -199,6 +200,8 @@ class Reserve:
     num_samples: int
     deadline_s: float
     max_total_tokens: int
+    grouped_from_block: int = 0
+    layer_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +236,15 @@ PrefillToDecode = Reserve | Commit | Release
 @dataclass(frozen=True, slots=True)
 class Grant:
     """Room is reserved. Of `ceil(num_tokens / block_size)` blocks the first `num_held_blocks` are on the decode node
-    already; part i carries the i-th group of `part_blocks` (agreed in Hello) of the rest."""
+    already; the rest travels in `num_parts` parts, as `kv_transfer.parts.plan_parts` has them. `checksums`: each part
+    must carry its checksums."""
 
     work: WorkId
     lease: int
     num_held_blocks: int
     num_parts: int
     credits: int
+    checksums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +329,8 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a handoff stream, both ways. `part_blocks` is the decode node's; `error` refuses the peer."""
+    """First message of a handoff stream, both ways. `part_blocks`: blocks that fit into a part; of both nodes the
+    smaller number holds. `error` refuses the peer."""
 
     incarnation: str
     node_id: str

@@ -43,8 +43,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         blocks = "--num-gpu-blocks-override=4096"
         narrow = cluster.node("prefill", "prefill-64", "--max-num-batched-tokens=64", blocks)
         ahead = "--async-scheduling"  # as on a GPU; the other two retire each step before the next
-        wide = cluster.node("prefill", "prefill-2048", "--max-num-batched-tokens=2048", blocks, ahead)
-        decode = cluster.node("decode", "decode-large", blocks, ahead)
+        groups = "--kv-layer-groups=3"
+        wide = cluster.node("prefill", "prefill-2048", "--max-num-batched-tokens=2048", blocks, ahead, groups)
+        decode = cluster.node("decode", "decode-large", blocks, ahead, "--verify-transfers")
         small = cluster.node("decode", "decode-small", "--num-gpu-blocks-override=256")
         routers = [cluster.router([p], [d]) for p, d in ((narrow, decode), (wide, decode), (wide, small))]
         for router in routers:

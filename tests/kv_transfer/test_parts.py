@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +16,7 @@ from kv_transfer.parts import (
     PAYLOAD_OFFSET,
     PartHeader,
     part_blocks_for,
+    plan_parts,
     slot_bytes_for,
     tag_of,
     untag,
@@ -27,8 +31,10 @@ headers = st.builds(
     lease=leases,
     part=parts,
     num_blocks=st.integers(0, 2**32 - 1),
-    payload_bytes=st.integers(0, 2**64 - 1),
+    offset=st.integers(0, 2**32 - 1),
+    piece_bytes=st.integers(0, 2**32 - 1),
     layout_digest=st.binary(min_size=16, max_size=16),
+    checked=st.booleans(),
     drain=st.booleans(),
 )
 
@@ -77,12 +83,48 @@ def test_a_slot_holds_the_blocks_that_it_was_made_for(part_blocks: int, block_by
 
 @pytest.mark.parametrize(
     "changes",
-    [{"lease": 8}, {"part": 4}, {"num_blocks": 1}, {"payload_bytes": LAYOUT.block_bytes}, {"drain": True}],
+    [{"lease": 8}, {"part": 4}, {"num_blocks": 1}, {"offset": 0}, {"piece_bytes": 2048}, {"drain": True}],
 )
 def test_only_exactly_the_expected_part_is_taken(changes: dict[str, int]) -> None:
-    fields = {"lease": 7, "part": 3, "num_blocks": 2, "payload_bytes": 2 * LAYOUT.block_bytes}
-    PartHeader(**fields, layout_digest=LAYOUT.digest()).require(7, 3, 2, LAYOUT)
+    fields = {"lease": 7, "part": 3, "num_blocks": 2, "offset": 64, "piece_bytes": 1024}
+    PartHeader(**fields, layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT)
     with pytest.raises(TransferError, match="expected"):
-        PartHeader(**(fields | changes), layout_digest=LAYOUT.digest()).require(7, 3, 2, LAYOUT)
+        PartHeader(**(fields | changes), layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT)
     with pytest.raises(LayoutMismatch):
-        PartHeader(**fields, layout_digest=OTHER_LAYOUT.digest()).require(7, 3, 2, LAYOUT)
+        PartHeader(**fields, layout_digest=OTHER_LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT)
+
+
+@given(
+    num_layers=st.integers(1, 9),
+    layer_bytes=st.integers(1, 5),
+    part_blocks=st.integers(1, 4),
+    first=st.integers(0, 6),
+    num_blocks=st.integers(0, 12),
+    grouped_from=st.integers(0, 20),
+    num_groups=st.integers(1, 9),
+)
+def test_the_parts_of_a_plan_carry_every_byte_once_and_fit_a_slot(
+    num_layers: int,
+    layer_bytes: int,
+    part_blocks: int,
+    first: int,
+    num_blocks: int,
+    grouped_from: int,
+    num_groups: int,
+) -> None:
+    layout = dataclasses.replace(LAYOUT, num_layers=num_layers, block_bytes=num_layers * layer_bytes)
+    end = first + num_blocks
+    carried = Counter[tuple[int, int]]()
+    last_layer = 0
+    for piece in plan_parts(layout, part_blocks, first, end, grouped_from, num_groups):
+        assert 0 < piece.num_blocks * piece.num_bytes <= part_blocks * layout.block_bytes
+        assert piece.offset + piece.num_bytes == piece.end_layer * layer_bytes
+        last_byte = piece.offset + piece.num_bytes
+        blocks = range(piece.first, piece.first + piece.num_blocks)
+        carried.update((block, byte) for block in blocks for byte in range(piece.offset, last_byte))
+        if piece.first >= grouped_from and num_groups > 1:
+            assert piece.end_layer >= last_layer, "a later group goes before an earlier one"
+            last_layer = piece.end_layer
+        else:
+            assert piece.num_bytes == layout.block_bytes
+    assert carried == Counter((block, byte) for block in range(first, end) for byte in range(layout.block_bytes))

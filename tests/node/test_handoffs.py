@@ -92,6 +92,14 @@ async def test_a_reserve_opens_the_stream_and_messages_pass_in_order_both_ways()
         assert d.transport.notes == [("connect", "p1")]
 
 
+@pytest.mark.parametrize(("mine", "theirs"), [(4, 6), (4, 3)])
+async def test_parts_have_as_many_blocks_as_fit_on_both_sides(mine, theirs):
+    async with pair(part_blocks=theirs) as (p, d):
+        p.say(ToDecode(target(d), reserve()))
+        for node, peer in ((p, "d1"), (d, "p1")):
+            assert await node.role.saw(PeerOpened) == [PeerOpened(peer, min(mine, theirs))]
+
+
 async def test_the_streams_end_is_told_once_on_both_sides():
     async with pair() as (p, d):
         p.say(ToDecode(target(d), reserve()))
@@ -124,7 +132,7 @@ OTHER_LAYOUT = dataclasses.replace(LAYOUT, block_size=32)
     ("fields", "incarnation", "reason"),
     [
         ({"layout": OTHER_LAYOUT}, "d1", "LayoutMismatch block_size 32 != 16 of prefill-0"),
-        ({"part_blocks": 8}, "d1", "LayoutMismatch kv_slot_blocks 4 < 8 of decode-0"),
+        ({"part_blocks": 0}, "d1", "TransferError decode-0 takes no block in a part"),
         ({"incarnation": "d2"}, "d1", "NodeUnavailable this is incarnation d2, not d1"),
     ],
 )
@@ -220,7 +228,7 @@ async def test_a_second_stream_of_a_prefill_node_takes_the_place_of_the_first():
         await d.role.saw(PeerClosed, 2)
 
 
-HELLO = Hello("p9", "prefill-9", LAYOUT, (TransportEndpoint(0, "memory", b"there"),), "d1")
+HELLO = Hello("p9", "prefill-9", LAYOUT, (TransportEndpoint(0, "memory", b"there"),), "d1", 4)
 
 
 @asynccontextmanager

@@ -1,11 +1,13 @@
 """A model without arithmetic whose KV can be read back: a wrong, stale or misplaced block is seen at once.
 
-The KV of a token is the pair (position, token). Computing a chunk first checks that the blocks hold exactly the KV of
-all earlier positions, then writes its own. The next token is a hash of the whole context and the seed.
+The KV of a token is (layer, position, token), in each of NUM_LAYERS layers. Computing a chunk first checks, layer by
+layer, that the blocks hold exactly the KV of all earlier positions, then writes its own. The next token is a hash of
+the whole context and the seed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from engine.step import Choice, Chunk
 
 VOCAB_SIZE = 97
 EOS = 1
+NUM_LAYERS = 2
 
 
 def next_token(tokens: Sequence[int], seed: int, min_tokens_left: bool = False) -> int:
@@ -45,47 +48,68 @@ def expected_output(
 class FakeStep:
     """Implements `engine.step.LaunchedStep`."""
 
-    def __init__(self, queue: deque[Callable[[], None]]) -> None:
+    def __init__(self, queue: deque[Callable[[], None]], num_chunks: int) -> None:
         self._queue = queue
-        self.num_chunks = 0
+        self._num_chunks = num_chunks
+        self.num_written = 0  # chunks, each once for each layer
         self.choices: list[list[Choice]] = []
 
+    def is_done(self) -> bool:
+        return self.num_layers_done() == NUM_LAYERS
+
+    def num_layers_done(self) -> int:
+        return self.num_written // self._num_chunks
+
     def wait(self) -> list[list[Choice]]:
-        while len(self.choices) < self.num_chunks:
+        while not self.is_done():
             self._queue.popleft()()
         return self.choices
 
 
 class FakeModel:
-    """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, block_size]` int64.
+    """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, NUM_LAYERS, block_size]` int64.
 
-    It computes as late as it may: what is launched happens when a step is waited for, in order. So a block that is
-    used again too early is overwritten by a step that still names it. With `blocks`, those of its engine, it also
-    asserts that every block of a step still has an owner.
+    It computes as late as it may: what is launched happens when a step is waited for, or by `advance`, in order. So a
+    block that is used again too early is overwritten by a step that still names it. With `blocks`, those of its engine,
+    it also asserts that every block of a step still has an owner.
     """
 
     blocks: BlockManager | None = None
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool = torch.full((num_blocks, block_size), -1, dtype=torch.int64)
+        self.pool = torch.full((num_blocks, NUM_LAYERS, block_size), -1, dtype=torch.int64)
         self.block_size = block_size
-        block_bytes = block_size * 8
-        self.layout = KvLayout(1, 1, 1, 1, block_size, "int64", 0, 1, block_bytes, "fake")
+        block_bytes = NUM_LAYERS * block_size * 8
+        self.layout = KvLayout(NUM_LAYERS, 1, 1, 1, block_size, "int64", 0, 1, block_bytes, "fake")
         self._queue: deque[Callable[[], None]] = deque()
-        self._last_tokens: dict[EngineSequence, int] = {}
+        self._last_tokens: dict[tuple[EngineSequence, int], int] = {}  # by position
 
     @property
     def pool_bytes(self) -> torch.Tensor:
         """[num_blocks, block_bytes], uint8: the same memory."""
-        return self.pool.view(torch.uint8)
+        return self.pool.view(len(self.pool), -1).view(torch.uint8)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something launched has not happened."""
+        return bool(self._queue)
+
+    def advance(self) -> None:
+        """The next piece of work happens: a layer of a chunk, or a copy."""
+        self._queue.popleft()()
 
     def launch(self, chunks: Sequence[Chunk]) -> FakeStep:
-        step = FakeStep(self._queue)
-        for chunk in chunks:
-            known, table = list(chunk.sequence.tokens), list(chunk.sequence.block_table)
-            self._queue.append(lambda c=chunk, k=known, t=table: step.choices.append(self._compute(c, k, t)))  # type: ignore[misc]
-        step.num_chunks = len(chunks)
+        step = FakeStep(self._queue, len(chunks))
+        own = [(chunk, list(chunk.sequence.tokens), list(chunk.sequence.block_table)) for chunk in chunks]
+        for layer in range(NUM_LAYERS):
+            self._queue += [functools.partial(self._layer, step, layer, *inputs) for inputs in own]
         return step
+
+    def _layer(self, step: FakeStep, layer: int, chunk: Chunk, tokens: list[int], table: list[int]) -> None:
+        choices = self._compute(layer, chunk, list(tokens), table)
+        step.num_written += 1
+        if layer == NUM_LAYERS - 1:
+            step.choices.append(choices)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         def copy() -> None:
@@ -97,31 +121,31 @@ class FakeModel:
     def forget(self, sequence: EngineSequence) -> None:
         pass  # a launched step may still ask for its last token
 
-    def _compute(self, chunk: Chunk, tokens: list[int], table: list[int]) -> list[Choice]:
+    def _compute(self, layer: int, chunk: Chunk, tokens: list[int], table: list[int]) -> list[Choice]:
         seq = chunk.sequence
         if chunk.end > len(tokens):
             assert chunk.end == len(tokens) + 1, f"{seq.work}: more than one token is not known to the host"
-            tokens.append(self._last_tokens[seq])
+            tokens.append(self._last_tokens[seq, chunk.end - 1])
         if self.blocks is not None:
             named = table[: num_blocks_for(chunk.end, self.block_size)]
             assert all(map(self.blocks.num_owners, named)), f"{seq.work}: a block was given away under a launched step"
-        want = torch.tensor([self._kv(p, t) for p, t in enumerate(tokens[: chunk.start])], dtype=torch.int64)
-        have = self._slots(table, chunk.start)
+        want = torch.tensor([self._kv(layer, p, t) for p, t in enumerate(tokens[: chunk.start])], dtype=torch.int64)
+        have = self._slots(table, layer, chunk.start)
         assert torch.equal(have, want), f"{seq.work}: KV of a position is not what it should be"
         for position in range(chunk.start, chunk.end):
-            self.pool[table[position // self.block_size], position % self.block_size] = self._kv(
-                position, tokens[position]
+            self.pool[table[position // self.block_size], layer, position % self.block_size] = self._kv(
+                layer, position, tokens[position]
             )
-        if not chunk.samples_token:
+        if not chunk.samples_token or layer < NUM_LAYERS - 1:
             return []
         assert chunk.end == len(tokens)
         choices = [Choice(next_token(tokens, seq.sampling.seed + sample)) for sample in seq.samples]
-        self._last_tokens[seq] = choices[0].token
+        self._last_tokens[seq, chunk.end] = choices[0].token
         return choices
 
     @staticmethod
-    def _kv(position: int, token: int) -> int:
-        return position * 1000 + token
+    def _kv(layer: int, position: int, token: int) -> int:
+        return (layer * 1000 + position) * 1000 + token
 
-    def _slots(self, table: list[int], num_tokens: int) -> torch.Tensor:
-        return self.pool[torch.tensor(table, dtype=torch.int64)].flatten()[:num_tokens]
+    def _slots(self, table: list[int], layer: int, num_tokens: int) -> torch.Tensor:
+        return self.pool[torch.tensor(table, dtype=torch.int64), layer].flatten()[:num_tokens]

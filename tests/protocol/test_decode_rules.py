@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import PeerLost, RequestCancelled
+from baton.errors import InvalidRequest, PeerLost, RequestCancelled
 from baton.messages import Abort, End, Grant, Refuse, Release, Reserve, WorkId
 from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToPrefill, ToRouter
 from tests.protocol.world import EPOCH, Node, World
@@ -35,6 +35,15 @@ def answers(node: Node) -> list[object]:
     node.core.compute(2.0)
     said = [o for o in node.core.take_outputs() if isinstance(o, ToPrefill | ToRouter)]
     return [o.message if isinstance(o, ToPrefill) else o.update.kind for o in said]
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_groups_of_layers_that_the_model_has_not_are_refused(node: Node, groups: int) -> None:
+    message = Reserve(WORK, node.incarnation, 10, (), 1, 60.0, 20, layer_groups=groups)
+    node.core.handle(FromPeer(PEER, message), 1.0)
+    (refused,) = answers(node)
+    assert isinstance(refused, Refuse)
+    assert isinstance(refused.error, InvalidRequest)
 
 
 @pytest.mark.parametrize("aborted", [1, 2])

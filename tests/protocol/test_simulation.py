@@ -96,3 +96,24 @@ def test_with_faults_nothing_is_lost(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(1000, 1400))
 def test_many_more(seed: int) -> None:
     race(seed, faults=0.05 + (seed % 5) * 0.05, num_blocks=18 + seed % 30)
+
+
+@pytest.mark.parametrize("num_damaged", [1, 2])
+def test_a_damaged_part_costs_an_attempt_and_nothing_else(num_damaged: int) -> None:
+    world, draw = World(num_prefill=1, num_decode=1), random.Random(0)
+    world.run_dry()  # until the router knows its nodes
+    client = world.clients[world.submit(tuple(range(2, 20)), 1, SamplingParams(seed=3, max_tokens=6))]
+    while num_damaged:
+        damage = [act for act in world.faults() if act[0] == "damage"]
+        if damage:
+            world.act(damage[0])
+            world.act(("transfer", damage[0][1]))
+            num_damaged -= 1
+        else:
+            world.act(draw.choice(world.enabled()))
+    world.run_dry()
+    world.check_whole()
+    assert client.end
+    assert client.end.error is None
+    assert client.end.timings.num_attempts > 1
+    assert client.got == client.want

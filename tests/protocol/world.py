@@ -1,9 +1,10 @@
 """Routers, prefill nodes and decode nodes in one thread, joined by a network that does its worst.
 
-The state machines, engine, block manager, senders and receivers are the real ones; the model is `FakeModel`, the
-transport `memory` with delivery by hand. Each stream is a queue that keeps its order, as gRPC streams do; between
-streams any order is possible. `enabled()` lists what may happen next, `act()` makes it happen, and after each act every
-node's blocks, slots and handoffs are recounted.
+The state machines, engine, block manager, senders and receivers are the real ones; the model is `FakeModel`, a device
+that computes one layer of one chunk at a time, when it is told to; the transport is `memory` with delivery by hand.
+Each stream is a queue that keeps its order, as gRPC streams do; between streams any order is possible. `enabled()`
+lists what may happen next, `act()` makes it happen, and after each act every node's blocks, slots and handoffs are
+recounted.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from engine.node.events import (
     ToPrefill,
     ToRouter,
 )
-from kv_transfer.memory import MemoryHub, MemoryTransport
+from kv_transfer.memory import MemoryHub, MemoryTransport, Transfer
+from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
@@ -69,6 +71,7 @@ class Node:
     core: PrefillCore | DecodeCore
     transport: MemoryTransport
     staging: Staging
+    model: FakeModel
     info: NodeInfo
     subscribed: bool = False  # as the router sees it
     fenced: set[WorkId] = field(default_factory=set)  # work that it was told to abort
@@ -141,14 +144,16 @@ class World:
         engine = Engine(config, model)
         model.blocks = engine.blocks
         incarnation = f"{name}.{next(self._serial)}"
-        staging = Staging(num_slots, 256 + PART_BLOCKS * model.layout.block_bytes, "cpu")
+        staging = Staging(num_slots, slot_bytes_for(PART_BLOCKS, model.layout.block_bytes), "cpu")
         transport = MemoryTransport(self.hub, incarnation, staging, lambda: None)
         core: PrefillCore | DecodeCore
         if role is NodeRole.PREFILL:
             sender = KvSender(transport, staging, model.pool_bytes, model.layout)
-            core = PrefillCore(engine, sender, incarnation=incarnation)
+            whole_tokens = 6 if config.async_scheduling else 0
+            core = PrefillCore(engine, sender, incarnation=incarnation, layer_groups=2, whole_tokens=whole_tokens)
         else:
-            receiver = KvReceiver(transport, staging, model.pool_bytes, model.layout)
+            verify = not config.async_scheduling
+            receiver = KvReceiver(transport, staging, model.pool_bytes, model.layout, verify=verify)
             core = DecodeCore(engine, receiver, incarnation=incarnation)
         info = NodeInfo(
             role=role, incarnation=incarnation, node_id=name, address=name, served_model_name="fake",
@@ -156,7 +161,7 @@ class World:
             tokenizer_digest="", chat_template="", special_tokens={}, generation_defaults=GenerationDefaults(),
             vocab_size=VOCAB_SIZE,
         )  # fmt: skip
-        self.nodes[incarnation] = Node(name, role, incarnation, core, transport, staging, info)
+        self.nodes[incarnation] = Node(name, role, incarnation, core, transport, staging, model, info)
         self.subscribe(incarnation)
 
     def subscribe(self, incarnation: str) -> None:
@@ -332,6 +337,7 @@ class World:
         """All steps of the ordinary course of things that are possible now."""
         acts: list[tuple[str, object]] = [("deliver", s) for s, queue in self.streams.items() if queue]
         acts += [("turn", i) for i in self.nodes]
+        acts += [("advance", i) for i, node in self.nodes.items() if node.model.is_busy]
         acts += [("transfer", i) for i in range(len(self.hub.pending))]
         return acts
 
@@ -343,6 +349,7 @@ class World:
         acts += [("cancel", r) for r in self.live()]
         acts += [("stop", (r, s)) for r in self.live() for s in range(self.clients[r].request.n)]
         acts += [("repeat", s) for s, queue in self.streams.items() if queue]
+        acts += [("damage", i) for i, transfer in enumerate(self.hub.pending) if is_checked(transfer)]
         return acts
 
     def act(self, act: tuple[str, object]) -> None:
@@ -353,6 +360,8 @@ class World:
                 self._repeat(source, target)
             case ("turn", str() as incarnation):
                 self._turn(incarnation)
+            case ("advance", str() as incarnation):
+                self.nodes[incarnation].model.advance()
             case ("transfer", int() as index):
                 self.hub.deliver(index)
             case ("crash", str() as incarnation):
@@ -361,6 +370,9 @@ class World:
                 self.break_session(incarnation)
             case ("break_link", (str() as me, str() as peer)):
                 self._break_link(me, peer, "stream broke")
+            case ("damage", int() as index):
+                push = self.hub.pending[index].push
+                push.owner.staging.memory(push.slot)[PAYLOAD_OFFSET] ^= 1
             case ("cancel", str() as request_id):
                 self.router.cancel(request_id, self.now)
             case ("stop", (str() as request_id, int() as sample)):
@@ -414,13 +426,15 @@ class World:
                 self.hub.deliver(0)
             for incarnation in list(self.nodes):
                 self._turn(incarnation)
+                while self.nodes[incarnation].model.is_busy:
+                    self.nodes[incarnation].model.advance()
             self.advance(0.01)
             if not self.live() and not self.hub.pending and not any(self.streams.values()) and self._idle():
                 return
         raise AssertionError(f"still at it: {self.live()}")
 
     def _idle(self) -> bool:
-        return all(node.core.idle for node in self.nodes.values())
+        return all(node.core.idle and node.core.device_busy_since is None for node in self.nodes.values())
 
     def check_whole(self) -> None:
         """Nothing is held anywhere."""
@@ -430,6 +444,12 @@ class World:
             assert node.core.engine.num_reserved_seqs == 0
         for client in self.clients.values():
             assert client.end is not None
+
+
+def is_checked(transfer: Transfer) -> bool:
+    """Whether damage to it must be seen."""
+    push = transfer.push
+    return PartHeader.parse(push.owner.staging.read(push.slot, HEADER_BYTES)).checked
 
 
 def check_audit(audit: KvAudit, now: float) -> None:

@@ -360,7 +360,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., node_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.TransportEndpoint, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., part_blocks: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("work", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens")
+    __slots__ = ("work", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups")
     WORK_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -368,6 +368,8 @@ class Reserve(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROUPED_FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
     work: _common_pb2.WorkId
     target_incarnation: str
     num_tokens: int
@@ -375,21 +377,25 @@ class Reserve(_message.Message):
     num_samples: int
     deadline_s: float
     max_total_tokens: int
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ...) -> None: ...
+    grouped_from_block: int
+    layer_groups: int
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("work", "lease", "num_held_blocks", "num_parts", "credits")
+    __slots__ = ("work", "lease", "num_held_blocks", "num_parts", "credits", "checksums")
     WORK_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     work: _common_pb2.WorkId
     lease: int
     num_held_blocks: int
     num_parts: int
     credits: int
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., lease: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_parts: _Optional[int] = ..., credits: _Optional[int] = ...) -> None: ...
+    checksums: bool
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., lease: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_parts: _Optional[int] = ..., credits: _Optional[int] = ..., checksums: _Optional[bool] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("lease", "credits")

@@ -130,6 +130,8 @@ def _write_reserve(message: Reserve) -> node_pb2.Reserve:
         num_samples=message.num_samples,
         deadline_s=message.deadline_s,
         max_total_tokens=message.max_total_tokens,
+        grouped_from_block=message.grouped_from_block,
+        layer_groups=message.layer_groups,
     )
 
 
@@ -144,6 +146,8 @@ def _read_reserve(wire: node_pb2.Reserve) -> Reserve:
         num_samples=wire.num_samples,
         deadline_s=values.read_seconds(wire.deadline_s, "deadline_s"),
         max_total_tokens=wire.max_total_tokens,
+        grouped_from_block=wire.grouped_from_block,
+        layer_groups=wire.layer_groups or 1,
     )
 
 
@@ -180,8 +184,10 @@ def _write_grant(message: Grant) -> node_pb2.Grant:
         num_held_blocks=message.num_held_blocks,
         num_parts=message.num_parts,
         credits=message.credits,
+        checksums=message.checksums,
     )
 
 
 def _read_grant(wire: node_pb2.Grant) -> Grant:
-    return Grant(values.read_work(wire.work), wire.lease, wire.num_held_blocks, wire.num_parts, wire.credits)
+    work = values.read_work(wire.work)
+    return Grant(work, wire.lease, wire.num_held_blocks, wire.num_parts, wire.credits, wire.checksums)

@@ -1,0 +1,130 @@
+"""When parts leave a prefill node: each as soon as its KV is there, also in the midst of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import TransferError
+from baton.messages import (
+    Abort,
+    Commit,
+    DecodeTarget,
+    End,
+    Grant,
+    Prefill,
+    PrefillToDecode,
+    Release,
+    Reserve,
+    Sample,
+    WorkId,
+)
+from baton.sampling import SamplingParams
+from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToDecode, ToRouter
+from tests.protocol.fake_model import NUM_LAYERS
+from tests.protocol.world import BLOCK_SIZE, EPOCH, PART_BLOCKS, World
+
+WORK = WorkId(EPOCH, "r", 1)
+PREFIX = tuple(range(2, 2 + 2 * BLOCK_SIZE))
+PROMPT = (*PREFIX, *range(50, 57))  # two blocks more, the last of them partly filled
+
+
+class Prefilling:
+    """A prefill node whose device computes when it is told to, and whose decode node is this test."""
+
+    def __init__(self) -> None:
+        world = World(num_prefill=1, num_decode=1, num_slots=8)
+        self.node, decode = world.nodes.values()
+        self.peer = decode.incarnation
+        self.node.transport.connect(self.peer, decode.transport.info())
+        self.node.core.handle(SessionOpened(EPOCH), 0.0)
+        self.node.core.handle(PeerOpened(self.peer, PART_BLOCKS), 0.0)
+        self.said: list[PrefillToDecode] = []
+        self.ends: list[End] = []
+
+    def ask(self, work: WorkId, prompt: tuple[int, ...], max_tokens: int) -> None:
+        target = DecodeTarget("address", self.peer)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        prefill = Prefill(work, self.node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
+        self.node.core.handle(FromRouter(EPOCH, prefill), 1.0)
+        self.turn()
+
+    def grant(self, num_parts: int) -> None:
+        self.node.core.handle(FromPeer(self.peer, Grant(WORK, 1, 0, num_parts, num_parts)), 1.5)
+        self.turn()
+
+    def turn(self) -> None:
+        self.node.core.prepare(2.0)
+        self.node.core.compute(2.0)
+        self.node.core.check_integrity()
+        for output in self.node.core.take_outputs():
+            if isinstance(output, ToDecode):
+                self.said.append(output.message)
+            elif isinstance(output, ToRouter) and isinstance(output.update.kind, End):
+                self.ends.append(output.update.kind)
+
+    def compute(self, num_layers: int) -> None:
+        """The device computes so many layers of its one chunk."""
+        for _ in range(num_layers):
+            self.node.model.advance()
+        self.turn()
+
+    @property
+    def num_sent(self) -> int:
+        return self.node.staging.num_slots - self.node.staging.num_free
+
+
+@pytest.fixture
+def prefilling() -> Prefilling:
+    """With PREFIX in its cache, and PROMPT at its first and last step."""
+    one = Prefilling()
+    one.ask(WorkId(EPOCH, "earlier", 1), PREFIX, max_tokens=1)
+    while one.node.model.is_busy:
+        one.compute(1)
+    assert one.node.core.idle
+    one.ends.clear()
+    one.ask(WORK, PROMPT, max_tokens=5)
+    assert one.node.model.is_busy
+    return one
+
+
+def test_the_last_chunk_is_reserved_by_groups_of_layers(prefilling: Prefilling) -> None:
+    (reserve,) = prefilling.said
+    assert isinstance(reserve, Reserve)
+    assert (reserve.num_tokens, reserve.grouped_from_block, reserve.layer_groups) == (len(PROMPT), 2, NUM_LAYERS)
+
+
+def test_a_cached_prefix_leaves_before_anything_is_computed_and_layers_as_they_are(prefilling: Prefilling) -> None:
+    prefilling.grant(num_parts=1 + NUM_LAYERS)
+    assert prefilling.num_sent == 1
+    for layer in range(NUM_LAYERS):
+        assert not any(isinstance(message, Commit) for message in prefilling.said)
+        prefilling.compute(1)
+        assert prefilling.num_sent == 2 + layer
+    assert any(isinstance(message, Commit) for message in prefilling.said)
+
+
+def test_a_grant_that_comes_when_all_is_computed_lets_all_parts_go(prefilling: Prefilling) -> None:
+    prefilling.compute(NUM_LAYERS)
+    assert prefilling.num_sent == 0
+    prefilling.grant(num_parts=1 + NUM_LAYERS)
+    assert prefilling.num_sent == 1 + NUM_LAYERS
+
+
+def test_a_decode_node_that_expects_other_parts_gets_none(prefilling: Prefilling) -> None:
+    prefilling.grant(num_parts=2)
+    (end,) = prefilling.ends
+    assert isinstance(end.error, TransferError)
+    assert prefilling.said[-1] == Release(1, WORK)
+    prefilling.compute(NUM_LAYERS)
+    assert prefilling.node.pool_is_whole()
+
+
+def test_a_prompt_that_ends_in_the_midst_of_a_step_gives_its_blocks_up_with_the_step(prefilling: Prefilling) -> None:
+    prefilling.grant(num_parts=1 + NUM_LAYERS)
+    prefilling.compute(1)
+    node, blocks = prefilling.node, prefilling.node.core.engine.blocks
+    node.core.handle(FromRouter(EPOCH, Abort(WORK)), 3.0)
+    prefilling.turn()
+    assert blocks.num_free + blocks.num_cached < blocks.num_total, "a running step writes into blocks that are free"
+    prefilling.compute(1)
+    assert node.pool_is_whole()
