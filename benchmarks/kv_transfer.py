@@ -1,0 +1,184 @@
+"""KV from pool to pool: `python -m benchmarks.kv_transfer`.
+
+Two processes, on two GPUs where there are two, each with a pool of KV blocks in the shape of an 8B model. Scattered
+blocks travel into other scattered blocks through what a node does: gather into slots, transport, scatter out of slots,
+with credits, a part at a time. Every byte is compared first; then the time from the first part's gather to the last
+scatter's end, beside what the machine could do at best in the same run: one copy of as many contiguous bytes, and the
+gather and the scatter alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator
+
+import kv_transfer
+from baton.layout import KvLayout, num_blocks_for
+from baton.settings import Settings, Sizes, parse
+from benchmarks.kv_transfer_ends import RECEIVER, SENDER, End, EndOptions, TransferFailed, two_ends
+from benchmarks.tables import Table
+from engine.node.settings import NodeSettings
+from engine.node.slots import slot_sizes
+
+GOAL_MS = {2048: 1.0}
+"""By tokens: what a transfer over NVLink between two H200s may take."""
+BETWEEN_PROCESSES = tuple(name for name in kv_transfer.TRANSPORTS if name != "memory")
+LLAMA_8B = KvLayout(32, 8, 128, 128, 16, "bfloat16", 0, 8, 2 << 20, "shape of Llama 3.1 8B")
+QUICK = KvLayout(4, 2, 32, 32, 16, "float32", 0, 2, 64 << 10, "a small shape")
+QUICK_TOKENS = (16, 100)
+
+
+class TransferSettings(Settings):
+    """Measures the transfer of KV blocks from one process's pool into another's."""
+
+    prog: ClassVar[str] = "benchmarks.kv_transfer"
+
+    transports: str = Field("ucx", description=f"transports to compare, of {', '.join(BETWEEN_PROCESSES)}")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the pools are; auto: cuda, if there")
+    num_tokens: Sizes = Field((16, 512, 2048, 32768), description="tokens of each transfer")
+    num_tries: int = Field(20, ge=1, description="transfers to take the median of")
+    kv_link_bandwidth: float | None = Field(None, gt=0, description="as for a node: GB/s that slots are sized for")
+    kv_slots: int | None = Field(None, ge=2, description="as for a node: staging slots at either end")
+    kv_slot_blocks: int | None = Field(None, ge=1, description="as for a node: KV blocks in a slot")
+    layer_groups: int = Field(1, ge=1, description="groups of layers to send one after the other, as of a last chunk")
+    verify_transfers: bool = Field(False, description="with checksums")
+    quick: bool = Field(False, description="small blocks and few, to see that it works")
+
+    @field_validator("transports")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        for name in value.split(","):
+            if name not in BETWEEN_PROCESSES:
+                raise ValueError(f"{name!r} is none of {', '.join(BETWEEN_PROCESSES)}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """Milliseconds of one transport and size."""
+
+    transport: str
+    num_tokens: int
+    num_bytes: int
+    num_parts: int
+    median_ms: float
+    best_ms: float
+    copy_ms: float
+    gather_ms: float
+    scatter_ms: float
+
+    @property
+    def gb_s(self) -> float:
+        return self.num_bytes / self.median_ms / 1e6
+
+
+def run(settings: TransferSettings) -> list[Measured]:
+    """All transports and sizes. Raises TransferFailed, also where bytes are wrong."""
+    return [x for name in settings.transports.split(",") for x in _one_transport(settings, name)]
+
+
+def _one_transport(settings: TransferSettings, transport: str) -> list[Measured]:
+    sizes = QUICK_TOKENS if settings.quick else settings.num_tokens
+    num_blocks = [num_blocks_for(tokens, LLAMA_8B.block_size) for tokens in sizes]
+    sender = _options(settings, transport, max(num_blocks))
+    gpus = sender.gpus.split(",")
+    other = ",".join([*gpus[1:], gpus[0]])
+    with two_ends(sender, dataclasses.replace(sender, role=RECEIVER, gpus=other)) as ends:
+        _check(ends, num_blocks[-1])
+        return [_measure(settings, sender, ends, *size) for size in zip(sizes, num_blocks, strict=True)]
+
+
+def _options(settings: TransferSettings, transport: str, most_blocks: int) -> EndOptions:
+    on_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    layout = QUICK if settings.quick else LLAMA_8B
+    told = {name: getattr(settings, name) for name in ("kv_link_bandwidth", "kv_slots", "kv_slot_blocks")}
+    slots = slot_sizes(NodeSettings(model="none", **told), layout.block_bytes, on_gpu)
+    return EndOptions(
+        role=SENDER,
+        transport=transport,
+        layout=layout,
+        num_blocks=most_blocks * 5 // 4 + 2,  # and some that nobody sends
+        num_slots=slots.num_slots,
+        part_blocks=slots.part_blocks,
+        layer_groups=settings.layer_groups,
+        verify=settings.verify_transfers,
+        gpus=_two_gpus() if on_gpu else "",
+    )
+
+
+def _two_gpus() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return ",".join(visible.split(",")[:2])
+
+
+def _check(ends: tuple[End, End], num_blocks: int) -> None:
+    _transfer(ends, num_blocks)
+    if wrong := ends[1].call("check", num_blocks):
+        raise TransferFailed(wrong)
+
+
+def _transfer(ends: tuple[End, End], num_blocks: int) -> float:
+    """Seconds of one. Both processes read the same clock."""
+    sender, receiver = ends
+    ended, began = receiver.start("receive", num_blocks), sender.start("send", num_blocks)
+    return float(-began() + ended())
+
+
+def _measure(
+    settings: TransferSettings, options: EndOptions, ends: tuple[End, End], num_tokens: int, num_blocks: int
+) -> Measured:
+    sender, receiver = ends
+    took = [_transfer(ends, num_blocks) * 1e3 for _ in range(settings.num_tries + 2)][2:]
+    return Measured(
+        transport=options.transport,
+        num_tokens=num_tokens,
+        num_bytes=num_blocks * options.layout.block_bytes,
+        num_parts=sender.call("count_parts", num_blocks),
+        median_ms=statistics.median(took),
+        best_ms=min(took),
+        copy_ms=sender.call("copy_s", num_blocks) * 1e3,
+        gather_ms=sender.call("gather_s", num_blocks) * 1e3,
+        scatter_ms=receiver.call("gather_s", num_blocks) * 1e3,
+    )
+
+
+def report(settings: TransferSettings, measured: Sequence[Measured]) -> None:
+    columns = ["transport", "tokens", "MiB", "parts", "ms", "best ms", "GB/s", "one copy ms", "gather ms", "scatter ms"]
+    rows = [
+        [
+            *(x.transport, str(x.num_tokens), f"{x.num_bytes / 2**20:.1f}", str(x.num_parts)),
+            *(f"{x.median_ms:.3f}", f"{x.best_ms:.3f}", f"{x.gb_s:.1f}"),
+            *(f"{ms:.3f}" for ms in (x.copy_ms, x.gather_ms, x.scatter_ms)),
+        ]
+        for x in measured
+    ]
+    print(Table(columns, rows).plain())
+    line: dict[str, Any] = {
+        "benchmark": "kv_transfer",
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())][:2] or ["cpu"],
+        "layer_groups": settings.layer_groups,
+        "verified": settings.verify_transfers,
+        "goal_ms": GOAL_MS,
+        "transfers": [dataclasses.asdict(x) | {"gb_s": round(x.gb_s, 2)} for x in measured],
+    }
+    print(json.dumps(line), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = parse(TransferSettings, argv)
+    try:
+        report(settings, run(settings))
+    except TransferFailed as error:
+        sys.exit(f"{settings.prog}: {error}")
+
+
+if __name__ == "__main__":
+    main()
