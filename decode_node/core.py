@@ -1,8 +1,9 @@
 """The decode node as a state machine: leases and parts in, tokens out.
 
-Its loop is `prepare` and `compute`: take what arrived, end what is overdue, grant what fits, adopt what is complete;
-compute one step, and tell the routers. Adoption puts a request into the very next step, so the batch that runs has no
-gap. A Prefill sent here directly runs on the same engine, with no lease.
+Its loop is `prepare` and `compute`: take what arrived, end what is overdue, take what a finished step brought, grant
+what fits, adopt what is complete; launch a step if there is room for one. Neither waits for the device: a step's end
+makes a turn like an event. Adoption puts a request into the very next step, so the batch that runs has no gap. A
+Prefill sent here directly runs on the same engine, with no lease.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.messages import Commit, Reserve
-from kv_transfer.fences import Mark
+from kv_transfer.copy_stream import Mark
 from kv_transfer.parts import Piece
 
 

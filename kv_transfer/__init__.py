@@ -1,7 +1,8 @@
 """Moves KV blocks between nodes: layouts, blocks and bytes, never requests.
 
 `KvSender` gathers blocks into staging slots, `KvReceiver` scatters slots into blocks, and a `Transport` moves slots
-between processes: `ucx`, or `memory` within one process. The network touches slots only, at both ends, so bytes that
+between processes: `ucx`, or `memory` within one process. What a part is, `parts` says; copies run on a `CopyStream`
+beside a GPU's steps. The network touches slots only, at both ends, so bytes that
 come late hit memory that nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
 """
 

@@ -16,7 +16,7 @@ from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import host_numbers, scatter_blocks
-from kv_transfer.fences import CopyStream, Mark
+from kv_transfer.copy_stream import CopyStream, Mark
 from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, part_blocks_for, tag_of
 from kv_transfer.sender import PartFailed
 from kv_transfer.staging import SlotOwner, SlotState, Staging

@@ -16,7 +16,7 @@ from baton.layout import KvLayout
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import gather_blocks, host_numbers
 from baton_kernels.host_copy import host_copy
-from kv_transfer.fences import CopyStream
+from kv_transfer.copy_stream import CopyStream
 from kv_transfer.parts import HEADER_BYTES, HEADER_WORDS, PAYLOAD_OFFSET, PartHeader, part_blocks_for, tag_of
 from kv_transfer.staging import SlotOwner, SlotState, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport

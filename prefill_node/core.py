@@ -1,8 +1,9 @@
 """The prefill node as a state machine: prompts in, KV parts and first tokens out.
 
-Its loop is `prepare` and `compute`: take what the network did, end what is overdue, decide a step; compute it, send
-what is ready. Decode memory is asked for when a prompt's first chunk is scheduled (so a queue here holds nothing
-there), and is granted while that chunk is computed; parts leave as their blocks are computed and D has slots; the first
+Its loop is `prepare` and `compute`: take what the network and the device did, end what is overdue, send what is ready,
+decide a step; launch it. Neither waits: a step's end, or that of a group of its layers, makes a turn like an event.
+Decode memory is asked for when a prompt's first chunk is scheduled (so a queue here holds nothing there), and is
+granted while that chunk is computed; parts leave as their blocks are computed and D has slots (`parts_out`); the first
 token leaves once D has granted; the Commit makes the request D's.
 """
 
@@ -21,7 +22,6 @@ from baton.errors import (
     RequestCancelled,
     TransferError,
 )
-from baton.layout import num_blocks_for
 from baton.messages import (
     Abort,
     Commit,
@@ -67,16 +67,15 @@ from engine.node.fences import Fences
 from engine.node.intake import make_sequence
 from engine.sequence import Sequence
 from engine.step import SampledToken, StepResult
-from kv_transfer.parts import Piece, plan_parts
 from kv_transfer.sender import KvSender, PartFailed, PartSent
 from kv_transfer.sender import PeerLost as PeerGone
 from prefill_node.handoff import DecodePeer, Drain, Handoff, HandoffState
+from prefill_node.parts_out import PartsOut
 
 
 class PrefillCore:
     """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; `keep_s` is for
-    how long tombstones are kept: longer than the longest deadline. A prompt's last chunk travels by `layer_groups`
-    groups of layers if it has more than `whole_tokens` tokens."""
+    how long tombstones are kept: longer than the longest deadline. `layer_groups`, `whole_tokens`: see PartsOut."""
 
     def __init__(
         self,
@@ -93,13 +92,11 @@ class PrefillCore:
         self.sender = sender
         self._incarnation = incarnation
         self._max_waiting = max_waiting
-        self._layer_groups = layer_groups
-        self._whole_tokens = whole_tokens
+        self._parts = PartsOut(engine, sender, layer_groups, whole_tokens)
         self._fences = Fences(keep_s)
         self._epochs: set[int] = set()
         self._handoffs: dict[WorkId, Handoff] = {}
         self._peers: dict[str, DecodePeer] = {}
-        self._part_blocks: dict[str, int] = {}  # with the decode nodes whose streams are up
         self._outputs: list[Output] = []
         self._stopping = False
         self._plan = Plan()
@@ -134,15 +131,16 @@ class PrefillCore:
     def _move_on(self, now: float) -> None:
         """Whatever an event or a step has made possible."""
         for handoff in list(self._handoffs.values()):
-            self._send_parts(handoff)
+            self._parts.send(handoff)
             self._advance(handoff, now)
-        self._send_drains()
+        for incarnation, peer in self._peers.items():
+            self._parts.drain(incarnation, peer)
 
     def _take_transfers(self, now: float) -> None:
         for event in self.sender.poll():
             match event:
                 case PartSent():
-                    pass  # its slot is free again, which is all that `_send_parts` asks
+                    pass  # its slot is free again, which is all that `PartsOut.send` asks
                 case PartFailed(peer, lease, part, reason):
                     self._part_failed(peer, lease, PeerLost(f"part {part} did not reach {peer}: {reason}"), now)
                 case PeerGone(peer, reason):
@@ -182,9 +180,9 @@ class PrefillCore:
             case FromRouter(_, Abort() as abort):
                 self._abort(abort, now)
             case PeerOpened(peer, part_blocks):
-                self._part_blocks[peer] = part_blocks
+                self._parts.part_blocks[peer] = part_blocks
             case PeerClosed(peer, reason):
-                self._part_blocks.pop(peer, None)
+                self._parts.part_blocks.pop(peer, None)
                 if peer in self._peers:
                     self._fail_peer(peer, reason, now)
                     del self._peers[peer]
@@ -263,18 +261,11 @@ class PrefillCore:
             self._to_decode(peer.target, Release(grant.lease, grant.work))
             return
         handoff.grant, handoff.credits = grant, grant.credits
-        handoff.parts = self._plan_parts(handoff, grant)
+        handoff.parts = self._parts.plan(handoff, grant)
         peer.leases[grant.lease] = handoff
         if len(handoff.parts) != grant.num_parts:
             text = f"{peer.target.incarnation} expects {grant.num_parts} parts, and they are {len(handoff.parts)}"
             self._fail(handoff, TransferError(text), now)
-
-    def _plan_parts(self, handoff: Handoff, grant: Grant) -> tuple[Piece, ...]:
-        assert handoff.target is not None
-        part_blocks = self._part_blocks[handoff.target.incarnation]
-        end = num_blocks_for(handoff.sequence.num_tokens, self.engine.config.block_size)
-        tail = handoff.grouped_from_block, handoff.layer_groups
-        return plan_parts(self.sender.layout, part_blocks, grant.num_held_blocks, end, *tail)
 
     # ---- what the engine did ----
 
@@ -286,9 +277,7 @@ class PrefillCore:
         if prefill.decode is None or self._remaining(prefill) <= 1:
             return
         block_size = self.engine.config.block_size
-        last_chunk = self._start_of_last_chunk(sequence)
-        if sequence.num_tokens - last_chunk > self._whole_tokens:
-            handoff.grouped_from_block, handoff.layer_groups = last_chunk // block_size, self._layer_groups
+        handoff.grouped_from_block, handoff.layer_groups = self._parts.tail(sequence)
         reserve = Reserve(
             work=prefill.work,
             target_incarnation=prefill.decode.incarnation,
@@ -304,15 +293,6 @@ class PrefillCore:
         handoff.reserved = True
         self._to_decode(prefill.decode, reserve)
 
-    def _start_of_last_chunk(self, sequence: Sequence) -> int:
-        """The token that it begins with, as far as can be told when the first is scheduled: if nobody else takes of the
-        budget. Otherwise more or less of the prompt travels by groups of layers, which is as right and not as quick."""
-        rest = sequence.num_tokens - sequence.num_launched_tokens
-        if not rest:
-            return sequence.num_computed_tokens
-        budget = self.engine.config.max_num_batched_tokens
-        return sequence.num_tokens - ((rest - 1) % budget + 1)
-
     def _sampled(self, handoff: Handoff, token: SampledToken, now: float) -> None:
         logprobs = (token.logprobs,) if token.logprobs else ()
         handoff.results.append(Tokens(token.sample, token.index, (token.token,), logprobs))
@@ -321,24 +301,6 @@ class PrefillCore:
         handoff.computed, handoff.prefill_s = True, now - handoff.started
 
     # ---- moving on ----
-
-    def _send_parts(self, handoff: Handoff) -> None:
-        """Gather and push what is computed and has a slot at both ends."""
-        if handoff.grant is None or handoff.target is None:
-            return
-        blocks, grant, peer = self.engine.blocks, handoff.grant, handoff.target.incarnation
-        checked = grant.checksums or self.sender.verify
-        num_layers = self.engine.num_layers_computed(handoff.sequence)
-        while part := handoff.ready_part(blocks.block_size, num_layers):
-            named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
-            blocks.pin_read(named)
-            sent = self.sender.send(
-                peer, grant.lease, handoff.next_part, named, part.offset, part.num_bytes, checked
-            )  # fmt: skip
-            blocks.unpin_read(named)
-            if not sent:
-                return
-            handoff.next_part += 1
 
     def _advance(self, handoff: Handoff, now: float) -> None:
         if handoff.state is HandoffState.COMPUTING and handoff.computed:
@@ -370,14 +332,6 @@ class PrefillCore:
             deadline_s=handoff.deadline - now,
             cache_salt=prefill.cache_salt,
         )
-
-    def _send_drains(self) -> None:
-        for incarnation, peer in self._peers.items():
-            for lease, drain in list(peer.drains.items()):
-                while drain.next_part < drain.credits and self.sender.drain(incarnation, lease, drain.next_part):
-                    drain.next_part += 1
-                if drain.over:
-                    del peer.drains[lease]
 
     # ---- ends ----
 

@@ -1,0 +1,73 @@
+"""Which parts a handoff has, and when they leave: the data plane's half of a prefill node's core."""
+
+from __future__ import annotations
+
+from baton.layout import num_blocks_for
+from baton.messages import Grant
+from engine.engine import Engine
+from engine.sequence import Sequence
+from kv_transfer.parts import Piece, plan_parts
+from kv_transfer.sender import KvSender
+from prefill_node.handoff import DecodePeer, Handoff
+
+
+class PartsOut:
+    """A prompt's last chunk travels by `layer_groups` groups of layers if it has more than `whole_tokens` tokens.
+    `part_blocks`: of a part between this node and a decode node, by its incarnation, while its stream is up."""
+
+    def __init__(self, engine: Engine, sender: KvSender, layer_groups: int, whole_tokens: int) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._layer_groups = layer_groups
+        self._whole_tokens = whole_tokens
+        self.part_blocks: dict[str, int] = {}
+
+    def tail(self, sequence: Sequence) -> tuple[int, int]:
+        """From which block on it travels by groups of layers, and by how many. Asked when its first chunk is
+        scheduled."""
+        last_chunk = self._start_of_last_chunk(sequence)
+        if sequence.num_tokens - last_chunk > self._whole_tokens:
+            return last_chunk // self._engine.config.block_size, self._layer_groups
+        return 0, 1
+
+    def plan(self, handoff: Handoff, grant: Grant) -> tuple[Piece, ...]:
+        """What the decode node that granted expects, if it says so itself."""
+        assert handoff.target is not None
+        part_blocks = self.part_blocks[handoff.target.incarnation]
+        end = num_blocks_for(handoff.sequence.num_tokens, self._engine.config.block_size)
+        tail = handoff.grouped_from_block, handoff.layer_groups
+        return plan_parts(self._sender.layout, part_blocks, grant.num_held_blocks, end, *tail)
+
+    def send(self, handoff: Handoff) -> None:
+        """Gather and push what is computed and has a slot at both ends."""
+        if handoff.grant is None or handoff.target is None:
+            return
+        blocks, grant, peer = self._engine.blocks, handoff.grant, handoff.target.incarnation
+        checked = grant.checksums or self._sender.verify
+        num_layers = self._engine.num_layers_computed(handoff.sequence)
+        while part := handoff.ready_part(blocks.block_size, num_layers):
+            named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
+            extent = part.offset, part.num_bytes
+            blocks.pin_read(named)
+            sent = self._sender.send(peer, grant.lease, handoff.next_part, named, *extent, checked)
+            blocks.unpin_read(named)
+            if not sent:
+                return
+            handoff.next_part += 1
+
+    def drain(self, incarnation: str, peer: DecodePeer) -> None:
+        """Use up the credits of dead leases."""
+        for lease, drain in list(peer.drains.items()):
+            while drain.next_part < drain.credits and self._sender.drain(incarnation, lease, drain.next_part):
+                drain.next_part += 1
+            if drain.over:
+                del peer.drains[lease]
+
+    def _start_of_last_chunk(self, sequence: Sequence) -> int:
+        """The token that it begins with, as far as can be told when the first is scheduled: if nobody else takes of the
+        budget. Otherwise more or less of the prompt travels by groups of layers, which is as right and not as quick."""
+        rest = sequence.num_tokens - sequence.num_launched_tokens
+        if not rest:
+            return sequence.num_computed_tokens
+        budget = self._engine.config.max_num_batched_tokens
+        return sequence.num_tokens - ((rest - 1) % budget + 1)
