@@ -174,9 +174,11 @@ class PartHeader:
             lease, part, num_blocks, offset, piece_bytes, digest, bool(flags & _CHECKED), bool(flags & _DRAIN)
         )  # fmt: skip
 
-    def require(self, lease: int, part: int, num_blocks: int, offset: int, piece_bytes: int, layout: KvLayout) -> None:
+    def require(
+        self, lease: int, part: int, num_blocks: int, offset: int, piece_bytes: int, layout_digest: bytes
+    ) -> None:
         """Raise TransferError unless this heads exactly that part, and LayoutMismatch for blocks of another layout."""
-        if self.layout_digest != layout.digest():
+        if self.layout_digest != layout_digest:
             raise LayoutMismatch(f"part {part} of lease {lease} has blocks of another layout", "layout_digest")
         wanted = (lease, part, num_blocks, offset, piece_bytes, False)
         found = (self.lease, self.part, self.num_blocks, self.offset, self.piece_bytes, self.drain)

@@ -65,6 +65,7 @@ class KvReceiver:
         self._staging = staging
         self._copies = CopyStream(staging.device)
         self._pool = pool_bytes
+        self._digest = layout.digest()
         self._expected: dict[int, tuple[str, int, int]] = {}  # slot -> peer, lease, part
         self._arrived: set[int] = set()  # slots
         self._landing: set[int] = set()  # slots that a copy on the device still reads
@@ -130,7 +131,7 @@ class KvReceiver:
         num_bytes = self.layout.block_bytes if piece_bytes is None else piece_bytes
         self._arrived.remove(arrived.slot)
         try:
-            header.require(arrived.lease, arrived.part, len(blocks), offset, num_bytes, self.layout)
+            header.require(arrived.lease, arrived.part, len(blocks), offset, num_bytes, self._digest)
             self._check(slot, header)
         except TransferError:
             self._staging.give_back(arrived.slot)

@@ -87,11 +87,11 @@ def test_a_slot_holds_the_blocks_that_it_was_made_for(part_blocks: int, block_by
 )
 def test_only_exactly_the_expected_part_is_taken(changes: dict[str, int]) -> None:
     fields = {"lease": 7, "part": 3, "num_blocks": 2, "offset": 64, "piece_bytes": 1024}
-    PartHeader(**fields, layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT)
+    PartHeader(**fields, layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT.digest())
     with pytest.raises(TransferError, match="expected"):
-        PartHeader(**(fields | changes), layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT)
+        PartHeader(**(fields | changes), layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT.digest())
     with pytest.raises(LayoutMismatch):
-        PartHeader(**fields, layout_digest=OTHER_LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT)
+        PartHeader(**fields, layout_digest=OTHER_LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT.digest())
 
 
 @given(

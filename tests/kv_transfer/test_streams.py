@@ -46,7 +46,7 @@ class Pair:
         torch.cuda.synchronize()
 
     def _mover(self, kind: Any, name: str, pool: torch.Tensor) -> Any:
-        staging = Staging(4, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cuda")
+        staging = Staging(4, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cuda:0")
         transport = MemoryTransport(self.hub, name, staging, self.woken.set)
         return kind(transport, staging, pool, LAYOUT)
 
@@ -172,6 +172,7 @@ def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
     first, second = pair.deliver()
     pair.receiver.land(first, [8, 9], 0, LAYER_BYTES)
     pair.receiver._staging.memory(second.slot)[PAYLOAD_OFFSET + 17] ^= 4
+    torch.cuda.synchronize()
     with pytest.raises(TransferError, match="1 of 2 blocks"):
         pair.receiver.land(second, [8, 9], LAYER_BYTES, LAYER_BYTES)
     assert pair.receiver.num_damaged_pieces == 1
