@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import os
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ from ucxx._lib import libucxx as ucx
 from ucxx._lib.arr import Array
 
 from baton.errors import TransferError
+from kv_transfer.mailbox import Mailbox
 from kv_transfer.staging import Staging
 from kv_transfer.transport import TAG_BITS, Arrived, Failed, PeerLost, Sent, TransportEvent
 
@@ -101,10 +100,7 @@ class UcxThread:
         self._parked: list[Link] = []  # disconnected, with sends that UCX has not completed
         self._emitted = False
         self._stopping = False
-        self._lock = threading.Lock()  # over the commands
-        self._commands: deque[Callable[[], None]] = deque()
-        self._closed = False
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._mailbox = Mailbox()
         self._thread = threading.Thread(target=self._run, name="ucx", daemon=True)
 
     # ---- from any thread ----
@@ -121,12 +117,7 @@ class UcxThread:
 
     def call(self, command: Callable[[], None]) -> None:
         """Have the thread run `command`; once the thread is over, run it here."""
-        with self._lock:
-            if not self._closed:
-                self._commands.append(command)
-                os.eventfd_write(self._bell, 1)
-                return
-        command()
+        self._mailbox.post(command)
 
     def stop(self, timeout_s: float) -> bool:
         """End all links and the thread. False: it did not end in time."""
@@ -139,7 +130,7 @@ class UcxThread:
     def connect(self, peer: str, address: bytes, up: Future[None]) -> None:
         """Resolve `up` once the peer can be reached."""
         link = self._links.get(peer)
-        if self._closed or self._stopping:
+        if self._mailbox.is_closed or self._stopping:
             _resolve(up, TransferError("the transport is closed"))
         elif link is not None and link.address != address:
             _resolve(up, TransferError(f"{peer} is connected at another address"))
@@ -169,7 +160,7 @@ class UcxThread:
         try:
             address = self._open()
         except Exception as error:  # noqa: BLE001 - told to whoever starts the thread
-            self._close()
+            self._mailbox.close()
             self._started.set_exception(error if isinstance(error, TransferError) else TransferError(f"UCX: {error}"))
             return
         self._started.set_result(address)
@@ -183,7 +174,7 @@ class UcxThread:
         try:
             self._shut(reason, told=self._stopping)
         finally:
-            self._close()
+            self._mailbox.close()
             self._ring()
 
     def _open(self) -> bytes:
@@ -196,7 +187,7 @@ class UcxThread:
         self._worker.init_blocking_progress_mode()
         self._poll = select.epoll()
         self._poll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
-        self._poll.register(self._bell, select.EPOLLIN)
+        self._poll.register(self._mailbox, select.EPOLLIN)
         self._hello = np.zeros(_HELLO_BYTES, dtype=np.uint8)
         self._heard = np.zeros(_HELLO_BYTES, dtype=np.uint8)
         self._listen()
@@ -207,7 +198,7 @@ class UcxThread:
         self._hearing = self._worker.tag_recv(Array(self._heard), ucx.UCXXTag(_HELLO_TAG))
 
     def _turn(self) -> None:
-        self._run_commands()
+        self._mailbox.run()
         for _ in range(_BURST):
             if not self._worker.progress_once():
                 break
@@ -219,19 +210,13 @@ class UcxThread:
         if self._hearing.completed:
             self._listen()
         self._ring()
-        if not self._commands and not self._stopping and self._worker.arm():
+        if not self._mailbox and not self._stopping and self._worker.arm():
             self._poll.poll()
-
-    def _run_commands(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        while self._commands:
-            self._commands.popleft()()
 
     def _emit(self, event: TransportEvent) -> None:
         self._emit_event(event)
         self._emitted = True
-        if self._closed:
+        if self._mailbox.is_closed:
             self._ring()
 
     def _ring(self) -> None:
@@ -330,13 +315,6 @@ class UcxThread:
         self._poll.close()
         del self._hearing, self._worker
         self._staging.forget_retired()
-
-    def _close(self) -> None:
-        with self._lock:
-            self._closed = True
-            os.close(self._bell)
-        while self._commands:
-            self._commands.popleft()()
 
 
 def _close_endpoint(link: Link) -> None:

@@ -1,0 +1,54 @@
+"""Commands from any thread for one that sleeps on descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class Mailbox:
+    """Its thread sleeps until `fileno` is readable, then calls `run`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._closed = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._bell
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def __bool__(self) -> bool:
+        """Whether commands wait."""
+        return bool(self._commands)
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have the thread run `command`; once the mailbox is closed, run it here."""
+        with self._lock:
+            if not self._closed:
+                self._commands.append(command)
+                os.eventfd_write(self._bell, 1)
+                return
+        command()
+
+    def run(self) -> None:
+        """Run what was posted."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        while self._commands:
+            self._commands.popleft()()
+
+    def close(self) -> None:
+        """The thread ends: what is left runs now, what is posted from now on runs where it is posted."""
+        with self._lock:
+            self._closed = True
+            os.close(self._bell)
+        while self._commands:
+            self._commands.popleft()()
