@@ -1,9 +1,9 @@
 """Moves KV blocks between nodes: layouts, blocks and bytes, never requests.
 
 `KvSender` gathers blocks into staging slots, `KvReceiver` scatters slots into blocks, and a `Transport` moves slots
-between processes: `ucx`, or `memory` within one process. What a part is, `parts` says; copies run on a `CopyStream`
-beside a GPU's steps. The network touches slots only, at both ends, so bytes that
-come late hit memory that nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
+between processes: `ucx`, `nixl`, `nccl`, or `memory` within one process. What a part is, `parts` says; copies run on a
+`CopyStream` beside a GPU's steps. The network touches slots only, at both ends, so bytes that come late hit memory that
+nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kv_transfer.memory import MemoryTransport, process_hub
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport
 
-TRANSPORTS = ("ucx", "memory")
+TRANSPORTS = ("ucx", "nixl", "nccl", "memory")
 
 
 def create(name: str, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> Transport:
@@ -28,6 +28,16 @@ def create(name: str, staging: Staging, wake: Callable[[], None], interface: str
         from kv_transfer.ucx import UcxTransport  # loads a native library, which must not happen before a fork
 
         return UcxTransport(staging, wake, interface)
+    if name == "nixl":
+        from kv_transfer.nixl import NixlCarrier
+        from kv_transfer.pair import PairTransport
+
+        return PairTransport(staging, wake, NixlCarrier(staging.device, interface), interface)
+    if name == "nccl":
+        from kv_transfer.nccl import NcclCarrier
+        from kv_transfer.pair import PairTransport
+
+        return PairTransport(staging, wake, NcclCarrier(staging.device, interface), interface)
     if name == "memory":
         return MemoryTransport(process_hub(), uuid.uuid4().hex, staging, wake)
     raise ValueError(f"transport {name!r} is none of {', '.join(TRANSPORTS)}")

@@ -21,9 +21,9 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield rig
 
 
-@pytest.fixture(params=["ucx-shm", "ucx-tcp"])
-def ucx_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Over UCX, by each way that a machine without GPUs has."""
+@pytest.fixture(params=[kind for kind in KINDS if kind not in ("memory", "ucx")])
+def wire_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Over each way between processes; `ucx` by itself is one of the others."""
     with rig_of(request.param) as rig:
         yield rig
 

@@ -37,7 +37,8 @@ LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "fingerprint")
 OTHER_LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "another model")
 
 UCX_TLS = {"ucx-shm": "posix,sysv,cma,self", "ucx-tcp": "tcp,self", "ucx": ""}  # empty: what UCX chooses
-KINDS = ("memory", *UCX_TLS)
+PAIRS = ("nixl",)
+KINDS = ("memory", *UCX_TLS, *PAIRS)
 
 
 def pool_of(seed: int, num_blocks: int = NUM_BLOCKS) -> np.ndarray[Any, Any]:
@@ -236,21 +237,21 @@ class Host:
 
     _idle: ClassVar[dict[str, list[Host]]] = {}
 
-    def __init__(self, tls: str) -> None:
+    def __init__(self, kind: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        self.tls = tls
+        self.kind = kind
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, tls), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, kind), daemon=True)
         self.process.start()
         theirs.close()
 
     @classmethod
-    def take(cls, tls: str) -> Host:
-        idle = cls._idle.get(tls)
-        return idle.pop() if idle else cls(tls)
+    def take(cls, kind: str) -> Host:
+        idle = cls._idle.get(kind)
+        return idle.pop() if idle else cls(kind)
 
     def give_back(self) -> None:
-        self._idle.setdefault(self.tls, []).append(self)
+        self._idle.setdefault(self.kind, []).append(self)
 
     def end(self) -> None:
         """The process ends by itself when it can."""
@@ -277,9 +278,9 @@ class Host:
 class RemoteNode:
     """A node over UCX, in a process of its own. `start` and the constructor do not wait for it."""
 
-    def __init__(self, tls: str, name: str, **options: Any) -> None:
+    def __init__(self, kind: str, name: str, **options: Any) -> None:
         self.name = name
-        self._host = Host.take(tls)
+        self._host = Host.take(kind)
         self._host.pipe.send(options)
         self._starting = True
 
@@ -346,7 +347,7 @@ class Rig:
         if self.kind == "memory":
             node = LocalNode(self._hub, name, role=role, **options)
         else:
-            node = RemoteNode(UCX_TLS[self.kind], name, role=role, **options)
+            node = RemoteNode(self.kind, name, role=role, **options)
         self._nodes.append(node)
         return node
 
@@ -366,16 +367,18 @@ class Rig:
                 stack.callback(node.stop, not self.cuts)
 
 
-def _serve(pipe: Any, tls: str) -> None:
+def _serve(pipe: Any, kind: str) -> None:
     """A host's process: a node's options in, then calls until "stop"; None ends it."""
+    name, tls = kind.partition("-")[0], UCX_TLS.get(kind)
     os.environ |= {"UCX_WARN_UNUSED_ENV_VARS": "n", **({"UCX_TLS": tls} if tls else {})}
     torch.set_num_threads(1)
     faulthandler.enable()
-    import kv_transfer.ucx_thread  # noqa: F401 - what the native library keeps open is not the transport's
+    if name == "ucx":
+        import kv_transfer.ucx_thread  # noqa: F401 - what the native library keeps open is not the transport's
 
     while (options := pipe.recv()) is not None:
         before = _resources()
-        node = Node(lambda staging, wake: create("ucx", staging, wake), **options)
+        node = Node(lambda staging, wake: create(name, staging, wake), **options)
         pipe.send(None)
         while (call := pipe.recv())[0] != "stop":
             try:

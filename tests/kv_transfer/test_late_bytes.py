@@ -1,4 +1,4 @@
-"""Transfers over UCX that are torn down half-way while the other side goes on: late bytes must hit nothing.
+"""Transfers that are torn down half-way while the other side goes on: late bytes must hit nothing.
 
 Half-way is made certain by stopping one process in mid-transfer (SIGSTOP); it is continued after the teardown.
 """
@@ -48,8 +48,8 @@ def stop_half_way(sender: Any, receiver: Any, stopped: Any) -> tuple[int, int, i
     raise AssertionError(f"no message was caught under way in {ATTEMPTS} attempts")
 
 
-def test_a_slot_of_a_cut_receive_serves_the_next_while_the_old_sender_goes_on(ucx_rig: Rig) -> None:
-    sender, receiver, other = slow_pair(ucx_rig, num_slots=2)
+def test_a_slot_of_a_cut_receive_serves_the_next_while_the_old_sender_goes_on(wire_rig: Rig) -> None:
+    sender, receiver, other = slow_pair(wire_rig, num_slots=2)
     tag, source, slot = stop_half_way(sender, receiver, stopped=sender)
     receiver.call("disconnect", sender.name)
     (failed,) = receiver.call("wait", 1)
@@ -65,7 +65,7 @@ def test_a_slot_of_a_cut_receive_serves_the_next_while_the_old_sender_goes_on(uc
     assert isinstance(end, Sent | Failed)
     sender.call("refill", source, REWRITTEN)  # and now something new from the same place
     sender.call("disconnect", receiver.name)
-    ucx_rig.link(sender, receiver)
+    wire_rig.link(sender, receiver)
     again = receiver.call("fill", UNTOUCHED)
     receiver.call("post", sender.name, 101, again)
     sender.call("push", receiver.name, 101, source)
@@ -75,8 +75,8 @@ def test_a_slot_of_a_cut_receive_serves_the_next_while_the_old_sender_goes_on(uc
     assert receiver.call("values", slot) == {NEXT}
 
 
-def test_a_slot_of_a_cut_send_serves_the_next_while_the_old_receiver_goes_on(ucx_rig: Rig) -> None:
-    sender, receiver, other = slow_pair(ucx_rig, num_slots=2)
+def test_a_slot_of_a_cut_send_serves_the_next_while_the_old_receiver_goes_on(wire_rig: Rig) -> None:
+    sender, receiver, other = slow_pair(wire_rig, num_slots=2)
     tag, source, target = stop_half_way(sender, receiver, stopped=receiver)
     sender.call("disconnect", receiver.name)
     (failed,) = sender.call("wait", 1)
@@ -92,25 +92,32 @@ def test_a_slot_of_a_cut_send_serves_the_next_while_the_old_receiver_goes_on(ucx
 
     assert sender.call("wait", 1) == [Sent(other.name, 100, source)]
 
-    receiver.signal(signal.SIGCONT)  # takes in the rest: what was in the slot when it was pushed
-    assert receiver.call("wait", 1) == [Arrived(sender.name, tag, target)]
-    assert receiver.call("values", target) == {OLD}
+    receiver.signal(
+        signal.SIGCONT
+    )  # takes in the rest: what was in the slot when it was pushed; or it hears of the cut
+    (end,) = receiver.call("wait", 1)
+    if wire_rig.kind.startswith("ucx"):
+        assert end == Arrived(sender.name, tag, target)
+        assert receiver.call("values", target) == {OLD}
+    else:
+        assert isinstance(end, Failed)
     receiver.call("disconnect", sender.name)
     receiver.call("pending_events")
-    ucx_rig.link(sender, receiver)
+    wire_rig.link(sender, receiver)
+    receiver.call("refill", target, UNTOUCHED)
     receiver.call("post", sender.name, 101, target)
     sender.call("push", receiver.name, 101, source)
     assert receiver.call("wait", 1) == [Arrived(sender.name, 101, target)]
     assert receiver.call("values", target) == {REWRITTEN}
 
 
-def test_no_block_of_the_pool_changes_but_by_landing(ucx_rig: Rig) -> None:
-    ucx_rig.cuts = True
+def test_no_block_of_the_pool_changes_but_by_landing(wire_rig: Rig) -> None:
+    wire_rig.cuts = True
     sizes = {"part_blocks": BLOCKS, "num_blocks": BLOCKS, "num_slots": 1}
-    sender, other = ucx_rig.node("sender", seed=1, **sizes), ucx_rig.node("sender", seed=3, **sizes)
-    receiver = ucx_rig.node("receiver", seed=2, **sizes)
-    ucx_rig.link(sender, receiver)
-    ucx_rig.link(other, receiver)
+    sender, other = wire_rig.node("sender", seed=1, **sizes), wire_rig.node("sender", seed=3, **sizes)
+    receiver = wire_rig.node("receiver", seed=2, **sizes)
+    wire_rig.link(sender, receiver)
+    wire_rig.link(other, receiver)
     blocks = list(range(BLOCKS))
     for lease in range(1, ATTEMPTS):
         receiver.call("poison", UNTOUCHED)
@@ -139,7 +146,7 @@ def test_no_block_of_the_pool_changes_but_by_landing(ucx_rig: Rig) -> None:
     assert receiver.call("pool_digest") == wanted
     sender.call("disconnect", receiver.name)
     sender.call("pending_events")
-    ucx_rig.link(sender, receiver)
+    wire_rig.link(sender, receiver)
     assert receiver.call("expect", sender.name, 101, [0]) == [True]
     sender.call("send", receiver.name, 101, {0: blocks})
     (late,) = [e for e in receiver.call("wait", 1) if isinstance(e, PartArrived)]

@@ -1,0 +1,80 @@
+"""What moves the bytes of a `PairTransport` once both ends have agreed on a message: NIXL, or NCCL.
+
+All is called on the transport's thread, and nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+Note = Callable[[bytes], None]
+"""Sends the other end's `hear` something, ahead of what is sent next."""
+
+
+class Native(Protocol):
+    """An operation under way. Until `query` says True its memory is read or written."""
+
+    @property
+    def error(self) -> str:
+        """Why it failed, once it is over; empty: it did not."""
+
+    def query(self) -> bool:
+        """Whether it is over. Never raises."""
+
+
+class Sending(Protocol):
+    """The pushing end of one connection."""
+
+    def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
+        """Move the first bytes of a slot's memory, [slot_bytes], uint8, to `place`, which the other end named. Raises
+        TransferError: nothing was begun."""
+
+    def abort(self) -> None:
+        """Have all that is under way end soon, if that can be had without bytes that land late."""
+
+    def close(self) -> None:
+        """All operations are over."""
+
+
+class Receiving(Protocol):
+    """The receiving end of one connection."""
+
+    def place(self, memory: Tensor) -> bytes:
+        """What the other end must know to send into a slot's memory, [slot_bytes], uint8. Raises TransferError."""
+
+    def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
+        """The other end sends into the first bytes of that memory, in the order of these calls. None: it says when it
+        is over, and this end has no part in it. Raises TransferError."""
+
+    def hear(self, note: bytes) -> None: ...
+
+    def abort(self) -> None:
+        """As for the pushing end."""
+
+    def close(self) -> None: ...
+
+
+class Carrier(Protocol):
+    """One per transport."""
+
+    kind: str
+    version: str
+    """Both ends' must be equal."""
+
+    def start(self, name: str) -> None:
+        """`name` is this process's for the others. Raises TransferError."""
+
+    def sending(self, peer: str, note: Note, host: str) -> Sending:
+        """peer: the other end's name. host: this end's address for it."""
+
+    def receiving(self, peer: str, host: str) -> Receiving:
+        """host: the other end's address."""
+
+    def progress(self) -> None:
+        """Called often while something is under way with anybody."""
+
+    def close(self) -> None:
+        """Touch no slot from now on."""

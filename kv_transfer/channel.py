@@ -1,0 +1,131 @@
+"""Control messages between two transports: frames over a TCP connection, read and written without waiting."""
+
+from __future__ import annotations
+
+import enum
+import select
+import socket
+import struct
+from dataclasses import dataclass
+
+_HEAD = struct.Struct("<IBQQ")  # bytes of the payload, kind, tag, num_bytes
+_MOST = 1 << 20
+_READ = 1 << 16
+
+
+class Kind(enum.IntEnum):
+    """
+    pusher                                                   receiver
+    HELLO  (whom it takes the other for, who it is)   --->
+                                               <---   WELCOME
+    OPEN   (this connection it is, of several)        --->
+                                               <---   GRANT   a receive is posted
+    NOTE   (the carrier's own)                        --->
+    BEGIN  the bytes move now                         --->
+    END    they did, or could not                     --->
+    LONG   more bytes than were granted: not sent     --->
+                                               <---   (end of stream)  nothing more is granted
+    BYE    nothing more is sent                       --->
+    (end of stream)  nothing is read, or written, any more
+    """
+
+    HELLO = 1
+    WELCOME = 2
+    OPEN = 3
+    GRANT = 4
+    NOTE = 5
+    BEGIN = 6
+    END = 7
+    LONG = 8
+    BYE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    kind: Kind
+    tag: int = 0
+    num_bytes: int = 0
+    payload: bytes = b""
+
+
+class Channel:
+    """One end of the connection; owns the socket. `lost` is set once nothing more can be heard.
+
+    What a stranger may send costs at most a MiB of memory, and then the connection.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.lost = False
+        self._inbox = bytearray()
+        self._outbox = bytearray()
+        self._mute = False
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def wants(self) -> int:
+        """The epoll mask to wait for."""
+        return (0 if self.lost else select.EPOLLIN) | (select.EPOLLOUT if self._outbox else 0)
+
+    def send(self, kind: Kind, tag: int = 0, num_bytes: int = 0, payload: bytes = b"") -> None:
+        if not self._mute:
+            self._outbox += _HEAD.pack(len(payload), kind, tag, num_bytes) + payload
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what the network takes."""
+        try:
+            while self._outbox:
+                del self._outbox[: self.socket.send(self._outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the reader learns of it too
+            self._outbox.clear()
+            self._mute = True
+
+    def hang_up(self) -> None:
+        """Say nothing more; go on hearing."""
+        self._mute = True
+        self._outbox.clear()
+        try:
+            self.socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.lost = True
+
+    def receive(self) -> list[Frame]:
+        """All frames that are here."""
+        try:
+            while data := self.socket.recv(_READ):
+                self._inbox += data
+            self.lost = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.lost = True
+        frames = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def close(self) -> None:
+        self.lost = True
+        self.socket.close()
+
+    def _next(self) -> Frame | None:
+        if len(self._inbox) < _HEAD.size:
+            return None
+        length, kind, tag, num_bytes = _HEAD.unpack_from(self._inbox)
+        if length > _MOST or kind not in Kind.__members__.values():
+            self.lost = True
+            self._inbox.clear()
+            return None
+        end = _HEAD.size + length
+        if len(self._inbox) < end:
+            return None
+        frame = Frame(Kind(kind), tag, num_bytes, bytes(self._inbox[_HEAD.size : end]))
+        del self._inbox[:end]
+        return frame

@@ -1,0 +1,523 @@
+"""The thread of a `PairTransport`: it owns connections, carrier and operations.
+
+It sleeps in epoll while nothing is under way. While something is, it looks every few tens of microseconds, since the
+carriers have no descriptor that could wake it, and less often the longer nothing comes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+
+from baton.errors import TransferError
+from kv_transfer.carrier import Carrier
+from kv_transfer.channel import Channel, Frame, Kind
+from kv_transfer.mailbox import Mailbox
+from kv_transfer.pair_address import PairAddress
+from kv_transfer.pair_ends import DEATH_S, Expect, Grant, Inbound, Link, Outbound, Push
+from kv_transfer.staging import Staging
+from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, TransportEvent
+
+log = logging.getLogger(__name__)
+
+_START_S = 60.0
+_PAUSE_S = 20e-6
+_EAGER_S = 5e-3
+"""How long after the last progress it looks again at once; then it waits for a growing while, up to _REST_S."""
+_REST_S = 0.1
+_FINISH_S = 1.0
+"""How long the end waits for operations that were cut off."""
+_STRANGERS = 64
+_ID_BYTES = 32
+
+
+@dataclass(eq=False, slots=True)
+class Dial:
+    """One of the peer's addresses being tried."""
+
+    channel: Channel
+    link: Link
+    host: str
+    connected: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Greeting:
+    """Somebody who called, and has not opened the connection yet."""
+
+    channel: Channel
+    host: str
+    remote: str = ""
+
+
+End = Dial | Greeting | Outbound | Inbound
+
+
+class PairThread:
+    """`emit` gets the events, on the thread; `wake` is called after some were emitted."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        carrier: Carrier,
+        here: PairAddress,
+        listener: socket.socket,
+        emit: Callable[[TransportEvent], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._staging = staging
+        self._carrier = carrier
+        self._here = here
+        self._listener = listener
+        self._emit_event = emit
+        self._wake = wake
+        self._links: dict[str, Link] = {}
+        self._ends: dict[int, End] = {}  # by descriptor
+        self._masks: dict[int, int] = {}
+        self._unclaimed: dict[str, Inbound] = {}  # who called before `connect` named it
+        self._leaving: list[Outbound | Inbound] = []
+        self._ready: list[tuple[int, int]] = []
+        self._moved_at = 0.0
+        self._emitted = False
+        self._stopping = False
+        self._mailbox = Mailbox()
+        self._thread = threading.Thread(target=self._run, name=f"kv-{carrier.kind}", daemon=True)
+        self._started: Future[None] = Future()
+
+    # ---- from any thread ----
+
+    def start(self) -> None:
+        """Raises TransferError."""
+        self._thread.start()
+        try:
+            self._started.result(_START_S)
+        except TimeoutError:
+            raise TransferError(f"{self._carrier.kind} did not start within {_START_S:g} s") from None
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Have the thread run `command`; once the thread is over, run it here."""
+        self._mailbox.post(command)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End all links and the thread. False: it did not end in time."""
+        self.call(self._stop)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- commands: on the thread ----
+
+    def connect(self, peer: str, address: bytes, theirs: PairAddress, up: Future[None]) -> None:
+        """Resolve `up` once the peer can be reached."""
+        link = self._links.get(peer)
+        if self._mailbox.is_closed or self._stopping:
+            _resolve(up, TransferError("the transport is closed"))
+        elif link is None:
+            self._open_link(Link(peer, address, theirs.id, [up]), theirs)
+        elif link.address != address:
+            _resolve(up, TransferError(f"{peer} is connected at another address"))
+        elif link.out is not None:
+            _resolve(up, None)
+        else:
+            link.waiting.append(up)
+
+    def disconnect(self, peer: str) -> None:
+        if link := self._links.get(peer):
+            self._drop(link, "disconnected", told=True)
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        link = self._links.get(peer)
+        if link is None or tag in link.pushes:
+            self._emit(Failed(peer, tag, slot, "not connected" if link is None else "the tag is in use"))
+            return
+        link.pushes[tag] = Push(tag, slot, num_bytes)
+        self._launch(link, tag)
+
+    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        link = self._links.get(peer)
+        if link is None or tag in link.expects:
+            self._emit(Failed(peer, tag, slot, "not connected" if link is None else "the tag is in use"))
+            return
+        link.expects[tag] = expect = Expect(tag, slot, num_bytes)
+        if link.inward is not None:
+            self._grant(link, link.inward, expect)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            self._carrier.start(self._here.id)
+        except Exception as error:  # noqa: BLE001 - told to whoever starts the thread
+            self._mailbox.close()
+            self._listener.close()
+            kind = self._carrier.kind
+            failure = error if isinstance(error, TransferError) else TransferError(f"{kind} cannot start: {error}")
+            self._started.set_exception(failure)
+            return
+        self._poll = select.epoll()
+        self._poll.register(self._mailbox, select.EPOLLIN)
+        self._poll.register(self._listener, select.EPOLLIN)
+        self._started.set_result(None)
+        reason = "closed"
+        try:
+            while not self._stopping:
+                self._turn(None)
+        except Exception as error:  # the thread's boundary: every operation ends with it
+            log.exception("transport thread failed kind=%s", self._carrier.kind)
+            reason = f"the {self._carrier.kind} thread failed: {error}"
+        try:
+            self._shut(reason)
+        finally:
+            self._mailbox.close()
+            self._ring()
+
+    def _turn(self, deadline: float | None) -> None:
+        """What happened, then a wait for more, until `deadline` at most."""
+        self._mailbox.run()
+        for descriptor, mask in self._ready:
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif end := self._ends.get(descriptor):
+                self._attend(end, mask)
+        busy = bool(self._leaving) or any(link.is_busy for link in self._links.values())
+        if busy:
+            self._carrier.progress()
+            for link in list(self._links.values()):
+                self._collect(link)
+            self._close_over()
+        self._watch()
+        self._ring()
+        self._ready = self._wait(busy, deadline)
+
+    def _wait(self, busy: bool, deadline: float | None) -> list[tuple[int, int]]:
+        if self._mailbox or self._stopping != (deadline is not None):
+            return self._poll.poll(0)
+        idle_s = time.monotonic() - self._moved_at
+        if not busy:
+            return self._poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if idle_s > _EAGER_S:
+            return self._poll.poll(min(idle_s / 10, _REST_S))
+        ready = self._poll.poll(0)
+        if not ready:
+            time.sleep(_PAUSE_S)  # epoll counts in milliseconds
+        return ready
+
+    def _watch(self) -> None:
+        """Have epoll wait for what each connection wants."""
+        for descriptor, end in list(self._ends.items()):
+            mask = select.EPOLLOUT if isinstance(end, Dial) and not end.connected else end.channel.wants
+            before = self._masks.get(descriptor)
+            if before is None and mask:
+                self._poll.register(descriptor, mask)
+            elif before is not None and not mask:
+                self._poll.unregister(descriptor)
+            elif before != mask and mask:
+                self._poll.modify(descriptor, mask)
+            if mask:
+                self._masks[descriptor] = mask
+            else:
+                self._masks.pop(descriptor, None)
+
+    def _close_end(self, end: End) -> None:
+        descriptor = end.channel.fileno()
+        if self._ends.pop(descriptor, None) is not None and self._masks.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+        end.channel.close()
+
+    def _emit(self, event: TransportEvent) -> None:
+        self._emit_event(event)
+        self._emitted = True
+        if self._mailbox.is_closed:
+            self._ring()
+
+    def _ring(self) -> None:
+        if self._emitted:
+            self._emitted = False
+            self._wake()
+
+    # ---- connections ----
+
+    def _open_link(self, link: Link, theirs: PairAddress) -> None:
+        self._links[link.peer] = link
+        for host in theirs.reachable_from(self._here):
+            family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+            with contextlib.suppress(OSError):  # a family that this machine lacks
+                channel = Channel(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
+                self._ends[channel.fileno()] = dial = Dial(channel, link, host)
+                if channel.socket.connect_ex((host, theirs.port)) not in (0, errno.EINPROGRESS):
+                    self._close_end(dial)
+        self._give_up_if_vain(link)
+        if inward := self._unclaimed.pop(link.remote, None):
+            self._attach(link, inward)
+
+    def _give_up_if_vain(self, link: Link, reason: str = "none of its addresses answers") -> None:
+        if link.out is None and not any(isinstance(e, Dial) and e.link is link for e in self._ends.values()):
+            self._drop(link, reason, told=True)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, (host, *_) = self._listener.accept()
+            channel = Channel(connection)
+            self._ends[channel.fileno()] = Greeting(channel, host.removeprefix("::ffff:"))
+        strangers = [end for end in self._ends.values() if isinstance(end, Greeting)]
+        for end in strangers[:-_STRANGERS]:
+            self._close_end(end)
+
+    def _attend(self, end: End, mask: int) -> None:
+        """Read and write what its connection is ready for."""
+        if isinstance(end, Dial) and not end.connected:
+            if error := end.channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._close_end(end)
+                self._give_up_if_vain(end.link, os.strerror(error))
+            else:
+                end.connected = True
+                end.channel.send(Kind.HELLO, payload=(end.link.remote + self._here.id).encode())
+            return
+        channel, descriptor = end.channel, end.channel.fileno()
+        channel.flush()
+        frames = deque(channel.receive())
+        while frames and (now := self._ends.get(descriptor)) is not None and now.channel is channel:
+            self._hear(now, frames.popleft())
+        if channel.lost and (now := self._ends.get(descriptor)) is not None and now.channel is channel:
+            self._lose(now)
+
+    def _lose(self, end: End) -> None:
+        match end:
+            case Dial():
+                self._close_end(end)
+                self._give_up_if_vain(end.link)
+            case Greeting():
+                self._close_end(end)
+            case Outbound():
+                self._drop_with(end, "the peer is gone")
+            case Inbound():
+                if not end.broke_at:
+                    end.end()
+                self._drop_with(end, "the peer is gone")
+                if self._unclaimed.get(end.remote) is end:
+                    del self._unclaimed[end.remote]
+                    self._leave(end)
+
+    def _hear(self, end: End, frame: Frame) -> None:
+        match end, frame.kind:
+            case Dial(), Kind.WELCOME:
+                self._open(end)
+            case Greeting(), Kind.HELLO:
+                target, end.remote = frame.payload[:_ID_BYTES].decode(), frame.payload[_ID_BYTES:].decode()
+                if target == self._here.id:
+                    end.channel.send(Kind.WELCOME)
+                else:
+                    self._close_end(end)
+            case Greeting(), Kind.OPEN if end.remote:
+                self._take_in(end)
+            case Outbound(), Kind.GRANT:
+                if link := self._link_of(end):
+                    end.grants[frame.tag] = Grant(frame.num_bytes, frame.payload)
+                    self._launch(link, frame.tag)
+            case Inbound(), Kind.BYE:
+                end.said_bye = True
+                self._drop_with(end, "the peer left")
+            case Inbound(), Kind.NOTE:
+                end.receiving.hear(frame.payload)
+            case Inbound(), _:
+                if link := self._link_of(end):
+                    self._hear_of_message(link, end, frame)
+            case _:
+                end.channel.lost = True  # nobody who speaks this protocol
+
+    def _open(self, dial: Dial) -> None:
+        """The first address that answers carries what is pushed."""
+        link, channel = dial.link, dial.channel
+        for other in [e for e in self._ends.values() if isinstance(e, Dial) and e.link is link and e is not dial]:
+            self._close_end(other)
+        channel.send(Kind.OPEN)
+        host = channel.socket.getsockname()[0]
+        sending = self._carrier.sending(link.remote, lambda note: channel.send(Kind.NOTE, payload=note), host)
+        link.out = self._ends[channel.fileno()] = Outbound(channel, sending)
+        for up in link.waiting:
+            _resolve(up, None)
+        link.waiting = []
+
+    def _take_in(self, greeting: Greeting) -> None:
+        """The peer calls. If it did before, it has begun anew, and what was is over."""
+        remote = greeting.remote
+        inward = Inbound(greeting.channel, self._carrier.receiving(remote, greeting.host), remote)
+        self._ends[greeting.channel.fileno()] = inward
+        link = next((link for link in self._links.values() if link.remote == remote), None)
+        if link is not None and link.inward is None:
+            self._attach(link, inward)
+            return
+        if link is not None:
+            self._drop(link, "the peer connected anew", told=False)
+        if before := self._unclaimed.pop(remote, None):
+            self._leave(before)
+        self._unclaimed[remote] = inward
+
+    def _attach(self, link: Link, inward: Inbound) -> None:
+        link.inward = inward
+        for expect in list(link.expects.values()):
+            self._grant(link, inward, expect)
+
+    def _link_of(self, end: Outbound | Inbound) -> Link | None:
+        return next((link for link in self._links.values() if end in (link.out, link.inward)), None)
+
+    # ---- messages ----
+
+    def _grant(self, link: Link, inward: Inbound, expect: Expect) -> None:
+        try:
+            place = inward.receiving.place(self._staging.memory(expect.slot))
+        except TransferError as error:
+            self._drop(link, error.message, told=False)
+            return
+        expect.granted = True
+        inward.channel.send(Kind.GRANT, expect.tag, expect.num_bytes, place)
+
+    def _launch(self, link: Link, tag: int) -> None:
+        """Send what is both pushed and granted."""
+        push, out = link.pushes.get(tag), link.out
+        if push is None or out is None or tag not in out.grants:
+            return
+        grant = out.grants.pop(tag)
+        if push.num_bytes > grant.num_bytes:
+            out.channel.send(Kind.LONG, tag, push.num_bytes)
+            del link.pushes[tag]
+            self._emit(Sent(link.peer, tag, push.slot))
+            return
+        out.channel.send(Kind.BEGIN, tag, push.num_bytes)
+        try:
+            push.native = out.sending.send(self._staging.memory(push.slot), push.num_bytes, grant.place)
+        except TransferError as error:
+            self._drop(link, error.message, told=False)
+        self._moved_at = time.monotonic()
+
+    def _hear_of_message(self, link: Link, inward: Inbound, frame: Frame) -> None:
+        expect = link.expects.get(frame.tag)
+        if expect is None or (frame.kind is not Kind.LONG and frame.num_bytes > expect.num_bytes):
+            inward.channel.lost = True
+        elif frame.kind is Kind.LONG:
+            del link.expects[frame.tag]
+            reason = f"message of {frame.num_bytes} bytes, where {expect.num_bytes} were expected"
+            self._emit(Failed(link.peer, expect.tag, expect.slot, reason))
+        elif frame.kind is Kind.BEGIN:
+            expect.begun = True
+            self._moved_at = time.monotonic()
+            try:
+                expect.native = inward.receiving.begin(self._staging.memory(expect.slot), frame.num_bytes)
+            except TransferError as error:
+                self._drop(link, error.message, told=False)
+        elif frame.kind is Kind.END and expect.native is None:
+            self._end(link, expect)
+
+    def _collect(self, link: Link) -> None:
+        """Report what is complete. What fails takes the connection with it: neither carrier can go on after that."""
+        for operation, native in link.under_way:
+            if native.query():
+                if native.error:
+                    self._drop(link, native.error, told=False)
+                    return
+                self._end(link, operation)
+
+    def _end(self, link: Link, operation: Push | Expect) -> None:
+        self._moved_at = time.monotonic()
+        if isinstance(operation, Push):
+            assert link.out is not None
+            del link.pushes[operation.tag]
+            link.out.channel.send(Kind.END, operation.tag, operation.num_bytes)
+            self._emit(Sent(link.peer, operation.tag, operation.slot))
+        else:
+            del link.expects[operation.tag]
+            self._emit(Arrived(link.peer, operation.tag, operation.slot))
+
+    # ---- ends ----
+
+    def _drop_with(self, end: Outbound | Inbound, reason: str) -> None:
+        if link := self._link_of(end):
+            self._drop(link, reason, told=False)
+
+    def _drop(self, link: Link, reason: str, told: bool) -> None:
+        """End all that is under way with the peer. `told`: somebody asked for it."""
+        if self._links.get(link.peer) is not link:
+            return
+        for operation, native in link.under_way:
+            if native.query() and not native.error:
+                self._end(link, operation)  # what is complete counts
+        del self._links[link.peer]
+        for dial in [e for e in self._ends.values() if isinstance(e, Dial) and e.link is link]:
+            self._close_end(dial)
+        out, inward = link.out, link.inward
+        if out is not None:
+            out.leaving = [push.native for push in link.pushes.values() if push.native is not None]
+            self._leave(out)
+        if inward is not None:
+            inward.leaving = [expect.native for expect in link.expects.values() if expect.native is not None]
+            self._leave(inward)
+        for push in link.pushes.values():
+            if push.native is not None:
+                self._staging.renew(push.slot, push.native.query)
+            self._emit(Failed(link.peer, push.tag, push.slot, reason))
+        for expect in link.expects.values():
+            if expect.granted and inward is not None:
+                self._staging.renew(expect.slot, lambda: inward.is_over)
+            self._emit(Failed(link.peer, expect.tag, expect.slot, reason))
+        connecting = bool(link.waiting)
+        for up in link.waiting:
+            _resolve(up, TransferError(f"{link.peer} cannot be reached: {reason}"))
+        if not told and not connecting:
+            self._emit(PeerLost(link.peer, reason))
+
+    def _leave(self, end: Outbound | Inbound) -> None:
+        """Its connection stays until what is under way is over, which the other end must be told, or tell."""
+        self._moved_at = time.monotonic()
+        if isinstance(end, Outbound):
+            end.channel.send(Kind.BYE)
+            end.sending.abort()
+        else:
+            end.channel.hang_up()
+            end.receiving.abort()
+            if end.channel.lost and not end.broke_at:
+                end.end()
+        self._leaving.append(end)
+
+    def _close_over(self) -> None:
+        for end in [end for end in self._leaving if end.is_over]:
+            self._leaving.remove(end)
+            (end.sending if isinstance(end, Outbound) else end.receiving).close()
+            self._close_end(end)
+
+    def _shut(self, reason: str) -> None:
+        self._stopping = True
+        for link in list(self._links.values()):
+            self._drop(link, reason, told=reason == "closed")
+        for inward in self._unclaimed.values():
+            self._leave(inward)
+        deadline = time.monotonic() + max(_FINISH_S, DEATH_S)
+        while self._leaving and time.monotonic() < deadline:
+            self._turn(deadline)
+        self._carrier.close()
+        if not self._leaving:
+            self._staging.forget_retired()
+        for end in list(self._ends.values()):
+            self._close_end(end)
+        self._listener.close()
+        self._poll.close()
+
+
+def _resolve(up: Future[None], error: TransferError | None) -> None:
+    with contextlib.suppress(InvalidStateError):  # whoever waited has given up
+        if error is None:
+            up.set_result(None)
+        else:
+            up.set_exception(error)
