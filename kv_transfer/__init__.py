@@ -34,10 +34,10 @@ def create(name: str, staging: Staging, wake: Callable[[], None], interface: str
 
         return PairTransport(staging, wake, NixlCarrier(staging.device, interface), interface)
     if name == "nccl":
-        from kv_transfer.nccl import NcclCarrier
+        from kv_transfer.nccl import nccl_carrier
         from kv_transfer.pair import PairTransport
 
-        return PairTransport(staging, wake, NcclCarrier(staging.device, interface), interface)
+        return PairTransport(staging, wake, nccl_carrier(staging.device, interface), interface)
     if name == "memory":
         return MemoryTransport(process_hub(), uuid.uuid4().hex, staging, wake)
     raise ValueError(f"transport {name!r} is none of {', '.join(TRANSPORTS)}")

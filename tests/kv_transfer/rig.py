@@ -20,15 +20,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.distributed import TCPStore
 
 from baton.errors import BatonError
 from baton.layout import KvLayout
 from kv_transfer import create
 from kv_transfer.memory import MemoryHub, MemoryTransport
+from kv_transfer.pair import PairTransport
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import SlotState, Staging
+from tests.kv_transfer.ordered import ordered_carrier
 
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 64
@@ -37,7 +40,7 @@ LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "fingerprint")
 OTHER_LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "another model")
 
 UCX_TLS = {"ucx-shm": "posix,sysv,cma,self", "ucx-tcp": "tcp,self", "ucx": ""}  # empty: what UCX chooses
-PAIRS = ("nixl",)
+PAIRS = ("nixl", "ordered")  # ordered stands in for NCCL
 KINDS = ("memory", *UCX_TLS, *PAIRS)
 
 
@@ -373,12 +376,11 @@ def _serve(pipe: Any, kind: str) -> None:
     os.environ |= {"UCX_WARN_UNUSED_ENV_VARS": "n", **({"UCX_TLS": tls} if tls else {})}
     torch.set_num_threads(1)
     faulthandler.enable()
-    if name == "ucx":
-        import kv_transfer.ucx_thread  # noqa: F401 - what the native library keeps open is not the transport's
+    _keep_open(name)
 
     while (options := pipe.recv()) is not None:
         before = _resources()
-        node = Node(lambda staging, wake: create(name, staging, wake), **options)
+        node = Node(lambda staging, wake: _create(name, staging, wake), **options)
         pipe.send(None)
         while (call := pipe.recv())[0] != "stop":
             try:
@@ -388,6 +390,20 @@ def _serve(pipe: Any, kind: str) -> None:
         node.close()
         del node
         pipe.send(_left_over(before))
+
+
+def _keep_open(name: str) -> None:
+    """What a native library opens once in a process is not the transport's."""
+    if name == "ucx":
+        import kv_transfer.ucx_thread  # noqa: F401
+    elif name in ("ordered", "nccl"):
+        TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def _create(name: str, staging: Staging, wake: Callable[[], None]) -> Any:
+    if name == "ordered":
+        return PairTransport(staging, wake, ordered_carrier())
+    return create(name, staging, wake)
 
 
 def _left_over(before: tuple[int, int]) -> str | None:
