@@ -67,8 +67,8 @@ class Carrier(Protocol):
     def start(self, name: str) -> None:
         """`name` is this process's for the others. Raises TransferError."""
 
-    def sending(self, peer: str, note: Note, host: str) -> Sending:
-        """peer: the other end's name. host: this end's address for it."""
+    def sending(self, peer: str, note: Note) -> Sending:
+        """peer: the other end's name."""
 
     def receiving(self, peer: str, host: str) -> Receiving:
         """host: the other end's address."""

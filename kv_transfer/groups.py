@@ -69,8 +69,8 @@ class GroupCarrier:
             torch.cuda.set_device(self.device)
         self._store = _store("localhost", 0, is_master=True)
 
-    def sending(self, peer: str, note: Note, host: str) -> GroupSending:
-        return GroupSending(self._lane(), note, host, self._store.port)
+    def sending(self, peer: str, note: Note) -> GroupSending:
+        return GroupSending(self._lane(), note, self._store)
 
     def receiving(self, peer: str, host: str) -> GroupReceiving:
         return GroupReceiving(self._lane(), host)
@@ -188,16 +188,16 @@ class Lane:
 
 
 class GroupSending:
-    def __init__(self, lane: Lane, note: Note, host: str, port: int) -> None:
+    def __init__(self, lane: Lane, note: Note, store: TCPStore) -> None:
         self._lane = lane
         self._note = note
-        self._host, self._port = host, port
+        self._store = store
 
     def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
         if not self._lane.is_joining:
             prefix = uuid.uuid4().hex
-            self._note(json.dumps([self._port, prefix]).encode())
-            self._lane.join(lambda: PrefixStore(prefix, _store("localhost", self._port)), _SENDER)
+            self._note(json.dumps([self._store.port, prefix]).encode())
+            self._lane.join(lambda: PrefixStore(prefix, self._store), _SENDER)
         return self._lane.submit(memory[:num_bytes])
 
     def abort(self) -> None:

@@ -48,7 +48,7 @@ class NixlCarrier:
         self.agent = self._api.nixl_agent(name, config)
         self.agent.create_backend("UCX", {"ucx_devices": self._interface} if self._interface else {})
 
-    def sending(self, peer: str, note: Note, host: str) -> NixlSending:
+    def sending(self, peer: str, note: Note) -> NixlSending:
         self._peers[peer] += 1
         return NixlSending(self, peer)
 

@@ -344,8 +344,7 @@ class PairThread:
         for other in [e for e in self._ends.values() if isinstance(e, Dial) and e.link is link and e is not dial]:
             self._close_end(other)
         channel.send(Kind.OPEN)
-        host = channel.socket.getsockname()[0]
-        sending = self._carrier.sending(link.remote, lambda note: channel.send(Kind.NOTE, payload=note), host)
+        sending = self._carrier.sending(link.remote, lambda note: channel.send(Kind.NOTE, payload=note))
         link.out = self._ends[channel.fileno()] = Outbound(channel, sending)
         for up in link.waiting:
             _resolve(up, None)
