@@ -8,12 +8,15 @@ nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 
 from kv_transfer.memory import MemoryTransport, process_hub
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport
+
+log = logging.getLogger(__name__)
 
 TRANSPORTS = ("ucx", "nixl", "nccl", "memory")
 
@@ -24,6 +27,8 @@ def create(name: str, staging: Staging, wake: Callable[[], None], interface: str
     interface: what carries the bytes, as in UCX_NET_DEVICES; None leaves the choice to the transport. Raises
     TransferError when the machine lacks what the transport needs, ValueError for a name that is none of TRANSPORTS.
     """
+    if name in ("ucx", "nixl") and not staging.is_exportable:
+        log.warning("no CUDA IPC transport=%s reason=slots are in expandable segments (PYTORCH_CUDA_ALLOC_CONF)", name)
     if name == "ucx":
         from kv_transfer.ucx import UcxTransport  # loads a native library, which must not happen before a fork
 

@@ -8,7 +8,6 @@ group is aborted. It ends kernels first, so once a message's event has passed, n
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from baton.errors import TransferError
 from kv_transfer.carrier import Native
 from kv_transfer.groups import GroupCarrier
+from kv_transfer.host import network_interfaces
 
 _ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",  # no NVLink multicast: two GPUs gain nothing by it
@@ -37,7 +37,7 @@ def nccl_carrier(device: torch.device, interface: str | None) -> GroupCarrier:
     if device.type != "cuda" or not torch.distributed.is_nccl_available():
         raise TransferError("NCCL moves bytes between GPUs: it needs one, and a torch that was built with it")
     os.environ |= _ENVIRONMENT
-    if interface in [name for _, name in socket.if_nameindex()]:
+    if interface in network_interfaces():
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     elif interface:
         os.environ["NCCL_IB_HCA"] = f"={interface}"

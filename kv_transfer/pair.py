@@ -30,7 +30,8 @@ from functools import partial
 
 from baton.errors import TransferError
 from kv_transfer.carrier import Carrier
-from kv_transfer.pair_address import PairAddress, boot_id, hosts_of
+from kv_transfer.host import boot_id, hosts_of
+from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_thread import PairThread
 from kv_transfer.staging import Staging
 from kv_transfer.transport import CONNECT_S, PeerLost, TransportEvent
@@ -43,8 +44,8 @@ _CLOSE_S = 10.0
 class PairTransport:
     """A `Transport` over a carrier, on a thread of its own. The staging outlives it.
 
-    interface: the network interface of the words; None, or a device that is none: all of this machine. Raises
-    TransferError when the carrier cannot start.
+    interface: the network interface of the words; None, or an RDMA device: all of this machine. Raises TransferError
+    when there is no such interface, or the carrier cannot start.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class PairTransport:
         self.wake = wake
         self._events: list[TransportEvent] = []
         self._events_lock = threading.Lock()
+        hosts = hosts_of(interface)
         listener = _listen()
         port = listener.getsockname()[1]
-        self._here = PairAddress(uuid.uuid4().hex, carrier.kind, carrier.version, boot_id(), hosts_of(interface), port)
+        self._here = PairAddress(uuid.uuid4().hex, carrier.kind, carrier.version, boot_id(), hosts, port)
         self._info = self._here.pack()
         self._thread = PairThread(staging, carrier, self._here, listener, self._emit, wake)
         self._thread.start()

@@ -63,6 +63,16 @@ class Staging:
             self._reads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
+    def is_exportable(self) -> bool:
+        """Whether other processes can map the slots (CUDA IPC): not what PyTorch allocates in expandable segments."""
+        if self.device.type != "cuda":
+            return True
+        address = self._memory[0].data_ptr()
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        mine = [s for s in segments if s["address"] <= address < s["address"] + s["total_size"]]
+        return not any(segment.get("is_expandable", False) for segment in mine)
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -42,9 +42,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
+from kv_transfer.host import boot_id
 from kv_transfer.staging import Staging
 from kv_transfer.transport import CONNECT_S, PeerLost, TransportEvent
 from kv_transfer.ucx_address import Version, pack_address, unpack_address
+from kv_transfer.ucx_path import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from kv_transfer.ucx_thread import UcxThread
@@ -56,7 +58,6 @@ _TRIES = 6
 _STALE = "Connection reset by remote peer"
 
 _KEEPALIVE = "500ms"  # UCX's default is 20 s
-_SHARED_MEMORY = {"mm", "posix", "shm", "sm", "sysv", "xpmem"}
 
 
 class UcxTransport:
@@ -71,18 +72,19 @@ class UcxTransport:
         self._events: list[TransportEvent] = []
         self._events_lock = threading.Lock()
         self._thread, self._version = _load(staging, _options(staging, interface), self._emit, wake)
-        self._info = pack_address(self._version, self._thread.start())
+        self._machine = boot_id()
+        self._info = pack_address(self._version, self._machine, self._thread.start())
         atexit.register(self.close)  # UCX must not be torn down under a running thread
 
     def info(self) -> bytes:
         return self._info
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
-        worker_address = unpack_address(self._version, address, peer)
+        worker_address, same_host = unpack_address(self._version, self._machine, address, peer)
         deadline = time.monotonic() + timeout_s
         for tries_left in reversed(range(_TRIES)):
             up: Future[None] = Future()
-            self._thread.call(partial(self._connect, peer, worker_address, up))
+            self._thread.call(partial(self._connect, peer, worker_address, same_host, up))
             try:
                 up.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
@@ -117,11 +119,11 @@ class UcxTransport:
         with self._events_lock:
             self._events.append(event)
 
-    def _connect(self, peer: str, worker_address: bytes, up: Future[None]) -> None:
+    def _connect(self, peer: str, worker_address: bytes, same_host: bool, up: Future[None]) -> None:
         """An end of an earlier connection that nobody has heard of yet is not this one's."""
         with self._events_lock:
             self._events = [e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer)]
-        self._thread.connect(peer, worker_address, up)
+        self._thread.connect(peer, worker_address, same_host, up)
 
     def _give_up(self, peer: str, up: Future[None]) -> None:
         if not up.done():
@@ -131,7 +133,7 @@ class UcxTransport:
 def _options(staging: Staging, interface: str | None) -> dict[str, str]:
     """What UCX is told; but for RNDV_SCHEME and `interface`, what the operator set as UCX_... goes before."""
     options = {"KEEPALIVE_INTERVAL": _KEEPALIVE}
-    if _SHARED_MEMORY & set(os.environ.get("UCX_TLS", "").split(",")):
+    if SHARED_MEMORY & set(os.environ.get("UCX_TLS", "").split(",")):
         options["MM_ERROR_HANDLING"] = "y"
     options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
     if staging.device.type == "cpu":

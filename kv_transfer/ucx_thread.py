@@ -28,6 +28,7 @@ from baton.errors import TransferError
 from kv_transfer.mailbox import Mailbox
 from kv_transfer.staging import Staging
 from kv_transfer.transport import TAG_BITS, Arrived, Failed, PeerLost, Sent, TransportEvent
+from kv_transfer.ucx_path import look, path_of, slowness
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Link:
 
     peer: str
     address: bytes
+    same_host: bool
     endpoint: Any
     hello: Any
     waiting: list[Future[None]] = field(default_factory=list)
@@ -127,8 +129,8 @@ class UcxThread:
 
     # ---- commands: on the thread ----
 
-    def connect(self, peer: str, address: bytes, up: Future[None]) -> None:
-        """Resolve `up` once the peer can be reached."""
+    def connect(self, peer: str, address: bytes, same_host: bool, up: Future[None]) -> None:
+        """Resolve `up` once the peer can be reached. same_host: it is on this machine."""
         link = self._links.get(peer)
         if self._mailbox.is_closed or self._stopping:
             _resolve(up, TransferError("the transport is closed"))
@@ -139,7 +141,7 @@ class UcxThread:
         elif link is not None:
             link.waiting.append(up)
         else:
-            self._open_link(peer, address, up)
+            self._open_link(peer, address, same_host, up)
 
     def disconnect(self, peer: str) -> None:
         if link := self._links.get(peer):
@@ -183,6 +185,8 @@ class UcxThread:
             torch.cuda.current_stream().synchronize()  # makes the device's context current on this thread
         context = ucx.UCXContext(self._options)
         _require_devices(self._options.get("NET_DEVICES", ""), context.info)
+        self._machine = look(self._staging.device.type == "cuda", self._staging.is_exportable, context.info)
+        log.debug("ucx options=%s %s", self._options, self._machine)
         self._worker = ucx.UCXWorker(context)
         self._worker.init_blocking_progress_mode()
         self._poll = select.epoll()
@@ -226,7 +230,7 @@ class UcxThread:
 
     # ---- links ----
 
-    def _open_link(self, peer: str, address: bytes, up: Future[None]) -> None:
+    def _open_link(self, peer: str, address: bytes, same_host: bool, up: Future[None]) -> None:
         try:
             target = ucx.UCXAddress.create_from_buffer(address)
             endpoint = ucx.UCXEndpoint.create_from_worker_address(self._worker, target, True)
@@ -234,7 +238,7 @@ class UcxThread:
         except ucx.UCXError as error:
             _resolve(up, TransferError(f"{peer} cannot be reached: {error}"))
             return
-        link = Link(peer, address, endpoint, hello, [up])
+        link = Link(peer, address, same_host, endpoint, hello, [up])
         endpoint.set_close_callback(link.closed)
         self._links[peer] = link
 
@@ -244,6 +248,7 @@ class UcxThread:
             if reason := _error(link.hello):
                 self._drop(link, reason, told=True)
                 return
+            self._tell_path(link)
             for up in link.waiting:
                 _resolve(up, None)
             link.waiting = []
@@ -253,6 +258,13 @@ class UcxThread:
                 self._fail(link.peer, operation, reason)
             else:
                 self._emit(operation.done(link.peer, operation.tag, operation.slot))
+
+    def _tell_path(self, link: Link) -> None:
+        """What UCX chose, and why it is slow if it is, which nobody would look for in UCX's own output."""
+        path = path_of(link.endpoint.handle)
+        log.info("kv path peer=%s path=%s", link.peer, ",".join(path))
+        if reason := slowness(self._machine, path, link.same_host):
+            log.warning("kv goes a slow way peer=%s path=%s reason=%s", link.peer, ",".join(path), reason)
 
     def _submit(
         self, verb: str, done: type[Sent] | type[Arrived], peer: str, tag: int, slot: int, num_bytes: int

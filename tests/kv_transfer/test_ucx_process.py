@@ -19,22 +19,24 @@ HERE = (1, 21, 0)
 
 @given(st.binary(min_size=1))
 def test_an_address_survives_the_way(worker_address: bytes) -> None:
-    assert unpack_address(HERE, pack_address((1, 21, 7), worker_address), "peer") == worker_address
+    for machine in ("this", "that"):
+        address = pack_address((1, 21, 7), machine, worker_address)
+        assert unpack_address(HERE, "this", address, "peer") == (worker_address, machine == "this")
 
 
 @given(st.binary(min_size=1), st.data())
 def test_a_damaged_address_is_refused(worker_address: bytes, data: st.DataObject) -> None:
-    address = bytearray(pack_address(HERE, worker_address))
-    position = data.draw(st.integers(0, len(address) - 1).filter(lambda i: i != 7))  # 7 is padding
+    address = bytearray(pack_address(HERE, "this", worker_address))
+    position = data.draw(st.integers(0, len(address) - 1))
     address[position] ^= data.draw(st.integers(1, 255))
     with pytest.raises(TransferError):
-        unpack_address(HERE, bytes(address), "peer")
+        unpack_address(HERE, "this", bytes(address), "peer")
 
 
 @pytest.mark.parametrize("theirs", [(1, 20, 0), (2, 21, 0)])
 def test_another_version_of_ucx_is_refused(theirs: tuple[int, int, int]) -> None:
     with pytest.raises(TransferError, match=r"UCX 1\.21\.0 != \d\.2\d\.0 of peer"):
-        unpack_address(HERE, pack_address(theirs, b"worker"), "peer")
+        unpack_address(HERE, "this", pack_address(theirs, "this", b"worker"), "peer")
 
 
 def test_a_process_may_end_without_closing_and_no_unknown_interface_is_taken() -> None:
