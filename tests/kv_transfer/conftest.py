@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 
-from tests.kv_transfer.rig import KINDS, Host, Rig, rig_of
+from tests.kv_transfer.rig import KINDS, KINDS_CUDA, Host, Rig, rig_of
 
 torch.set_num_threads(1)
 multiprocessing.set_forkserver_preload(["tests.kv_transfer.rig"])  # torch is loaded once; UCX in each process anew
 
 
-@pytest.fixture(params=KINDS)
+def _on_gpus(kinds: Iterable[str]) -> list[Any]:
+    return [pytest.param((kind, True), id=f"{kind}-cuda", marks=pytest.mark.gpu) for kind in kinds]
+
+
+def _on_cpu(kinds: Iterable[str]) -> list[Any]:
+    return [pytest.param((kind, False), id=kind) for kind in kinds]
+
+
+def _rig(kind: str, on_gpu: bool) -> AbstractContextManager[Rig]:
+    if kind == "nixl":
+        pytest.importorskip("nixl_cu13", reason="the extra [nixl] is not installed")
+    if on_gpu and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if kind == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each process")
+    return rig_of(kind, on_gpu)
+
+
+@pytest.fixture(params=_on_cpu(KINDS) + _on_gpus(KINDS_CUDA))
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Over each transport."""
-    with rig_of(request.param) as rig:
+    with _rig(*request.param) as rig:
         yield rig
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind not in ("memory", "ucx")])
+@pytest.fixture(params=_on_cpu(kind for kind in KINDS if kind not in ("memory", "ucx")) + _on_gpus(["ucx-tcp"]))
 def wire_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Over each way between processes; `ucx` by itself is one of the others."""
-    with rig_of(request.param) as rig:
+    """Over each way between processes that is slow enough to be cut in mid-message; `ucx` is one of the others."""
+    with _rig(*request.param) as rig:
         yield rig
 
 

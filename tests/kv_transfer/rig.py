@@ -1,4 +1,4 @@
-"""Nodes of a KV transfer, for tests: in this process over `memory`, or each in its own over UCX.
+"""Nodes of a KV transfer, for tests: in this process over `memory`, or each in a process of its own.
 
 A `Node` holds a transport, staging, a pool and a mover. A `Rig` starts nodes of one kind and stops them; the handles it
 gives have `call(method, *args)` for either kind.
@@ -31,8 +31,10 @@ from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import SlotState, Staging
+from tests.kv_transfer.leftovers import Resources, left_over, orphans
 from tests.kv_transfer.ordered import ordered_carrier
 
+ROLES = ("sender", "receiver", "raw")
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 64
 DEADLINE_S = 40.0
@@ -40,8 +42,9 @@ LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "fingerprint")
 OTHER_LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "another model")
 
 UCX_TLS = {"ucx-shm": "posix,sysv,cma,self", "ucx-tcp": "tcp,self", "ucx": ""}  # empty: what UCX chooses
-PAIRS = ("nixl", "ordered")  # ordered stands in for NCCL
-KINDS = ("memory", *UCX_TLS, *PAIRS)
+UCX_TLS_CUDA = {"ucx": "", "ucx-tcp": "tcp,self,cuda_copy"}
+KINDS = ("memory", *UCX_TLS, "nixl", "ordered")  # ordered stands in for NCCL
+KINDS_CUDA = (*UCX_TLS_CUDA, "nixl", "nccl")
 
 
 def pool_of(seed: int, num_blocks: int = NUM_BLOCKS) -> np.ndarray[Any, Any]:
@@ -65,11 +68,12 @@ class Node:
         part_blocks: int = 8,
         num_blocks: int = NUM_BLOCKS,
         layout: KvLayout = LAYOUT,
+        device: str = "cpu",
     ) -> None:
-        self.staging = Staging(num_slots, slot_bytes_for(part_blocks, BLOCK_BYTES), "cpu")
+        self.staging = Staging(num_slots, slot_bytes_for(part_blocks, BLOCK_BYTES), device)
         self._woken = threading.Event()
         self.transport = make(self.staging, self._woken.set)
-        self.pool = torch.from_numpy(pool_of(seed, num_blocks))
+        self.pool = torch.from_numpy(pool_of(seed, num_blocks)).to(device)
         if role == "sender":
             self.mover: Any = KvSender(self.transport, self.staging, self.pool, layout)
         elif role == "receiver":
@@ -131,12 +135,13 @@ class Node:
         """Take a slot and fill it; returns the slot."""
         slot = self.staging.take()
         assert slot is not None
-        self.staging.memory(slot).fill_(value)
+        self.refill(slot, value)
         return slot
 
     def refill(self, slot: int, value: int) -> None:
         assert self.staging.state(slot) is SlotState.HELD
         self.staging.memory(slot).fill_(value)
+        self._synchronize()
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int | None = None) -> None:
         self.staging.lend(slot)
@@ -154,10 +159,13 @@ class Node:
         """Fill all free slots."""
         for slot in range(self.staging.num_slots):
             self.staging.memory(slot).fill_(value)
+        self._synchronize()
 
     def see_first_byte(self, slot: int, before: int) -> None:
         """Return once the network has written over the slot's first byte, which was `before`."""
-        memory = self.staging.memory(slot).numpy()
+        memory = self.staging.memory(slot)
+        if not memory.is_cuda:
+            memory = memory.numpy()  # a look costs less
         deadline = time.monotonic() + DEADLINE_S
         while memory[0] == before:
             assert time.monotonic() < deadline
@@ -192,16 +200,23 @@ class Node:
             self._events.append(event)
 
     def blocks(self, ids: list[int]) -> bytes:
-        return self.pool[ids].numpy().tobytes()
+        return self.pool[ids].cpu().numpy().tobytes()
 
     def pool_bytes(self) -> bytes:
-        return self.pool.numpy().tobytes()
+        return self.pool.cpu().numpy().tobytes()
 
     def pool_digest(self) -> bytes:
-        return digest_of(self.pool.numpy())
+        return digest_of(self.pool.cpu().numpy())
+
+    def _synchronize(self) -> None:
+        if self.staging.device.type == "cuda":
+            torch.cuda.synchronize(self.staging.device)
 
     def free_slots(self) -> int:
-        """After an integrity check."""
+        """After an integrity check, and the copies of what landed."""
+        self._synchronize()
+        if self._role == "receiver":
+            assert self.mover.num_free_slots == self.staging.num_free
         (self.staging if self._role == "raw" else self.mover).check_integrity()
         return self.staging.num_free
 
@@ -210,7 +225,7 @@ class Node:
 
 
 def _values(memory: torch.Tensor) -> set[int]:
-    return set(np.flatnonzero(np.bincount(memory.numpy(), minlength=256)).tolist())
+    return set(np.flatnonzero(np.bincount(memory.cpu().numpy(), minlength=256)).tolist())
 
 
 class LocalNode:
@@ -236,25 +251,25 @@ class LocalNode:
 
 
 class Host:
-    """A process that runs nodes over UCX, one after the other."""
+    """A process that runs nodes of one kind, one after the other."""
 
-    _idle: ClassVar[dict[str, list[Host]]] = {}
+    _idle: ClassVar[dict[tuple[str, str], list[Host]]] = {}
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, device: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        self.kind = kind
+        self._key = (kind, device)
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, kind), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, kind, device), daemon=True)
         self.process.start()
         theirs.close()
 
     @classmethod
-    def take(cls, kind: str) -> Host:
-        idle = cls._idle.get(kind)
-        return idle.pop() if idle else cls(kind)
+    def take(cls, kind: str, device: str) -> Host:
+        idle = cls._idle.get((kind, device))
+        return idle.pop() if idle else cls(kind, device)
 
     def give_back(self) -> None:
-        self._idle.setdefault(self.kind, []).append(self)
+        self._idle.setdefault(self._key, []).append(self)
 
     def end(self) -> None:
         """The process ends by itself when it can."""
@@ -279,12 +294,13 @@ class Host:
 
 
 class RemoteNode:
-    """A node over UCX, in a process of its own. `start` and the constructor do not wait for it."""
+    """A node in a process of its own. `start` and the constructor do not wait for it."""
 
-    def __init__(self, kind: str, name: str, **options: Any) -> None:
+    def __init__(self, kind: str, name: str, device: str, **options: Any) -> None:
         self.name = name
-        self._host = Host.take(kind)
-        self._host.pipe.send(options)
+        self._host = Host.take(kind, device)
+        self.pid = self._host.process.pid
+        self._host.pipe.send(options | {"device": device})
         self._starting = True
 
     def call(self, method: str, *args: Any) -> Any:
@@ -333,10 +349,14 @@ class RemoteNode:
 
 
 class Rig:
-    """Starts nodes of one kind. `link` connects each with each."""
+    """Starts nodes of one kind. `link` connects each with each.
 
-    def __init__(self, kind: str) -> None:
+    on_gpu: slots and pools are on GPUs, senders' on the first and receivers' on the second where there are two.
+    """
+
+    def __init__(self, kind: str, on_gpu: bool = False) -> None:
         self.kind = kind
+        self.on_gpu = on_gpu
         self.cuts = False
         """Set by tests that disconnect with a message half-way or never answered: its endpoint, and so its worker with
         a thread and descriptors, stays until the process exits (it is not closed, or ucxx 0.52 does not free it)."""
@@ -350,9 +370,16 @@ class Rig:
         if self.kind == "memory":
             node = LocalNode(self._hub, name, role=role, **options)
         else:
-            node = RemoteNode(self.kind, name, role=role, **options)
+            node = RemoteNode(self.kind, name, self._device(role), role=role, **options)
         self._nodes.append(node)
         return node
+
+    def _device(self, role: str) -> str:
+        if not self.on_gpu:
+            return "cpu"
+        num_raw = sum(node.name.startswith("raw") for node in self._nodes)
+        index = {"sender": 0, "receiver": 1, "raw": num_raw}[role]
+        return f"cuda:{index % torch.cuda.device_count()}"
 
     def link(self, *nodes: Any) -> None:
         for one, other in itertools.combinations(nodes, 2):
@@ -366,20 +393,27 @@ class Rig:
 
     def stop(self) -> None:
         with contextlib.ExitStack() as stack:
+            stack.callback(self._check_shared_memory)
             for node in self._nodes:
                 stack.callback(node.stop, not self.cuts)
 
+    def _check_shared_memory(self) -> None:
+        """No segment may be left that nobody uses; those of killed processes too."""
+        pids = {node.pid for node in self._nodes if isinstance(node, RemoteNode)}
+        assert not (left := orphans(pids)), left
 
-def _serve(pipe: Any, kind: str) -> None:
+
+def _serve(pipe: Any, kind: str, device: str) -> None:
     """A host's process: a node's options in, then calls until "stop"; None ends it."""
-    name, tls = kind.partition("-")[0], UCX_TLS.get(kind)
+    name = kind.partition("-")[0]
+    tls = (UCX_TLS if device == "cpu" else UCX_TLS_CUDA).get(kind)
     os.environ |= {"UCX_WARN_UNUSED_ENV_VARS": "n", **({"UCX_TLS": tls} if tls else {})}
     torch.set_num_threads(1)
     faulthandler.enable()
-    _keep_open(name)
+    _keep_open(name, device)
 
     while (options := pipe.recv()) is not None:
-        before = _resources()
+        before = Resources.now()
         node = Node(lambda staging, wake: _create(name, staging, wake), **options)
         pipe.send(None)
         while (call := pipe.recv())[0] != "stop":
@@ -389,11 +423,16 @@ def _serve(pipe: Any, kind: str) -> None:
                 pipe.send(error)
         node.close()
         del node
-        pipe.send(_left_over(before))
+        pipe.send(left_over(before))
 
 
-def _keep_open(name: str) -> None:
+def _keep_open(name: str, device: str) -> None:
     """What a native library opens once in a process is not the transport's."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
+        warm = [Node(lambda staging, wake: _create(name, staging, wake), role, device=device) for role in ROLES]
+        for node in warm:
+            node.close()
     if name == "ucx":
         import kv_transfer.ucx_thread  # noqa: F401
     elif name in ("ordered", "nccl"):
@@ -406,20 +445,9 @@ def _create(name: str, staging: Staging, wake: Callable[[], None]) -> Any:
     return create(name, staging, wake)
 
 
-def _left_over(before: tuple[int, int]) -> str | None:
-    deadline = time.monotonic() + 1.0
-    while (now := _resources()) != before and time.monotonic() < deadline:
-        os.sched_yield()  # a thread that was joined may take a moment to leave
-    return None if now == before else f"threads and descriptors: {before} before, {now} after"
-
-
-def _resources() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-
 @contextlib.contextmanager
-def rig_of(kind: str) -> Iterator[Rig]:
-    rig = Rig(kind)
+def rig_of(kind: str, on_gpu: bool = False) -> Iterator[Rig]:
+    rig = Rig(kind, on_gpu)
     try:
         yield rig
     finally:
