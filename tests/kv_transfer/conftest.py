@@ -16,6 +16,9 @@ torch.set_num_threads(1)
 multiprocessing.set_forkserver_preload(["tests.kv_transfer.rig"])  # torch is loaded once; UCX in each process anew
 
 
+PROCESS_KINDS = [kind for kind in KINDS if kind not in ("memory", "ucx")]
+
+
 def _on_gpus(kinds: Iterable[str]) -> list[Any]:
     return [pytest.param((kind, True), id=f"{kind}-cuda", marks=pytest.mark.gpu) for kind in kinds]
 
@@ -41,9 +44,16 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield rig
 
 
-@pytest.fixture(params=_on_cpu(kind for kind in KINDS if kind not in ("memory", "ucx")) + _on_gpus(["ucx-tcp"]))
+@pytest.fixture(params=_on_cpu(PROCESS_KINDS) + _on_gpus(KINDS_CUDA))
+def process_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Over each way between processes; `ucx` by itself is one of the others."""
+    with _rig(*request.param) as rig:
+        yield rig
+
+
+@pytest.fixture(params=_on_cpu(PROCESS_KINDS) + _on_gpus(["ucx-tcp"]))
 def wire_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Over each way between processes that is slow enough to be cut in mid-message; `ucx` is one of the others."""
+    """Over each way between processes that is slow enough to be cut in mid-message."""
     with _rig(*request.param) as rig:
         yield rig
 

@@ -88,13 +88,13 @@ class Node:
     def info(self) -> bytes:
         return bytes(self.transport.info())
 
-    def connect(self, peer: str, address: bytes, times: int = 1) -> None:
+    def connect(self, peer: str, address: bytes, times: int = 1, timeout_s: float = DEADLINE_S) -> None:
         """`times` at once, from as many threads."""
         errors: list[BatonError] = []
 
         def one() -> None:
             try:
-                self.transport.connect(peer, address, DEADLINE_S)
+                self.transport.connect(peer, address, timeout_s)
             except BatonError as error:
                 errors.append(error)
 
@@ -187,6 +187,24 @@ class Node:
                 return taken
             if not self._woken.wait(max(0.0, deadline - time.monotonic())):
                 raise AssertionError(f"after {DEADLINE_S} s only {self._events}")
+
+    def wait_for(self, event: Any) -> None:
+        """Until exactly that has happened; other events stay for `wait`."""
+        deadline = time.monotonic() + DEADLINE_S
+        self._woken.clear()
+        while self._take() or event not in self._events:
+            assert self._woken.wait(max(0.0, deadline - time.monotonic())), f"{event} is not in {self._events}"
+            self._woken.clear()
+        self._events.remove(event)
+
+    def free_slots_after_end(self) -> int:
+        """Once the mover has no part under way any more."""
+        deadline = time.monotonic() + DEADLINE_S
+        self._woken.clear()
+        while self._take() or self.staging.num_free < self.staging.num_slots:
+            assert self._woken.wait(max(0.0, deadline - time.monotonic())), "a slot is not free"
+            self._woken.clear()
+        return self.free_slots()
 
     def pending_events(self) -> list[Any]:
         self._take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from typing import Any
 
 import pytest
@@ -259,8 +260,11 @@ def test_a_receiver_killed_with_parts_under_way(rig: Rig) -> None:
     events = sender.call("wait", 3)
     assert [type(e) for e in events] == [PartFailed, PartFailed, PeerLost]
     assert events[-1].peer == receiver.name
-    transfer(sender, other, 1, {0: ([1], [1])})
-    assert is_whole(sender, other)
+    again = rig.node("receiver")
+    rig.link(sender, again)
+    for lives in (other, again):
+        transfer(sender, lives, 1, {0: ([1], [1])})
+    assert is_whole(sender, other, again)
 
 
 def test_a_sender_killed_with_parts_under_way_and_its_next_incarnation(rig: Rig) -> None:
@@ -276,6 +280,48 @@ def test_a_sender_killed_with_parts_under_way_and_its_next_incarnation(rig: Rig)
     transfer(again, receiver, 2, {part: ([part], [part]) for part in range(SLOTS)})
     assert receiver.call("blocks", list(range(SLOTS))) == pool_of(5)[:SLOTS].tobytes()
     assert is_whole(again, receiver)
+
+
+def test_a_stopped_receiver_holds_up_nobody_else(process_rig: Rig) -> None:
+    """No transport notices it: the part ends when heartbeats have decided."""
+    process_rig.cuts = True
+    sender, stopped, other = (process_rig.node(role) for role in ("sender", "receiver", "receiver"))
+    process_rig.link(sender, stopped)
+    process_rig.link(sender, other)
+    stopped.call("expect", sender.name, 1, [0])
+    stopped.signal(signal.SIGSTOP)
+    sender.call("send", stopped.name, 1, {0: list(range(8))})
+    transfer_beside(sender, other, 2)
+    sender.call("disconnect", stopped.name)
+    assert sender.call("free_slots_after_end") == SLOTS
+    transfer_beside(sender, other, 3)
+    stopped.signal(signal.SIGCONT)
+    stopped.call("disconnect", sender.name)
+    (end,) = [e for e in stopped.call("wait", 1) if not isinstance(e, PeerLost)]
+    if isinstance(end, PartArrived):
+        stopped.call("discard", end)
+    assert is_whole(stopped, other)
+
+
+def transfer_beside(sender: Any, receiver: Any, lease: int) -> None:
+    """Move a part while others hang, whose events may come between."""
+    receiver.call("expect", sender.name, lease, [0])
+    sender.call("send", receiver.name, lease, {0: [lease]})
+    (arrived,) = receiver.call("wait", 1)
+    receiver.call("land", arrived, [lease])
+    sender.call("wait_for", PartSent(receiver.name, lease, 0))
+
+
+def test_a_stopped_peer_is_not_waited_for_longer_than_asked(process_rig: Rig) -> None:
+    process_rig.cuts = True
+    sender, receiver = process_rig.node("sender"), process_rig.node("receiver")
+    address = receiver.call("info")
+    receiver.signal(signal.SIGSTOP)
+    with pytest.raises(TransferError, match=r"within 0\.3 s"):
+        sender.call("connect", receiver.name, address, 1, 0.3)
+    receiver.signal(signal.SIGCONT)
+    process_rig.link(sender, receiver)
+    transfer(sender, receiver, 1, {0: ([0], [1])})
 
 
 def test_close_with_parts_under_way(rig: Rig) -> None:

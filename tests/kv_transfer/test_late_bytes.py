@@ -155,7 +155,26 @@ def test_no_block_of_the_pool_changes_but_by_landing(wire_rig: Rig) -> None:
     assert receiver.call("free_slots") == 1
 
 
-@pytest.mark.parametrize("kind", ["ucx", "ucx-tcp"])
+def test_close_in_mid_message(wire_rig: Rig) -> None:
+    sender, receiver, other = slow_pair(wire_rig, num_slots=2)
+    _, source, target = stop_half_way(sender, receiver, stopped=receiver)
+    sender.call("close")
+    (failed,) = sender.call("wait", 1)
+    assert isinstance(failed, Failed)
+    sender.call("refill", source, REWRITTEN)
+    receiver.signal(signal.SIGCONT)
+    receiver.call("disconnect", sender.name)
+    (end,) = [e for e in receiver.call("wait", 1) if not isinstance(e, PeerLost)]
+    assert isinstance(end, Arrived | Failed)
+    receiver.call("refill", target, UNTOUCHED)
+    receiver.call("post", other.name, 100, target)
+    other.call("push", receiver.name, 100, other.call("fill", NEXT))
+    arrived = [e for e in receiver.call("wait", 1) if not isinstance(e, PeerLost)]
+    assert arrived == [Arrived(other.name, 100, target)]
+    assert receiver.call("values", target) == {NEXT}
+
+
+@pytest.mark.parametrize("kind", ["ucx", "ucx-tcp", "nixl", "ordered"])
 def test_a_sender_killed_in_mid_message_blocks_nobody_else(kind: str) -> None:
     """Which is why shared memory is not used unasked: there it may block all others."""
     with rig_of(kind) as rig:
