@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import logging
+import os
 import struct
 from collections import Counter
 from typing import Any
@@ -21,7 +22,6 @@ from torch import Tensor
 from baton.errors import TransferError
 from kv_transfer.carrier import Native, Note
 
-EXTRA = "nixl"
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _PLACE = struct.Struct("<QI")  # address, device
 
@@ -168,13 +168,15 @@ class _Write:
             self._handle.release()
 
 
-def _load() -> Any:
-    """The package, by the name that it has for this CUDA."""
-    logging.getLogger("nixl").setLevel(logging.WARNING)
+def _load() -> tuple[Any, str]:
+    """The package, by the name that it has for the CUDA that there is, and its version."""
     for name in _PACKAGES:
         with contextlib.suppress(ImportError):
-            return importlib.import_module(name), importlib.metadata.version(name.replace("_", "-"))
-    raise TransferError(f"NIXL is not installed: pip install 'baton-serve[{EXTRA}]'")
+            package = importlib.import_module(name)
+            if "NIXL_LOG_LEVEL" not in os.environ:
+                logging.getLogger("nixl").setLevel(logging.WARNING)  # importing it has set INFO, on stdout
+            return package, importlib.metadata.version(name.replace("_", "-"))
+    raise TransferError("NIXL is not installed: pip install 'baton-serve[nixl]'")
 
 
 def _text(error: Exception) -> str:

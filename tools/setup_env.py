@@ -71,7 +71,7 @@ def usable() -> bool:
 
 def make(wanted: str) -> int:
     STAMP.unlink(missing_ok=True)
-    extras = ".[node,dev]"
+    extras = ".[node,nixl,dev]"
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     pinned = [*pip, "-c", "constraints.txt"]
     steps = [

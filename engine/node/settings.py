@@ -96,9 +96,11 @@ class NodeSettings(Settings):
         None, ge=1, description="bytes of the KV pool; unset: the share of the GPU that is left, on a CPU at most 1 GiB"
     )
 
-    transport: Literal["ucx"] = Field("ucx", description="what carries KV blocks between nodes")
+    transport: Literal["ucx", "nixl", "nccl"] = Field(
+        "ucx", description="what carries KV blocks between nodes, the same on all: ucx; nixl (extra [nixl]); nccl (GPUs)"
+    )
     transfer_interface: str | None = Field(
-        None, description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0); unset: UCX chooses"
+        None, description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0, mlx5_0:1); unset: all"
     )
     kv_link_bandwidth: float | None = Field(
         None,
