@@ -97,7 +97,8 @@ class NodeSettings(Settings):
     )
 
     transport: Literal["ucx", "nixl", "nccl"] = Field(
-        "ucx", description="what carries KV blocks between nodes, the same on all: ucx; nixl (extra [nixl]); nccl (GPUs)"
+        "ucx",
+        description="what carries KV blocks between nodes, the same on all: ucx; nixl (extra [nixl]); nccl (GPUs)",
     )
     transfer_interface: str | None = Field(
         None, description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0, mlx5_0:1); unset: all"

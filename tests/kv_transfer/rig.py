@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import hashlib
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -56,6 +57,17 @@ def digest_of(pool: np.ndarray[Any, Any]) -> bytes:
     return hashlib.blake2b(pool.data).digest()
 
 
+class Log(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 class Node:
     """One side of transfers. `role`: "sender", "receiver", or "raw" for the bare transport."""
 
@@ -72,6 +84,9 @@ class Node:
     ) -> None:
         self.staging = Staging(num_slots, slot_bytes_for(part_blocks, BLOCK_BYTES), device)
         self._woken = threading.Event()
+        self._log = Log()
+        logging.getLogger("kv_transfer").addHandler(self._log)
+        logging.getLogger("kv_transfer").setLevel(logging.DEBUG)
         self.transport = make(self.staging, self._woken.set)
         self.pool = torch.from_numpy(pool_of(seed, num_blocks)).to(device)
         if role == "sender":
@@ -111,6 +126,7 @@ class Node:
 
     def close(self) -> None:
         self.transport.close()
+        logging.getLogger("kv_transfer").removeHandler(self._log)
 
     # ---- movers ----
 
@@ -175,6 +191,10 @@ class Node:
         return int(self.staging.memory(slot)[-1])
 
     # ---- what happened ----
+
+    def told(self, words: str) -> list[str]:
+        """What has been logged with these words."""
+        return [text for text in self._log.texts if words in text]
 
     def wait(self, count: int) -> list[Any]:
         """The next `count` events, in order; fails when they do not come."""
