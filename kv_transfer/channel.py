@@ -49,15 +49,17 @@ class Frame:
 
 
 class Channel:
-    """One end of the connection; owns the socket. `lost` is set once nothing more can be heard.
+    """One end of the connection; owns the socket. `lost` is set once nothing more can be heard; `dialling` is on until
+    somebody is reached.
 
     What a stranger may send costs at most a MiB of memory, and then the connection.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, dialling: bool = False) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
+        self.dialling = dialling
         self.lost = False
         self._inbox = bytearray()
         self._outbox = bytearray()
@@ -69,6 +71,8 @@ class Channel:
     @property
     def wants(self) -> int:
         """The epoll mask to wait for."""
+        if self.dialling:
+            return select.EPOLLOUT
         return (0 if self.lost else select.EPOLLIN) | (select.EPOLLOUT if self._outbox else 0)
 
     def send(self, kind: Kind, tag: int = 0, num_bytes: int = 0, payload: bytes = b"") -> None:

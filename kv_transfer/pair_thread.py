@@ -7,25 +7,21 @@ carriers have no descriptor that could wake it, and less often the longer nothin
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import logging
-import os
-import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 
 from baton.errors import TransferError
 from kv_transfer.carrier import Carrier
 from kv_transfer.channel import Channel, Frame, Kind
 from kv_transfer.mailbox import Mailbox
 from kv_transfer.pair_address import PairAddress
+from kv_transfer.pair_doors import Dial, Doors, End, Greeting
 from kv_transfer.pair_ends import DEATH_S, Expect, Grant, Inbound, Link, Outbound, Push
+from kv_transfer.pair_poll import Ends
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, TransportEvent
 
@@ -38,30 +34,6 @@ _EAGER_S = 5e-3
 _REST_S = 0.1
 _FINISH_S = 1.0
 """How long the end waits for operations that were cut off."""
-_STRANGERS = 64
-_ID_BYTES = 32
-
-
-@dataclass(eq=False, slots=True)
-class Dial:
-    """One of the peer's addresses being tried."""
-
-    channel: Channel
-    link: Link
-    host: str
-    connected: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Greeting:
-    """Somebody who called, and has not opened the connection yet."""
-
-    channel: Channel
-    host: str
-    remote: str = ""
-
-
-End = Dial | Greeting | Outbound | Inbound
 
 
 class PairThread:
@@ -83,8 +55,6 @@ class PairThread:
         self._emit_event = emit
         self._wake = wake
         self._links: dict[str, Link] = {}
-        self._ends: dict[int, End] = {}  # by descriptor
-        self._masks: dict[int, int] = {}
         self._unclaimed: dict[str, Inbound] = {}  # who called before `connect` named it
         self._leaving: list[Outbound | Inbound] = []
         self._ready: list[tuple[int, int]] = []
@@ -167,9 +137,8 @@ class PairThread:
             failure = error if isinstance(error, TransferError) else TransferError(f"{kind} cannot start: {error}")
             self._started.set_exception(failure)
             return
-        self._poll = select.epoll()
-        self._poll.register(self._mailbox, select.EPOLLIN)
-        self._poll.register(self._listener, select.EPOLLIN)
+        self._ends: Ends[End] = Ends(self._mailbox, self._listener)
+        self._doors = Doors(self._here, self._listener, self._ends, self._open, self._give_up, self._take_in)
         self._started.set_result(None)
         reason = "closed"
         try:
@@ -187,55 +156,32 @@ class PairThread:
     def _turn(self, deadline: float | None) -> None:
         """What happened, then a wait for more, until `deadline` at most."""
         self._mailbox.run()
-        for descriptor, mask in self._ready:
+        for descriptor, _ in self._ready:
             if descriptor == self._listener.fileno():
-                self._accept()
-            elif end := self._ends.get(descriptor):
-                self._attend(end, mask)
+                self._doors.accept()
+            elif end := self._ends.at(descriptor):
+                self._attend(end)
         busy = bool(self._leaving) or any(link.is_busy for link in self._links.values())
         if busy:
             self._carrier.progress()
             for link in list(self._links.values()):
                 self._collect(link)
             self._close_over()
-        self._watch()
         self._ring()
         self._ready = self._wait(busy, deadline)
 
     def _wait(self, busy: bool, deadline: float | None) -> list[tuple[int, int]]:
         if self._mailbox or self._stopping != (deadline is not None):
-            return self._poll.poll(0)
+            return self._ends.wait(0)
         idle_s = time.monotonic() - self._moved_at
         if not busy:
-            return self._poll.poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            return self._ends.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if idle_s > _EAGER_S:
-            return self._poll.poll(min(idle_s / 10, _REST_S))
-        ready = self._poll.poll(0)
+            return self._ends.wait(min(idle_s / 10, _REST_S))
+        ready = self._ends.wait(0)
         if not ready:
             time.sleep(_PAUSE_S)  # epoll counts in milliseconds
         return ready
-
-    def _watch(self) -> None:
-        """Have epoll wait for what each connection wants."""
-        for descriptor, end in list(self._ends.items()):
-            mask = select.EPOLLOUT if isinstance(end, Dial) and not end.connected else end.channel.wants
-            before = self._masks.get(descriptor)
-            if before is None and mask:
-                self._poll.register(descriptor, mask)
-            elif before is not None and not mask:
-                self._poll.unregister(descriptor)
-            elif before != mask and mask:
-                self._poll.modify(descriptor, mask)
-            if mask:
-                self._masks[descriptor] = mask
-            else:
-                self._masks.pop(descriptor, None)
-
-    def _close_end(self, end: End) -> None:
-        descriptor = end.channel.fileno()
-        if self._ends.pop(descriptor, None) is not None and self._masks.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
-        end.channel.close()
 
     def _emit(self, event: TransportEvent) -> None:
         self._emit_event(event)
@@ -252,109 +198,26 @@ class PairThread:
 
     def _open_link(self, link: Link, theirs: PairAddress) -> None:
         self._links[link.peer] = link
-        for host in theirs.reachable_from(self._here):
-            family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-            with contextlib.suppress(OSError):  # a family that this machine lacks
-                channel = Channel(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
-                self._ends[channel.fileno()] = dial = Dial(channel, link, host)
-                if channel.socket.connect_ex((host, theirs.port)) not in (0, errno.EINPROGRESS):
-                    self._close_end(dial)
-        self._give_up_if_vain(link)
+        self._doors.dial(link, theirs)
         if inward := self._unclaimed.pop(link.remote, None):
             self._attach(link, inward)
 
-    def _give_up_if_vain(self, link: Link, reason: str = "none of its addresses answers") -> None:
-        if link.out is None and not any(isinstance(e, Dial) and e.link is link for e in self._ends.values()):
-            self._drop(link, reason, told=True)
+    def _give_up(self, link: Link, reason: str) -> None:
+        self._drop(link, reason, told=True)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, (host, *_) = self._listener.accept()
-            channel = Channel(connection)
-            self._ends[channel.fileno()] = Greeting(channel, host.removeprefix("::ffff:"))
-        strangers = [end for end in self._ends.values() if isinstance(end, Greeting)]
-        for end in strangers[:-_STRANGERS]:
-            self._close_end(end)
-
-    def _attend(self, end: End, mask: int) -> None:
-        """Read and write what its connection is ready for."""
-        if isinstance(end, Dial) and not end.connected:
-            if error := end.channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._close_end(end)
-                self._give_up_if_vain(end.link, os.strerror(error))
-            else:
-                end.connected = True
-                end.channel.send(Kind.HELLO, payload=(end.link.remote + self._here.id).encode())
-            return
-        channel, descriptor = end.channel, end.channel.fileno()
-        channel.flush()
-        frames = deque(channel.receive())
-        while frames and (now := self._ends.get(descriptor)) is not None and now.channel is channel:
-            self._hear(now, frames.popleft())
-        if channel.lost and (now := self._ends.get(descriptor)) is not None and now.channel is channel:
-            self._lose(now)
-
-    def _lose(self, end: End) -> None:
-        match end:
-            case Dial():
-                self._close_end(end)
-                self._give_up_if_vain(end.link)
-            case Greeting():
-                self._close_end(end)
-            case Outbound():
-                self._drop_with(end, "the peer is gone")
-            case Inbound():
-                if not end.broke_at:
-                    end.end()
-                self._drop_with(end, "the peer is gone")
-                if self._unclaimed.get(end.remote) is end:
-                    del self._unclaimed[end.remote]
-                    self._leave(end)
-
-    def _hear(self, end: End, frame: Frame) -> None:
-        match end, frame.kind:
-            case Dial(), Kind.WELCOME:
-                self._open(end)
-            case Greeting(), Kind.HELLO:
-                target, end.remote = frame.payload[:_ID_BYTES].decode(), frame.payload[_ID_BYTES:].decode()
-                if target == self._here.id:
-                    end.channel.send(Kind.WELCOME)
-                else:
-                    self._close_end(end)
-            case Greeting(), Kind.OPEN if end.remote:
-                self._take_in(end)
-            case Outbound(), Kind.GRANT:
-                if link := self._link_of(end):
-                    end.grants[frame.tag] = Grant(frame.num_bytes, frame.payload)
-                    self._launch(link, frame.tag)
-            case Inbound(), Kind.BYE:
-                end.said_bye = True
-                self._drop_with(end, "the peer left")
-            case Inbound(), Kind.NOTE:
-                end.receiving.hear(frame.payload)
-            case Inbound(), _:
-                if link := self._link_of(end):
-                    self._hear_of_message(link, end, frame)
-            case _:
-                end.channel.lost = True  # nobody who speaks this protocol
-
-    def _open(self, dial: Dial) -> None:
-        """The first address that answers carries what is pushed."""
-        link, channel = dial.link, dial.channel
-        for other in [e for e in self._ends.values() if isinstance(e, Dial) and e.link is link and e is not dial]:
-            self._close_end(other)
-        channel.send(Kind.OPEN)
+    def _open(self, link: Link, channel: Channel) -> None:
+        """The peer was reached: what is pushed goes this way."""
         sending = self._carrier.sending(link.remote, lambda note: channel.send(Kind.NOTE, payload=note))
-        link.out = self._ends[channel.fileno()] = Outbound(channel, sending)
+        link.out = Outbound(channel, sending)
+        self._ends.put(link.out)
         for up in link.waiting:
             _resolve(up, None)
         link.waiting = []
 
-    def _take_in(self, greeting: Greeting) -> None:
+    def _take_in(self, remote: str, channel: Channel, host: str) -> None:
         """The peer calls. If it did before, it has begun anew, and what was is over."""
-        remote = greeting.remote
-        inward = Inbound(greeting.channel, self._carrier.receiving(remote, greeting.host), remote)
-        self._ends[greeting.channel.fileno()] = inward
+        inward = Inbound(channel, self._carrier.receiving(remote, host), remote)
+        self._ends.put(inward)
         link = next((link for link in self._links.values() if link.remote == remote), None)
         if link is not None and link.inward is None:
             self._attach(link, inward)
@@ -372,6 +235,52 @@ class PairThread:
 
     def _link_of(self, end: Outbound | Inbound) -> Link | None:
         return next((link for link in self._links.values() if end in (link.out, link.inward)), None)
+
+    def _attend(self, end: End) -> None:
+        """Read and write what its connection is ready for."""
+        channel, descriptor = end.channel, end.channel.fileno()
+        if isinstance(end, Dial) and channel.dialling:
+            self._doors.answered(end)
+            return
+        channel.flush()
+        for frame in channel.receive():
+            now = self._ends.at(descriptor)  # by the frame before, it may have become another, or none
+            if now is not None and now.channel is channel:
+                self._hear(now, frame)
+        now = self._ends.at(descriptor)
+        if channel.lost and now is not None and now.channel is channel:
+            self._lose(now)
+
+    def _lose(self, end: End) -> None:
+        if isinstance(end, Dial | Greeting):
+            self._doors.lose(end)
+            return
+        if isinstance(end, Inbound):
+            if not end.broke_at:
+                end.end()
+            if self._unclaimed.get(end.remote) is end:
+                del self._unclaimed[end.remote]
+                self._leave(end)
+        self._drop_with(end, "the peer is gone")
+
+    def _hear(self, end: End, frame: Frame) -> None:
+        match end, frame.kind:
+            case ((Dial() | Greeting()), _):
+                self._doors.hear(end, frame)
+            case Outbound(), Kind.GRANT:
+                if link := self._link_of(end):
+                    end.grants[frame.tag] = Grant(frame.num_bytes, frame.payload)
+                    self._launch(link, frame.tag)
+            case Inbound(), Kind.BYE:
+                end.said_bye = True
+                self._drop_with(end, "the peer left")
+            case Inbound(), Kind.NOTE:
+                end.receiving.hear(frame.payload)
+            case Inbound(), Kind.BEGIN | Kind.END | Kind.LONG:
+                if link := self._link_of(end):
+                    self._hear_of_message(link, end, frame)
+            case _:
+                end.channel.lost = True  # nobody who speaks this protocol
 
     # ---- messages ----
 
@@ -456,8 +365,7 @@ class PairThread:
             if native.query() and not native.error:
                 self._end(link, operation)  # what is complete counts
         del self._links[link.peer]
-        for dial in [e for e in self._ends.values() if isinstance(e, Dial) and e.link is link]:
-            self._close_end(dial)
+        self._doors.give_up(link)
         out, inward = link.out, link.inward
         if out is not None:
             out.leaving = [push.native for push in link.pushes.values() if push.native is not None]
@@ -496,7 +404,7 @@ class PairThread:
         for end in [end for end in self._leaving if end.is_over]:
             self._leaving.remove(end)
             (end.sending if isinstance(end, Outbound) else end.receiving).close()
-            self._close_end(end)
+            self._ends.close(end)
 
     def _shut(self, reason: str) -> None:
         self._stopping = True
@@ -510,10 +418,8 @@ class PairThread:
         self._carrier.close()
         if not self._leaving:
             self._staging.forget_retired()
-        for end in list(self._ends.values()):
-            self._close_end(end)
+        self._ends.close_all()
         self._listener.close()
-        self._poll.close()
 
 
 def _resolve(up: Future[None], error: TransferError | None) -> None:
