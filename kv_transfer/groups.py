@@ -11,10 +11,10 @@ peer was lost is never used again; the next connection has another.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -63,6 +63,7 @@ class GroupCarrier:
         self.device = device
         self._make = make
         self._lanes: list[Lane] = []
+        self._closed: list[Lane] = []  # some may be ending their group still
 
     def start(self, name: str) -> None:
         if self.device.type == "cuda":
@@ -81,15 +82,20 @@ class GroupCarrier:
 
     def close(self) -> None:
         for lane in list(self._lanes):
-            lane.abort()
-            lane.wait(_CLOSE_S)
-        self._lanes.clear()
+            lane.close()
+        deadline = time.monotonic() + _CLOSE_S
+        for lane in self._closed:
+            lane.wait(max(0.0, deadline - time.monotonic()))
         del self._store
 
     def _lane(self) -> Lane:
-        lane = Lane(self._make, self._lanes.remove)
+        lane = Lane(self._make, self._forget)
         self._lanes.append(lane)
         return lane
+
+    def _forget(self, lane: Lane) -> None:
+        self._lanes.remove(lane)
+        self._closed = [*(before for before in self._closed if before.is_ending), lane]
 
 
 class Message:
@@ -101,10 +107,12 @@ class Message:
         self.error = ""
 
     def query(self) -> bool:
-        if self.native is not None and not self.error and self.native.query():
-            self.error = self.native.error
-            return True
-        return self.native is None and bool(self.error)
+        if self.native is None:
+            return bool(self.error)  # it never began
+        if not self.native.query():
+            return False
+        self.error = self.native.error
+        return True
 
 
 class Lane:
@@ -123,7 +131,12 @@ class Lane:
 
     @property
     def is_joining(self) -> bool:
+        """Whether `join` was called."""
         return self._thread is not None
+
+    @property
+    def is_ending(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def join(self, open_store: Callable[[], Store], rank: int) -> None:
         """Begin to join, with the other end."""
@@ -166,8 +179,7 @@ class Lane:
 
     def close(self) -> None:
         self.abort()
-        with contextlib.suppress(ValueError):  # closed by the carrier
-            self._forget(self)
+        self._forget(self)
 
     def wait(self, timeout_s: float) -> None:
         if self._thread is not None:

@@ -32,7 +32,7 @@ from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import SlotState, Staging
-from tests.kv_transfer.leftovers import Resources, left_over, orphans
+from tests.kv_transfer.leftovers import GPU_SLACK, NOTHING, Resources, left_over, orphans
 from tests.kv_transfer.ordered import ordered_carrier
 
 ROLES = ("sender", "receiver", "raw")
@@ -449,9 +449,9 @@ def _serve(pipe: Any, kind: str, device: str) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()
     _keep_open(name, device)
+    before, slack = Resources.now(), NOTHING if device == "cpu" else GPU_SLACK
 
     while (options := pipe.recv()) is not None:
-        before = Resources.now()
         node = Node(lambda staging, wake: _create(name, staging, wake), **options)
         pipe.send(None)
         while (call := pipe.recv())[0] != "stop":
@@ -461,7 +461,7 @@ def _serve(pipe: Any, kind: str, device: str) -> None:
                 pipe.send(error)
         node.close()
         del node
-        pipe.send(left_over(before))
+        pipe.send(left_over(before, slack))
 
 
 def _keep_open(name: str, device: str) -> None:
