@@ -38,8 +38,6 @@ _HELLO_BYTES = 16 << 10
 and both sides know each other fully. Without that, UCX does not notice the death of a peer that a part waits for."""
 _BURST = 64
 """Progress calls between two looks at commands and completions: one call moves up to a few hundred KiB."""
-_RESET = "reset by remote"
-"""What UCX says of a peer that lives, and has closed the endpoint."""
 _START_S = 60.0
 _CLOSE_NS = 10**9
 _FINISH_S = 1.0
@@ -75,13 +73,11 @@ class Link:
     waiting: list[Future[None]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     lost: bool = False
-    chances: int = 2
-    """Times that it may still be dialled anew."""
 
     @property
     def is_sending(self) -> bool:
         sends = [o.request for o in self.operations if o.done is Sent]
-        return not all(request.completed for request in [self.hello, *sends] if request is not None)
+        return not all(request.completed for request in [self.hello, *sends])
 
     def closed(self) -> None:
         """UCX's callback: the peer is gone. Within `progress`, so nothing is done about it here."""
@@ -235,36 +231,22 @@ class UcxThread:
     # ---- links ----
 
     def _open_link(self, peer: str, address: bytes, same_host: bool, up: Future[None]) -> None:
-        link = Link(peer, address, same_host, None, None, [up])
-        self._links[peer] = link
-        self._dial(link)
-
-    def _dial(self, link: Link) -> None:
         try:
-            target = ucx.UCXAddress.create_from_buffer(link.address)
-            link.endpoint = ucx.UCXEndpoint.create_from_worker_address(self._worker, target, True)
-            link.endpoint.set_close_callback(link.closed)
-            link.hello = link.endpoint.tag_send(Array(self._hello), ucx.UCXXTag(_HELLO_TAG))
+            target = ucx.UCXAddress.create_from_buffer(address)
+            endpoint = ucx.UCXEndpoint.create_from_worker_address(self._worker, target, True)
+            hello = endpoint.tag_send(Array(self._hello), ucx.UCXXTag(_HELLO_TAG))
         except ucx.UCXError as error:
-            self._drop(link, str(error), told=True)
-
-    def _dial_again(self, link: Link, reason: str) -> bool:
-        """UCX pairs the endpoints of two workers by their serials: after an attempt that the peer gave up while this
-        process hung, the first is paired with one that is closed already."""
-        if not link.chances or link.operations or _RESET not in reason:
-            return False
-        link.chances -= 1
-        _close_endpoint(link)
-        link.lost = False
-        self._dial(link)
-        return True
+            _resolve(up, TransferError(f"{peer} cannot be reached: {error}"))
+            return
+        link = Link(peer, address, same_host, endpoint, hello, [up])
+        endpoint.set_close_callback(link.closed)
+        self._links[peer] = link
 
     def _collect(self, link: Link) -> None:
         """Report what is complete."""
-        if link.waiting and link.hello is not None and link.hello.completed:
+        if link.waiting and link.hello.completed:
             if reason := _error(link.hello):
-                if not self._dial_again(link, reason):
-                    self._drop(link, reason, told=True)
+                self._drop(link, reason, told=True)
                 return
             self._tell_path(link)
             for up in link.waiting:
@@ -348,8 +330,6 @@ class UcxThread:
 
 
 def _close_endpoint(link: Link) -> None:
-    if link.endpoint is None:
-        return
     link.endpoint.remove_close_callback()
     link.endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
     link.endpoint = link.hello = None  # the close callback refers to the link: a circle that keeps the worker alive
