@@ -215,18 +215,26 @@ class PairThread:
         link.waiting = []
 
     def _take_in(self, remote: str, channel: Channel, host: str) -> None:
-        """The peer calls. If it did before, it has begun anew, and what was is over."""
+        """The peer calls. If it did before, it has begun anew, and that way is over."""
         inward = Inbound(channel, self._carrier.receiving(remote, host), remote)
         self._ends.put(inward)
-        link = next((link for link in self._links.values() if link.remote == remote), None)
-        if link is not None and link.inward is None:
+        link = self._link_to(remote)
+        if link is not None and link.inward is not None:
+            self._attend(link.inward)  # its end may be here already
+            if link.inward is not None and any(expect.granted for expect in link.expects.values()):
+                self._drop(link, "the peer connected anew", told=False)
+            elif link.inward is not None:
+                self._leave(link.inward)
+            link = self._link_to(remote)
+        if link is not None:
             self._attach(link, inward)
             return
-        if link is not None:
-            self._drop(link, "the peer connected anew", told=False)
         if before := self._unclaimed.pop(remote, None):
             self._leave(before)
         self._unclaimed[remote] = inward
+
+    def _link_to(self, remote: str) -> Link | None:
+        return next((link for link in self._links.values() if link.remote == remote), None)
 
     def _attach(self, link: Link, inward: Inbound) -> None:
         link.inward = inward
@@ -258,10 +266,9 @@ class PairThread:
         if isinstance(end, Inbound):
             if not end.broke_at:
                 end.end()
-            if self._unclaimed.get(end.remote) is end:
-                del self._unclaimed[end.remote]
-                self._leave(end)
-        self._drop_with(end, "the peer is gone")
+            self._part_with(end)
+        elif link := self._link_of(end):
+            self._drop(link, "the peer is gone", told=False)
 
     def _hear(self, end: End, frame: Frame) -> None:
         match end, frame.kind:
@@ -273,7 +280,7 @@ class PairThread:
                     self._launch(link, frame.tag)
             case Inbound(), Kind.BYE:
                 end.said_bye = True
-                self._drop_with(end, "the peer left")
+                self._part_with(end)
             case Inbound(), Kind.NOTE:
                 end.receiving.hear(frame.payload)
             case Inbound(), Kind.BEGIN | Kind.END | Kind.LONG:
@@ -353,9 +360,22 @@ class PairThread:
 
     # ---- ends ----
 
-    def _drop_with(self, end: Outbound | Inbound, reason: str) -> None:
-        if link := self._link_of(end):
-            self._drop(link, reason, told=False)
+    def _part_with(self, inward: Inbound) -> None:
+        """The peer sends nothing more this way. That ends the link if it may have begun to; else this was the way of an
+        earlier link that it gave up, and it calls again, or the other way ends too."""
+        link = self._link_of(inward)
+        if link is None:
+            if self._unclaimed.get(inward.remote) is inward:
+                del self._unclaimed[inward.remote]
+                self._leave(inward)
+            return
+        if any(e.begun or (e.granted and not inward.said_bye) for e in link.expects.values()):
+            self._drop(link, "the peer is gone", told=False)
+            return
+        link.inward = None
+        for expect in link.expects.values():
+            expect.granted = False
+        self._leave(inward)
 
     def _drop(self, link: Link, reason: str, told: bool) -> None:
         """End all that is under way with the peer. `told`: somebody asked for it."""
