@@ -24,7 +24,9 @@ def _on_gpus(kinds: Iterable[str]) -> list[Any]:
 
 
 def _on_cpu(kinds: Iterable[str]) -> list[Any]:
-    return [pytest.param((kind, False), id=kind) for kind in kinds]
+    """`ucx` chooses by itself, on a machine without GPUs the same as `ucx-tcp`."""
+    marks = {"ucx": pytest.mark.full}
+    return [pytest.param((kind, False), id=kind, marks=marks.get(kind, ())) for kind in kinds]
 
 
 def _rig(kind: str, on_gpu: bool) -> AbstractContextManager[Rig]:
