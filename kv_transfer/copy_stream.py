@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,14 +18,14 @@ Mark = Any
 class CopyStream:
     """Copies beside the steps that a device computes, on a stream of its own; on a CPU in their midst.
 
-    `after` is called when a copy is done: on a thread of this object's, or at once on a CPU.
+    `after` is called when a copy is done: on a thread of this object's, which ends with it, or at once on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         on_gpu = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._copies: queue.SimpleQueue[tuple[Any, Callable[[], None]]] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def mark(self) -> Mark:
@@ -52,12 +53,17 @@ class CopyStream:
         torch.cuda.current_stream(self._device).wait_event(done)
         self._copies.put((done, after))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="kv-copies", daemon=True)
+            self._thread = threading.Thread(
+                target=_watch, args=(self._device, self._copies), name="kv-copies", daemon=True
+            )
             self._thread.start()
+            weakref.finalize(self, self._copies.put, None)
 
-    def _watch(self) -> None:
-        torch.cuda.set_device(self._device)  # a thread begins with the first, and would make a context there
-        while True:
-            done, after = self._copies.get()
-            done.synchronize()
-            after()
+
+def _watch(device: torch.device, copies: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None]) -> None:
+    torch.cuda.set_device(device)  # a thread begins with the first, and would make a context there
+    while (copy := copies.get()) is not None:
+        done, after = copy
+        done.synchronize()
+        after()
+        del copy, done, after  # what they refer to need not live until the next copy
