@@ -218,14 +218,14 @@ class PairThread:
         """The peer calls. If it did before, it has begun anew, and that way is over."""
         inward = Inbound(channel, self._carrier.receiving(remote, host), remote)
         self._ends.put(inward)
-        link = self._link_to(remote)
-        if link is not None and link.inward is not None:
+        if (link := self._link_to(remote)) is not None and link.inward is not None:
             self._attend(link.inward)  # its end may be here already
-            if link.inward is not None and any(expect.granted for expect in link.expects.values()):
+        if (link := self._link_to(remote)) is not None and link.inward is not None:
+            if any(expect.granted for expect in link.expects.values()):
                 self._drop(link, "the peer connected anew", told=False)
-            elif link.inward is not None:
+            else:
                 self._leave(link.inward)
-            link = self._link_to(remote)
+        link = self._link_to(remote)
         if link is not None:
             self._attach(link, inward)
             return
@@ -430,8 +430,8 @@ class PairThread:
         self._stopping = True
         for link in list(self._links.values()):
             self._drop(link, reason, told=reason == "closed")
-        for inward in self._unclaimed.values():
-            self._leave(inward)
+        while self._unclaimed:
+            self._leave(self._unclaimed.popitem()[1])
         deadline = time.monotonic() + max(_FINISH_S, DEATH_S)
         while self._leaving and time.monotonic() < deadline:
             self._turn(deadline)
