@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.model import fast, loader
 from engine.model.attention import probe
 from engine.model.runner import TorchModelRunner, TorchStep
+from engine.model.watch import LayerMarks
 from engine.sequence import Sequence
 from engine.step import Chunk
 from tests.engine import tiny_models
@@ -47,7 +48,7 @@ def test_on_a_cpu_all_is_computed_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_is_there_while_the_next_is_computed(tmp_path: Path) -> None:
+def test_a_layer_is_there_while_the_next_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     woken = threading.Semaphore(0)
     runner = runner_of(tmp_path, "cuda", woken.release)
     launch(runner).wait()
@@ -56,16 +57,23 @@ def test_a_layer_is_there_while_the_next_is_computed(tmp_path: Path) -> None:
     runner.pool.tensor.zero_()
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
-    hook = runner.model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000_000))
+    written = LayerMarks.written
+
+    def written_slowly(marks: LayerMarks, layer: int) -> None:
+        """The device rests for a second between the two layers."""
+        written(marks, layer)
+        if layer == 0:
+            torch.cuda._sleep(2_000_000_000)
+
+    monkeypatch.setattr(LayerMarks, "written", written_slowly)
     step = launch(runner)
-    hook.remove()
     assert woken.acquire(timeout=WAIT_S)
     assert step.num_layers_done() == 1
     with torch.cuda.stream(beside):
-        written = runner.pool.tensor[1:4].abs().sum(dim=(0, 2, 3, 4, 5)).cpu().tolist()
+        found = runner.pool.tensor[1:4].abs().sum(dim=(0, 2, 3, 4, 5)).cpu().tolist()
     assert not step.is_done()
-    assert written[0] > 0
-    assert written[1] == 0
+    assert found[0] > 0
+    assert found[1] == 0
     step.wait()
     assert step.num_layers_done() == NUM_LAYERS
     for _ in range(NUM_LAYERS):
