@@ -20,6 +20,7 @@ from baton.layout import num_blocks_for
 GIB = 1024**3
 _CONTEXT_BYTES = GIB
 """What a process's CUDA context takes at most. It cannot be told from the memory that others hold."""
+_MOST_LIBRARIES_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,15 @@ def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 
         total=total,
         free=free,  # the scratch is still held
         weights=allocated - scratch_bytes,
-        libraries=max(0, _outside_torch(device) - outside),
+        libraries=grown_by_libraries(outside, _outside_torch(device)),
         activations=peak - allocated,
     )
+
+
+def grown_by_libraries(before: int, after: int) -> int:
+    """Of what was used outside of torch before and after a step: what the step's libraries took. More than they can
+    take is another process's, which began on the same GPU at the same time."""
+    return min(max(0, after - before), _MOST_LIBRARIES_BYTES)
 
 
 def kv_pool_bytes(memory: ProfiledMemory, utilization: float, kept_bytes: int) -> int:

@@ -10,7 +10,15 @@ import torch
 
 from engine.config import EngineConfig
 from engine.model import loader
-from engine.model.memory import GIB, ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
+from engine.model.memory import (
+    GIB,
+    ProfiledMemory,
+    grown_by_libraries,
+    kv_pool_bytes,
+    num_kv_blocks,
+    out_of_memory,
+    profile,
+)
 from engine.model.rehearsal import first_steps, largest_steps, profile_config
 from engine.model.runner import TorchModelRunner
 from tests.engine import tiny_models
@@ -28,6 +36,12 @@ def test_the_pool_is_what_the_share_leaves() -> None:
 def test_a_context_of_ones_own_is_not_taken_for_another_process() -> None:
     alone = dataclasses.replace(H200, free=int(122.5 * GIB))  # a context: half a GiB
     assert kv_pool_bytes(alone, 1.0, kept_bytes=0) == int(120.5 * GIB)
+
+
+def test_what_another_process_takes_meanwhile_is_not_ours() -> None:
+    assert grown_by_libraries(3 * GIB, 4 * GIB) == GIB
+    assert grown_by_libraries(3 * GIB, 2 * GIB) == 0
+    assert grown_by_libraries(3 * GIB, 16 * GIB) == 2 * GIB
 
 
 def test_a_share_that_is_used_up_says_by_what() -> None:
