@@ -19,14 +19,9 @@ connection only then, and a receiver hangs up and waits for that. A late write l
 
 from __future__ import annotations
 
-import atexit
-import logging
 import socket
-import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 
 from baton.errors import TransferError
 from kv_transfer.carrier import Carrier
@@ -34,14 +29,11 @@ from kv_transfer.host import boot_id, hosts_of
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_thread import PairThread
 from kv_transfer.staging import Staging
-from kv_transfer.transport import CONNECT_S, PeerLost, TransportEvent
-
-log = logging.getLogger(__name__)
-
-_CLOSE_S = 10.0
+from kv_transfer.threaded import ThreadedTransport
+from kv_transfer.transport import CONNECT_S
 
 
-class PairTransport:
+class PairTransport(ThreadedTransport):
     """A `Transport` over a carrier, on a thread of its own. The staging outlives it.
 
     interface: the network interface of the words; None, or an RDMA device: all of this machine. Raises TransferError
@@ -51,64 +43,19 @@ class PairTransport:
     def __init__(
         self, staging: Staging, wake: Callable[[], None], carrier: Carrier, interface: str | None = None
     ) -> None:
-        self.wake = wake
-        self._events: list[TransportEvent] = []
-        self._events_lock = threading.Lock()
+        super().__init__(wake)
         hosts = hosts_of(interface)
         listener = _listen()
         port = listener.getsockname()[1]
         self._here = PairAddress(uuid.uuid4().hex, carrier.kind, carrier.version, boot_id(), hosts, port)
-        self._info = self._here.pack()
-        self._thread = PairThread(staging, carrier, self._here, listener, self._emit, wake)
-        self._thread.start()
-        atexit.register(self.close)  # native libraries must not be torn down under a running thread
-
-    def info(self) -> bytes:
-        return self._info
+        thread = PairThread(staging, carrier, self._here, listener, self._emit, wake)
+        thread.start()
+        self._begin(thread, self._here.pack())
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
         theirs = PairAddress.unpack(address, peer)
         theirs.require_like(self._here, peer)
-        up: Future[None] = Future()
-        self._thread.call(partial(self._connect, peer, address, theirs, up))
-        try:
-            up.result(timeout_s)
-        except TimeoutError:
-            self._thread.call(partial(self._give_up, peer, up))
-            raise TransferError(f"{peer} cannot be reached within {timeout_s:g} s") from None
-
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._thread.call(partial(self._thread.push, peer, tag, slot, num_bytes))
-
-    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
-
-    def poll(self) -> list[TransportEvent]:
-        with self._events_lock:
-            events, self._events = self._events, []
-        return events
-
-    def disconnect(self, peer: str) -> None:
-        self._thread.call(partial(self._thread.disconnect, peer))
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        if not self._thread.stop(_CLOSE_S):
-            log.error("transport thread did not end timeout_s=%g", _CLOSE_S)
-
-    def _emit(self, event: TransportEvent) -> None:
-        with self._events_lock:
-            self._events.append(event)
-
-    def _connect(self, peer: str, address: bytes, theirs: PairAddress, up: Future[None]) -> None:
-        """An end of an earlier connection that nobody has heard of yet is not this one's."""
-        with self._events_lock:
-            self._events = [e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer)]
-        self._thread.connect(peer, address, theirs, up)
-
-    def _give_up(self, peer: str, up: Future[None]) -> None:
-        if not up.done():
-            self._thread.disconnect(peer)
+        self._connect(peer, timeout_s, address, theirs)
 
 
 def _listen() -> socket.socket:

@@ -31,36 +31,29 @@ Not fork-safe: neither this process nor its children may use UCX after a fork; s
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
 from kv_transfer.host import boot_id
 from kv_transfer.staging import Staging
-from kv_transfer.transport import CONNECT_S, PeerLost, TransportEvent
+from kv_transfer.threaded import ThreadedTransport
+from kv_transfer.transport import CONNECT_S, TransportEvent
 from kv_transfer.ucx_address import Version, pack_address, unpack_address
 from kv_transfer.ucx_path import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from kv_transfer.ucx_thread import UcxThread
 
-log = logging.getLogger(__name__)
-
-_CLOSE_S = 10.0
 _TRIES = 6
 _STALE = "Connection reset by remote peer"
 
 _KEEPALIVE = "500ms"  # UCX's default is 20 s
 
 
-class UcxTransport:
+class UcxTransport(ThreadedTransport):
     """A `Transport` over UCX, on a thread of its own. The staging outlives it.
 
     interface: devices as in UCX_NET_DEVICES; None: the operator's UCX_NET_DEVICES, or all. Raises TransferError when
@@ -68,66 +61,22 @@ class UcxTransport:
     """
 
     def __init__(self, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> None:
-        self.wake = wake
-        self._events: list[TransportEvent] = []
-        self._events_lock = threading.Lock()
-        self._thread, self._version = _load(staging, _options(staging, interface), self._emit, wake)
+        super().__init__(wake)
+        thread, self._version = _load(staging, _options(staging, interface), self._emit, wake)
         self._machine = boot_id()
-        self._info = pack_address(self._version, self._machine, self._thread.start())
-        atexit.register(self.close)  # UCX must not be torn down under a running thread
-
-    def info(self) -> bytes:
-        return self._info
+        self._begin(thread, pack_address(self._version, self._machine, thread.start()))
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
         worker_address, same_host = unpack_address(self._version, self._machine, address, peer)
         deadline = time.monotonic() + timeout_s
         for tries_left in reversed(range(_TRIES)):
-            up: Future[None] = Future()
-            self._thread.call(partial(self._connect, peer, worker_address, same_host, up))
             try:
-                up.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                self._thread.call(partial(self._give_up, peer, up))
-                raise TransferError(f"{peer} cannot be reached within {timeout_s:g} s") from None
+                self._connect(peer, deadline - time.monotonic(), worker_address, same_host)
             except TransferError as error:
                 if _STALE in error.message and tries_left:
                     continue
                 raise
             return
-
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._thread.call(partial(self._thread.push, peer, tag, slot, num_bytes))
-
-    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
-
-    def poll(self) -> list[TransportEvent]:
-        with self._events_lock:
-            events, self._events = self._events, []
-        return events
-
-    def disconnect(self, peer: str) -> None:
-        self._thread.call(partial(self._thread.disconnect, peer))
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        if not self._thread.stop(_CLOSE_S):
-            log.error("ucx thread did not end timeout_s=%g", _CLOSE_S)
-
-    def _emit(self, event: TransportEvent) -> None:
-        with self._events_lock:
-            self._events.append(event)
-
-    def _connect(self, peer: str, worker_address: bytes, same_host: bool, up: Future[None]) -> None:
-        """An end of an earlier connection that nobody has heard of yet is not this one's."""
-        with self._events_lock:
-            self._events = [e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer)]
-        self._thread.connect(peer, worker_address, same_host, up)
-
-    def _give_up(self, peer: str, up: Future[None]) -> None:
-        if not up.done():
-            self._thread.disconnect(peer)
 
 
 def _options(staging: Staging, interface: str | None) -> dict[str, str]:

@@ -110,6 +110,8 @@ def wait_for_end(pid: int, timeout_s: float = STOP_S) -> None:
     except ProcessLookupError:
         return
     try:
-        assert select.select([process], [], [], timeout_s)[0], f"process {pid} goes on"
+        end = select.poll()
+        end.register(process, select.POLLIN)
+        assert end.poll(timeout_s * 1e3), f"process {pid} goes on"
     finally:
         os.close(process)

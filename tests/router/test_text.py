@@ -69,7 +69,7 @@ def test_byte_fallback_pieces_add_up_to_decode(ids, skip):
 
 
 @RUNS
-@given(st.text(max_size=40))
+@given(st.text(max_size=40).filter(lambda text: "<|" not in text))  # a special token's text is skipped
 def test_text_survives_a_round_trip_in_pieces(text):
     ids = tiny_tokenizer().encode(text, add_special_tokens=False)
     assert "".join(pieces(tiny_tokenizer(), list(ids), True)) == text
