@@ -34,10 +34,6 @@ from engine.node.shell import Node, NodeParts, RoleSide
 
 log = logging.getLogger(__name__)
 
-_SWITCH_S = 0.5e-3
-"""How long one thread may keep Python from another that wants it. The default of 5 ms is what a part of KV, whose way
-leads over three threads, would wait at each of them while the engine's thread launches a step."""
-
 MakeParts = Callable[[NodeSettings, Callable[[], None]], NodeParts]
 """Loads the model and makes the role around it; the second argument wakes the engine's thread."""
 
@@ -49,7 +45,6 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, make_parts:
     transformers would take seconds.
     """
     configure_logging(settings.logging_level(), settings.name(role))
-    sys.setswitchinterval(_SWITCH_S)
     try:
         code = _run(settings, side, make_parts)
     except StartupError as error:
