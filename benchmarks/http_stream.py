@@ -32,6 +32,7 @@ class Streamed:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
     margins: list[float] = field(default_factory=list)
 
     @property
@@ -42,6 +43,16 @@ class Streamed:
     def between_tokens_s(self) -> list[float]:
         """Tokens that came in one event came 0 s apart."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def handoff_s(self) -> float:
+        """From the first token, the prefill node's, to the second, the decode node's. NaN for a single one."""
+        return self.arrivals[1] - self.arrivals[0] if len(self.arrivals) > 1 else float("nan")
+
+    @property
+    def transfer_s(self) -> float:
+        """The part of that from the commit to the last byte of KV in its place, by the decode node's clock."""
+        return float(self.timings.get("transfer_ms", 0.0)) / 1e3
 
     @property
     def longest_gap_s(self) -> float:
@@ -128,6 +139,7 @@ def _take(answer: Streamed, chunk: bytes, now: float) -> None:
         if "error" in event:
             raise RequestFailed(json.dumps(event))
         answer.usage = event.get("usage") or answer.usage
+        answer.timings = event.get("timings") or answer.timings
         for choice in event["choices"]:
             answer.tokens += choice["token_ids"]
             answer.arrivals += [now] * len(choice["token_ids"])

@@ -177,13 +177,15 @@ def _report(
 
 def _latencies(answers: Sequence[Streamed]) -> dict[str, list[float]]:
     """Seconds: to the first token, between tokens, per token after the first, to the last; each request's worst wait
-    between two tokens."""
+    between two tokens; from the first token to the second; and the KV's part of that."""
     return {
         "TTFT": [answer.first_token_s for answer in answers],
         "ITL": [gap for answer in answers for gap in answer.between_tokens_s],
         "TPOT": [answer.per_token_s for answer in answers if len(answer.tokens) > 1],
         "E2E": [answer.total_s for answer in answers],
         "longest gap": [answer.longest_gap_s for answer in answers if len(answer.tokens) > 1],
+        "handoff": [answer.handoff_s for answer in answers if len(answer.tokens) > 1],
+        "transfer": [answer.transfer_s for answer in answers],
     }
 
 

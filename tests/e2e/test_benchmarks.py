@@ -45,6 +45,7 @@ async def test_serve_as_requests_come(house: House, capsys: pytest.CaptureFixtur
     assert (line["request_rate"], line["concurrency"], line["num_prompts"]) == (40, None, 6)
     assert line["attainment"] == 1
     assert line["itl_ms_p50"] <= line["longest_gap_ms_p50"] <= line["e2e_ms_p99"]
+    assert 0 <= line["transfer_ms_p50"] <= line["handoff_ms_p99"] <= line["longest_gap_ms_p99"]
     assert "100.0% of the requests keep" in capsys.readouterr().out
     house.wait_whole()
 
