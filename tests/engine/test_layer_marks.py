@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.model import fast, loader
 from engine.model.attention import probe
 from engine.model.runner import TorchModelRunner, TorchStep
-from engine.model.watch import LayerMarks
+from engine.model.watch import DeviceWatch, LayerMarks
 from engine.sequence import Sequence
 from engine.step import Chunk
 from tests.engine import tiny_models
@@ -45,6 +45,23 @@ def test_on_a_cpu_all_is_computed_at_once(tmp_path: Path) -> None:
     step = launch(runner_of(tmp_path, "cpu", lambda: None))
     assert step.is_done()
     assert step.num_layers_done() == NUM_LAYERS
+
+
+class Broken:
+    """An event of a device that has failed."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_device_that_fails_wakes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sleeps until the step is done must learn that it never will be."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    woken = threading.Semaphore(0)
+    watch = DeviceWatch(torch.device("cuda"), woken.release)
+    for _ in range(2):
+        watch.add(Broken())  # type: ignore[arg-type]
+        assert woken.acquire(timeout=WAIT_S)
 
 
 @pytest.mark.gpu

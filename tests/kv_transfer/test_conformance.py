@@ -12,7 +12,8 @@ from baton.errors import LayoutMismatch, TransferError
 from kv_transfer.receiver import PartArrived, PartFailed
 from kv_transfer.sender import PartSent, PeerLost
 from kv_transfer.transport import Arrived, Failed, Sent
-from tests.kv_transfer.rig import BLOCK_BYTES, NUM_BLOCKS, OTHER_LAYOUT, Rig, pool_of
+from tests.kv_transfer.rig import Rig
+from tests.kv_transfer.rig_node import BLOCK_BYTES, NUM_BLOCKS, OTHER_LAYOUT, pool_of
 
 SLOTS = 4
 

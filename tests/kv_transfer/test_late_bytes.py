@@ -12,7 +12,8 @@ import pytest
 
 from kv_transfer.receiver import PartArrived, PartFailed
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
-from tests.kv_transfer.rig import Rig, digest_of, pool_of, rig_of
+from tests.kv_transfer.rig import Rig, rig_of
+from tests.kv_transfer.rig_node import digest_of, pool_of
 
 BLOCKS = 16_384  # 64 MiB
 OLD, REWRITTEN, NEXT, UNTOUCHED = 0x11, 0x22, 0x33, 0x44

@@ -16,7 +16,7 @@ from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender, PartFailed
 from kv_transfer.staging import Staging
 from kv_transfer.transport import PeerLost
-from tests.kv_transfer.rig import BLOCK_BYTES, LAYOUT
+from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT
 
 NUM_BLOCKS, PART_BLOCKS, NUM_SLOTS = 6, 2, 3
 HALF = BLOCK_BYTES // 2

@@ -25,7 +25,7 @@ from kv_transfer.pair import PairTransport
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.staging import Staging
 from tests.kv_transfer.ordered import ordered_carrier
-from tests.kv_transfer.rig import DEADLINE_S
+from tests.kv_transfer.rig_node import DEADLINE_S
 
 HERE = PairAddress("a" * 32, "nixl", "1.5", "boot", ("10.0.0.1", "127.0.0.1", "::1", "fd00::1"), 4711)
 

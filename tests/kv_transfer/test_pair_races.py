@@ -13,7 +13,7 @@ from kv_transfer.pair import PairTransport
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, PeerLost
 from tests.kv_transfer.ordered import ordered_carrier
-from tests.kv_transfer.rig import DEADLINE_S
+from tests.kv_transfer.rig_node import DEADLINE_S
 
 SLOT_BYTES = 1 << 16
 STEPS = 2500

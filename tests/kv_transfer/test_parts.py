@@ -22,7 +22,7 @@ from kv_transfer.parts import (
     untag,
 )
 from kv_transfer.transport import TAG_BITS
-from tests.kv_transfer.rig import LAYOUT, OTHER_LAYOUT
+from tests.kv_transfer.rig_node import LAYOUT, OTHER_LAYOUT
 
 leases = st.integers(0, (1 << LEASE_BITS) - 1)
 parts = st.integers(0, (1 << PART_BITS) - 1)

@@ -18,7 +18,7 @@ from kv_transfer.parts import PAYLOAD_OFFSET, slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
-from tests.kv_transfer.rig import BLOCK_BYTES, LAYOUT
+from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT
 
 pytestmark = pytest.mark.gpu
 

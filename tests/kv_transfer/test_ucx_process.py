@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import TransferError
 from kv_transfer.ucx_address import pack_address, unpack_address
-from tests.kv_transfer.rig import DEADLINE_S
+from tests.kv_transfer.rig_node import DEADLINE_S
 
 HERE = (1, 21, 0)
 
