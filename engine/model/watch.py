@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -10,7 +11,10 @@ import torch
 
 
 class DeviceWatch:
-    """Calls `wake`, on a thread of its own, after each event that it was given, in their order."""
+    """Calls `wake`, on a thread of its own, after each event that it was given, in their order.
+
+    Also after one that ends in an error of the device: whoever is woken meets it at its own next question.
+    """
 
     def __init__(self, device: torch.device, wake: Callable[[], None]) -> None:
         self._device = device
@@ -28,7 +32,8 @@ class DeviceWatch:
     def _run(self) -> None:
         torch.cuda.set_device(self._device)  # a thread begins with the first, and would make a context there
         while True:
-            self._events.get().synchronize()
+            with contextlib.suppress(RuntimeError):
+                self._events.get().synchronize()
             self._wake()
 
 

@@ -282,8 +282,6 @@ def decode_attention(
         num_stages=tuning.num_stages,
     )
     num_merges = plan.merges.shape[0]
-    if not num_merges:
-        return
     # Where most sequences have one share, many small programs would take longer to start than to find that out.
     heads_at_once = num_heads if num_merges <= 16 else num_kv_heads
     _merge_shares_kernel[(num_merges, heads_at_once)](
