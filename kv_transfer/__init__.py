@@ -1,9 +1,9 @@
 """Moves KV blocks between nodes: layouts, blocks and bytes, never requests.
 
 `KvSender` gathers blocks into staging slots, `KvReceiver` scatters slots into blocks, and a `Transport` moves slots
-between processes: `ucx`, `nixl`, `nccl`, or `memory` within one process. What a part is, `parts` says; copies run on a
-`CopyStream` beside a GPU's steps. The network touches slots only, at both ends, so bytes that come late hit memory that
-nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
+between processes: `ucx`, `nixl`, `nccl`, `ipc` within a host, or `memory` within a process. `parts` say what travels;
+copies run beside a GPU's steps (`SlotCopies`). The network touches slots only, at both ends, so bytes that come late
+hit memory that nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
 """
 
 from __future__ import annotations
@@ -12,17 +12,27 @@ import logging
 import uuid
 from collections.abc import Callable
 
+import torch
+
+from kv_transfer.host_memory import shared_empty
 from kv_transfer.memory import MemoryTransport, process_hub
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
-TRANSPORTS = ("ucx", "nixl", "nccl", "memory")
+TRANSPORTS = ("ucx", "ipc", "nixl", "nccl", "memory")
+
+
+def staging_for(name: str, num_slots: int, slot_bytes: int, device: torch.device | str) -> Staging:
+    """Slots of memory such as the transport of that name needs."""
+    shared = name == "ipc" and torch.device(device).type == "cpu"
+    return Staging(num_slots, slot_bytes, device, allocate=shared_empty if shared else None)
 
 
 def create(name: str, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> Transport:
-    """The transport of that name, over `staging`; `wake` is called, on any thread, when `poll` has something.
+    """The transport of that name, over `staging` as `staging_for` makes it; `wake` is called, on any thread, when
+    `poll` has something.
 
     interface: what carries the bytes, as in UCX_NET_DEVICES; None leaves the choice to the transport. Raises
     TransferError when the machine lacks what the transport needs, ValueError for a name that is none of TRANSPORTS.
@@ -33,6 +43,10 @@ def create(name: str, staging: Staging, wake: Callable[[], None], interface: str
         from kv_transfer.ucx import UcxTransport  # loads a native library, which must not happen before a fork
 
         return UcxTransport(staging, wake, interface)
+    if name == "ipc":
+        from kv_transfer.ipc import IpcTransport
+
+        return IpcTransport(staging, wake, interface)
     if name == "nixl":
         from kv_transfer.nixl import NixlCarrier
         from kv_transfer.pair import PairTransport

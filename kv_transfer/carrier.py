@@ -1,4 +1,4 @@
-"""What moves the bytes of a `PairTransport` once both ends have agreed on a message: NIXL, or NCCL.
+"""What moves the bytes of a `PairTransport` once both ends have agreed on a message: CUDA IPC, NIXL, or NCCL.
 
 All is called on the transport's thread, and nothing waits.
 """
@@ -6,7 +6,7 @@ All is called on the transport's thread, and nothing waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,12 +25,43 @@ class Native(Protocol):
         """Whether it is over. Never raises."""
 
 
+class Done:
+    """A `Native` that is over."""
+
+    error = ""
+
+    def query(self) -> bool:
+        return True
+
+
+DONE: Native = Done()
+
+
+class OnDevice:
+    """A `Native` that is over once a CUDA event has passed."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+        self.error = ""
+
+    def query(self) -> bool:
+        try:
+            return bool(self._event.query())
+        except Exception as error:  # noqa: BLE001 - CUDA's errors: nothing runs on that device any more
+            self.error = str(error)
+            return True
+
+
 class Sending(Protocol):
     """The pushing end of one connection."""
 
     def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
         """Move the first bytes of a slot's memory, [slot_bytes], uint8, to `place`, which the other end named. Raises
         TransferError: nothing was begun."""
+
+    def reach(self, place: bytes, num_bytes: int) -> Tensor | None:
+        """The first bytes of the slot's memory there, [num_bytes], uint8, where kernels of this process can store to
+        it; None: they cannot. Raises TransferError."""
 
     def abort(self) -> None:
         """Have all that is under way end soon, if that can be had without bytes that land late."""
@@ -63,12 +94,14 @@ class Carrier(Protocol):
     kind: str
     version: str
     """Both ends' must be equal."""
+    memory: bytes
+    """What the `sending` of others is to know of this process's memory before anything is granted."""
 
     def start(self, name: str) -> None:
         """`name` is this process's for the others. Raises TransferError."""
 
-    def sending(self, peer: str, note: Note) -> Sending:
-        """peer: the other end's name."""
+    def sending(self, peer: str, memory: bytes, note: Note) -> Sending:
+        """peer, memory: the other end's name and what its carrier says. Raises TransferError: nothing can go there."""
 
     def receiving(self, peer: str, host: str) -> Receiving:
         """host: the other end's address."""

@@ -21,7 +21,7 @@ class Kind(enum.IntEnum):
     OPEN   (this connection it is, of several)        --->
                                                <---   GRANT   a receive is posted
     NOTE   (the carrier's own)                        --->
-    BEGIN  the bytes move now                         --->
+    BEGIN  (the header) the bytes move now            --->
     END    they did, or could not                     --->
     LONG   more bytes than were granted: not sent     --->
                                                <---   (end of stream)  nothing more is granted
@@ -38,6 +38,9 @@ class Kind(enum.IntEnum):
     END = 7
     LONG = 8
     BYE = 9
+
+
+_KINDS = frozenset(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,14 @@ class Channel:
             return select.EPOLLOUT
         return (0 if self.lost else select.EPOLLIN) | (select.EPOLLOUT if self._outbox else 0)
 
-    def send(self, kind: Kind, tag: int = 0, num_bytes: int = 0, payload: bytes = b"") -> None:
+    def send(
+        self, kind: Kind, tag: int = 0, num_bytes: int = 0, payload: bytes = b"", more_follows: bool = False
+    ) -> None:
+        """more_follows: leave it to the next call to write both."""
         if not self._mute:
             self._outbox += _HEAD.pack(len(payload), kind, tag, num_bytes) + payload
-            self.flush()
+            if not more_follows:
+                self.flush()
 
     def flush(self) -> None:
         """Write what the network takes."""
@@ -123,7 +130,7 @@ class Channel:
         if len(self._inbox) < _HEAD.size:
             return None
         length, kind, tag, num_bytes = _HEAD.unpack_from(self._inbox)
-        if length > _MOST or kind not in Kind.__members__.values():
+        if length > _MOST or kind not in _KINDS:
             self.lost = True
             self._inbox.clear()
             return None

@@ -57,6 +57,8 @@ MakeGroup = Callable[[Store, int], Group]
 class GroupCarrier:
     """Groups made by `make`, which meet at a store in the sender's process."""
 
+    memory = b""
+
     def __init__(self, kind: str, version: str, device: torch.device, make: MakeGroup) -> None:
         self.kind = kind
         self.version = version
@@ -70,7 +72,7 @@ class GroupCarrier:
             torch.cuda.set_device(self.device)
         self._store = _store("localhost", 0, is_master=True)
 
-    def sending(self, peer: str, note: Note) -> GroupSending:
+    def sending(self, peer: str, memory: bytes, note: Note) -> GroupSending:
         return GroupSending(self._lane(), note, self._store)
 
     def receiving(self, peer: str, host: str) -> GroupReceiving:
@@ -211,6 +213,9 @@ class GroupSending:
             self._note(json.dumps([self._store.port, prefix]).encode())
             self._lane.join(lambda: PrefixStore(prefix, self._store), _SENDER)
         return self._lane.submit(memory[:num_bytes])
+
+    def reach(self, place: bytes, num_bytes: int) -> Tensor | None:
+        return None
 
     def abort(self) -> None:
         self._lane.abort()

@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from baton.errors import TransferError
+from kv_transfer.carrier import DONE, Native
 from kv_transfer.staging import Staging
-from kv_transfer.transport import CONNECT_S, Arrived, Failed, PeerLost, Sent, TransportEvent
+from kv_transfer.transport import CONNECT_S, MAX_HEADER_BYTES, Arrived, Failed, PeerLost, Sent, TransportEvent
 
 _CRC = struct.Struct("<I")
 _LATE_BYTE = 0xEE
@@ -35,6 +38,7 @@ class _Operation:
     slot: int
     num_bytes: int
     target: str  # address of the transport that receives
+    header: bytes = b""  # of a push
     matched: bool = False
 
     def fail(self, reason: str) -> None:
@@ -124,7 +128,7 @@ class MemoryHub:
         else:
             source = push.owner.staging.memory(push.slot)[: push.num_bytes]
             receive.owner.staging.memory(receive.slot)[: push.num_bytes].copy_(source)
-            receive.owner._emit(Arrived(receive.peer, receive.tag, receive.slot))
+            receive.owner._emit(Arrived(receive.peer, receive.tag, receive.slot, push.header))
         push.owner._emit(Sent(push.peer, push.tag, push.slot))
 
     def _cut(self, transport: MemoryTransport, peer: str, reason: str, told: bool) -> None:
@@ -191,9 +195,14 @@ class MemoryTransport:
                 self._events = deque(e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer))
                 self.links[peer] = where
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+        return None
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+        assert len(header) <= MAX_HEADER_BYTES
+        assert storing is DONE, "nothing was placed"
         with self.hub._turn():
-            self._start("push", _Operation(self, peer, tag, slot, num_bytes, self.links.get(peer, "")))
+            self._start("push", _Operation(self, peer, tag, slot, num_bytes, self.links.get(peer, ""), header))
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         with self.hub._turn():

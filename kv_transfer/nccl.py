@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from baton.errors import TransferError
-from kv_transfer.carrier import Native
+from kv_transfer.carrier import Native, OnDevice
 from kv_transfer.groups import GroupCarrier
 from kv_transfer.host import network_interfaces
 
@@ -77,15 +77,7 @@ class NcclGroup:
         return _Event(work, event)
 
 
-class _Event:
+class _Event(OnDevice):
     def __init__(self, work: Any, event: Any) -> None:
+        super().__init__(event)
         self._work = work  # keeps the memory alive for NCCL
-        self._event = event
-        self.error = ""
-
-    def query(self) -> bool:
-        try:
-            return bool(self._event.query())
-        except Exception as error:  # noqa: BLE001 - CUDA's errors: nothing runs on that device any more
-            self.error = str(error)
-            return True

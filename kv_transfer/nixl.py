@@ -30,6 +30,7 @@ class NixlCarrier:
     """An agent over all slots' memory. Raises TransferError when the package is not installed."""
 
     kind = "nixl"
+    memory = b""
 
     def __init__(self, device: torch.device, interface: str | None) -> None:
         self._api, version = _load()
@@ -48,7 +49,7 @@ class NixlCarrier:
         self.agent = self._api.nixl_agent(name, config)
         self.agent.create_backend("UCX", {"ucx_devices": self._interface} if self._interface else {})
 
-    def sending(self, peer: str, note: Note) -> NixlSending:
+    def sending(self, peer: str, memory: bytes, note: Note) -> NixlSending:
         self._peers[peer] += 1
         return NixlSending(self, peer)
 
@@ -110,6 +111,9 @@ class NixlSending:
             return _Write(agent, handle, agent.transfer(handle))
         except Exception as error:  # noqa: BLE001 - NIXL's errors have no common class but this
             raise TransferError(f"NIXL cannot write: {_text(error)}") from None
+
+    def reach(self, place: bytes, num_bytes: int) -> Tensor | None:
+        return None
 
     def abort(self) -> None:
         """A write under way goes on: taken back, it could land all the same."""

@@ -1,4 +1,5 @@
-"""Transports that need a word before the bytes: NIXL writes where it was told, NCCL in the order that both ends keep.
+"""Transports that need a word before the bytes: CUDA IPC and NIXL write where they were told, NCCL in the order that
+both ends keep.
 
     prefill node                                             decode node
                                                              expect(peer, tag, slot)
@@ -7,6 +8,9 @@
                               ---- BEGIN tag ---------->
                              ==== bytes, by a `Carrier` ====>
     Sent                      ---- END tag ------------>     Arrived
+
+Where the carrier reaches the other's memory, the mover may `place` the bytes there itself after GRANT: `push` comes
+with what stores them, BEGIN goes at once, and END when that is over.
 
 The words go over TCP, a connection for each direction, dialled by who pushes. A connection belongs to one life of both
 processes, so its end is how a peer's death is noticed, at once; a peer that hangs is noticed by nobody, and is for
@@ -47,9 +51,12 @@ class PairTransport(ThreadedTransport):
         hosts = hosts_of(interface)
         listener = _listen()
         port = listener.getsockname()[1]
-        self._here = PairAddress(uuid.uuid4().hex, carrier.kind, carrier.version, boot_id(), hosts, port)
+        self._here = PairAddress(
+            uuid.uuid4().hex, carrier.kind, carrier.version, boot_id(), hosts, port, carrier.memory.hex()
+        )
         thread = PairThread(staging, carrier, self._here, listener, self._emit, wake)
         thread.start()
+        self._pair = thread
         self._begin(thread, self._here.pack())
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:

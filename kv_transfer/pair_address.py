@@ -14,7 +14,8 @@ _SUM_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class PairAddress:
-    """`id` names one transport of one process; `kind` and `version` say what it speaks, `boot` on which machine."""
+    """`id` names one transport of one process; `kind` and `version` say what it speaks, `boot` on which machine,
+    `memory` (in hexadecimal digits) what its carrier tells those of others."""
 
     id: str
     kind: str
@@ -22,6 +23,7 @@ class PairAddress:
     boot: str
     hosts: tuple[str, ...]
     port: int
+    memory: str = ""
 
     def pack(self) -> bytes:
         data = json.dumps(asdict(self)).encode()

@@ -58,14 +58,14 @@ class Doors:
         self._ends = ends
         self._opened, self._failed, self._called = opened, failed, called
 
-    def dial(self, link: Link, theirs: PairAddress) -> None:
-        for host in theirs.reachable_from(self._here):
+    def dial(self, link: Link) -> None:
+        for host in link.theirs.reachable_from(self._here):
             family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
             with contextlib.suppress(OSError):  # a family that this machine lacks
                 channel = Channel(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC), dialling=True)
                 dial = Dial(channel, link)
                 self._ends.put(dial)
-                if channel.socket.connect_ex((host, theirs.port)) not in (0, errno.EINPROGRESS):
+                if channel.socket.connect_ex((host, link.theirs.port)) not in (0, errno.EINPROGRESS):
                     self._ends.close(dial)
         self._fail_if_vain(link, _NO_ANSWER)
 

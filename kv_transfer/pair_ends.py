@@ -9,8 +9,11 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kv_transfer.carrier import Native, Receiving, Sending
+from torch import Tensor
+
+from kv_transfer.carrier import DONE, Native, Receiving, Sending
 from kv_transfer.channel import Channel
+from kv_transfer.pair_address import PairAddress
 
 DEATH_S = 1.0
 """How long after its connection broke a process may go on writing: a copy on its GPU outlives it a little."""
@@ -18,30 +21,44 @@ DEATH_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class Push:
-    """Waits for the grant of its tag; then `native` is under way."""
+    """Waits for the grant of its tag; then `native` is under way. If the grant was placed, that is `storing`."""
 
     tag: int
     slot: int
     num_bytes: int
+    header: bytes
+    storing: Native = DONE
     native: Native | None = None
+    placed: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Expect:
-    """`granted`: the peer may write into the slot at any time. `begun`: it does."""
+    """`granted`: the peer may write into the slot at any time. `begun`: it does, and has sent the message's header."""
 
     tag: int
     slot: int
     num_bytes: int
     granted: bool = False
     begun: bool = False
+    header: bytes = b""
     native: Native | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Grant:
+    """`memory`: the peer's slot, where kernels of this process reach it. Somebody stores there from `placed` on; what
+    that is, and so when it is over, is known once the part is pushed (`storing`)."""
+
     num_bytes: int
     place: bytes
+    memory: Tensor | None
+    placed: bool = False
+    storing: Native | None = None
+    error: str = ""
+
+    def query(self) -> bool:
+        return self.storing is not None and self.storing.query()
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +106,7 @@ class Link:
 
     peer: str
     address: bytes
-    remote: str
+    theirs: PairAddress  # what the address says
     waiting: list[Future[None]] = field(default_factory=list)
     out: Outbound | None = None
     inward: Inbound | None = None
@@ -97,10 +114,21 @@ class Link:
     expects: dict[int, Expect] = field(default_factory=dict)
 
     @property
+    def remote(self) -> str:
+        return self.theirs.id
+
+    @property
     def under_way(self) -> list[tuple[Push | Expect, Native]]:
         """What the carrier has."""
         operations: list[Push | Expect] = [*self.pushes.values(), *self.expects.values()]
         return [(operation, operation.native) for operation in operations if operation.native is not None]
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a part's bytes arrive without a copy of the carrier's here: that takes no longer than a kernel."""
+        return any(push.placed for push in self.pushes.values()) or any(
+            expect.begun and expect.native is None for expect in self.expects.values()
+        )
 
     @property
     def is_busy(self) -> bool:

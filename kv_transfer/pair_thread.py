@@ -1,7 +1,7 @@
 """The thread of a `PairTransport`: it owns connections, carrier and operations.
 
-It sleeps in epoll while nothing is under way. While something is, it looks every few tens of microseconds, since the
-carriers have no descriptor that could wake it, and less often the longer nothing comes of it.
+It sleeps in epoll while nothing is under way. While something is, it looks again and again, since the carriers have no
+descriptor that could wake it, and less often the longer nothing comes of it (`pause_s`).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 
+from torch import Tensor
+
 from baton.errors import TransferError
-from kv_transfer.carrier import Carrier
+from kv_transfer.carrier import DONE, Carrier, Native
 from kv_transfer.channel import Channel, Frame, Kind
 from kv_transfer.mailbox import Mailbox
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_doors import Dial, Doors, End, Greeting
 from kv_transfer.pair_ends import DEATH_S, Expect, Grant, Inbound, Link, Outbound, Push
-from kv_transfer.pair_poll import Ends
+from kv_transfer.pair_offers import Offers
+from kv_transfer.pair_poll import Ends, pause_s
 from kv_transfer.staging import Staging
-from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, TransportEvent
+from kv_transfer.transport import MAX_HEADER_BYTES, Arrived, Failed, PeerLost, Sent, TransportEvent
 
 log = logging.getLogger(__name__)
 
 _START_S = 60.0
-_PAUSE_S = 20e-6
-_EAGER_S = 5e-3
-"""How long after the last progress it looks again at once; then it waits for a growing while, up to _REST_S."""
-_REST_S = 0.1
+_GRANT_S = 1e-3
 _FINISH_S = 1.0
 """How long the end waits for operations that were cut off."""
 
@@ -57,6 +57,8 @@ class PairThread:
         self._links: dict[str, Link] = {}
         self._unclaimed: dict[str, Inbound] = {}  # who called before `connect` named it
         self._leaving: list[Outbound | Inbound] = []
+        self._failing: list[tuple[Native, Failed]] = []  # to be told when that is over
+        self._offers = Offers()
         self._ready: list[tuple[int, int]] = []
         self._moved_at = 0.0
         self._emitted = False
@@ -79,6 +81,13 @@ class PairThread:
         """Have the thread run `command`; once the thread is over, run it here."""
         self._mailbox.post(command)
 
+    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+        """As for a transport. The credit may have been faster than the grant, which is waited for, briefly."""
+        link = self._links.get(peer)
+        if link is None or link.out is None:
+            return None
+        return self._offers.place(peer, tag, num_bytes, _GRANT_S)
+
     def stop(self, timeout_s: float) -> bool:
         """End all links and the thread. False: it did not end in time."""
         self.call(self._stop)
@@ -93,7 +102,7 @@ class PairThread:
         if self._mailbox.is_closed or self._stopping:
             _resolve(up, TransferError("the transport is closed"))
         elif link is None:
-            self._open_link(Link(peer, address, theirs.id, [up]), theirs)
+            self._open_link(Link(peer, address, theirs, [up]))
         elif link.address != address:
             _resolve(up, TransferError(f"{peer} is connected at another address"))
         elif link.out is not None:
@@ -105,12 +114,15 @@ class PairThread:
         if link := self._links.get(peer):
             self._drop(link, "disconnected", told=True)
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+        if self._offers.push_cut(peer, tag, storing):
+            self._fail_after(storing, Failed(peer, tag, slot, "the connection was lost before all was stored"))
+            return
         link = self._links.get(peer)
         if link is None or tag in link.pushes:
             self._emit(Failed(peer, tag, slot, "not connected" if link is None else "the tag is in use"))
             return
-        link.pushes[tag] = Push(tag, slot, num_bytes)
+        link.pushes[tag] = Push(tag, slot, num_bytes, header, storing)
         self._launch(link, tag)
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
@@ -151,6 +163,8 @@ class PairThread:
             self._shut(reason)
         finally:
             self._mailbox.close()
+            for _, failed in self._failing:
+                self._emit(failed)
             self._ring()
 
     def _turn(self, deadline: float | None) -> None:
@@ -173,14 +187,16 @@ class PairThread:
     def _wait(self, busy: bool, deadline: float | None) -> list[tuple[int, int]]:
         if self._mailbox or self._stopping != (deadline is not None):
             return self._ends.wait(0)
-        idle_s = time.monotonic() - self._moved_at
+        now = time.monotonic()
         if not busy:
-            return self._ends.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if idle_s > _EAGER_S:
-            return self._ends.wait(min(idle_s / 10, _REST_S))
+            return self._ends.wait(None if deadline is None else max(0.0, deadline - now))
+        is_urgent = any(link.is_urgent for link in self._links.values())
+        pause = pause_s(now - self._moved_at, is_urgent)
+        if pause >= 1e-3:
+            return self._ends.wait(pause)
         ready = self._ends.wait(0)
-        if not ready:
-            time.sleep(_PAUSE_S)  # epoll counts in milliseconds
+        if pause and not ready:
+            time.sleep(pause)  # epoll counts in milliseconds
         return ready
 
     def _emit(self, event: TransportEvent) -> None:
@@ -196,9 +212,9 @@ class PairThread:
 
     # ---- connections ----
 
-    def _open_link(self, link: Link, theirs: PairAddress) -> None:
+    def _open_link(self, link: Link) -> None:
         self._links[link.peer] = link
-        self._doors.dial(link, theirs)
+        self._doors.dial(link)
         if inward := self._unclaimed.pop(link.remote, None):
             self._attach(link, inward)
 
@@ -207,7 +223,13 @@ class PairThread:
 
     def _open(self, link: Link, channel: Channel) -> None:
         """The peer was reached: what is pushed goes this way."""
-        sending = self._carrier.sending(link.remote, lambda note: channel.send(Kind.NOTE, payload=note))
+        memory = bytes.fromhex(link.theirs.memory)
+        try:
+            sending = self._carrier.sending(link.remote, memory, lambda note: channel.send(Kind.NOTE, payload=note))
+        except TransferError as error:
+            channel.send(Kind.BYE)
+            self._drop(link, error.message, told=True)
+            return
         link.out = Outbound(channel, sending)
         self._ends.put(link.out)
         for up in link.waiting:
@@ -276,8 +298,7 @@ class PairThread:
                 self._doors.hear(end, frame)
             case Outbound(), Kind.GRANT:
                 if link := self._link_of(end):
-                    end.grants[frame.tag] = Grant(frame.num_bytes, frame.payload)
-                    self._launch(link, frame.tag)
+                    self._take_grant(link, end, frame)
             case Inbound(), Kind.BYE:
                 end.said_bye = True
                 self._part_with(end)
@@ -300,36 +321,57 @@ class PairThread:
         expect.granted = True
         inward.channel.send(Kind.GRANT, expect.tag, expect.num_bytes, place)
 
+    def _take_grant(self, link: Link, out: Outbound, frame: Frame) -> None:
+        try:
+            memory = out.sending.reach(frame.payload, frame.num_bytes)
+        except TransferError as error:
+            self._drop(link, error.message, told=False)
+            return
+        grant = out.grants[frame.tag] = Grant(frame.num_bytes, frame.payload, memory)
+        if frame.tag in link.pushes:
+            self._launch(link, frame.tag)
+        elif memory is not None:
+            self._offers.put(link.peer, frame.tag, grant)
+
     def _launch(self, link: Link, tag: int) -> None:
         """Send what is both pushed and granted."""
         push, out = link.pushes.get(tag), link.out
         if push is None or out is None or tag not in out.grants:
             return
         grant = out.grants.pop(tag)
+        self._offers.withdraw(link.peer, tag)
+        self._moved_at = time.monotonic()
+        if grant.placed:
+            push.placed, push.native = True, push.storing
+            is_over = push.native.query() and not push.native.error
+            out.channel.send(Kind.BEGIN, tag, push.num_bytes, push.header, more_follows=is_over)
+            if is_over:
+                self._end(link, push)
+            return
         if push.num_bytes > grant.num_bytes:
             out.channel.send(Kind.LONG, tag, push.num_bytes)
             del link.pushes[tag]
             self._emit(Sent(link.peer, tag, push.slot))
             return
-        out.channel.send(Kind.BEGIN, tag, push.num_bytes)
+        out.channel.send(Kind.BEGIN, tag, push.num_bytes, push.header)
         try:
             push.native = out.sending.send(self._staging.memory(push.slot), push.num_bytes, grant.place)
         except TransferError as error:
             self._drop(link, error.message, told=False)
-        self._moved_at = time.monotonic()
 
     def _hear_of_message(self, link: Link, inward: Inbound, frame: Frame) -> None:
         expect = link.expects.get(frame.tag)
         if expect is None and frame.kind is Kind.END:
             return  # the bytes were faster than the word
-        if expect is None or (frame.kind is not Kind.LONG and frame.num_bytes > expect.num_bytes):
+        is_long = expect is not None and frame.num_bytes > expect.num_bytes
+        if expect is None or is_long != (frame.kind is Kind.LONG) or len(frame.payload) > MAX_HEADER_BYTES:
             inward.channel.lost = True
         elif frame.kind is Kind.LONG:
             del link.expects[frame.tag]
             reason = f"message of {frame.num_bytes} bytes, where {expect.num_bytes} were expected"
             self._emit(Failed(link.peer, expect.tag, expect.slot, reason))
         elif frame.kind is Kind.BEGIN:
-            expect.begun = True
+            expect.begun, expect.header = True, frame.payload
             self._moved_at = time.monotonic()
             try:
                 expect.native = inward.receiving.begin(self._staging.memory(expect.slot), frame.num_bytes)
@@ -356,7 +398,7 @@ class PairThread:
             self._emit(Sent(link.peer, operation.tag, operation.slot))
         else:
             del link.expects[operation.tag]
-            self._emit(Arrived(link.peer, operation.tag, operation.slot))
+            self._emit(Arrived(link.peer, operation.tag, operation.slot, operation.header))
 
     # ---- ends ----
 
@@ -389,14 +431,17 @@ class PairThread:
         out, inward = link.out, link.inward
         if out is not None:
             out.leaving = [push.native for push in link.pushes.values() if push.native is not None]
+            for tag, grant in self._offers.cut(link.peer, out.grants).items():
+                out.channel.send(Kind.BEGIN, tag, grant.num_bytes)  # or the peer takes its slot for untouched
+                out.leaving.append(grant)
             self._leave(out)
         if inward is not None:
             inward.leaving = [expect.native for expect in link.expects.values() if expect.native is not None]
             self._leave(inward)
         for push in link.pushes.values():
-            if push.native is not None:
+            if push.native is not None and not push.placed:
                 self._staging.renew(push.slot, push.native.query)
-            self._emit(Failed(link.peer, push.tag, push.slot, reason))
+            self._fail_after(push.storing, Failed(link.peer, push.tag, push.slot, reason))
         for expect in link.expects.values():
             if expect.granted and inward is not None:
                 self._staging.renew(expect.slot, lambda: inward.is_over)
@@ -425,6 +470,17 @@ class PairThread:
             self._leaving.remove(end)
             (end.sending if isinstance(end, Outbound) else end.receiving).close()
             self._ends.close(end)
+        for item in [item for item in self._failing if item[0].query()]:
+            self._failing.remove(item)
+            self._emit(item[1])
+
+    def _fail_after(self, storing: Native, failed: Failed) -> None:
+        """The slot is the mover's again once nothing is stored on its behalf, which the connection that is leaving
+        waits for too; or when this thread is over."""
+        if storing.query() or self._mailbox.is_closed:
+            self._emit(failed)
+        else:
+            self._failing.append((storing, failed))
 
     def _shut(self, reason: str) -> None:
         self._stopping = True

@@ -1,7 +1,7 @@
-"""What travels: a part is a header and pieces of some blocks, in one message with a tag of its own.
+"""What travels: a part is pieces of some blocks, in one message with a header and a tag of its own.
 
-    0        64          256                         256 + num_blocks * piece_bytes
-    | header | (nothing) | piece | piece | ...       | checksum of each piece, if asked for |
+    0                            num_blocks * piece_bytes, rounded up to 8
+    | piece | piece | ...        | checksum of each piece, if asked for |
 
 A piece is a block, or the same range of layers of each block. `plan_parts` says which parts a request has: both sides
 derive them from numbers that both know. The header repeats what the tag and the plan say already, since transports
@@ -13,26 +13,22 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import ClassVar
 
 from baton.errors import LayoutMismatch, TransferError
 from baton.layout import KvLayout, layer_groups_of
-from kv_transfer.transport import TAG_BITS
+from kv_transfer.transport import MAX_HEADER_BYTES, TAG_BITS
 
 HEADER_BYTES = 64
-HEADER_WORDS = HEADER_BYTES // 8
-PAYLOAD_OFFSET = 256
-"""Keeps the payload aligned for the widest loads of a GPU."""
 
 PART_BITS = 23
 LEASE_BITS = TAG_BITS - PART_BITS
 
 _MAGIC = b"BTNP"
-_VERSION = 2
+_VERSION = 3
 _FIELDS = struct.Struct("<4sHHQIIQ16sII4x")
 """magic, version, flags, lease, part, blocks, payload bytes, layout digest, first byte and bytes of each block."""
 _CRC = struct.Struct("<I")
-assert _FIELDS.size + _CRC.size == HEADER_BYTES
+assert _FIELDS.size + _CRC.size == HEADER_BYTES <= MAX_HEADER_BYTES
 
 _DRAIN = 1
 _CHECKED = 2
@@ -45,7 +41,7 @@ MAX_PIECES = 4096
 def tag_of(lease: int, part: int) -> int:
     """The tag of a part. Leases are serials of the receiving node, so no two senders ever share a tag there.
 
-    Raises TransferError for a lease of 2**40 or more, or a part of 2**23 or more.
+    Raises TransferError for a lease of 2**39 or more, or a part of 2**23 or more.
     """
     if not 0 <= lease < 1 << LEASE_BITS or not 0 <= part < 1 << PART_BITS:
         raise TransferError(f"lease {lease}, part {part}: beyond {LEASE_BITS} and {PART_BITS} bits")
@@ -59,12 +55,12 @@ def untag(tag: int) -> tuple[int, int]:
 
 def slot_bytes_for(part_blocks: int, block_bytes: int) -> int:
     """Bytes of a slot that holds parts of `part_blocks` blocks, with checksums."""
-    return PAYLOAD_OFFSET + part_blocks * block_bytes + MAX_PIECES * CHECKSUM_BYTES
+    return part_blocks * block_bytes + MAX_PIECES * CHECKSUM_BYTES
 
 
 def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
     """Blocks that fit into a slot."""
-    return max(0, slot_bytes - PAYLOAD_OFFSET - MAX_PIECES * CHECKSUM_BYTES) // block_bytes
+    return max(0, slot_bytes - MAX_PIECES * CHECKSUM_BYTES) // block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,27 +111,21 @@ class PartHeader:
     checked: bool = False
     drain: bool = False
 
-    SIZE: ClassVar[int] = HEADER_BYTES
-
     @property
     def payload_bytes(self) -> int:
         return self.num_blocks * self.piece_bytes
 
     @property
     def checksums_at(self) -> int:
-        """Where the checksums begin, from the start of the part: aligned to their size."""
-        return PAYLOAD_OFFSET + -(-self.payload_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES
+        """Where the checksums begin: aligned to their size."""
+        return -(-self.payload_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES
 
     @property
     def message_bytes(self) -> int:
-        """Of the whole part."""
+        """What the transport moves beside this header; of a drained part one byte, since none is no message."""
         if self.drain:
-            return HEADER_BYTES
-        return self.checksums_at + self.num_blocks * CHECKSUM_BYTES if self.checked else self.payload_end
-
-    @property
-    def payload_end(self) -> int:
-        return PAYLOAD_OFFSET + self.payload_bytes
+            return 1
+        return self.checksums_at + self.num_blocks * CHECKSUM_BYTES if self.checked else self.payload_bytes
 
     def pack(self) -> bytes:
         """64 bytes, the last four a checksum."""
@@ -152,10 +142,6 @@ class PartHeader:
             self.piece_bytes,
         )
         return fields + _CRC.pack(zlib.crc32(fields))
-
-    def words(self) -> tuple[int, ...]:
-        """What `pack` gives as HEADER_WORDS signed numbers of 8 bytes, the machine's."""
-        return struct.unpack(f"={HEADER_WORDS}q", self.pack())
 
     @classmethod
     def parse(cls, data: bytes) -> PartHeader:

@@ -15,10 +15,9 @@ from baton.audit import KvSlot
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton_kernels.block_checksum import block_checksums
-from baton_kernels.block_copy import host_numbers, scatter_blocks
-from kv_transfer.copy_stream import CopyStream, Mark
-from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, part_blocks_for, tag_of
+from kv_transfer.parts import PartHeader, part_blocks_for, tag_of
 from kv_transfer.sender import PartFailed
+from kv_transfer.slot_copies import Mark, SlotCopies
 from kv_transfer.staging import SlotOwner, SlotState, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
 
@@ -63,8 +62,7 @@ class KvReceiver:
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._transport = transport
         self._staging = staging
-        self._copies = CopyStream(staging.device)
-        self._pool = pool_bytes
+        self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, in_haste=False)
         self._digest = layout.digest()
         self._expected: dict[int, tuple[str, int, int]] = {}  # slot -> peer, lease, part
         self._arrived: set[int] = set()  # slots
@@ -99,8 +97,8 @@ class KvReceiver:
         events: list[PartArrived | PartFailed | PeerLost] = []
         for event in self._transport.poll():
             match event:
-                case Arrived(_, _, slot):
-                    events.append(self._take_in(slot))
+                case Arrived(_, _, slot, header):
+                    events.append(self._take_in(slot, header))
                 case Failed(_, _, slot, reason):
                     part = self._expected.pop(slot)
                     self._staging.reclaim(slot)
@@ -127,20 +125,18 @@ class KvReceiver:
         it waits for the copy. Raises TransferError, with the pool untouched and the slot given back, when the header
         does not say exactly this lease, part, blocks, bytes and layout, or a checksum is missing or wrong.
         """
-        slot, header = self._staging.memory(arrived.slot), arrived.header
+        slot, header = arrived.slot, arrived.header
         num_bytes = self.layout.block_bytes if piece_bytes is None else piece_bytes
-        self._arrived.remove(arrived.slot)
+        self._arrived.remove(slot)
         try:
             header.require(arrived.lease, arrived.part, len(blocks), offset, num_bytes, self._digest)
-            self._check(slot, header)
+            self._check(self._staging.memory(slot), header)
         except TransferError:
-            self._staging.give_back(arrived.slot)
+            self._staging.give_back(slot)
             raise
-        payload = slot[PAYLOAD_OFFSET : header.payload_end].view(len(blocks), num_bytes)
-        self._landing.add(arrived.slot)
-        numbers = host_numbers(blocks, self._staging.device)
-        with self._copies.beside_steps(partial(self._landed, arrived.slot, numbers), not_before):
-            scatter_blocks(payload, self._pool[:, offset : offset + num_bytes], numbers)
+        self._landing.add(slot)
+        self._copies.scatter(slot, blocks, offset, num_bytes, not_before)
+        self._copies.when_done(slot, partial(self._landed, slot))
         return header.payload_bytes
 
     def discard(self, arrived: PartArrived) -> None:
@@ -157,9 +153,9 @@ class KvReceiver:
         """Do once what parts need compiled on a GPU, with block 0, which is nobody's. Before the first part."""
         if self._staging.device.type == "cuda":
             for num_bytes in {self.layout.block_bytes, self.layout.block_bytes // self.layout.num_layers}:
-                payload = self._staging.memory(0)[PAYLOAD_OFFSET : PAYLOAD_OFFSET + num_bytes].view(1, num_bytes)
-                scatter_blocks(payload, self._pool[:, :num_bytes], [0])
-                block_checksums(payload)
+                self._copies.scatter(0, [0], 0, num_bytes, None)
+                self._copies.synchronize()
+                block_checksums(self._staging.memory(0)[:num_bytes].view(1, num_bytes))
 
     def check_integrity(self) -> None:
         """Assert that each slot is free or one part's, and in flight exactly when the transport has it."""
@@ -171,11 +167,11 @@ class KvReceiver:
             owned = len(self._expected) + len(self._arrived) + len(self._landing)
             assert staging.num_free + owned == staging.num_slots, "a slot has no owner"
 
-    def _take_in(self, slot: int) -> PartArrived | PartFailed:
+    def _take_in(self, slot: int, data: bytes) -> PartArrived | PartFailed:
         peer, lease, part = self._expected.pop(slot)
         self._staging.reclaim(slot)
         try:
-            header = PartHeader.parse(self._staging.read(slot, HEADER_BYTES))
+            header = PartHeader.parse(data)
         except TransferError as error:
             self._staging.give_back(slot)
             return PartFailed(peer, lease, part, error.message)
@@ -189,7 +185,7 @@ class KvReceiver:
                 raise TransferError(f"part {header.part} of lease {header.lease} has no checksums")
             return
         with self._staging.reading():
-            rows = slot[PAYLOAD_OFFSET : header.payload_end].view(header.num_blocks, header.piece_bytes)
+            rows = slot[: header.payload_bytes].view(header.num_blocks, header.piece_bytes)
             sent = slot[header.checksums_at : header.message_bytes].view(torch.int64)
             num_damaged = int((block_checksums(rows) != sent).sum())
         if num_damaged:
@@ -198,8 +194,8 @@ class KvReceiver:
             log.error("kv damaged lease=%d part=%d num_damaged=%d", header.lease, header.part, num_damaged)
             raise TransferError(text)
 
-    def _landed(self, slot: int, _used: Tensor) -> None:
-        """Its copy is done, and has `_used` no longer. On the engine's thread, or that of the copies."""
+    def _landed(self, slot: int) -> None:
+        """Its copy is done. On the engine's thread, or that of the copies."""
         with self._lock:
             self._landing.remove(slot)
             self._staging.give_back(slot)

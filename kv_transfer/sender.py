@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from baton.audit import KvSlot
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from baton_kernels.block_checksum import block_checksums
-from baton_kernels.block_copy import gather_blocks, host_numbers
-from kv_transfer.copy_stream import CopyStream
-from kv_transfer.parts import HEADER_BYTES, HEADER_WORDS, PAYLOAD_OFFSET, PartHeader, part_blocks_for, tag_of
+from kv_transfer.carrier import DONE, Native
+from kv_transfer.parts import PartHeader, part_blocks_for, tag_of
+from kv_transfer.slot_copies import SlotCopies
 from kv_transfer.staging import SlotOwner, SlotState, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
 
@@ -25,11 +25,13 @@ __all__ = ["KvSender", "PartFailed", "PartSent", "PeerLost"]
 
 @dataclass(frozen=True, slots=True)
 class PartSent:
-    """The part left its slot; whether it was delivered only the decode node knows."""
+    """The part left its slot, `flight_s` after it was in it, or began to be stored at the peer; whether it was
+    delivered only the decode node knows."""
 
     peer: str
     lease: int
     part: int
+    flight_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,15 @@ class PartFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
+class _Outgoing(NamedTuple):
     peer: str
     lease: int
     part: int
+    tag: int
     slot: int
     num_bytes: int
+    header: bytes
+    pushed: float = 0.0  # of `time.monotonic`
 
 
 class KvSender:
@@ -55,7 +59,8 @@ class KvSender:
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device; only read. A part is copied out of the pool
     by `send` itself, so its blocks are free afterwards for whatever is queued on the current stream next. They must
     hold what they should already: on a GPU the copy does not wait for work that is queued. The part goes to the
-    transport by itself once the copy is done. `verify`: the node wants all its parts checked.
+    transport by itself once the copy is done; at once if it goes where `Transport.place` says. `verify`: the node wants
+    all its parts checked.
     """
 
     def __init__(
@@ -66,10 +71,11 @@ class KvSender:
         self.verify = verify
         self.part_blocks = part_blocks_for(staging.slot_bytes, layout.block_bytes)
         """The most blocks that a part may have, or as many bytes of more."""
+        self.num_placed_parts = 0
+        """Gathered straight into the peer's slots."""
         self._transport = transport
         self._staging = staging
-        self._copies = CopyStream(staging.device)
-        self._pool = pool_bytes
+        self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, in_haste=True)
         self._digest = layout.digest()
         self._lock = threading.Lock()  # over the two below and the states of their slots
         self._gathering: dict[int, _Outgoing] = {}  # by slot
@@ -92,18 +98,32 @@ class KvSender:
         """Copy the blocks into a slot and have them sent: of each the bytes [offset, offset + piece_bytes), or all.
         checked: with checksums. False: no slot is free, nothing was done.
 
-        Each True is answered by one PartSent or PartFailed. Raises TransferError for more bytes than a slot holds, or a
-        lease or part that no tag can name.
+        Each True is answered by one PartSent or PartFailed. Raises TransferError for more blocks or bytes than a slot
+        holds, or a lease or part that no tag can name.
         """
         num_bytes = self.layout.block_bytes if piece_bytes is None else piece_bytes
-        if len(blocks) * num_bytes > self.part_blocks * self.layout.block_bytes:
+        whole = self.part_blocks * self.layout.block_bytes
+        if len(blocks) * num_bytes > whole or len(blocks) > self._copies.most_pieces:
             raise TransferError(f"a part of {len(blocks)} x {num_bytes} bytes, of {self.part_blocks} blocks at most")
         header = PartHeader(lease, part, len(blocks), offset, num_bytes, self._digest, checked)
-        return self._send(peer, header, blocks)
+        if (out := self._take(peer, header)) is None:
+            return False
+        sums_at = header.checksums_at if checked else None
+        placed = self._transport.place(peer, out.tag, out.num_bytes)
+        storing = self._copies.gather(out.slot, blocks, offset, num_bytes, sums_at, placed)
+        if placed is None:
+            self._copies.when_done(out.slot, partial(self._push, out))
+        else:
+            self.num_placed_parts += 1
+            self._push(out, storing)
+        return True
 
     def drain(self, peer: str, lease: int, part: int) -> bool:
         """Use up a granted part of a lease that is not needed, with a header alone. False: no slot is free."""
-        return self._send(peer, PartHeader(lease, part, 0, 0, 0, self._digest, drain=True), ())
+        out = self._take(peer, PartHeader(lease, part, 0, 0, 0, self._digest, drain=True))
+        if out is not None:
+            self._push(out)
+        return out is not None
 
     def poll(self) -> list[PartSent | PartFailed | PeerLost]:
         """What became of parts since the last call; their slots are free."""
@@ -112,7 +132,7 @@ class KvSender:
             match event:
                 case Sent(_, _, slot):
                     gone = self._land(slot)
-                    events.append(PartSent(gone.peer, gone.lease, gone.part))
+                    events.append(PartSent(gone.peer, gone.lease, gone.part, time.monotonic() - gone.pushed))
                 case Failed(_, _, slot, reason):
                     gone = self._land(slot)
                     events.append(PartFailed(gone.peer, gone.lease, gone.part, reason))
@@ -132,9 +152,8 @@ class KvSender:
         if self._staging.device.type == "cuda":
             for num_bytes in {self.layout.block_bytes, self.layout.block_bytes // self.layout.num_layers}:
                 header = PartHeader(0, 0, 1, 0, num_bytes, self._digest, checked=True)
-                numbers = host_numbers([*header.words(), 0], self._staging.device)
-                self._fill(self._staging.memory(0), header, numbers)
-                torch.cuda.current_stream(self._staging.device).synchronize()  # until then it reads the numbers
+                self._copies.gather(0, [0], 0, num_bytes, header.checksums_at)
+                self._copies.synchronize()
 
     def check_integrity(self) -> None:
         """Assert that each slot is free or one part's, and in flight exactly when the transport has it."""
@@ -146,36 +165,24 @@ class KvSender:
             owned = len(self._gathering) + len(self._flying)
             assert staging.num_free + owned == staging.num_slots, "a slot has no owner"
 
-    def _send(self, peer: str, header: PartHeader, blocks: Sequence[int]) -> bool:
-        tag_of(header.lease, header.part)  # refuses before a slot is taken
+    def _take(self, peer: str, header: PartHeader) -> _Outgoing | None:
+        """A slot for the part, to be filled. None: no slot is free."""
+        tag = tag_of(header.lease, header.part)  # refuses before a slot is taken
         slot = self._staging.take(SlotOwner(peer, header.lease, header.part))
         if slot is None:
-            return False
-        out = _Outgoing(peer, header.lease, header.part, slot, header.message_bytes)
+            return None
+        out = _Outgoing(peer, header.lease, header.part, tag, slot, header.message_bytes, header.pack())
         self._gathering[slot] = out
-        numbers = host_numbers([*header.words(), *blocks], self._staging.device)
-        with self._copies.beside_steps(partial(self._push, out, numbers)):
-            self._fill(self._staging.memory(slot), header, numbers)
-        return True
+        return out
 
-    def _fill(self, slot: Tensor, header: PartHeader, numbers: Tensor) -> None:
-        """numbers: the header's words, then the blocks; on the host."""
-        words, blocks = numbers[:HEADER_WORDS], numbers[HEADER_WORDS:]
-        slot[:HEADER_BYTES].view(torch.int64).copy_(words, non_blocking=True)  # cheaper to launch than a kernel
-        pieces = self._pool[:, header.offset : header.offset + header.piece_bytes]
-        payload = slot[PAYLOAD_OFFSET : header.payload_end].view(len(blocks), header.piece_bytes)
-        gather_blocks(pieces, blocks, payload)
-        if header.checked:
-            sums = slot[header.checksums_at : header.message_bytes].view(torch.int64)
-            sums.copy_(block_checksums(pieces, blocks))
-
-    def _push(self, out: _Outgoing, _used: Tensor) -> None:
-        """Its copy is done, and has `_used` no longer. On the engine's thread, or that of the copies."""
+    def _push(self, out: _Outgoing, storing: Native = DONE) -> None:
+        """Its slot is filled, or the peer's will be when `storing` is over: that is the slot's, which is nobody else's
+        until the transport has said what became of it. On the engine's thread, or that of the copies."""
         with self._lock:
             del self._gathering[out.slot]
             self._staging.lend(out.slot)
-            self._flying[out.slot] = out
-        self._transport.push(out.peer, tag_of(out.lease, out.part), out.slot, out.num_bytes)
+            self._flying[out.slot] = out._replace(pushed=time.monotonic())
+        self._transport.push(out.peer, out.tag, out.slot, out.num_bytes, out.header, storing)
 
     def _land(self, slot: int) -> _Outgoing:
         with self._lock:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,15 +43,22 @@ class Staging:
 
     The slots start as rows of one tensor [num_slots, slot_bytes], uint8. A slot whose transfer failed goes on with
     other memory (`renew`): a peer that was cut off may write to, or read from, the old memory for as long as it likes.
+    allocate: makes [num_bytes], uint8, on that device, where it must be of a special kind.
     """
 
     def __init__(
-        self, num_slots: int, slot_bytes: int, device: torch.device | str, clock: Callable[[], float] = time.monotonic
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        device: torch.device | str,
+        clock: Callable[[], float] = time.monotonic,
+        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.device = torch.device(device)
-        self._memory: list[Tensor] = list(torch.empty((num_slots, slot_bytes), dtype=torch.uint8, device=self.device))
+        self._allocate = allocate or partial(torch.empty, dtype=torch.uint8, device=self.device)
+        self._memory: list[Tensor] = list(self._allocate(num_slots * slot_bytes).view(num_slots, slot_bytes))
         self._states = [SlotState.FREE] * num_slots
         self._owners = [NOBODY] * num_slots
         self._clock = clock
@@ -113,11 +121,6 @@ class Staging:
         """[slot_bytes], uint8. Ask anew for each transfer: `renew` exchanges it."""
         return self._memory[slot]
 
-    def read(self, slot: int, num_bytes: int) -> bytes:
-        """The first bytes of a slot that arrived."""
-        with self.reading():
-            return bytes(self._memory[slot][:num_bytes].cpu().numpy())
-
     def reading(self) -> contextlib.AbstractContextManager[object]:
         """What looks at slots that arrived: within, a GPU does not wait for work queued on the current stream."""
         return torch.cuda.stream(self._reads) if self._reads else contextlib.nullcontext()
@@ -140,7 +143,7 @@ class Staging:
             if is_over():
                 del self._retired[i]
                 return memory
-        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
+        return self._allocate(self.slot_bytes)
 
     def forget_retired(self) -> None:
         """The transport is closed: nothing can touch the retired memory any more."""

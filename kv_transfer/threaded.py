@@ -10,8 +10,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from baton.errors import TransferError
-from kv_transfer.transport import PeerLost, TransportEvent
+from kv_transfer.carrier import DONE, Native
+from kv_transfer.transport import MAX_HEADER_BYTES, PeerLost, TransportEvent
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ class TransportThread(Protocol):
 
     def disconnect(self, peer: str) -> None: ...
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None: ...
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes) -> None: ...
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None: ...
 
@@ -50,8 +53,13 @@ class ThreadedTransport:
     def info(self) -> bytes:
         return self._info
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._thread.call(partial(self._thread.push, peer, tag, slot, num_bytes))
+    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+        return None
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+        assert len(header) <= MAX_HEADER_BYTES
+        assert storing is DONE, "nothing was placed"
+        self._thread.call(partial(self._thread.push, peer, tag, slot, num_bytes, header))
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))

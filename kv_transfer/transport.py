@@ -2,8 +2,12 @@
 
     prefill node                                             decode node
                                                              expect(peer, tag, slot)     a receive is posted
-    push(peer, tag, slot)   ==== bytes of the slot ====>     (matched by tag alone)
-    Sent                                                     Arrived
+    push(peer, tag, slot, header)
+                            ==== bytes of the slot ====>     (matched by tag alone)
+                            ---- header -------------->
+    Sent                                                     Arrived(header)
+
+A header goes from host memory to host memory, so that nobody looks into a GPU's to know what came.
 
 A slot handed to `push` or `expect` is the transport's until exactly one event names it: Sent, Arrived or Failed. After
 that event no network byte is written into, or read from, that slot's memory, whatever became of the peer. `Sent` says
@@ -18,10 +22,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
+from kv_transfer.carrier import DONE, Native
+
 CONNECT_S = 5.0
 
-TAG_BITS = 63
-"""Tags are below 2**TAG_BITS; what is above belongs to the transports."""
+TAG_BITS = 62
+"""Tags are below 2**TAG_BITS; what is above belongs to the transports. No tag is pushed twice to one process."""
+
+MAX_HEADER_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +45,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The peer's message is in the slot. No transport tells its length: the part's header does."""
+    """The peer's message is in the slot, and `header` is what came with it. No transport checks a header, or tells the
+    message's length."""
 
     peer: str
     tag: int
     slot: int
+    header: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The peer is gone, and no longer connected. Comes after the Failed of all operations with it."""
+    """The peer is gone, and no longer connected. Comes after the Failed of all operations with it, but for pushes that
+    this process still stores to the peer for: each of them fails when its stores are over."""
 
     peer: str
     reason: str
@@ -83,8 +96,18 @@ class Transport(Protocol):
         transport, or another than the peer is connected by, and when the peer cannot be reached within `timeout_s`.
         """
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        """Send the first `num_bytes` of a slot; waits for the peer's `expect` for as long as both live."""
+    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+        """The peer's slot for that tag, [num_bytes], uint8, as memory that kernels of this process's device can store
+        to, if it has been granted by now and can be reached. The caller stores there what it would have in its own
+        slot, and must call `push` as soon as that has begun, whatever became of the peer: nobody else uses the memory
+        until it is over. None: `push` moves the bytes of the slot."""
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+        """Send the first `num_bytes` of a slot, one at least, and a header of MAX_HEADER_BYTES at most; waits for the
+        peer's `expect` for as long as both live.
+
+        storing: the caller's stores into what `place` gave for that tag. The message is sent when they are over, and
+        no event names the slot before, unless the transport is closed."""
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         """Receive at most `num_bytes` into a slot. Called before the peer may push; a longer message is Failed."""

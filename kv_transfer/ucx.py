@@ -13,6 +13,10 @@ bytes hit memory that nobody reads, and a late read finds the old bytes.
 
 **Endpoints are not closed in mid-send**, but parked: see `ucx_thread.Link`.
 
+**A header is a message of its own**, from host memory, small enough to be eager, which goes ahead of its part's bytes.
+UCX matches by tag alone, whatever the endpoint, and one whose receive was given up stays in the worker: no tag is used
+twice, so it never becomes another part's.
+
 **Shared memory is off unless UCX_TLS names it**, which is UCX's own choice where errors must be handled. All senders
 share one queue into a process; one that is killed while it writes there blocks it for good, and for all of them (5 of
 20 kills in mid-message); one that is stopped blocks it meanwhile. TCP within a machine moves 1 GB/s and more.

@@ -27,11 +27,14 @@ from ucxx._lib.arr import Array
 from baton.errors import TransferError
 from kv_transfer.mailbox import Mailbox
 from kv_transfer.staging import Staging
-from kv_transfer.transport import TAG_BITS, Arrived, Failed, PeerLost, Sent, TransportEvent
+from kv_transfer.transport import MAX_HEADER_BYTES, TAG_BITS, Arrived, Failed, PeerLost, Sent, TransportEvent
+from kv_transfer.ucx_buffer import buffer_of
 from kv_transfer.ucx_path import look, path_of, slowness
 
 log = logging.getLogger(__name__)
 
+_HEADER_TAG = 1 << (TAG_BITS + 1)
+"""Beside the tag of the message that the header is of."""
 _HELLO_TAG = 1 << TAG_BITS
 _HELLO_BYTES = 16 << 10
 """Large enough to need an answer (UCX sends 8 KiB and more by rendezvous), so that once it has left, the peer is alive
@@ -46,13 +49,26 @@ _FINISH_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """A push or an expect under way. UCX uses `buffer` until `request` is completed."""
+    """A push or an expect under way: a header, which is a message of its own with its length before it, and the slot's
+    bytes. UCX uses `buffers` until all `requests` are completed, which is when the operation is over, failed or not;
+    one that is given up before keeps them, as the slot's old memory keeps it (`Staging.renew`)."""
 
     tag: int
     slot: int
-    done: type[Sent] | type[Arrived]
-    request: Any
-    buffer: Any
+    is_push: bool
+    buffers: tuple[Any, Any]
+    requests: list[Any] = field(default_factory=list)
+    error: str = ""
+    """Why not all of it was begun."""
+
+    @property
+    def is_over(self) -> bool:
+        return all(request.completed for request in self.requests)
+
+    @property
+    def header(self) -> bytes:
+        text = self.buffers[0].obj
+        return bytes(text[1 : 1 + text[0]])
 
 
 @dataclass(eq=False, slots=True)
@@ -76,8 +92,7 @@ class Link:
 
     @property
     def is_sending(self) -> bool:
-        sends = [o.request for o in self.operations if o.done is Sent]
-        return not all(request.completed for request in [self.hello, *sends])
+        return not (self.hello.completed and all(o.is_over for o in self.operations if o.is_push))
 
     def closed(self) -> None:
         """UCX's callback: the peer is gone. Within `progress`, so nothing is done about it here."""
@@ -147,11 +162,11 @@ class UcxThread:
         if link := self._links.get(peer):
             self._drop(link, "disconnected", told=True)
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._submit("tag_send", Sent, peer, tag, slot, num_bytes)
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes) -> None:
+        self._submit(peer, tag, slot, num_bytes, bytes((len(header),)) + header)
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
-        self._submit("tag_recv", Arrived, peer, tag, slot, num_bytes)
+        self._submit(peer, tag, slot, num_bytes, None)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -252,12 +267,14 @@ class UcxThread:
             for up in link.waiting:
                 _resolve(up, None)
             link.waiting = []
-        for operation in [o for o in link.operations if o.request.completed]:
+        for operation in [o for o in link.operations if o.is_over]:
             link.operations.remove(operation)
-            if reason := _error(operation.request):
+            if reason := operation.error or next(filter(None, map(_error, operation.requests)), ""):
                 self._fail(link.peer, operation, reason)
+            elif operation.is_push:
+                self._emit(Sent(link.peer, operation.tag, operation.slot))
             else:
-                self._emit(operation.done(link.peer, operation.tag, operation.slot))
+                self._emit(Arrived(link.peer, operation.tag, operation.slot, operation.header))
 
     def _tell_path(self, link: Link) -> None:
         """What UCX chose, and why it is slow if it is, which nobody would look for in UCX's own output."""
@@ -266,25 +283,26 @@ class UcxThread:
         if reason := slowness(self._machine, path, link.same_host):
             log.warning("kv goes a slow way peer=%s path=%s reason=%s", link.peer, ",".join(path), reason)
 
-    def _submit(
-        self, verb: str, done: type[Sent] | type[Arrived], peer: str, tag: int, slot: int, num_bytes: int
-    ) -> None:
+    def _submit(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes | None) -> None:
+        """header: of a push, its length before it. None: an expect."""
         link = self._links.get(peer)
         if link is None:
             self._emit(Failed(peer, tag, slot, "not connected"))
             return
-        memory = self._staging.memory(slot)[:num_bytes]
-        buffer = Array(memory if memory.is_cuda else memory.numpy())
+        payload = buffer_of(self._staging.memory(slot), num_bytes)
+        head = Array(bytearray(1 + MAX_HEADER_BYTES) if header is None else header)
+        operation = Operation(tag, slot, header is not None, (head, payload))
+        link.operations.append(operation)
+        verb = link.endpoint.tag_send if operation.is_push else link.endpoint.tag_recv
         try:
-            request = getattr(link.endpoint, verb)(buffer, ucx.UCXXTag(tag))
+            for buffer, its_tag in ((head, _HEADER_TAG | tag), (payload, tag)):
+                operation.requests.append(verb(buffer, ucx.UCXXTag(its_tag)))
         except ucx.UCXError as error:
-            self._emit(Failed(peer, tag, slot, str(error)))
-            return
-        link.operations.append(Operation(tag, slot, done, request, buffer))
+            operation.error = str(error)
+            self._drop(link, operation.error, told=False)  # the peer may have half of it
 
     def _fail(self, peer: str, operation: Operation, reason: str) -> None:
-        request = operation.request
-        self._staging.renew(operation.slot, lambda: bool(request.completed))
+        self._staging.renew(operation.slot, lambda: operation.is_over)
         self._emit(Failed(peer, operation.tag, operation.slot, reason))
 
     def _drop(self, link: Link, reason: str, told: bool) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import random
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from baton_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from baton_kernels.block_copy import PoolMoves, copy_blocks, gather_blocks, scatter_blocks
 from baton_kernels.kv_write import kv_write
 
 torch.set_num_threads(1)
@@ -65,6 +68,91 @@ def test_some_bytes_of_each_block_move_alone(first: int, end: int, device: str, 
     kernel.gather_blocks(source[:, first:end], ids, staging.fill_(78))
     kernel.scatter_blocks(staging, target[:, first:end], places)
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_bytes", [6, 20, 96, 4096])
+def test_moves_of_one_pool_again_and_again(block_bytes: int, device: str, kernel: ModuleType) -> None:
+    """Other blocks, columns and places each time, some of which were there before."""
+    rng = random.Random(block_bytes)
+    source, target = numbered(9, block_bytes, device), numbered(12, block_bytes, device) ^ 255
+    ids = torch.zeros(5, dtype=torch.int64, pin_memory=device == "cuda")
+    stream = torch.cuda.Stream() if device == "cuda" else None
+    plain = [(PoolMoves(source), PoolMoves(target))]
+    in_triton = [(kernel.PoolMoves(source), kernel.PoolMoves(target))] if device == "cpu" else []
+    memory = torch.zeros(6 * block_bytes, dtype=torch.uint8, device=device)
+    for _ in range(12):
+        num_blocks, start = rng.randint(1, 5), rng.choice([0, 8, 16, 3])
+        first, end = rng.choice([(0, block_bytes), (block_bytes // 2, block_bytes), (0, 3)])
+        places, named = rng.sample(range(12), num_blocks), rng.sample(range(9), num_blocks)
+        expected = target.clone()
+        expected[places, first:end] = source[named, first:end]
+        before = target.clone()
+        staging = memory[start:]
+        for gathering, scattering in plain + in_triton:
+            target.copy_(before)
+            memory.fill_(77)
+            synchronize(device)
+            args = num_blocks, first, end - first, staging, stream
+            ids[:num_blocks] = torch.tensor(named)
+            if isinstance(gathering, PoolMoves):
+                gathering.gather(ids, *args)
+            else:
+                gathering.move(True, ids, *args)
+            synchronize(device)
+            pieces = staging[: num_blocks * (end - first)].view(num_blocks, -1)
+            assert torch.equal(pieces, source[named, first:end])
+            assert bool((memory[:start] == 77).all())
+            assert bool((staging[pieces.numel() :] == 77).all())
+            ids[:num_blocks] = torch.tensor(places)
+            if isinstance(scattering, PoolMoves):
+                scattering.scatter(ids, *args)
+            else:
+                scattering.move(False, ids, *args)
+            synchronize(device)
+            assert torch.equal(target, expected)
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class Recorder:
+    """In the place of a Triton kernel, and of what it compiles: what was launched, addresses as numbers."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[object, ...]] = []
+        self.num_compiled = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Recorder]:
+        def launch(*args: object, num_warps: int = 0, stream: int | None = None) -> Recorder:
+            self.num_compiled += num_warps > 0
+            numbers = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            self.launches.append((*(*grid, 1)[:3], *numbers, stream))
+            return self
+
+        return launch
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_move_that_was_seen_before_is_launched_as_the_first_was(gathers: bool, kernel: ModuleType) -> None:
+    pool, memory = numbered(9, 96, "cpu"), torch.zeros(400, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 16 :]
+    ids, stream = torch.tensor([3, 1, 2]), SimpleNamespace(cuda_stream=7)
+    with patch.object(kernel, "_move_kernel", Recorder()) as recorder:
+        moves = kernel.PoolMoves(pool)
+        for offset, size, start in ((0, 96, 0), (32, 32, 0), (32, 32, 8), (33, 31, 1)):
+            moves.move(gathers, ids, 1, offset, size, memory[start:], None)
+        for offset, size, start in ((0, 96, 16), (64, 32, 32), (0, 32, 24), (49, 31, 33), (32, 32, 0)):
+            kernel.PoolMoves(pool).move(gathers, ids, 2, offset, size, memory[start:], None)
+            num_compiled = recorder.num_compiled
+            moves.move(gathers, ids, 2, offset, size, memory[start:], stream)
+            usual, prepared = recorder.launches[-2:]
+            assert prepared == (*usual[:-1], 7)
+            assert recorder.num_compiled == num_compiled
+        moves.move(gathers, ids, 1, 1, 31, memory, None)  # another alignment: not seen before
+        assert recorder.num_compiled == num_compiled + 1
 
 
 def test_staging_memory_may_start_at_any_byte() -> None:

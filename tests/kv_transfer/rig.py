@@ -13,12 +13,13 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed import TCPStore
 
-from kv_transfer import create
+from kv_transfer import create, staging_for
 from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.pair import PairTransport
 from kv_transfer.staging import Staging
@@ -28,8 +29,8 @@ from tests.kv_transfer.rig_node import DEADLINE_S, ROLES, Node
 
 UCX_TLS = {"ucx-shm": "posix,sysv,cma,self", "ucx-tcp": "tcp,self", "ucx": ""}  # empty: what UCX chooses
 UCX_TLS_CUDA = {"ucx": "", "ucx-tcp": "tcp,self,cuda_copy"}
-KINDS = ("memory", *UCX_TLS, "nixl", "ordered")  # ordered stands in for NCCL
-KINDS_CUDA = (*UCX_TLS_CUDA, "nixl", "nccl")
+KINDS = ("memory", *UCX_TLS, "ipc", "nixl", "ordered")  # ordered stands in for NCCL
+KINDS_CUDA = (*UCX_TLS_CUDA, "ipc", "nixl", "nccl")
 
 
 class LocalNode:
@@ -218,7 +219,7 @@ def _serve(pipe: Any, kind: str, device: str) -> None:
     before, slack = Resources.now(), NOTHING if device == "cpu" else GPU_SLACK
 
     while (options := pipe.recv()) is not None:
-        node = Node(lambda staging, wake: _create(name, staging, wake), **options)
+        node = Node(partial(_create, name), stage=partial(staging_for, name), **options)
         pipe.send(None)
         while (call := pipe.recv())[0] != "stop":
             try:
@@ -234,7 +235,8 @@ def _keep_open(name: str, device: str) -> None:
     """What a native library opens once in a process is not the transport's."""
     if device != "cpu":
         torch.cuda.set_device(device)
-        warm = [Node(lambda staging, wake: _create(name, staging, wake), role, device=device) for role in ROLES]
+        stage = partial(staging_for, name)
+        warm = [Node(partial(_create, name), role, device=device, stage=stage) for role in ROLES]
         for node in warm:
             node.close()
     if name == "ucx":

@@ -19,6 +19,7 @@ from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import SlotState, Staging
+from kv_transfer.transport import Arrived
 
 ROLES = ("sender", "receiver", "raw")
 BLOCK_BYTES = 4096
@@ -37,6 +38,15 @@ def digest_of(pool: np.ndarray[Any, Any]) -> bytes:
     return hashlib.blake2b(pool.data).digest()
 
 
+def header_of(tag: int) -> bytes:
+    """What the bare transport's messages are headed by."""
+    return f"message {tag}".encode() * (1 + tag % 3)
+
+
+def arrived(peer: str, tag: int, slot: int) -> Arrived:
+    return Arrived(peer, tag, slot, header_of(tag))
+
+
 class Log(logging.Handler):
     """Keeps what is logged."""
 
@@ -46,6 +56,18 @@ class Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+
+
+class Stores:
+    """What stores at the peer, until the test ends it."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def query(self) -> bool:
+        return self.over
 
 
 class Node:
@@ -61,8 +83,9 @@ class Node:
         num_blocks: int = NUM_BLOCKS,
         layout: KvLayout = LAYOUT,
         device: str = "cpu",
+        stage: Callable[[int, int, str], Staging] = Staging,
     ) -> None:
-        self.staging = Staging(num_slots, slot_bytes_for(part_blocks, BLOCK_BYTES), device)
+        self.staging = stage(num_slots, slot_bytes_for(part_blocks, BLOCK_BYTES), device)
         self._woken = threading.Event()
         self._log = Log()
         logging.getLogger("kv_transfer").addHandler(self._log)
@@ -77,6 +100,8 @@ class Node:
             self.mover = self.transport
         self._role = role
         self._events: list[Any] = []
+        self._placed: torch.Tensor | None = None
+        self._stores = Stores()
 
     # ---- connections ----
 
@@ -139,13 +164,54 @@ class Node:
         self.staging.memory(slot).fill_(value)
         self._synchronize()
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int | None = None) -> None:
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int | None = None, header: bytes | None = None) -> None:
         self.staging.lend(slot)
-        self.transport.push(peer, tag, slot, num_bytes or self.staging.slot_bytes)
+        size = num_bytes or self.staging.slot_bytes
+        self.transport.push(peer, tag, slot, size, header_of(tag) if header is None else header)
 
     def post(self, peer: str, tag: int, slot: int, num_bytes: int | None = None) -> None:
         self.staging.lend(slot)
         self.transport.expect(peer, tag, slot, num_bytes or self.staging.slot_bytes)
+
+    def place(self, peer: str, tag: int, value: int) -> bool:
+        """Fill the peer's slot for that tag, where this process reaches it. `push` is to follow."""
+        self._placed = self.transport.place(peer, tag, self.staging.slot_bytes)
+        if self._placed is not None:
+            self.store(value)
+        return self._placed is not None
+
+    def store(self, value: int) -> None:
+        """Fill again what `place` filled."""
+        assert self._placed is not None
+        self._placed.fill_(value)
+        self._synchronize()
+
+    def push_early(self, peer: str, tag: int, slot: int) -> None:
+        """What `place` filled goes on being stored to, until `end_stores`."""
+        self.staging.lend(slot)
+        self.transport.push(peer, tag, slot, self.staging.slot_bytes, header_of(tag), self._stores)
+
+    def end_stores(self) -> None:
+        self._stores.over = True
+
+    def spun_s(self, window_s: float) -> float:
+        """The processor time that the transport's thread uses within that window."""
+        thread = next(t for t in threading.enumerate() if t.name == "kv-ipc" and t.ident)
+        clock = time.pthread_getcpuclockid(thread.ident or 0)
+        before = time.clock_gettime(clock)
+        threading.Event().wait(window_s)
+        return time.clock_gettime(clock) - before
+
+    def old_memory_is_over(self) -> list[bool]:
+        """Of what slots had before they were given other memory: whether it may serve again."""
+        return [is_over() for _, is_over in self.staging._retired]
+
+    def wait_for_old_memory(self) -> None:
+        """Until all of it is over."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(self.old_memory_is_over()):
+            assert time.monotonic() < deadline
+            os.sched_yield()
 
     def values(self, slot: int) -> set[int]:
         """All byte values in a slot."""

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from baton.errors import LayoutMismatch, TransferError
+from kv_transfer.parts import PartHeader
 from kv_transfer.receiver import PartArrived, PartFailed
 from kv_transfer.sender import PartSent, PeerLost
-from kv_transfer.transport import Arrived, Failed, Sent
+from kv_transfer.transport import MAX_HEADER_BYTES, Arrived, Failed, Sent
 from tests.kv_transfer.rig import Rig
-from tests.kv_transfer.rig_node import BLOCK_BYTES, NUM_BLOCKS, OTHER_LAYOUT, pool_of
+from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT, NUM_BLOCKS, OTHER_LAYOUT, header_of, pool_of
 
 SLOTS = 4
 
@@ -72,8 +73,9 @@ def test_many_at_once_in_both_directions(rig: Rig) -> None:
             me.call("push", peer.name, tag, me.call("fill", 100 + tag))
     for me in (one, other):
         events = me.call("wait", 16)
-        arrived = {e.tag: e.slot for e in events if isinstance(e, Arrived)}
-        assert {tag: me.call("values", slot) for tag, slot in arrived.items()} == {t: {100 + t} for t in range(8)}
+        arrived = {e.tag: e for e in events if isinstance(e, Arrived)}
+        assert {tag: me.call("values", e.slot) for tag, e in arrived.items()} == {t: {100 + t} for t in range(8)}
+        assert all(e.header == header_of(tag) for tag, e in arrived.items())
         assert sorted(e.tag for e in events if isinstance(e, Sent)) == list(range(8))
 
 
@@ -177,6 +179,28 @@ def test_what_is_no_part_is_told_as_failed(rig: Rig) -> None:
     one.call("push", receiver.name, 5, one.call("fill", 1))
     (failed,) = receiver.call("wait", 1)
     assert failed == PartFailed(one.name, 0, 5, "not a KV part")
+    assert is_whole(receiver)
+
+
+@pytest.mark.parametrize("length", [0, 64, MAX_HEADER_BYTES])
+def test_a_header_of_any_length_comes_as_it_was_sent_and_a_damaged_one_is_told_as_failed(rig: Rig, length: int) -> None:
+    one, other, receiver = rig.node("raw"), rig.node("raw"), rig.node("receiver", seed=2)
+    rig.link(one, other)
+    rig.link(one, receiver)
+    header = bytearray(PartHeader(0, 5, 1, 0, BLOCK_BYTES, LAYOUT.digest()).pack().ljust(length)[:length])
+    target = other.call("fill", 0)
+    other.call("post", one.name, 4, target)
+    one.call("push", other.name, 4, one.call("fill", 1), 1, bytes(header))
+    assert other.call("wait", 1) == [Arrived(one.name, 4, target, bytes(header))]
+    assert other.call("values", target) == {0, 1}
+    if length == 64:
+        header[40] ^= 1
+    receiver.call("expect", one.name, 0, [5])
+    one.call("push", receiver.name, 5, one.call("fill", 1), None, bytes(header))
+    (failed,) = receiver.call("wait", 1)
+    text = "a KV part's header is damaged" if length == 64 else "not a KV part"
+    assert failed == PartFailed(one.name, 0, 5, text)
+    assert receiver.call("pool_bytes") == pool_of(2).tobytes()
     assert is_whole(receiver)
 
 

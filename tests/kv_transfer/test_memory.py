@@ -48,7 +48,7 @@ def ends(hub: MemoryHub) -> tuple[End, End]:
 def test_bytes_are_read_when_they_are_delivered(hub: MemoryHub, ends: tuple[End, End]) -> None:
     one, other = ends
     source, target = one.slot(1), other.slot(0)
-    one.transport.push("other", 5, source, SLOT_BYTES)
+    one.transport.push("other", 5, source, SLOT_BYTES, b"head")
     assert not hub.pending
     other.transport.expect("one", 5, target, SLOT_BYTES)
     assert one.transport.poll() == other.transport.poll() == []
@@ -56,7 +56,7 @@ def test_bytes_are_read_when_they_are_delivered(hub: MemoryHub, ends: tuple[End,
     hub.deliver()
     assert other.values(target) == {2}
     assert one.transport.poll() == [Sent("other", 5, source)]
-    assert other.transport.poll() == [Arrived("one", 5, target)]
+    assert other.transport.poll() == [Arrived("one", 5, target, b"head")]
     assert (one.num_wakes, other.num_wakes) == (1, 1)
 
 
@@ -65,10 +65,11 @@ def test_delivery_is_in_the_order_that_the_test_chooses(hub: MemoryHub, ends: tu
     slots = [other.slot(0) for _ in range(3)]
     for tag in range(3):
         other.transport.expect("one", tag, slots[tag], SLOT_BYTES)
-        one.transport.push("other", tag, one.slot(tag), SLOT_BYTES)
+        one.transport.push("other", tag, one.slot(tag), SLOT_BYTES, b"%d" % tag)
     hub.deliver(1)
     hub.deliver_all()
-    assert [e.tag for e in other.transport.poll() if isinstance(e, Arrived)] == [1, 0, 2]
+    arrived = [e for e in other.transport.poll() if isinstance(e, Arrived)]
+    assert [(e.tag, e.header) for e in arrived] == [(1, b"1"), (0, b"0"), (2, b"2")]
 
 
 def test_late_bytes_come_after_a_cut(hub: MemoryHub, ends: tuple[End, End]) -> None:
@@ -76,7 +77,7 @@ def test_late_bytes_come_after_a_cut(hub: MemoryHub, ends: tuple[End, End]) -> N
     target = other.slot(7)
     late = other.staging.memory(target)
     other.transport.expect("one", 5, target, SLOT_BYTES)
-    one.transport.push("other", 5, one.slot(1), SLOT_BYTES)
+    one.transport.push("other", 5, one.slot(1), SLOT_BYTES, b"")
     other.transport.disconnect("one")
     assert not hub.pending
     assert set(late.tolist()) == {0xEE}
@@ -88,7 +89,7 @@ def test_late_bytes_come_after_a_cut(hub: MemoryHub, ends: tuple[End, End]) -> N
 def test_a_killed_transport_ends_everybodys_operations_with_it(hub: MemoryHub, ends: tuple[End, End]) -> None:
     one, _ = ends
     source, target = one.slot(1), one.slot(0)
-    one.transport.push("other", 1, source, SLOT_BYTES)
+    one.transport.push("other", 1, source, SLOT_BYTES, b"")
     one.transport.expect("other", 2, target, SLOT_BYTES)
     hub.kill("other")
     *failed, lost = one.transport.poll()

@@ -11,7 +11,7 @@ import torch
 
 from baton.errors import TransferError
 from kv_transfer.memory import MemoryHub, MemoryTransport
-from kv_transfer.parts import PAYLOAD_OFFSET, slot_bytes_for
+from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender, PartFailed
 from kv_transfer.staging import Staging
@@ -96,6 +96,14 @@ class World:
         if self.hub.pending:
             self.hub.deliver(self.rng.randrange(len(self.hub.pending)))
 
+    def damage_header(self) -> None:
+        """A bit of a header falls over on the way: the part has failed, and nothing of it may be landed."""
+        if self.hub.pending:
+            push = self.rng.choice(self.hub.pending).push
+            header = bytearray(push.header)
+            header[self.rng.randrange(len(header))] ^= 1 << self.rng.randrange(8)
+            push.header = bytes(header)
+
     def poll(self) -> None:
         side = self.rng.choice(self.senders + self.receivers)
         for event in side.mover.poll():
@@ -109,7 +117,7 @@ class World:
     def damage(self, side: Side, part: PartArrived) -> None:
         """Now and then a bit of a checked part falls over on the way."""
         if part.header.checked and self.rng.random() < 0.2:
-            place = self.rng.randrange(PAYLOAD_OFFSET, part.header.message_bytes)
+            place = self.rng.randrange(part.header.message_bytes)
             side.staging.memory(part.slot)[place] ^= 1 << self.rng.randrange(8)
             self.damaged.add(part.lease)
 
@@ -182,7 +190,7 @@ def test_whatever_happens_only_what_was_sent_lands(seed: int) -> None:
     world = World(seed)
     usual = [world.grant, world.send, world.deliver, world.poll, world.land]
     for step in range(STEPS):
-        faults = [world.disconnect, world.kill] if step % 12 == 0 else []
+        faults = [world.disconnect, world.kill, world.damage_header] if step % 12 == 0 else []
         world.rng.choice(usual + faults)()
         world.check()
     assert world.counts["landed"] > 3

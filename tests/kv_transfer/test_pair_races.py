@@ -7,30 +7,32 @@ import random
 from collections import Counter
 
 import pytest
+from torch import Tensor
 
-from kv_transfer import create
+from kv_transfer import create, staging_for
 from kv_transfer.pair import PairTransport
-from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, PeerLost
 from tests.kv_transfer.ordered import ordered_carrier
-from tests.kv_transfer.rig_node import DEADLINE_S
+from tests.kv_transfer.rig_node import DEADLINE_S, header_of
 
 SLOT_BYTES = 1 << 16
 STEPS = 2500
 
 
 class Side:
-    """`lent`: the value that a slot in flight is, or should become, full of."""
+    """`lent`: the value that a slot in flight is, or should become, full of. `unfinished`: what is yet to be stored at
+    the peer, and pushed."""
 
     def __init__(self, kind: str, name: str, counts: Counter[str]) -> None:
         self.name = name
-        self.staging = Staging(4, SLOT_BYTES, "cpu")
+        self.staging = staging_for(kind, 4, SLOT_BYTES, "cpu")
         self.lent: dict[int, int] = {}
+        self.unfinished: list[tuple[str, int, int, Tensor]] = []
         self.counts = counts
-        if kind == "nixl":
-            self.transport = create("nixl", self.staging, lambda: None)
-        else:
+        if kind == "ordered":
             self.transport = PairTransport(self.staging, lambda: None, ordered_carrier())
+        else:
+            self.transport = create(kind, self.staging, lambda: None)
 
     def lend(self, fill: int, value: int) -> int | None:
         slot = self.staging.take()
@@ -40,6 +42,25 @@ class Side:
             self.lent[slot] = value
         return slot
 
+    def begin(self, peer: str, tag: int, value: int) -> None:
+        """What cannot be stored at the peer is pushed at once."""
+        slot = self.lend(0, value)
+        if slot is None:
+            return
+        if (placed := self.transport.place(peer, tag, SLOT_BYTES)) is not None:
+            self.counts["placed"] += 1
+            self.unfinished.append((peer, tag, slot, placed))
+            return
+        self.staging.memory(slot).fill_(value)
+        self.transport.push(peer, tag, slot, SLOT_BYTES, header_of(tag))
+
+    def finish(self) -> None:
+        """The oldest that is unfinished."""
+        if self.unfinished:
+            peer, tag, slot, placed = self.unfinished.pop(0)
+            placed.fill_(self.lent[slot])
+            self.transport.push(peer, tag, slot, SLOT_BYTES, header_of(tag))
+
     def poll(self) -> None:
         for event in self.transport.poll():
             self.counts[type(event).__name__] += 1
@@ -47,13 +68,14 @@ class Side:
                 continue
             value = self.lent.pop(event.slot)  # exactly one end for each
             if isinstance(event, Arrived):
+                assert event.header == header_of(event.tag)
                 assert bool((self.staging.memory(event.slot) == value).all())
             self.staging.reclaim(event.slot)
             self.staging.give_back(event.slot)
         self.staging.check_integrity()
 
 
-@pytest.mark.parametrize("kind", ["nixl", pytest.param("ordered", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["ipc", "nixl", pytest.param("ordered", marks=pytest.mark.full)])
 def test_whatever_order_things_happen_in_what_arrives_was_sent(kind: str) -> None:
     if kind == "nixl":
         pytest.importorskip("nixl_cu13", reason="the extra [nixl] is not installed")
@@ -61,7 +83,7 @@ def test_whatever_order_things_happen_in_what_arrives_was_sent(kind: str) -> Non
     sides = [Side(kind, name, counts) for name in ("one", "other")]
     for tag in range(STEPS):
         me, peer = rng.sample(sides, 2)
-        match rng.choices(["disconnect", "connect", "transfer", "wait"], [1, 4, 10, 10])[0]:
+        match rng.choices(["disconnect", "connect", "transfer", "finish"], [1, 4, 10, 10])[0]:
             case "disconnect":
                 me.transport.disconnect(peer.name)
             case "connect":
@@ -71,15 +93,20 @@ def test_whatever_order_things_happen_in_what_arrives_was_sent(kind: str) -> Non
                 value = tag % 200 + 1
                 if (slot := peer.lend(0, value)) is not None:
                     peer.transport.expect(me.name, tag, slot, SLOT_BYTES)
-                if (slot := me.lend(value, value)) is not None:
-                    me.transport.push(peer.name, tag, slot, SLOT_BYTES)
+                me.begin(peer.name, tag, value)
+            case "finish":
+                me.finish()
         for side in sides:
             side.poll()
     for side in sides:
+        side.finish()
         side.transport.close()
     for side in sides:
+        while side.unfinished:
+            side.finish()
         side.poll()
         assert not side.lent
         assert side.staging.num_free == side.staging.num_slots
     assert counts["Arrived"] > 20
     assert counts["Failed"] > 0
+    assert (counts["placed"] > 20) == (kind == "ipc")

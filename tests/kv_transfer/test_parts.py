@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from baton.errors import LayoutMismatch, TransferError
 from kv_transfer.parts import (
+    HEADER_BYTES,
     LEASE_BITS,
+    MAX_PIECES,
     PART_BITS,
-    PAYLOAD_OFFSET,
     PartHeader,
     part_blocks_for,
     plan_parts,
@@ -42,7 +43,7 @@ headers = st.builds(
 @given(headers)
 def test_a_header_survives_the_way(header: PartHeader) -> None:
     data = header.pack()
-    assert len(data) == PartHeader.SIZE == 64
+    assert len(data) == HEADER_BYTES
     assert PartHeader.parse(data) == header
 
 
@@ -74,7 +75,7 @@ def test_what_no_tag_can_name_is_refused(lease: int, part: int) -> None:
         tag_of(lease, part)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 1 << 24), st.integers(0, PAYLOAD_OFFSET))
+@given(st.integers(0, 10_000), st.integers(1, 1 << 24), st.integers(0, MAX_PIECES))
 def test_a_slot_holds_the_blocks_that_it_was_made_for(part_blocks: int, block_bytes: int, spare: int) -> None:
     size = slot_bytes_for(part_blocks, block_bytes)
     assert part_blocks_for(size + min(spare, block_bytes - 1), block_bytes) == part_blocks

@@ -4,6 +4,7 @@ before. Each wait that is left out makes one of these fail: what should have wai
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 
 from baton.errors import TransferError
 from kv_transfer.memory import MemoryHub, MemoryTransport
-from kv_transfer.parts import PAYLOAD_OFFSET, slot_bytes_for
+from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
@@ -93,9 +94,9 @@ def a_step_runs() -> torch.cuda.Event:
     return ended
 
 
-def hold_up_copies(mover: Any) -> None:
+def hold_up_copies(mover: Any, cycles: int = SLEEP_CYCLES) -> None:
     with torch.cuda.stream(mover._copies._stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(cycles)
 
 
 def test_a_part_leaves_while_a_step_runs(pair: Pair) -> None:
@@ -124,7 +125,7 @@ def test_the_transport_gets_a_slot_only_when_it_is_filled(pair: Pair) -> None:
     assert not pair.pushed()
     pair.until(pair.pushed)
     push = pair.hub.pending[0].push
-    assert int(push.owner.staging.memory(push.slot)[PAYLOAD_OFFSET]) == 7
+    assert int(push.owner.staging.memory(push.slot)[0]) == 7
 
 
 def test_a_part_lands_while_a_step_runs(pair: Pair) -> None:
@@ -163,6 +164,29 @@ def test_a_slot_is_free_only_when_its_part_has_landed(pair: Pair) -> None:
     assert pair.woken.wait(WAIT_S), "nobody was told of the free slot"
 
 
+def test_slots_serve_part_after_part_while_copies_are_held_up(pair: Pair) -> None:
+    """What a slot has for its copies, block ids and an event, is not used anew too early."""
+    rng = random.Random(5)
+    wanted = pair.target[:, 0].tolist()
+    for lease in range(1, 13):
+        hold_up_copies(pair.sender, SLEEP_CYCLES // 500)
+        targets = rng.sample(range(NUM_BLOCKS), 8)
+        sources = [rng.randrange(NUM_BLOCKS) for _ in targets]
+        for part in range(4):
+            assert pair.receiver.expect("sender", lease, part)
+            assert pair.sender.send("receiver", lease, part, sources[2 * part : 2 * part + 2])
+        pair.until(lambda: len(pair.hub.pending) == 4)
+        arrived = pair.deliver()
+        hold_up_copies(pair.receiver, SLEEP_CYCLES // 500)
+        for event in arrived:
+            pair.receiver.land(event, targets[2 * event.part : 2 * event.part + 2])
+        for source, target in zip(sources, targets, strict=True):
+            wanted[target] = source
+        assert pair.target[:, 0].tolist() == wanted
+        assert len(pair.sender.poll()) == 4
+        pair.until(lambda: pair.receiver.num_free_slots == 4)
+
+
 def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
     assert pair.receiver.expect("sender", 2, 0)
     assert pair.receiver.expect("sender", 2, 1)
@@ -171,7 +195,7 @@ def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
     pair.until(lambda: len(pair.hub.pending) == 2)
     first, second = pair.deliver()
     pair.receiver.land(first, [8, 9], 0, LAYER_BYTES)
-    pair.receiver._staging.memory(second.slot)[PAYLOAD_OFFSET + 17] ^= 4
+    pair.receiver._staging.memory(second.slot)[17] ^= 4
     torch.cuda.synchronize()
     with pytest.raises(TransferError, match="1 of 2 blocks"):
         pair.receiver.land(second, [8, 9], LAYER_BYTES, LAYER_BYTES)

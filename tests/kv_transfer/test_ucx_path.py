@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kv_transfer.ucx_path import Machine, look, slowness
 from tests.kv_transfer.rig import rig_of
@@ -19,6 +20,7 @@ GPU = Machine(
 )
 CPU = replace(GPU, on_gpu=False, resources=frozenset({"tcp/eth0", "posix/memory"}))
 TCP = ("tcp/lo", "cuda_copy/cuda")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 RDMA = frozenset({"tcp/eth0", "rc_mlx5/mlx5_0:1"})
 
 
@@ -76,6 +78,7 @@ def test_the_way_to_a_peer_is_told(kind: str, carrier: str) -> None:
         assert not sender.call("told", "slow")
 
 
+@NEEDS_GPU
 @pytest.mark.gpu
 def test_gpus_of_one_host_take_cuda_ipc() -> None:
     with rig_of("ucx", on_gpu=True) as rig:
@@ -85,6 +88,7 @@ def test_gpus_of_one_host_take_cuda_ipc() -> None:
         assert not sender.call("told", "slow")
 
 
+@NEEDS_GPU
 @pytest.mark.gpu
 def test_gpus_without_cuda_ipc_are_told_why() -> None:
     with rig_of("ucx-tcp", on_gpu=True) as rig:

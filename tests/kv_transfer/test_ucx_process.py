@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,17 @@ def test_a_damaged_address_is_refused(worker_address: bytes, data: st.DataObject
 def test_another_version_of_ucx_is_refused(theirs: tuple[int, int, int]) -> None:
     with pytest.raises(TransferError, match=r"UCX 1\.21\.0 != \d\.2\d\.0 of peer"):
         unpack_address(HERE, "this", pack_address(theirs, "this", b"worker"), "peer")
+
+
+def test_memory_of_a_gpu_is_described_as_it_is() -> None:
+    """As far as can be told without one: `Array` reads what it is told."""
+    from kv_transfer.ucx_buffer import Array, _DeviceBytes, buffer_of
+
+    memory = torch.arange(64, dtype=torch.uint8)
+    for buffer in (Array(_DeviceBytes(memory, 17)), buffer_of(memory, 17)):
+        assert (buffer.ptr, buffer.nbytes, buffer.contiguous) == (memory.data_ptr(), 17, True)
+    assert Array(_DeviceBytes(memory, 17)).cuda
+    assert not buffer_of(memory, 17).cuda
 
 
 def test_a_process_may_end_without_closing_and_no_unknown_interface_is_taken() -> None:

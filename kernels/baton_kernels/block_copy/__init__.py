@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,8 @@ def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 
 BlockIds = Sequence[int] | Tensor
-"""A sequence, or what `host_numbers` made of one: no copy to the device is needed then, and the caller keeps it until
-the device has used it."""
-
-
-def host_numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """[len(numbers)] int64 on the host, where kernels of `device` can read it."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+"""A sequence, or [n] int64 where kernels of the device can read it, as pinned memory of the host: no copy is needed
+then, and the caller keeps it until the device has used it."""
 
 
 def gather_blocks(pool_bytes: Tensor, block_ids: BlockIds, out: Tensor) -> None:
@@ -53,6 +49,42 @@ def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: BlockIds) -> None
     _check(pool_bytes, block_ids, src)
     if len(block_ids):
         _implementation(pool_bytes).scatter_blocks(src, pool_bytes, on_device(block_ids, pool_bytes.device))
+
+
+class PoolMoves:
+    """`gather_blocks` and `scatter_blocks` of one pool, over and over: what is the same each time is done once. On a
+    GPU the host needs longer to launch a move than the GPU for the move. One thread at a time.
+
+    pool_bytes: [num_blocks, block_bytes], uint8. `block_ids`: [num_blocks or more], int64, as in `BlockIds`. `staging`:
+    uint8, one-dimensional; its first num_blocks * piece_bytes bytes are the pieces, which are bytes [offset, offset +
+    piece_bytes) of each block. `stream`: a torch.cuda.Stream on which to do it; None on a CPU.
+    """
+
+    def __init__(self, pool_bytes: Tensor) -> None:
+        assert pool_bytes.dtype == torch.uint8
+        assert pool_bytes.stride(1) == 1
+        self._block_bytes = pool_bytes.shape[1]
+        self._moves = _implementation(pool_bytes).PoolMoves(pool_bytes)
+
+    def gather(
+        self, block_ids: Tensor, num_blocks: int, offset: int, piece_bytes: int, staging: Tensor, stream: Any
+    ) -> None:
+        self._check(block_ids, num_blocks, offset, piece_bytes, staging)
+        if num_blocks:
+            self._moves.move(True, block_ids, num_blocks, offset, piece_bytes, staging, stream)
+
+    def scatter(
+        self, block_ids: Tensor, num_blocks: int, offset: int, piece_bytes: int, staging: Tensor, stream: Any
+    ) -> None:
+        """No id twice."""
+        self._check(block_ids, num_blocks, offset, piece_bytes, staging)
+        if num_blocks:
+            self._moves.move(False, block_ids, num_blocks, offset, piece_bytes, staging, stream)
+
+    def _check(self, block_ids: Tensor, num_blocks: int, offset: int, piece_bytes: int, staging: Tensor) -> None:
+        assert 0 <= num_blocks <= block_ids.numel()
+        assert 0 <= offset <= offset + piece_bytes <= self._block_bytes
+        assert num_blocks * piece_bytes <= staging.numel()
 
 
 def _implementation(pool: Tensor) -> ModuleType:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,8 @@ from torch import Tensor
 from baton_kernels.block_copy.words import as_words, word_bytes
 
 PIECE = 2048  # words per program: with 8-byte words eight 16-byte accesses per thread, all under way at once
+ALIGNMENT = 16
+"""Of addresses and sizes: what Triton compiles another kernel for."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["source_ids_ptr", "target_ids_ptr"])
@@ -52,21 +56,62 @@ def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: Tensor) -> None:
     _move(src, pool_bytes, None, block_ids, block_ids.shape[0])
 
 
-def _move(source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_rows: int) -> None:
+class PoolMoves:
+    """Triton takes tens of microseconds to find out from a launch's arguments which kernel it has compiled for them, so
+    this remembers the kernel, by all that Triton looks at: sizes, and how addresses are aligned."""
+
+    def __init__(self, pool_bytes: Tensor) -> None:
+        self._pool = pool_bytes
+        self._address = pool_bytes.data_ptr()
+        self._on_device = torch.cuda.device_of(pool_bytes)
+        self._found: dict[tuple[bool, int, int, int], tuple[Any, int, tuple[Any, ...]]] = {}
+
+    def move(
+        self,
+        gathers: bool,
+        block_ids: Tensor,
+        num_blocks: int,
+        offset: int,
+        piece_bytes: int,
+        staging: Tensor,
+        stream: Any,
+    ) -> None:
+        pool_at, staging_at = self._address + offset, staging.data_ptr()
+        like = (gathers, piece_bytes, pool_at % ALIGNMENT, staging_at % ALIGNMENT)
+        if (found := self._found.get(like)) is None:
+            columns = self._pool[:, offset : offset + piece_bytes]
+            rows = staging[: num_blocks * piece_bytes].view(num_blocks, piece_bytes)
+            with torch.cuda.stream(stream):
+                self._find(like, (columns, rows) if gathers else (rows, columns), block_ids, num_blocks)
+            return
+        compiled, num_programs, constants = found
+        places = (pool_at, staging_at) if gathers else (staging_at, pool_at)
+        with self._on_device:
+            compiled[num_blocks, num_programs, 1](
+                *places, block_ids, block_ids, *constants, stream=stream.cuda_stream
+            )  # fmt: skip
+
+    def _find(
+        self, like: tuple[bool, int, int, int], ends: tuple[Tensor, Tensor], block_ids: Tensor, num_blocks: int
+    ) -> None:
+        """The first of its kind goes the usual way, on the current stream."""
+        source_ids, target_ids = (block_ids, None) if like[0] else (None, block_ids)
+        compiled, num_programs, constants = _move(*ends, source_ids, target_ids, num_blocks)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            self._found[like] = compiled, num_programs, constants
+
+
+def _move(
+    source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_rows: int
+) -> tuple[Any, int, tuple[Any, ...]]:
+    """The kernel that was launched, its programs for each row, and what it is told beside addresses."""
     width = word_bytes(source, target)
     source, target = as_words(source, width), as_words(target, width)
     row_words = source.shape[1]
+    num_programs = triton.cdiv(row_words, PIECE)
+    has_ids = source_ids is not None, target_ids is not None
+    constants = (row_words, source.stride(0), target.stride(0), *has_ids, PIECE)
+    ids = [x for x in (source_ids, target_ids) if x is not None]
     with torch.cuda.device_of(source):  # those who move KV have threads of their own, whose device is the first
-        _move_kernel[(num_rows, triton.cdiv(row_words, PIECE))](
-            source,
-            target,
-            source if source_ids is None else source_ids,
-            target if target_ids is None else target_ids,
-            row_words,
-            source.stride(0),
-            target.stride(0),
-            source_ids is not None,
-            target_ids is not None,
-            PIECE,
-            num_warps=4,
-        )
+        compiled = _move_kernel[num_rows, num_programs](source, target, ids[0], ids[-1], *constants, num_warps=4)
+    return compiled, num_programs, constants

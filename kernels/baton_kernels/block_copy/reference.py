@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,25 @@ def gather_blocks(pool_bytes: Tensor, block_ids: Tensor, out: Tensor) -> None:
 def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: Tensor) -> None:
     width = word_bytes(pool_bytes, src)
     as_words(pool_bytes, width).index_copy_(0, block_ids, as_words(src, width))
+
+
+class PoolMoves:
+    def __init__(self, pool_bytes: Tensor) -> None:
+        self._pool = pool_bytes
+
+    def move(
+        self,
+        gathers: bool,
+        block_ids: Tensor,
+        num_blocks: int,
+        offset: int,
+        piece_bytes: int,
+        staging: Tensor,
+        stream: Any,
+    ) -> None:
+        columns = self._pool[:, offset : offset + piece_bytes]
+        rows = staging[: num_blocks * piece_bytes].view(num_blocks, piece_bytes)
+        if gathers:
+            gather_blocks(columns, block_ids[:num_blocks], rows)
+        else:
+            scatter_blocks(rows, columns, block_ids[:num_blocks])

@@ -11,11 +11,10 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def word_bytes(*tensors: Tensor) -> int:
     """The widest element that all of them can be read as: indexing moves elements, so bytes alone take several times
     as long."""
-    return next(w for w in _WORDS if all(_fits(t, w) for t in tensors))
-
-
-def _fits(rows: Tensor, width: int) -> bool:
-    return all(number % width == 0 for number in (rows.shape[1], rows.stride(0), rows.data_ptr()))
+    bits = max(_WORDS)
+    for rows in tensors:
+        bits |= rows.shape[1] | rows.stride(0) | rows.data_ptr()
+    return bits & -bits  # the largest power of two that divides them all
 
 
 def as_words(rows: Tensor, width: int | None = None) -> Tensor:

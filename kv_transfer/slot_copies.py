@@ -1,0 +1,129 @@
+"""Copies between the pool and the slots, beside the steps that a GPU computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_kernels.block_checksum import block_checksums
+from baton_kernels.block_copy import PoolMoves
+from kv_transfer.carrier import DONE, Native, OnDevice
+from kv_transfer.parts import MAX_PIECES
+from kv_transfer.staging import Staging
+
+Mark = Any
+"""A point in the device's work, as `SlotCopies.mark` gave it."""
+
+
+class SlotCopies:
+    """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. Mover's
+    thread only. What a copy needs, each slot has once: one copy at a time.
+
+    pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device. A copy does not wait for steps under way;
+    steps that are launched later wait for it. What a copy returns is over when the copy is, and is the slot's: it says
+    nothing of it any more once the slot serves another. in_haste: a part waits for it, so `when_done`'s thread spins
+    until the copy is done, some 0.1 ms, and does not sleep, since to be woken takes as long again.
+    """
+
+    def __init__(self, staging: Staging, pool_bytes: Tensor, part_blocks: int, in_haste: bool) -> None:
+        self.most_pieces = max(part_blocks, MAX_PIECES)
+        self._staging = staging
+        self._pool = pool_bytes
+        self._moves = PoolMoves(pool_bytes)
+        device = self._device = staging.device
+        on_gpu = device.type == "cuda"
+        ids = torch.empty((staging.num_slots, self.most_pieces), dtype=torch.int64, pin_memory=on_gpu)
+        self._ids, self._numbers = list(ids), list(ids.numpy())  # the same memory
+        self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
+        events: Any = torch.cuda.Event
+        self._done = [events(blocking=not in_haste) for _ in range(staging.num_slots)] if on_gpu else []
+        self._copies: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def mark(self) -> Mark:
+        """All work queued so far on the current stream."""
+        if self._stream is None:
+            return None
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def gather(
+        self,
+        slot: int,
+        blocks: Sequence[int],
+        offset: int,
+        piece_bytes: int,
+        checksums_at: int | None,
+        placed: Tensor | None = None,
+    ) -> Native:
+        """Of each block the bytes [offset, offset + piece_bytes), to the slot's beginning; their checksums, if wanted,
+        to its byte `checksums_at`. placed: the memory to take for the slot's, as `Transport.place` gives it."""
+        self._numbers[slot][: len(blocks)] = blocks
+        memory = self._staging.memory(slot) if placed is None else placed
+        self._moves.gather(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
+        if checksums_at is not None:
+            with torch.cuda.stream(self._stream):
+                pieces = self._pool[:, offset : offset + piece_bytes]
+                sums = block_checksums(pieces, self._ids[slot][: len(blocks)])
+                memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
+        return self._launched(slot)
+
+    def scatter(
+        self,
+        slot: int,
+        blocks: Sequence[int],
+        offset: int,
+        piece_bytes: int,
+        not_before: Mark,
+    ) -> Native:
+        """The slot's beginning over the bytes [offset, offset + piece_bytes) of each block, once what `not_before`
+        marks is done."""
+        self._numbers[slot][: len(blocks)] = blocks
+        if not_before is not None:
+            self._stream.wait_event(not_before)
+        memory = self._staging.memory(slot)
+        self._moves.scatter(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
+        return self._launched(slot)
+
+    def when_done(self, slot: int, after: Callable[[], None]) -> None:
+        """Have `after` called when the slot's copy is done: on a thread of this object's, which ends with it; on a CPU
+        within the call."""
+        if self._stream is None:
+            after()
+            return
+        self._copies.put((self._done[slot], after))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_watch, args=(self._device, self._copies), name="kv-copies", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, self._copies.put, None)
+
+    def synchronize(self) -> None:
+        """Wait for all copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _launched(self, slot: int) -> Native:
+        if self._stream is None:
+            return DONE
+        done = self._done[slot]
+        done.record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(done)
+        return OnDevice(done)
+
+
+def _watch(device: torch.device, copies: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None]) -> None:
+    torch.cuda.set_device(device)  # a thread begins with the first, and would make a context there
+    while (copy := copies.get()) is not None:
+        done, after = copy
+        done.synchronize()
+        after()
+        del copy, done, after  # what they refer to need not live until the next copy
