@@ -6,6 +6,7 @@ With `async_scheduling` a step is launched before the one before it has retired,
                     (N runs)                    (N+1 runs)
 
 A caller that has other things to do does not wait for N, but computes again when it is done (`compute(wait=False)`).
+One to whom newcomers come launches N+1 not before `launch_at`: until then they can join it.
 
 A sequence whose token N samples goes on in N+1 without the host knowing the token. If that token ends it, its part of
 N+1 was in vain and is dropped; its blocks are settled when N+1 retires, since N+1 writes into one of them.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.errors import InvalidRequest
@@ -24,6 +25,7 @@ from baton.sampling import FinishReason
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.holdings import Holding, recount
+from engine.pace import Pace, StepSize
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import Choice, Chunk, LaunchedStep, ModelRunner, SampledToken, StepResult
@@ -48,16 +50,23 @@ class Engine:
     for its leases are the role's, until `adopt` takes them over.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, blocks: BlockManager | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        blocks: BlockManager | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
+        self.clock = clock
         self.blocks = blocks or BlockManager(config.num_blocks, config.block_size)
         self._runner = runner
         self._scheduler = Scheduler(config, self.blocks)
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 1 if config.async_scheduling else 0
-        self.device_busy_since: float | None = None
-        """Since when the oldest launched step is being computed, of `time.monotonic`. None: none is in flight."""
+        self._pace = Pace()
+        self._decided = 0.0  # when the turn of the last plan began
         self.num_preemptions = 0
         """Sequences that lost their blocks to others, each as often as it did."""
 
@@ -90,6 +99,24 @@ class Engine:
         """Whether one more step may be launched. If not, the oldest must retire first."""
         return len(self._in_flight) <= self._num_ahead
 
+    @property
+    def computing(self) -> list[Chunk]:
+        """Of the oldest launched step, which the device computes now, for all that the engine knows."""
+        return self._in_flight[0].chunks if self._in_flight else []
+
+    @property
+    def launch_at(self) -> float | None:
+        """When to launch one more step, by the engine's clock: until then whoever comes can join it. None: at once, or
+        not before the oldest has retired. At once also where prompts wait: what they cost the host is not known."""
+        if not self.has_room or not self.num_running or self.num_waiting or self._oldest_is_done:
+            return None
+        return self._pace.launch_at
+
+    @property
+    def device_busy_since(self) -> float | None:
+        """Since when the oldest launched step is being computed, by the engine's clock. None: none is in flight."""
+        return self._pace.busy_since
+
     def num_layers_computed(self, seq: Sequence) -> int:
         """How many layers of a launched step that computes the sequence's last token have their KV, and so that of all
         earlier tokens: steps are computed in order. 0: no such step is in flight, or nobody knows."""
@@ -117,7 +144,7 @@ class Engine:
         outputs: per unfinished sample its output tokens, all of one length, of which the last has no KV yet; so KV of
             N = len(prompt) + len(output) - 1 tokens is in the blocks.
         seq.block_table: N // block_size + 1 blocks, the last with room for the next token; spare_blocks: one for each
-            sample but the first. All become the engine's.
+            sample but the first. All become the engine's. Names that it has taken are its blocks' (`take_names`).
         Returns one running sequence per sample, in the order of `outputs`; `seq` itself is finished.
         """
         num_computed = len(seq.prompt_tokens) + len(next(iter(outputs.values()))) - 1
@@ -127,7 +154,8 @@ class Engine:
         seq.move_to(SequenceState.FINISHED)
         seq.started_s = seq.arrived_s
         num_full = num_computed // self.config.block_size
-        children = [seq.child(sample, output) for sample, output in outputs.items()]
+        num_shared = num_full if len(outputs) == 1 else len(seq.prompt_tokens) // self.config.block_size
+        children = [seq.child(sample, output, num_shared) for sample, output in outputs.items()]
         self._seal(children[0], table, 0, num_full)
         self._start_forks(children, table, num_computed, spare_blocks)
         return children
@@ -155,9 +183,10 @@ class Engine:
         """Decide the next step, to be computed by `compute` before anything else is asked of the engine. Without room
         for one it is empty.
 
-        `now` is seconds of the caller's monotonic clock. The two are apart so that what was decided can be told while
-        it is computed.
+        now: when the caller's turn began, by the engine's clock. The two are apart so that what was decided can be told
+        while it is computed.
         """
+        self._decided = now
         if not self.has_room:
             return Plan()
         plan = self._scheduler.schedule(may_preempt=not self._in_flight)
@@ -173,13 +202,12 @@ class Engine:
         or nothing is left to launch. wait: for that one; else it retires only if it is done."""
         result = StepResult(started=plan.started, preempted=plan.preempted)
         if plan.chunks:
-            if not self._in_flight:
-                self.device_busy_since = time.monotonic()
-            self._in_flight.append(InFlight(plan.chunks, self._runner.launch(plan.chunks)))
+            step = self._runner.launch(plan.chunks)
+            self._pace.launched(StepSize.of(plan.chunks), self._decided, self.clock(), idle=self._oldest_is_done)
+            self._in_flight.append(InFlight(plan.chunks, step))
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
-            self.device_busy_since = time.monotonic() if self._in_flight else None
         moved = retires or bool(plan.chunks)
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
         result.again |= self._oldest_is_done
@@ -191,7 +219,9 @@ class Engine:
 
     def _retire(self, retired: InFlight, result: StepResult) -> None:
         """Wait for a step, and enter what it brought. Sequences that ended since it was launched have no part in it."""
-        for chunk, choices in zip(retired.chunks, retired.step.wait(), strict=True):
+        waited = retired.step.wait()
+        self._pace.retired(self.clock())
+        for chunk, choices in zip(retired.chunks, waited, strict=True):
             result.num_tokens += chunk.length
             if chunk.sequence.state is SequenceState.RUNNING:
                 self._enter(chunk, choices, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash, next_hash, root_hash
@@ -119,6 +120,10 @@ class Sequence:
             parent = self._hashes[-1] if self._hashes else root_hash(self.cache_salt)
             self._hashes.append(next_hash(parent, self.tokens[start : start + block_size]))
         return self._hashes[:num_blocks]
+
+    def take_names(self, names: Iterable[BlockHash]) -> None:
+        """Names of its first full blocks, which somebody else computed from the same tokens: 2 to 5 ms for 32,000."""
+        self._hashes = list(names)
 
     def child(self, sample: int, output_tokens: tuple[int, ...], num_shared_blocks: int = 0) -> Sequence:
         """A sequence for one of the samples, with that output and no blocks.

@@ -21,7 +21,7 @@ from baton_kernels.paged_attention import PagedBatch, paged_attention
 from engine.model import rope
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import KvPool, KvShape
-from engine.model.watch import LayerMarks
+from engine.model.watch import SeesLayers
 
 IMPLEMENTATION = "baton_paged"
 _SITE = "baton_attention_site"
@@ -114,7 +114,7 @@ class StepContext:
 
     batch: PagedBatch | None = None
     slot_mapping: Tensor | None = None
-    marks: LayerMarks | None = None
+    marks: SeesLayers | None = None
 
 
 @dataclass(frozen=True, slots=True)

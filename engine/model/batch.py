@@ -78,26 +78,36 @@ class BatchSize:
         return [self.num_seqs, self.num_seqs + 1, self.num_seqs, *[self.num_tokens] * 3, self.num_rows]
 
 
-def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize) -> Int32Array:
+def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize, decode_places: int = 0) -> Int32Array:
     """Chunks in the order of `decodes_first`, with the rows of their sequences, as one array for `unpack`.
 
     What pads them to `size` are sequences without tokens, tokens without a row, and logits of the first token.
+    decode_places: so many sequences and tokens at the beginning are for chunks of one token, as many as there are.
     """
     arrays, packed = _views(size)
     row, start, context, token_rows, positions, host_tokens, keep = arrays
-    lengths = [chunk.length for chunk in chunks]
-    ends = list(itertools.accumulate(lengths))
-    n, num_tokens = len(chunks), ends[-1] if ends else 0
-    row[:n] = rows
-    start[1 : n + 1], start[n + 1 :] = ends, num_tokens
-    context[:n] = [chunk.end for chunk in chunks]
-    token_rows[:num_tokens], token_rows[num_tokens:] = np.repeat(row[:n], lengths), -1
-    if n:
-        np.concatenate([np.arange(c.start, c.end, dtype=np.int32) for c in chunks], out=positions[:num_tokens])
-    tokens = itertools.chain.from_iterable(_host_tokens(chunk) for chunk in chunks)
-    host_tokens[:num_tokens] = np.fromiter(tokens, dtype=np.int32, count=num_tokens)
-    last = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples_token]
-    keep[: len(last)] = last
+    token_rows[:] = -1
+    num_decodes = sum(chunk.length == 1 for chunk in chunks) if decode_places else 0
+    num_kept = 0
+    for first, group, own in (
+        (0, chunks[:num_decodes], rows[:num_decodes]),
+        (decode_places, chunks[num_decodes:], rows[num_decodes:]),
+    ):
+        lengths = [chunk.length for chunk in group]
+        ends = list(itertools.accumulate(lengths, initial=first))[1:]
+        seqs, end = slice(first, first + len(group)), ends[-1] if ends else first
+        row[seqs], context[seqs] = own, [chunk.end for chunk in group]
+        start[first + 1 : first + 1 + len(group)], start[first + 1 + len(group) :] = ends, end
+        if group:
+            token_rows[first:end] = np.repeat(row[seqs], lengths)
+            pieces = [np.arange(c.start, c.end, dtype=np.int32) for c in group]
+            np.concatenate(pieces, out=positions[first:end])
+        tokens = itertools.chain.from_iterable(_host_tokens(chunk) for chunk in group)
+        host_tokens[first:end] = np.fromiter(tokens, dtype=np.int32, count=end - first)
+        last = [after - 1 for chunk, after in zip(group, ends, strict=True) if chunk.samples_token]
+        keep[num_kept : num_kept + len(last)] = last
+        num_kept += len(last)
+    start[: decode_places + 1] = np.arange(decode_places + 1)
     return packed
 
 

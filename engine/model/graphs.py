@@ -1,9 +1,13 @@
 """Steps as CUDA graphs: one launch instead of hundreds.
 
-Decodes take a graph of a ladder of batch sizes, a few short prompts one of a ladder of token counts: in both cases the
-next larger one, so that the ladder is finer where what pads a batch costs more. Larger prompts keep a GPU busy for
-longer than their launches take, and have faster attention when their lengths are known (512 tokens of an 8B model on an
-H200: 15 ms op by op, of which the GPU worked 11).
+Decodes take a graph of a ladder of batch sizes, a few short prompts one of a ladder of token counts, and such prompts
+beside decodes one with places for both: in all cases the next larger one, so that the ladder is finer where what pads a
+batch costs more. Larger prompts keep a GPU busy for longer than their launches take, and have faster attention when
+their lengths are known. How long launches take is up to the host: 1024 tokens of an 8B model are 23 ms of an H200's
+work, 2048 are 47, and either takes 22 to 38 ms of Python in a node that serves, which has better things to do.
+
+A graph of prompts is cut after each group of layers that a prefill node sends on its own, so that events between its
+pieces tell which layers are computed.
 
 All graphs share one pool of memory, since no two run at once, and the larger ones are captured first.
 """
@@ -11,9 +15,9 @@ All graphs share one pool of memory, since no two run at once, and the larger on
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +26,16 @@ from torch import Tensor
 from baton_kernels.paged_attention import PagedBatch
 from baton_kernels.step_inputs import step_inputs
 from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, decode_inputs, pack, unpack
+from engine.model.watch import SeesLayers
 from engine.step import Chunk
 from engine.upload import upload_to
 
-Forward = Callable[[ModelInputs], Tensor]
+Forward = Callable[[ModelInputs, SeesLayers | None], Tensor]
 
-PROMPT_SIZES = (32, 64, 128, 256, 512)
+PROMPT_SIZES = (32, 64, 128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+MIXED_SIZES = (128, 256, 512, 1024)
+"""Of the prompts' tokens. The places for decodes come on top."""
+DECODE_PLACES = 32
 MAX_PROMPTS = 8
 MAX_PROMPT_CONTEXT = 8192
 """Op by op, keys of a longer context are split over more programs than a graph without it could know of."""
@@ -40,24 +48,42 @@ def ladder(max_num_seqs: int) -> list[int]:
 
 
 class StepGraphs:
-    """Graphs of `forward`. Owns their static inputs and outputs."""
+    """Graphs of `forward`. Owns their static inputs and outputs. group_ends: the layers, counted from 1, after which
+    those of prompts are cut."""
 
-    def __init__(self, forward: Forward, state: DeviceState, decode_sizes: Seq[int], prompt_sizes: Seq[int]) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        state: DeviceState,
+        decode_sizes: Seq[int],
+        prompt_sizes: Seq[int],
+        mixed_sizes: Seq[int] = (),
+        group_ends: tuple[int, ...] = (),
+    ) -> None:
         self._decode_sizes, self._prompt_sizes = sorted(decode_sizes), sorted(prompt_sizes)
-        capture = _Capture(forward, state)
+        self._mixed_sizes = sorted(mixed_sizes)
+        capture = _Capture(forward, state, group_ends)
         self._prompts = {size: _PromptGraph(capture, size) for size in reversed(self._prompt_sizes)}
+        self._mixed = {size: _PromptGraph(capture, size, DECODE_PLACES) for size in reversed(self._mixed_sizes)}
         self._decodes = {size: _DecodeGraph(capture, size) for size in reversed(self._decode_sizes)}
         torch.cuda.synchronize()
 
-    def run(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor | None:
+    def run(self, chunks: Seq[Chunk], rows: list[int], marks: SeesLayers | None = None) -> Tensor | None:
         """Launch a step of chunks in the order of `decodes_first`. Logits [num_sampling, vocab_size], valid until the
         next run; None when no graph fits, and nothing was launched."""
-        graph: _DecodeGraph | _PromptGraph | None = None
         if all(chunk.length == 1 and chunk.samples_token for chunk in chunks):
-            graph = self._decodes.get(_fitting(self._decode_sizes, len(chunks)))
-        elif len(chunks) <= MAX_PROMPTS and max(chunk.end for chunk in chunks) <= MAX_PROMPT_CONTEXT:
-            graph = self._prompts.get(_fitting(self._prompt_sizes, sum(chunk.length for chunk in chunks)))
-        return None if graph is None else graph.run(chunks, rows)
+            decode = self._decodes.get(_fitting(self._decode_sizes, len(chunks)))
+            return decode.run(chunks, rows) if decode else None
+        num_decodes = sum(chunk.length == 1 for chunk in chunks)
+        prompts = chunks[num_decodes:]
+        if not 0 < len(prompts) <= MAX_PROMPTS or max(chunk.end for chunk in prompts) > MAX_PROMPT_CONTEXT:
+            return None
+        num_tokens, graph = sum(chunk.length for chunk in prompts), None
+        if not num_decodes:
+            graph = self._prompts.get(_fitting(self._prompt_sizes, num_tokens))
+        elif num_decodes <= DECODE_PLACES:
+            graph = self._mixed.get(_fitting(self._mixed_sizes, num_tokens))
+        return graph.run(chunks, rows, marks) if graph else None
 
 
 def _fitting(sizes: list[int], wanted: int) -> int:
@@ -66,26 +92,62 @@ def _fitting(sizes: list[int], wanted: int) -> int:
     return sizes[index] if index < len(sizes) else 0
 
 
-@dataclass(slots=True)
-class _Capture:
-    """Captures graphs that share a pool."""
+class _Pieces:
+    """A step as graphs that are replayed in a row. While it is captured it is told of layers, and cuts there."""
 
-    forward: Forward
-    state: DeviceState
-    pool: Any = None
+    def __init__(self, pool: Any, group_ends: tuple[int, ...]) -> None:
+        self._pool = pool
+        self._cut_after = group_ends
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._ends: list[int] = []
 
-    def __call__(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()  # what is compiled or allocated once must not happen while capturing
-        torch.cuda.current_stream().wait_stream(side)
+    def capture(self, step: Callable[[_Pieces], Tensor]) -> Tensor:
+        """On the current stream, which is not the default one."""
+        self._begin()
+        output = step(self)
+        self._graphs[-1].capture_end()
+        return output
+
+    def written(self, layer: int) -> None:
+        if layer + 1 in self._cut_after:
+            self._graphs[-1].capture_end()
+            self._ends.append(layer + 1)
+            self._begin()
+
+    def replay(self, marks: SeesLayers | None = None) -> None:
+        for graph, end in itertools.zip_longest(self._graphs, self._ends):
+            graph.replay()
+            if marks is not None and end is not None:
+                marks.written(end - 1)
+
+    def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits = step()
-        return graph, logits
+        graph.capture_begin(self._pool)
+        self._graphs.append(graph)
+
+
+class _Capture:
+    """Captures graphs that share a pool of memory, which takes one stream for all of them."""
+
+    def __init__(self, forward: Forward, state: DeviceState, group_ends: tuple[int, ...]) -> None:
+        self.forward = forward
+        self.state = state
+        self.group_ends = group_ends
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self, step: Callable[[SeesLayers | None], Tensor], group_ends: tuple[int, ...] = ()
+    ) -> tuple[_Pieces, Tensor]:
+        pieces = _Pieces(self._pool, group_ends)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            step(None)  # what is compiled or allocated once must not happen while capturing
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            logits = pieces.capture(step)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return pieces, logits
 
     def on_device(self, packed: Int32Array) -> Tensor:
         return torch.from_numpy(packed).to(self.state.block_tables.device)
@@ -99,7 +161,7 @@ class _DecodeGraph:
         rows, positions, host_tokens, context_lens = self._packed.unbind()
         starts = torch.arange(size + 1, dtype=torch.int32, device=rows.device)
 
-        def step() -> Tensor:
+        def step(marks: SeesLayers | None) -> Tensor:
             ids, slots = step_inputs(
                 rows, positions, host_tokens, state.last_tokens, state.block_tables, state.block_size
             )
@@ -107,7 +169,7 @@ class _DecodeGraph:
             paged = PagedBatch(
                 state.block_size, state.block_tables, rows, starts, context_lens, size, size, lengths, []
             )
-            return capture.forward(ModelInputs(ids, positions, slots, paged, None))
+            return capture.forward(ModelInputs(ids, positions, slots, paged, None), marks)
 
         self._graph, self._logits = capture(step)
 
@@ -118,17 +180,19 @@ class _DecodeGraph:
 
 
 class _PromptGraph:
-    def __init__(self, capture: _Capture, num_tokens: int) -> None:
-        self._size = size = BatchSize(MAX_PROMPTS, num_tokens, MAX_PROMPTS)
-        self._packed = capture.on_device(pack([], [], size))
-        bounds = [num_tokens] * MAX_PROMPTS
+    def __init__(self, capture: _Capture, num_tokens: int, decode_places: int = 0) -> None:
+        self._decode_places = decode_places
+        num_seqs = decode_places + MAX_PROMPTS
+        self._size = size = BatchSize(num_seqs, decode_places + num_tokens, num_seqs)
+        self._packed = capture.on_device(pack([], [], size, decode_places))
+        bounds = [1] * decode_places + [num_tokens] * MAX_PROMPTS
 
-        def step() -> Tensor:
-            return capture.forward(unpack(self._packed, size, capture.state, bounds, []))
+        def step(marks: SeesLayers | None) -> Tensor:
+            return capture.forward(unpack(self._packed, size, capture.state, bounds, []), marks)
 
-        self._graph, self._logits = capture(step)
+        self._graph, self._logits = capture(step, capture.group_ends)
 
-    def run(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor:
-        upload_to(self._packed, pack(chunks, rows, self._size))
-        self._graph.replay()
+    def run(self, chunks: Seq[Chunk], rows: list[int], marks: SeesLayers | None) -> Tensor:
+        upload_to(self._packed, pack(chunks, rows, self._size, self._decode_places))
+        self._graph.replay(marks)
         return self._logits[: sum(chunk.samples_token for chunk in chunks)]

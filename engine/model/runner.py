@@ -17,11 +17,11 @@ from engine.config import EngineConfig
 from engine.model import batch
 from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
-from engine.model.graphs import PROMPT_SIZES, StepGraphs
+from engine.model.graphs import MIXED_SIZES, PROMPT_SIZES, StepGraphs
 from engine.model.kv_pool import KvPool
 from engine.model.rehearsal import first_steps
 from engine.model.rows import Rows
-from engine.model.watch import DeviceWatch, LayerMarks
+from engine.model.watch import DeviceWatch, LayerMarks, SeesLayers
 from engine.sampler import Sampled, Sampler
 from engine.sequence import Sequence
 from engine.step import Choice, Chunk
@@ -74,11 +74,13 @@ class TorchModelRunner:
         return len(steps)
 
     @torch.inference_mode()
-    def capture(self, decode_sizes: Seq[int]) -> None:
-        """Make CUDA graphs of decode steps of so many sequences, and of short prompts. Without, all steps are launched
-        op by op."""
-        prompt_sizes = [size for size in PROMPT_SIZES if size <= self._config.max_num_batched_tokens]
-        self._graphs = StepGraphs(self._forward, self._state, decode_sizes, prompt_sizes)
+    def capture(self, decode_sizes: Seq[int], most_prompt_tokens: int, most_mixed_tokens: int) -> None:
+        """Make CUDA graphs of decode steps of so many sequences, of prompts of at most so many tokens, and of prompts
+        of at most so many beside decodes. Without, all steps are launched op by op."""
+        budget = self._config.max_num_batched_tokens
+        prompt_sizes = [size for size in PROMPT_SIZES if size <= min(budget, most_prompt_tokens)]
+        mixed_sizes = [size for size in MIXED_SIZES if size <= min(budget, most_mixed_tokens)]
+        self._graphs = StepGraphs(self._forward, self._state, decode_sizes, prompt_sizes, mixed_sizes, self._group_ends)
 
     @torch.inference_mode()
     def launch(self, chunks: Seq[Chunk]) -> TorchStep:
@@ -86,9 +88,8 @@ class TorchModelRunner:
         ordered = batch.decodes_first(chunks)
         rows = self._rows.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
-        self._step.marks = marks = self._marks(chunks)
-        sampled = self._sampler.launch(self._logits(ordered, rows), columns)
-        self._step.marks = None
+        marks = self._marks(chunks)
+        sampled = self._sampler.launch(self._logits(ordered, rows, marks), columns)
         step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, self.pool.shape.num_layers)
         if self._watch is not None:
             for event in step.events:
@@ -96,7 +97,7 @@ class TorchModelRunner:
         return step
 
     def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:
-        """Only who hands over a prompt asks for layers. A graph, made without, sets none."""
+        """Only who hands over a prompt asks for layers."""
         if self._watch is None or not self._group_ends:
             return None
         ends = any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks)
@@ -110,18 +111,18 @@ class TorchModelRunner:
         """See `engine.step.ModelRunner`."""
         self._rows.forget(sequence)
 
-    def _logits(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor:
+    def _logits(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None = None) -> Tensor:
         """Of the last token of each chunk that samples, in their order: [num_rows, vocab_size]."""
         if self._graphs is not None:
-            logits = self._graphs.run(chunks, rows)
+            logits = self._graphs.run(chunks, rows, marks)
             if logits is not None:
                 return logits
         if self.model.device.type == "cpu":
             self._clear_fresh_blocks(chunks)
-        return self._forward(batch.build(chunks, rows, self._state))
+        return self._forward(batch.build(chunks, rows, self._state), marks)
 
-    def _forward(self, inputs: ModelInputs) -> Tensor:
-        self._step.batch, self._step.slot_mapping = inputs.paged, inputs.slot_mapping
+    def _forward(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
+        self._step.batch, self._step.slot_mapping, self._step.marks = inputs.paged, inputs.slot_mapping, marks
         output = self.model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.positions[None],

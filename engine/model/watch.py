@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -37,6 +38,13 @@ class DeviceWatch:
             self._wake()
 
 
+class SeesLayers(Protocol):
+    """Is told how far the launch of a step has come."""
+
+    def written(self, layer: int) -> None:
+        """All work that writes the KV of layer `layer`, counted from 0, is queued on the current stream."""
+
+
 class LayerMarks:
     """Where in a step's work groups of layers end. ends: the layers after which a group is whole, counted from 1."""
 
@@ -49,7 +57,7 @@ class LayerMarks:
         return [event for _, event in self._passed]
 
     def written(self, layer: int) -> None:
-        """All work that writes the KV of layer `layer`, counted from 0, is queued on the current stream."""
+        """See SeesLayers."""
         if layer + 1 in self._ends:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()

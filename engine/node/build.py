@@ -44,12 +44,15 @@ _NULL_BLOCK = 1
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model ready to serve after `warm_up`. `graph_sizes`: of decode steps, for CUDA graphs. `pool_bytes`: the pool
-    as [num_blocks, block_bytes], uint8; the runner owns it."""
+    """A model ready to serve after `warm_up`. CUDA graphs are made of decode steps of `graph_sizes`, of prompts of at
+    most `most_prompt_tokens`, and `most_mixed_tokens` beside decodes. `pool_bytes`: the pool as [num_blocks,
+    block_bytes], uint8; the runner owns it."""
 
     engine: Engine
     runner: TorchModelRunner
     graph_sizes: list[int]
+    most_prompt_tokens: int
+    most_mixed_tokens: int
     layer_groups: int
     pool_bytes: Tensor
     layout: KvLayout
@@ -69,7 +72,7 @@ class Built:
             log.info("steps rehearsed num_steps=%d seconds=%.2f", num_steps, time.monotonic() - began)
             if self.graph_sizes:
                 began = time.monotonic()
-                self.runner.capture(self.graph_sizes)
+                self.runner.capture(self.graph_sizes, self.most_prompt_tokens, self.most_mixed_tokens)
                 sizes = ",".join(map(str, self.graph_sizes))
                 log.info("graphs captured sizes=%s seconds=%.2f", sizes, time.monotonic() - began)
 
@@ -100,6 +103,8 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
         engine=Engine(config, runner),
         runner=runner,
         graph_sizes=_graph_sizes(settings, config, device),
+        most_prompt_tokens=settings.captured_prompt_tokens,
+        most_mixed_tokens=settings.captured_mixed_tokens,
         layer_groups=layer_groups,
         pool_bytes=runner.pool.as_bytes(),
         layout=runner.pool.layout(loader.fingerprint(path, settings.load_format, config.max_model_len)),

@@ -198,7 +198,8 @@ def _log(update: Update) -> None:
             text = f"handed off prefill_ms={prefill_s * 1e3:.1f}"
         case Adopted(transfer_s, num_cached_tokens, transfer_bytes):
             text = (
-                f"adopted cached_tokens={num_cached_tokens} transfer_ms={transfer_s * 1e3:.1f} bytes={transfer_bytes}"
+                f"adopted cached_tokens={num_cached_tokens} handoff_ms={update.kind.handoff_s * 1e3:.1f} "
+                f"transfer_ms={transfer_s * 1e3:.1f} bytes={transfer_bytes}"
             )
         case End(error):
             text = f"ended error={error!r}" if error else "ended error=none"

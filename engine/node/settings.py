@@ -28,6 +28,10 @@ class NodeSettings(Settings):
     """The role's default of --max-num-batched-tokens on a GPU."""
     saturating_num_tokens: ClassVar[int | None] = None
     """See EngineConfig."""
+    captured_prompt_tokens: ClassVar[int] = 512
+    """The most tokens of prompts that have CUDA graphs."""
+    captured_mixed_tokens: ClassVar[int] = 1024
+    """The most tokens of prompts that have CUDA graphs beside decodes."""
 
     model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
@@ -96,9 +100,10 @@ class NodeSettings(Settings):
         None, ge=1, description="bytes of the KV pool; unset: the share of the GPU that is left, on a CPU at most 1 GiB"
     )
 
-    transport: Literal["ucx", "nixl", "nccl"] = Field(
+    transport: Literal["ucx", "ipc", "nixl", "nccl"] = Field(
         "ucx",
-        description="what carries KV blocks between nodes, the same on all: ucx; nixl (extra [nixl]); nccl (GPUs)",
+        description="what carries KV blocks between nodes, the same on all: ucx; ipc (all on one host); "
+        "nixl (extra [nixl]); nccl (GPUs)",
     )
     transfer_interface: str | None = Field(
         None, description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0, mlx5_0:1); unset: all"

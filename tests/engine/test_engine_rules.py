@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from baton.block_hash import next_hash
 from baton.errors import InvalidRequest
 from baton.messages import WorkId
 from baton.sampling import FinishReason, SamplingParams
@@ -328,6 +329,19 @@ def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:
     assert [(t.sample, t.index) for t in result.sampled] == [(0, 1), (3, 1)]
     assert not result.started
     assert not result.advanced
+
+
+def test_adopted_blocks_keep_the_names_that_came_with_them() -> None:
+    engine, _ = make()
+    seq = sequence(9, max_tokens=8)
+    seq.block_table, names = engine.blocks.allocate(3), [b"a" * 32, b"b" * 32]
+    seq.take_names(names)
+    (running,) = engine.adopt(seq, {0: (10,)}, [])
+    table = running.block_table
+    assert [engine.blocks.hash_of(block) for block in table[:2]] == names
+    for _ in range(3):
+        engine.compute(engine.schedule(0.0))
+    assert engine.blocks.hash_of(table[2]) == next_hash(names[-1], running.tokens[8:12])
 
 
 # ---- one step ahead ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ from engine.model import fast, loader
 from engine.model.attention import probe
 from engine.model.graphs import ladder
 from engine.model.runner import TorchModelRunner
+from engine.model.watch import LayerMarks
 from engine.sequence import Sequence
 from engine.step import Chunk
 from tests.engine import tiny_models
 
 SIZES = EngineConfig(num_blocks=400, max_model_len=600, vocab_size=tiny_models.VOCAB_SIZE, max_num_seqs=24)
+NUM_GROUPS = 2
+"""Of layers: graphs of prompts are cut between them."""
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 256, 300, 5000])
@@ -34,8 +38,8 @@ def test_the_ladder_reaches_the_largest_batch_and_wastes_little(most: int) -> No
 class LogitsOf(TorchModelRunner):
     """Keeps the logits of its last step."""
 
-    def _logits(self, chunks: list[Chunk], rows: list[int]) -> Tensor:  # type: ignore[override]
-        self.last = super()._logits(chunks, rows).clone()
+    def _logits(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None = None) -> Tensor:
+        self.last = super()._logits(chunks, rows, marks).clone()
         return self.last
 
 
@@ -44,7 +48,7 @@ def sequences(lengths: list[int]) -> list[Sequence]:
     made = []
     for number, length in enumerate(lengths):
         tokens = tuple((7 * number + i) % tiny_models.VOCAB_SIZE for i in range(length))
-        seq = Sequence(WorkId(1, str(number), 0), [0], tokens, SamplingParams(temperature=0.0))
+        seq = Sequence(WorkId(1, str(number), 0), [0], tokens, SamplingParams(temperature=0.0), hand_off=True)
         seq.block_table = [next(blocks) for _ in range(-(-length // SIZES.block_size))]
         made.append(seq)
     return made
@@ -59,18 +63,23 @@ def test_a_replayed_step_equals_the_step_op_by_op(family: str, dtype: str, tmp_p
     fast.apply(model, probed, SIZES.max_model_len)
     steps = []
     for captured in (True, False):
-        runner = LogitsOf(model, SIZES, probed)
+        runner = LogitsOf(model, SIZES, probed, wake=lambda: None, layer_groups=NUM_GROUPS)
         if captured:
-            runner.capture([1, 4, 24])
+            runner.capture([1, 4, 24], 512, 512)
         logits = []
         for lengths in ([1], [33], [70, 5, 300], [17] * 3, [40] * 24):
             seqs = sequences(lengths)
             # a graph of prompts where they fit one, then one of decodes, padded unless there is one of that size
             prompts = [Chunk.of(seq, 0, seq.num_tokens) for seq in seqs]
             decodes = [Chunk.of(seq, seq.num_tokens - 1, 1) for seq in seqs]
-            for chunks in (prompts, decodes):
-                runner.launch(chunks).wait()
+            mixed = [*decodes[: len(seqs) // 2], *prompts[len(seqs) // 2 :]]
+            for chunks in (prompts, decodes, mixed):
+                step = runner.launch(chunks)
+                step.wait()
                 logits.append(runner.last)
+                if chunks is prompts and seqs[0].num_tokens > 1:
+                    assert step.marks is not None
+                    assert len(step.marks.events) == NUM_GROUPS, "a graph hides when its layers are computed"
             for seq in seqs:
                 runner.forget(seq)
         steps.append(logits)

@@ -74,6 +74,13 @@ def test_a_layer_is_there_while_the_next_is_computed(tmp_path: Path, monkeypatch
     runner.pool.tensor.zero_()
     beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
+
+    def written_by_layer() -> list[float]:
+        with torch.cuda.stream(beside):
+            sums: list[float] = runner.pool.tensor[1:4].abs().sum(dim=(0, 2, 3, 4, 5)).cpu().tolist()
+        return sums
+
+    assert written_by_layer() == [0, 0]  # and what loads kernels and takes memory, which waits for the device, is done
     written = LayerMarks.written
 
     def written_slowly(marks: LayerMarks, layer: int) -> None:
@@ -86,8 +93,7 @@ def test_a_layer_is_there_while_the_next_is_computed(tmp_path: Path, monkeypatch
     step = launch(runner)
     assert woken.acquire(timeout=WAIT_S)
     assert step.num_layers_done() == 1
-    with torch.cuda.stream(beside):
-        found = runner.pool.tensor[1:4].abs().sum(dim=(0, 2, 3, 4, 5)).cpu().tolist()
+    found = written_by_layer()
     assert not step.is_done()
     assert found[0] > 0
     assert found[1] == 0

@@ -112,7 +112,7 @@ def test_a_gpu_says_the_same(
     engine, runner = make_engine(folder, device="cuda", max_num_batched_tokens=100, async_scheduling=ahead)
     assert runner.pool.tensor.is_cuda
     if graphs:
-        runner.capture(ladder(engine.config.max_num_seqs))
+        runner.capture(ladder(engine.config.max_num_seqs), 512, 512)
     wishes = {"temperature": 0.9, "top_p": 0.95, "num_logprobs": 2, "repetition_penalty": 1.1, "min_tokens": 3}
     seqs = [ask(str(i), prompt) for i, prompt in enumerate(prompts)]
     said = run(engine, [*seqs, *(ask(f"drawn {i}", prompt, 3, **wishes) for i, prompt in enumerate(prompts))])

@@ -1,0 +1,62 @@
+"""A step's arrays: where its chunks lie in them, with and without places kept free for decodes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.messages import WorkId
+from baton.sampling import SamplingParams
+from engine.model.batch import BatchSize, _cut, pack
+from engine.sequence import Sequence
+from engine.step import Chunk
+
+lengths = st.integers(2, 9)
+starts = st.integers(0, 5)
+
+
+def chunk(number: int, start: int, length: int, rest: int) -> Chunk:
+    tokens = tuple(100 * number + i for i in range(start + length + rest))
+    seq = Sequence(WorkId(1, str(number), 0), [0], tokens, SamplingParams())
+    return Chunk.of(seq, start, length)
+
+
+@given(
+    decodes=st.lists(starts, max_size=4),
+    prompts=st.lists(st.tuples(starts, lengths, st.integers(0, 1)), min_size=1, max_size=3),
+    spare=st.integers(0, 3),
+    with_places=st.booleans(),
+)
+def test_each_token_lies_where_its_sequence_begins(
+    decodes: list[int], prompts: list[tuple[int, int, int]], spare: int, with_places: bool
+) -> None:
+    chunks = [chunk(i, start, 1, 0) for i, start in enumerate(decodes)]
+    chunks += [chunk(len(decodes) + i, *prompt) for i, prompt in enumerate(prompts)]
+    places = len(decodes) + spare if with_places else 0
+    free = spare if with_places else 0
+    num_tokens = free + sum(c.length for c in chunks)
+    size = BatchSize(free + len(chunks) + 2, num_tokens + 3, len(chunks) + 2)
+    rows = [10 + i for i in range(len(chunks))]
+    row, start, context, token_rows, positions, host_tokens, keep = (
+        array.tolist() for array in _cut(torch.from_numpy(pack(chunks, rows, size, places)), size)
+    )
+    assert start[: places + 1] == list(range(places + 1)), "a decode's token is found by its place"
+    seen, kept = set[int](), list[int]()
+    for number, (c, own) in enumerate(zip(chunks, rows, strict=True)):
+        seq = number if number < len(decodes) else number + free
+        assert (row[seq], context[seq], start[seq + 1] - start[seq]) == (own, c.end, c.length)
+        tokens = range(start[seq], start[seq + 1])
+        assert [token_rows[t] for t in tokens] == [own] * c.length
+        assert [positions[t] for t in tokens] == list(range(c.start, c.end))
+        assert [host_tokens[t] for t in tokens] == list(c.sequence.tokens[c.start : c.end])
+        seen |= set(tokens)
+        kept += [tokens[-1]] if c.samples_token else []
+    assert all(token_rows[t] == -1 for t in range(size.num_tokens) if t not in seen), (
+        "padding writes into somebody's KV"
+    )
+    assert keep[: len(kept)] == kept
+    assert set(keep[len(kept) :]) <= {0}
+    padding = [i for i in range(size.num_seqs) if not context[i]]
+    assert len(padding) == size.num_seqs - len(chunks)
+    assert all(start[i + 1] == start[i] for i in padding if i >= places)

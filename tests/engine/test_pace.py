@@ -1,0 +1,207 @@
+"""When the next step is launched: never after a device that keeps its pace runs dry, at once in any doubt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.engine import Chunk, Engine, Plan
+from engine.pace import NUM_REMEMBERED, SHARE, SLACK_S, Pace, StepSize
+from tests.engine.test_engine_rules import SIZES, Counting, sequence
+
+TEN = StepSize(10, 1000)
+
+
+def paced(*took_s: float, cost_s: float = 0.0, size: StepSize = TEN) -> Pace:
+    """After steps of those times, one behind the other, with one more of the same size in flight since 100.0."""
+    pace, now = Pace(), 100.0 - sum(took_s)
+    pace.launched(size, now - cost_s, now, idle=False)
+    for seconds in took_s:
+        pace.launched(size, now, now + cost_s, idle=False)
+        now += seconds
+        pace.retired(now)
+    return pace
+
+
+def waits(pace: Pace) -> float:
+    """Seconds from the begin of the step in flight."""
+    assert pace.busy_since is not None
+    return 0.0 if pace.launch_at is None else pace.launch_at - pace.busy_since
+
+
+def test_a_step_is_launched_shortly_before_the_one_before_it_ends() -> None:
+    assert abs(waits(paced(0.010, 0.010)) - 0.008) < 1e-9
+
+
+def test_what_a_launch_costs_is_kept_free_twice() -> None:
+    assert abs(waits(paced(0.010, cost_s=0.002)) - 0.004) < 1e-9
+
+
+def test_a_launch_that_costs_more_than_a_step_is_not_put_off() -> None:
+    assert paced(0.010, cost_s=0.005).launch_at is None
+
+
+def test_nothing_is_put_off_without_a_step_in_flight_or_one_known() -> None:
+    pace = Pace()
+    assert pace.launch_at is None
+    pace.launched(TEN, 0.0, 0.0, idle=False)
+    assert pace.launch_at is None
+    pace.retired(0.010)
+    assert pace.launch_at is None
+    assert pace.busy_since is None
+
+
+def test_a_prompt_in_flight_is_waited_for_by_nobody_and_teaches_nothing() -> None:
+    pace = paced(0.010, 0.010)
+    pace.launched(None, 100.0, 100.0, idle=False)
+    pace.retired(100.010)
+    assert pace.launch_at is None
+    pace.launched(TEN, 100.010, 100.010, idle=False)
+    pace.retired(100.500)
+    assert abs(waits(pace) - 0.008) < 1e-9
+
+
+def test_a_wait_that_was_too_long_is_followed_by_shorter_ones() -> None:
+    pace = paced(0.010, 0.010)
+    before = waits(pace)
+    pace.launched(TEN, 100.012, 100.013, idle=True)  # it had ended already, nobody knows when
+    pace.retired(100.013)
+    assert pace.busy_since == 100.013
+    assert 0 <= waits(pace) < before - 2 * SLACK_S
+    margin = before - waits(pace)
+    for _ in range(200):
+        began = pace.busy_since
+        due = pace.launch_at or began
+        pace.launched(TEN, due, due, idle=False)
+        pace.retired(began + 0.010)
+    assert before - waits(pace) < margin / 10, "it is never forgotten"
+
+
+@given(
+    seqs=st.tuples(st.integers(1, 256), st.integers(1, 256)),
+    contexts=st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)),
+    costs=st.tuples(*[st.floats(0, 1e-2)] * 3),
+)
+def test_a_step_is_never_taken_for_longer_than_it_is(
+    seqs: tuple[int, int], contexts: tuple[int, int], costs: tuple[float, float, float]
+) -> None:
+    base, per_seq, per_token = costs
+    known, size = (StepSize(n, n + context) for n, context in zip(seqs, contexts, strict=True))
+    took = {s: base + per_seq * s.num_seqs + per_token * s.num_context_tokens / 1000 for s in (known, size)}
+    assert size.least_share(known) * took[known] <= took[size] * (1 + 1e-9)
+
+
+steps = st.lists(
+    st.tuples(
+        st.integers(1, 64),  # sequences
+        st.floats(0, 0.003),  # until the loop has its turn: what a launch costs
+        st.booleans(),  # a prompt is in it
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@given(steps=steps, base_s=st.floats(0.003, 0.05))
+def test_a_device_whose_steps_are_known_never_waits(steps: list[tuple[int, float, bool]], base_s: float) -> None:
+    """A loop that launches when it is told to, each launch within the cost known so far."""
+    pace, now, worst = Pace(), 0.0, 0.0
+    device_free = 0.0  # when all that was launched is done
+    ends: list[float] = []
+    for num_seqs, cost_s, prompt in steps:
+        if len(ends) == 2:
+            now = max(now, ends.pop(0))
+            pace.retired(now)
+        due = pace.launch_at
+        now = max(now, due or 0.0)
+        cost_s = min(cost_s, worst) if due is not None else cost_s
+        worst = max(worst * 0.9, cost_s)
+        launched = now + cost_s
+        if due is not None:
+            assert launched <= device_free + 1e-9, "the device ran dry"
+        size = None if prompt else StepSize(num_seqs, 100 * num_seqs)
+        pace.launched(size, now, launched, idle=bool(ends) and device_free < launched)
+        if ends and device_free < launched:
+            pace.retired(launched)
+            ends.clear()
+        device_free = max(device_free, launched) + base_s * (1 + num_seqs / 64) + (0.05 if prompt else 0.0)
+        ends.append(device_free)
+        now = launched
+
+
+@given(st.lists(st.floats(0.001, 0.05), min_size=1, max_size=8))
+def test_the_shortest_of_the_last_steps_is_expected(took_s: list[float]) -> None:
+    expected = max(0.0, SHARE * min(took_s[-NUM_REMEMBERED:]) - SLACK_S)
+    assert abs(waits(paced(*took_s)) - expected) < 1e-9
+
+
+def test_a_size_is_of_decodes_alone() -> None:
+    seqs = [sequence(5), sequence(7)]
+    assert StepSize.of([Chunk.of(seqs[0], 4, 1), Chunk.of(seqs[1], 6, 1)]) == StepSize(2, 12)
+    assert StepSize.of([Chunk.of(seqs[0], 4, 1), Chunk.of(seqs[1], 0, 7)]) is None
+
+
+class Device:
+    """An engine that runs ahead, or not, with one long sequence; its steps take 10 ms."""
+
+    def __init__(self, ahead: bool = True) -> None:
+        self.now, self.model = 0.0, Counting()
+        self.model.slow = True
+        self.engine = Engine(dataclasses.replace(SIZES, async_scheduling=ahead), self.model, clock=lambda: self.now)
+        self.sequence = sequence(5, max_tokens=40)
+        self.engine.add(self.sequence)
+
+    def launch(self) -> None:
+        self.engine.compute(self.engine.schedule(self.now), wait=False)
+
+    def finish(self) -> None:
+        next(step for step in self.model.steps if step.running).running = False
+
+    def retire(self) -> None:
+        self.now += 0.010
+        self.finish()
+        self.engine.compute(Plan(), wait=False)
+
+
+def test_the_engine_tells_when_to_launch() -> None:
+    device = Device()
+    device.launch()
+    assert device.engine.launch_at is None, "a prompt is in flight"
+    device.launch()
+    assert device.engine.launch_at is None, "there is no room"
+    device.retire()
+    assert device.engine.launch_at is None, "no decode step is known"
+    device.launch()
+    device.retire()
+    assert device.engine.device_busy_since == device.now
+    due = device.engine.launch_at
+    assert due is not None
+    assert abs(due - (device.now + SHARE * 0.010 - SLACK_S)) < 1e-9
+    device.now = due
+    device.launch()
+    assert len(device.model.batches) == 4
+    assert not device.engine.has_room
+
+
+def test_the_engine_launches_at_once_behind_a_step_that_is_done_or_when_nothing_is_left() -> None:
+    device = Device()
+    for go_on in (device.launch, device.launch, device.retire, device.launch, device.retire):
+        go_on()
+    assert device.engine.launch_at is not None
+    device.finish()
+    assert device.engine.launch_at is None
+    device.launch()
+    device.engine.release(device.sequence)
+    assert device.engine.has_room
+    assert device.engine.launch_at is None
+
+
+def test_an_engine_that_does_not_run_ahead_puts_nothing_off() -> None:
+    device = Device(ahead=False)
+    for _ in range(5):
+        assert device.engine.launch_at is None
+        device.launch()
+        device.retire()
+    assert len(device.model.batches) == 5
