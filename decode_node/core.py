@@ -1,20 +1,21 @@
 """The decode node as a state machine: leases and parts in, tokens out.
 
 Its loop is `prepare` and `compute`: take what arrived, end what is overdue, take what a finished step brought, grant
-what fits, adopt what is complete; launch a step if there is room for one. Neither waits for the device: a step's end
-makes a turn like an event. Adoption puts a request into the very next step, so the batch that runs has no gap. A
-Prefill sent here directly runs on the same engine, with no lease.
+what fits, adopt what is complete; launch a step if there is room for one and it is time (`engine.pace`). Neither waits
+for the device: a step's end makes a turn like an event. Adoption puts a request into the very next step, so the batch
+that runs has no gap; the router hears of it when that step begins. A Prefill sent here directly runs on the same
+engine, with no lease.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.audit import KvAudit
 from baton.errors import BatonError, DeadlineExceeded, NodeUnavailable, Overloaded, RequestCancelled
 from baton.messages import (
     Abort,
-    Adopted,
     Commit,
     End,
     Load,
@@ -48,7 +49,7 @@ from engine.node.events import (
 from engine.node.fences import Fences
 from engine.node.intake import make_sequence
 from engine.sequence import Sequence
-from engine.step import SampledToken, StepResult
+from engine.step import Chunk, SampledToken, StepResult
 from kv_transfer.receiver import KvReceiver, PartArrived, PartFailed, PeerLost
 
 
@@ -77,9 +78,11 @@ class DecodeCore:
         self._outbox = Outbox()
         self._reservations = Reservations(engine, receiver, self._outbox, max_waiting=max_waiting, keep_s=keep_s)
         self._running: dict[WorkId, Running] = {}
+        self._adopted: dict[WorkId, Lease] = {}  # of those that run, whose first step has not begun
         self._part_blocks: dict[str, int] = {}  # with the prefill nodes whose streams are up
         self._stopping = False
         self._plan = Plan()
+        self._launch_at: float | None = None  # when the next step is to be launched, if that is waited for
 
     # ---- the loop ----
 
@@ -92,15 +95,20 @@ class DecodeCore:
         self._reservations.grant_waiting(now)
         for lease in self._reservations.take_adoptable(now):
             self._adopt(lease, now)
-        self._plan = self.engine.schedule(now)
+        due = self.engine.launch_at
+        self._launch_at = due if due is not None and now < due else None
+        self._plan = self.engine.schedule(now) if self._launch_at is None else Plan()
         for sequence in self._plan.started:
             queue_s = now - self._running[sequence.work].received
             self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
+        self._tell_adopted(self.engine.computing or self._plan.chunks)  # who computes nothing begins at once
 
     def compute(self, now: float) -> bool:
         result = self.engine.compute(self._plan, wait=False)
         self._take_results(result)
-        return result.again
+        self._tell_adopted(self.engine.computing)
+        # A step that retired may have made room for a Reserve, also when nothing is left to be computed.
+        return result.again or (result.num_tokens > 0 and self._reservations.num_waiting > 0)
 
     @property
     def device_busy_since(self) -> float | None:
@@ -206,8 +214,6 @@ class DecodeCore:
         """Into the next step's batch: all KV is here. The engine takes over the lease's blocks."""
         commit, work = lease.commit, lease.reserve.work
         assert commit is not None
-        num_cached = lease.num_held * lease.block_size
-        self._outbox.to_router(work, Adopted(now - lease.committed, num_cached, lease.transfer_bytes))
         stopped = self._fences.stopped(work)
         outputs = {s.index: s.output_tokens for s in commit.samples if s.index not in stopped}
         needed = max(0, len(outputs) - 1)
@@ -225,10 +231,18 @@ class DecodeCore:
             arrived_s=now,
             block_table=lease.table,
             num_computed_tokens=lease.reserve.num_tokens,
-            num_cached_tokens=num_cached,
+            num_cached_tokens=lease.num_cached_tokens,
         )
+        sequence.take_names(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
         adopted = self.engine.adopt(sequence, outputs, lease.spares[:needed])
         self._running[work] = Running(work, lease.deadline, now, {s.samples[0]: s for s in adopted})
+        self._adopted[work] = lease
+
+    def _tell_adopted(self, chunks: Iterable[Chunk]) -> None:
+        """Whose first step this is, which begins now."""
+        if self._adopted:
+            for work in self._adopted.keys() & {chunk.sequence.work for chunk in chunks}:
+                self._outbox.to_router(work, self._adopted.pop(work).adopted(self.engine.clock()))
 
     def _sampled(self, running: Running, token: SampledToken) -> None:
         running.sequences[token.sample] = token.sequence
@@ -244,7 +258,7 @@ class DecodeCore:
     def _drop_sample(self, running: Running, sample: int) -> None:
         self.engine.release(running.sequences.pop(sample))
         if not running.sequences:
-            del self._running[running.work]
+            self._forget(running.work)
             self._outbox.to_router(running.work, End())
 
     # ---- ends ----
@@ -272,17 +286,21 @@ class DecodeCore:
             self._end_running(running, error)
 
     def _end_running(self, running: Running, error: BatonError) -> None:
-        del self._running[running.work]
+        self._forget(running.work)
         for sequence in running.sequences.values():
             self.engine.release(sequence)
         self._outbox.to_router(running.work, End(error))
+
+    def _forget(self, work: WorkId) -> None:
+        del self._running[work]
+        self._adopted.pop(work, None)
 
     # ---- what the shell asks ----
 
     def next_deadline(self) -> float | None:
         deadlines = [r.deadline for r in self._running.values()]
-        reserved = self._reservations.next_deadline()
-        return min([*deadlines, *([] if reserved is None else [reserved])], default=None)
+        others = (self._reservations.next_deadline(), self._launch_at)
+        return min([*deadlines, *(other for other in others if other is not None)], default=None)
 
     def take_outputs(self) -> list[Output]:
         return self._outbox.take()

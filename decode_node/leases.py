@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from baton.messages import Commit, Reserve
-from kv_transfer.copy_stream import Mark
+from baton.messages import Adopted, Commit, Reserve
 from kv_transfer.parts import Piece
+from kv_transfer.slot_copies import Mark
 
 
 class LeaseState(enum.Enum):
@@ -57,6 +57,8 @@ class Lease:
     credits: int = 0
     arrived: set[int] = field(default_factory=set)
     transfer_bytes: int = 0
+    last_arrived: float = 0.0  # when the last of them came
+    landed: float = 0.0  # when its copy was queued
     commit: Commit | None = None
     committed: float = 0.0
 
@@ -72,6 +74,25 @@ class Lease:
     def num_open(self) -> int:
         """Parts that the peer may send and that have not come."""
         return self.credits - len(self.arrived)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, whose KV was here already."""
+        return self.num_held * self.block_size
+
+    def adopted(self, begun: float) -> Adopted:
+        """What the router is told when the first step with the request begins, at `begun`. What happened before
+        the Commit came was hidden behind the prompt's computing, and takes no time here."""
+        assert self.commit is not None
+        arrived, in_place = max(self.committed, self.last_arrived), max(self.committed, self.landed)
+        return Adopted(
+            transfer_s=in_place - self.committed,
+            num_cached_tokens=self.num_cached_tokens,
+            transfer_bytes=self.transfer_bytes,
+            commit_s=self.commit.age_s,
+            scatter_s=max(0.0, in_place - arrived),
+            step_wait_s=max(0.0, begun - in_place),
+        )
 
     def blocks_of(self, part: Piece) -> list[int]:
         """The pool blocks that a part fills, all or some layers of them."""

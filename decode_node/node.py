@@ -13,14 +13,14 @@ from engine.node.shell import NodeParts
 from engine.node.slots import slot_sizes
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
-from kv_transfer.staging import Staging
 
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     """Load the model and make the role around it. Raises ValueError, OSError or a BatonError for a person."""
     built = build(settings, wake)
     sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
-    staging = Staging(sizes.num_slots, slot_bytes_for(sizes.part_blocks, built.layout.block_bytes), built.device)
+    slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
+    staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)
     transport = kv_transfer.create(settings.transport, staging, wake, settings.transfer_interface)
     verify = settings.verify_transfers
     receiver = KvReceiver(transport, staging, built.pool_bytes, built.layout, verify=verify)

@@ -189,6 +189,7 @@ class Reservations:
             return
         self._blocks.unpin_write(blocks)
         lease.arrived.add(part.part)
+        lease.last_arrived, lease.landed = now, self._engine.clock()
 
     def part_failed(self, serial: int, part: int, reason: str, now: float) -> None:
         if lease := self._leases.get(serial):

@@ -108,7 +108,7 @@ class PrefillCore:
         self._take_transfers(now)
         self._end_overdue(now)
         if not self.engine.has_room:
-            self._take_results(self.engine.compute(Plan(), wait=False), now)
+            self._take_results(self.engine.compute(Plan(), wait=False))
         self._move_on(now)
         self._plan = self.engine.schedule(now)
         for sequence in self._plan.started:
@@ -116,7 +116,7 @@ class PrefillCore:
 
     def compute(self, now: float) -> bool:
         result = self.engine.compute(self._plan, wait=False)
-        self._take_results(result, now)
+        self._take_results(result)
         self._move_on(now)
         return result.again
 
@@ -124,9 +124,9 @@ class PrefillCore:
     def device_busy_since(self) -> float | None:
         return self.engine.device_busy_since
 
-    def _take_results(self, result: StepResult, now: float) -> None:
+    def _take_results(self, result: StepResult) -> None:
         for token in result.sampled:
-            self._sampled(self._handoffs[token.sequence.work], token, now)
+            self._sampled(self._handoffs[token.sequence.work], token)
 
     def _move_on(self, now: float) -> None:
         """Whatever an event or a step has made possible."""
@@ -139,8 +139,9 @@ class PrefillCore:
     def _take_transfers(self, now: float) -> None:
         for event in self.sender.poll():
             match event:
-                case PartSent():
-                    pass  # its slot is free again, which is all that `PartsOut.send` asks
+                case PartSent(peer, lease, _, flight_s):
+                    if (known := self._peers.get(peer)) and (handoff := known.leases.get(lease)):
+                        handoff.part_sent(now, flight_s)
                 case PartFailed(peer, lease, part, reason):
                     self._part_failed(peer, lease, PeerLost(f"part {part} did not reach {peer}: {reason}"), now)
                 case PeerGone(peer, reason):
@@ -293,17 +294,18 @@ class PrefillCore:
         handoff.reserved = True
         self._to_decode(prefill.decode, reserve)
 
-    def _sampled(self, handoff: Handoff, token: SampledToken, now: float) -> None:
+    def _sampled(self, handoff: Handoff, token: SampledToken) -> None:
         logprobs = (token.logprobs,) if token.logprobs else ()
         handoff.results.append(Tokens(token.sample, token.index, (token.token,), logprobs))
         if token.finish:
             handoff.results.append(SampleEnd(token.sample, token.finish, token.stop_token_id))
-        handoff.computed, handoff.prefill_s = True, now - handoff.started
+        handoff.computed = self.engine.clock()  # on a CPU the turn that began at `now` has computed it
+        handoff.prefill_s = handoff.computed - handoff.started
 
     # ---- moving on ----
 
     def _advance(self, handoff: Handoff, now: float) -> None:
-        if handoff.state is HandoffState.COMPUTING and handoff.computed:
+        if handoff.state is HandoffState.COMPUTING and handoff.computed is not None:
             if not handoff.outputs:  # every sample ended with its first token
                 self._tell_results(handoff)
                 self._finish(handoff, End(), now)
@@ -313,8 +315,8 @@ class PrefillCore:
                 handoff.state = HandoffState.SENDING
         if handoff.state is HandoffState.SENDING and handoff.all_gathered:
             self.engine.release(handoff.sequence)
-            if handoff.accepted:
-                self._finish(handoff, HandedOff(handoff.prefill_s), now)
+            if handoff.accepted and handoff.all_sent:
+                self._finish(handoff, handoff.handed_off(), now)
 
     def _tell_results(self, handoff: Handoff) -> None:
         for result in handoff.results:
@@ -322,6 +324,7 @@ class PrefillCore:
 
     def _commit(self, handoff: Handoff, grant: Grant, now: float) -> Commit:
         prefill = handoff.message
+        assert handoff.computed is not None
         return Commit(
             lease=grant.lease,
             work=prefill.work,
@@ -331,6 +334,7 @@ class PrefillCore:
             sampling=prefill.sampling,
             deadline_s=handoff.deadline - now,
             cache_salt=prefill.cache_salt,
+            age_s=self.engine.clock() - handoff.computed,
         )
 
     # ---- ends ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from baton.messages import DecodeTarget, Grant, Prefill, SampleEnd, Tokens, WorkId
+from baton.messages import DecodeTarget, Grant, HandedOff, Prefill, SampleEnd, Tokens, WorkId
 from engine.sequence import Sequence
 from kv_transfer.parts import Piece
 
@@ -13,7 +13,7 @@ from kv_transfer.parts import Piece
 class HandoffState(enum.Enum):
     """What the request still waits for here. Grant and prompt may come in either order.
 
-    COMPUTING --prompt computed, granted--> SENDING --Commit accepted, all parts gathered--> (gone: HandedOff)
+    COMPUTING --prompt computed, granted--> SENDING --Commit accepted, all parts sent--> (gone: HandedOff)
         |                                      |
         +--- all samples ended on the first token: End, Release
         `--- abort, deadline, refused, peer lost: End(error), Release; granted parts are drained
@@ -42,9 +42,12 @@ class Handoff:
     grant: Grant | None = None
     parts: tuple[Piece, ...] = ()
     credits: int = 0
-    next_part: int = 0  # parts below it are gathered and on their way
+    next_part: int = 0  # parts below it are gathered, or queued to be, and on their way
+    num_sent: int = 0  # parts that have left
+    gathered: float = 0.0  # when the last of them was in its slot
+    sent: float = 0.0  # when the last of them had left
     results: list[Tokens | SampleEnd] = field(default_factory=list)
-    computed: bool = False
+    computed: float | None = None  # when the prompt was
     accepted: bool = False  # D took the commit
     prefill_s: float = 0.0  # first chunk scheduled to first token
 
@@ -62,6 +65,21 @@ class Handoff:
     @property
     def all_gathered(self) -> bool:
         return self.grant is not None and self.next_part == len(self.parts)
+
+    @property
+    def all_sent(self) -> bool:
+        return self.grant is not None and self.num_sent == len(self.parts)
+
+    def part_sent(self, now: float, flight_s: float) -> None:
+        """A part has left, `flight_s` after it was in its slot, or began to be stored in that at D."""
+        self.num_sent += 1
+        self.gathered, self.sent = max(self.gathered, now - flight_s), now
+
+    def handed_off(self) -> HandedOff:
+        """The last word. What was done before the prompt's end took no time that anybody waited for."""
+        assert self.computed is not None
+        gathered, sent = max(self.computed, self.gathered), max(self.computed, self.sent)
+        return HandedOff(self.prefill_s, gathered - self.computed, sent - gathered)
 
     def ready_part(self, block_size: int, num_layers: int) -> Piece | None:
         """The next part, if D has a slot for it and its KV is computed: all of these blocks, or the first `num_layers`

@@ -141,19 +141,37 @@ class SampleEnd:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """The prefill node's last word: the decode node took the commit. `prefill_s`: first chunk to first token."""
+    """The prefill node's last word: the decode node took the commit, and all parts have left. `prefill_s`: first chunk
+    to first token. `gather_s`: from then to the last part in its slot, or until it began to be stored straight into the
+    decode node's; `wire_s`: from then until it had left. What was done earlier took 0."""
 
     prefill_s: float
+    gather_s: float = 0.0
+    wire_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The decode node's first word: it holds the KV and runs the request. `transfer_s`: from the commit to the last
-    byte in its place, which is what computing the prompt did not hide."""
+    """The decode node's first word: it holds the KV, and the first step with the request begins now.
+
+    `transfer_s`: from the commit's receipt to the last byte in its place, which is what computing the prompt did not
+    hide; `scatter_s`: the end of it, after the last part's arrival (on a GPU the copy is queued by then, and the step
+    waits for it there). `commit_s`: how old the prompt's last chunk was when the commit left the prefill node;
+    `step_wait_s`: from the last byte in its place to the beginning of that step.
+    """
 
     transfer_s: float
     num_cached_tokens: int
     transfer_bytes: int
+    commit_s: float = 0.0
+    scatter_s: float = 0.0
+    step_wait_s: float = 0.0
+
+    @property
+    def handoff_s(self) -> float:
+        """From the end of the prompt's last chunk to the beginning of the first step with the request, but for the time
+        that the commit was on its way: no clock is compared across hosts."""
+        return self.commit_s + self.transfer_s + self.step_wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +225,7 @@ class Reserve:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Make the request the decode node's. `samples` are the unfinished ones, all with outputs of one length, whose last
-    token has no KV yet. Idempotent by lease."""
+    token has no KV yet. `age_s`: since the prompt's last chunk was computed. Idempotent by lease."""
 
     lease: int
     work: WorkId
@@ -217,6 +235,7 @@ class Commit:
     sampling: SamplingParams
     deadline_s: float
     cache_salt: str = ""
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,8 @@ update_kind = st.one_of(
     st.builds(messages.Started, uint32, seconds),
     said_tokens(),
     st.builds(messages.SampleEnd, uint32, st.sampled_from(FinishReason), st.none() | int31),
-    st.builds(messages.HandedOff, seconds),
-    st.builds(messages.Adopted, seconds, uint32, uint64),
+    st.builds(messages.HandedOff, seconds, seconds, seconds),
+    st.builds(messages.Adopted, seconds, uint32, uint64, seconds, seconds, seconds),
     st.builds(messages.End, maybe_error),
 )
 updates = st.lists(st.builds(messages.Update, work, update_kind), max_size=4).map(tuple)
@@ -113,7 +113,7 @@ prefill_message = st.one_of(
         seconds,
         uint32,
     ),
-    st.builds(messages.Commit, uint64, work, text, tokens, samples(), sampling(), seconds, text),
+    st.builds(messages.Commit, uint64, work, text, tokens, samples(), sampling(), seconds, text, seconds),
     st.builds(messages.Release, uint64, work),
 )
 decode_message = st.one_of(

@@ -65,7 +65,7 @@ def test_node_messages_become_metrics():
         Started(2, 0.01),
         Tokens(0, 0, (5, 6)),
         HandedOff(0.2),
-        Adopted(0.1, 16, 4096),
+        Adopted(0.1, 16, 4096, commit_s=0.25, step_wait_s=0.5),
         End(),
         End(RequestCancelled("gone")),
         End(Overloaded("full")),
@@ -86,6 +86,7 @@ def test_node_messages_become_metrics():
     assert value("prefix_cache_hits_total") == 18
     assert value("kv_transfer_bytes_total") == 4096
     assert value("kv_transfer_seconds_sum") == 0.1
+    assert value("request_handoff_time_seconds_sum") == pytest.approx(0.85)
     assert value("num_requests_running") == 2
     assert value("num_requests_waiting") == 1
     assert value("kv_cache_usage_perc") == 0.25

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 import pytest
 
-from baton import wire
+from baton import PROTOCOL_VERSION, wire
 from baton.errors import RequestCancelled
 from baton.messages import (
     Commit,
@@ -260,7 +260,7 @@ async def end_of(call) -> str:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"protocol_version": 9}, "protocol version 9 of prefill-9 != 1"),
+        ({"protocol_version": 9}, f"protocol version 9 of prefill-9 != {PROTOCOL_VERSION}"),
         ({"endpoints": ()}, "transport memory is not offered by prefill-9 (none)"),
         ({"target_incarnation": "d0"}, "this is incarnation d1, not d0"),
     ],

@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import pytest
 
+from baton import PROTOCOL_VERSION
 from baton.errors import InvalidRequest, RequestCancelled
 from baton.messages import Abort, End, Load, NodeRole, Subscribed, Tokens, Update, WorkId
 from baton.telemetry import NodeMetrics, new_registry
@@ -68,7 +69,11 @@ async def test_load_is_the_heartbeat_and_told_soon_after_a_change():
 @pytest.mark.parametrize(
     ("subscribe", "code", "text"),
     [
-        (Subscribe(1, "i1", protocol_version=99), "FAILED_PRECONDITION", "protocol version 99, this node speaks 1"),
+        (
+            Subscribe(1, "i1", protocol_version=99),
+            "FAILED_PRECONDITION",
+            f"protocol version 99, this node speaks {PROTOCOL_VERSION}",
+        ),
         (Subscribe(1, "old"), "FAILED_PRECONDITION", "this is incarnation i1, not old"),
         (Abort(WORK), "INVALID_ARGUMENT", "a session opens with Subscribe"),
     ],
@@ -142,7 +147,8 @@ async def test_a_clean_end_and_a_vanished_router_are_both_losses():
         await node.role.saw(SessionLost, 1)
         async with grpc.aio.insecure_channel(node.address) as channel:
             call = node_pb2_grpc.PrefillNodeStub(channel).Session()
-            await call.write(node_pb2.RouterMessage(subscribe={"protocol_version": 1, "target_incarnation": "i1"}))
+            subscribe = {"protocol_version": PROTOCOL_VERSION, "target_incarnation": "i1"}
+            await call.write(node_pb2.RouterMessage(subscribe=subscribe))
             await call.read()
         await node.role.saw(SessionLost, 2)
 

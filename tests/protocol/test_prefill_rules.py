@@ -8,9 +8,11 @@ from baton.errors import TransferError
 from baton.messages import (
     Abort,
     Commit,
+    CommitReply,
     DecodeTarget,
     End,
     Grant,
+    HandedOff,
     Prefill,
     PrefillToDecode,
     Release,
@@ -20,6 +22,8 @@ from baton.messages import (
 )
 from baton.sampling import SamplingParams
 from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToDecode, ToRouter
+from kv_transfer.parts import tag_of
+from kv_transfer.staging import SlotOwner
 from tests.protocol.fake_model import NUM_LAYERS
 from tests.protocol.world import BLOCK_SIZE, EPOCH, PART_BLOCKS, World
 
@@ -32,14 +36,16 @@ class Prefilling:
     """A prefill node whose device computes when it is told to, and whose decode node is this test."""
 
     def __init__(self) -> None:
-        world = World(num_prefill=1, num_decode=1, num_slots=8)
-        self.node, decode = world.nodes.values()
-        self.peer = decode.incarnation
-        self.node.transport.connect(self.peer, decode.transport.info())
+        self.world = world = World(num_prefill=1, num_decode=1, num_slots=8)
+        world.now = 2.0
+        self.node, self.decode = world.nodes.values()
+        self.hub, self.peer = world.hub, self.decode.incarnation
+        self.node.transport.connect(self.peer, self.decode.transport.info())
         self.node.core.handle(SessionOpened(EPOCH), 0.0)
         self.node.core.handle(PeerOpened(self.peer, PART_BLOCKS), 0.0)
         self.said: list[PrefillToDecode] = []
         self.ends: list[End] = []
+        self.handed_off: list[HandedOff] = []
 
     def ask(self, work: WorkId, prompt: tuple[int, ...], max_tokens: int) -> None:
         target = DecodeTarget("address", self.peer)
@@ -53,20 +59,32 @@ class Prefilling:
         self.turn()
 
     def turn(self) -> None:
-        self.node.core.prepare(2.0)
-        self.node.core.compute(2.0)
+        self.node.core.prepare(self.world.now)
+        self.node.core.compute(self.world.now)
         self.node.core.check_integrity()
         for output in self.node.core.take_outputs():
             if isinstance(output, ToDecode):
                 self.said.append(output.message)
             elif isinstance(output, ToRouter) and isinstance(output.update.kind, End):
                 self.ends.append(output.update.kind)
+            elif isinstance(output, ToRouter) and isinstance(output.update.kind, HandedOff):
+                self.handed_off.append(output.update.kind)
 
     def compute(self, num_layers: int) -> None:
         """The device computes so many layers of its one chunk."""
         for _ in range(num_layers):
             self.node.model.advance()
         self.turn()
+
+    def receive(self, part: int) -> None:
+        """The decode node takes a part of the lease in."""
+        self.decode.transport.connect(self.node.incarnation, self.node.transport.info())
+        slot = self.decode.staging.take(SlotOwner(self.node.incarnation, 1, part))
+        assert slot is not None
+        self.decode.staging.lend(slot)
+        num_bytes = self.decode.staging.slot_bytes
+        self.decode.transport.expect(self.node.incarnation, tag_of(1, part), slot, num_bytes)
+        self.hub.deliver_all()
 
     @property
     def num_sent(self) -> int:
@@ -128,3 +146,23 @@ def test_a_prompt_that_ends_in_the_midst_of_a_step_gives_its_blocks_up_with_the_
     assert blocks.num_free + blocks.num_cached < blocks.num_total, "a running step writes into blocks that are free"
     prefilling.compute(1)
     assert node.pool_is_whole()
+
+
+def test_the_last_word_comes_when_the_last_part_has_left_and_says_when(prefilling: Prefilling) -> None:
+    prefilling.compute(NUM_LAYERS)  # at 2.0
+    prefilling.world.now = 2.25
+    prefilling.grant(num_parts=1 + NUM_LAYERS)
+    (commit,) = [message for message in prefilling.said if isinstance(message, Commit)]
+    assert commit.age_s == 0.25
+    prefilling.node.core.handle(FromPeer(prefilling.peer, CommitReply(1, WORK, None)), 2.5)
+    for part in range(1 + NUM_LAYERS):
+        prefilling.turn()
+        assert not prefilling.handed_off
+        prefilling.world.now += 0.5
+        prefilling.receive(part)
+    prefilling.turn()
+    (last,) = prefilling.handed_off
+    assert last.gather_s + last.wire_s == pytest.approx(2.25 + 3 * 0.5 - 2.0)
+    assert prefilling.node.core.idle
+    assert prefilling.node.pool_is_whole()
+    assert not prefilling.ends

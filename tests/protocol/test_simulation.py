@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from baton.sampling import SamplingParams
+from router.life import FirstToken
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.world import World
 
+FIRST_TOKEN = get_args(FirstToken)
 PROMPTS = st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=24).map(tuple)
 
 
 class Protocol(RuleBasedStateMachine):
     """Hypothesis chooses what happens next; the world checks after each act."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(num_blocks=26)
+    world: World
+
+    @initialize(first_token=st.sampled_from(FIRST_TOKEN))
+    def start(self, first_token: FirstToken) -> None:
+        self.world = World(num_blocks=26, first_token=first_token)
 
     @rule(prompt=PROMPTS, n=st.integers(1, 3), max_tokens=st.integers(1, 12), seed=st.integers(0, 3))
     def submit(self, prompt: tuple[int, ...], n: int, max_tokens: int, seed: int) -> None:
@@ -30,7 +35,8 @@ class Protocol(RuleBasedStateMachine):
     @rule(data=st.data(), times=st.integers(1, 8))
     def go_on(self, data: st.DataObject, times: int) -> None:
         for _ in range(times):
-            self.world.act(data.draw(st.sampled_from(self.world.enabled())))
+            if acts := self.world.enabled():
+                self.world.act(data.draw(st.sampled_from(acts)))
 
     @precondition(lambda self: self.world.live())
     @rule(data=st.data())
@@ -55,7 +61,8 @@ TestProtocol.settings = settings(
 def race(seed: int, faults: float, num_blocks: int) -> World:
     """One long random run; `faults` is the chance that a step is something going wrong."""
     draw = random.Random(seed)
-    world = World(num_blocks=num_blocks, num_slots=draw.choice([1, 2, 4]))
+    first_token = FIRST_TOKEN[seed % 2]
+    world = World(num_blocks=num_blocks, num_slots=draw.choice([1, 2, 4]), first_token=first_token)
     for _ in range(400):
         if draw.random() < 0.04:
             prompt = tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randint(1, 40)))

@@ -46,13 +46,14 @@ from engine.node.events import (
     ToRouter,
 )
 from kv_transfer.memory import MemoryHub, MemoryTransport, Transfer
-from kv_transfer.parts import HEADER_BYTES, PAYLOAD_OFFSET, PartHeader, slot_bytes_for
+from kv_transfer.parts import PartHeader, slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from prefill_node.core import PrefillCore
 from router.core import Emit, RouterCore, ToNode
-from router.life import RequestEnd, RoutedRequest, SampleOut, TokensOut
+from router.life import FirstToken, RoutedRequest
+from tests.protocol.client import Client
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output
 
 BLOCK_SIZE = 4
@@ -75,53 +76,44 @@ class Node:
     info: NodeInfo
     subscribed: bool = False  # as the router sees it
     fenced: set[WorkId] = field(default_factory=set)  # work that it was told to abort
+    awake: bool = True  # its loop has a reason for a turn
+
+    def wake(self) -> None:
+        self.awake = True
+
+    def hear(self, event: Event, now: float) -> None:
+        self.wake()
+        self.core.handle(event, now)
+
+    def has_turn(self, now: float) -> bool:
+        """Whether the engine's thread would have a turn now: it sleeps until something wakes it, or a deadline."""
+        deadline = self.core.next_deadline()
+        return self.awake or (deadline is not None and deadline <= now)
 
     def pool_is_whole(self) -> bool:
         blocks = self.core.engine.blocks
         return blocks.num_free + blocks.num_cached == blocks.num_total
 
 
-@dataclass
-class Client:
-    """What one client was told, checked as it comes."""
-
-    request: RoutedRequest
-    want: list[list[int]]
-    got: list[list[int]] = field(default_factory=list)
-    stopped: set[int] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
-    end: RequestEnd | None = None
-
-    def take(self, event: TokensOut | SampleOut | RequestEnd) -> None:
-        assert self.end is None, "something came after the end"
-        match event:
-            case TokensOut(sample, token_ids, _):
-                assert sample not in self.ended, "a token came after its sample's end"
-                assert sample not in self.stopped, "a token came after its sample was stopped"
-                self.got[sample] += token_ids
-                have = self.got[sample]
-                assert have == self.want[sample][: len(have)], "a token is wrong, missing or repeated"
-            case SampleOut(sample, _, _):
-                assert sample not in self.ended, "a sample ended twice"
-                assert self.got[sample] == self.want[sample], "a sample ended early"
-                self.ended.add(sample)
-            case RequestEnd(error, _):
-                self.end = event
-                if error is None:
-                    assert self.ended | self.stopped == set(range(self.request.n))
-
-
 class World:
-    def __init__(self, num_prefill: int = 2, num_decode: int = 2, num_blocks: int = 40, num_slots: int = 3) -> None:
+    def __init__(
+        self,
+        num_prefill: int = 2,
+        num_decode: int = 2,
+        num_blocks: int = 40,
+        num_slots: int = 3,
+        first_token: FirstToken = "prefill",
+    ) -> None:
         self.now = 0.0
         self.hub = MemoryHub()
-        self.router = RouterCore(EPOCH)
+        self.router = RouterCore(EPOCH, first_token=first_token)
         self.nodes: dict[str, Node] = {}
         self.clients: dict[str, Client] = {}
         self.streams: dict[tuple[str, str], deque[Callable[[], None]]] = {}  # (from, to) -> deliveries, in order
         self.links: dict[tuple[str, str], int] = {}  # (me, peer) -> the handoff stream that is up, as `me` believes
         self._serial = itertools.count(1)
         self._sizes = (num_blocks, num_slots)
+        self._clients_wait = first_token == "decode"
         for role, number in ((NodeRole.PREFILL, num_prefill), (NodeRole.DECODE, num_decode)):
             for index in range(number):
                 self.start_node(f"{role.value}-{index}", role)
@@ -141,11 +133,11 @@ class World:
             max_num_batched_tokens=10,
             async_scheduling=name.endswith("1"),  # of each role one node runs ahead
         )
-        engine = Engine(config, model)
+        engine = Engine(config, model, clock=lambda: self.now)
         model.blocks = engine.blocks
         incarnation = f"{name}.{next(self._serial)}"
         staging = Staging(num_slots, slot_bytes_for(PART_BLOCKS, model.layout.block_bytes), "cpu")
-        transport = MemoryTransport(self.hub, incarnation, staging, lambda: None)
+        transport = MemoryTransport(self.hub, incarnation, staging, lambda: self._wake(incarnation))
         core: PrefillCore | DecodeCore
         if role is NodeRole.PREFILL:
             sender = KvSender(transport, staging, model.pool_bytes, model.layout)
@@ -164,10 +156,18 @@ class World:
         self.nodes[incarnation] = Node(name, role, incarnation, core, transport, staging, model, info)
         self.subscribe(incarnation)
 
+    def _wake(self, incarnation: str) -> None:
+        if incarnation in self.nodes:
+            self.nodes[incarnation].wake()
+
     def subscribe(self, incarnation: str) -> None:
         node = self.nodes[incarnation]
-        self._send("router", incarnation, lambda: node.core.handle(SessionOpened(EPOCH), self.now))
-        self._send(incarnation, "router", lambda: self._node_up(node))
+
+        def opened() -> None:
+            node.hear(SessionOpened(EPOCH), self.now)
+            self._send(incarnation, "router", lambda: self._node_up(node))
+
+        self._send("router", incarnation, opened)
 
     def _node_up(self, node: Node) -> None:
         node.subscribed = True
@@ -178,7 +178,7 @@ class World:
         node = self.nodes[incarnation]
         self._cut("router", incarnation)
         self._cut(incarnation, "router")
-        self._send("router", incarnation, lambda: node.core.handle(SessionLost(EPOCH), self.now))
+        self._send("router", incarnation, lambda: node.hear(SessionLost(EPOCH), self.now))
 
         def lost() -> None:
             node.subscribed = False
@@ -222,7 +222,7 @@ class World:
     def _link_up(self, me: str, peer: str, link: int) -> None:
         if me in self.nodes and peer in self.nodes and self.links.get((me, peer)) == link:
             self.nodes[me].transport.connect(peer, self.nodes[peer].transport.info(), 1.0)
-            self.nodes[me].core.handle(PeerOpened(peer, PART_BLOCKS), self.now)
+            self.nodes[me].hear(PeerOpened(peer, PART_BLOCKS), self.now)
 
     def _break_link(self, me: str, peer: str, reason: str) -> None:
         """All streams between the two break: each end hears of it in its own time."""
@@ -235,14 +235,14 @@ class World:
         if me in self.nodes and self.links.get((me, peer)) == link:
             del self.links[me, peer]
             self.nodes[me].transport.disconnect(peer)
-            self.nodes[me].core.handle(PeerClosed(peer, reason), self.now)
+            self.nodes[me].hear(PeerClosed(peer, reason), self.now)
 
     def _say(self, me: str, peer: str, message: PrefillToDecode | DecodeToPrefill) -> None:
         link = self.links[me, peer]
 
         def delivery() -> None:
             if peer in self.nodes and self.links.get((peer, me)) == link:
-                self.nodes[peer].core.handle(FromPeer(me, message), self.now)
+                self.nodes[peer].hear(FromPeer(me, message), self.now)
 
         self._send(me, peer, delivery)
 
@@ -254,7 +254,7 @@ class World:
     def _deliver(self, source: str, target: str, event: Event) -> None:
         def delivery() -> None:
             if target in self.nodes:
-                self.nodes[target].core.handle(event, self.now)
+                self.nodes[target].hear(event, self.now)
                 assert self.nodes[target].core.engine.blocks.now == self.now
 
         self._send(source, target, delivery)
@@ -306,7 +306,7 @@ class World:
                                 "router", incarnation, functools.partial(self._fenced, incarnation, message.work)
                             )
                 case Emit(request_id, event):
-                    self.clients[request_id].take(event)
+                    self.clients[request_id].take(event, self.now)
 
     def _fenced(self, incarnation: str, work: WorkId) -> None:
         if incarnation in self.nodes:
@@ -319,10 +319,10 @@ class World:
         request_id = f"r{next(self._serial)}"
         want = [expected_output(prompt, sampling, i, MAX_MODEL_LEN)[0] for i in range(n)]
         request = RoutedRequest(request_id, prompt, n, sampling, deadline_s)
-        client = Client(request, want, [[] for _ in range(n)])
         try:
             self.router.submit(request, self.now)
-            self.clients[request_id] = client
+            life = self.router._requests[request_id]
+            self.clients[request_id] = Client(request, want, life, self._clients_wait)
         except BatonError:
             pass  # told at once: that is its end
         self._collect_router()
@@ -336,14 +336,16 @@ class World:
     def enabled(self) -> list[tuple[str, object]]:
         """All steps of the ordinary course of things that are possible now."""
         acts: list[tuple[str, object]] = [("deliver", s) for s, queue in self.streams.items() if queue]
-        acts += [("turn", i) for i in self.nodes]
+        acts += [("turn", i) for i, node in self.nodes.items() if node.has_turn(self.now)]
+        acts += [("wait", i) for i, node in self.nodes.items() if node.core.engine.launch_at is not None]
         acts += [("advance", i) for i, node in self.nodes.items() if node.model.is_busy]
         acts += [("transfer", i) for i in range(len(self.hub.pending))]
         return acts
 
     def faults(self) -> list[tuple[str, object]]:
-        """What may go wrong now."""
+        """What may go wrong now, or happen without a cause."""
         acts: list[tuple[str, object]] = [("crash", i) for i in self.nodes]
+        acts += [("turn", i) for i in self.nodes]
         acts += [("break_session", i) for i, node in self.nodes.items() if node.subscribed]
         acts += [("break_link", link) for link in sorted(self.links)]
         acts += [("cancel", r) for r in self.live()]
@@ -361,7 +363,10 @@ class World:
             case ("turn", str() as incarnation):
                 self._turn(incarnation)
             case ("advance", str() as incarnation):
-                self.nodes[incarnation].model.advance()
+                self._compute(self.nodes[incarnation])
+            case ("wait", str() as incarnation):
+                due = self.nodes[incarnation].core.engine.launch_at
+                self.advance(max(0.0, (due or 0.0) - self.now))
             case ("transfer", int() as index):
                 self.hub.deliver(index)
             case ("crash", str() as incarnation):
@@ -372,7 +377,7 @@ class World:
                 self._break_link(me, peer, "stream broke")
             case ("damage", int() as index):
                 push = self.hub.pending[index].push
-                push.owner.staging.memory(push.slot)[PAYLOAD_OFFSET] ^= 1
+                push.owner.staging.memory(push.slot)[0] ^= 1
             case ("cancel", str() as request_id):
                 self.router.cancel(request_id, self.now)
             case ("stop", (str() as request_id, int() as sample)):
@@ -385,11 +390,22 @@ class World:
         self.settle()
 
     def _turn(self, incarnation: str) -> None:
-        core = self.nodes[incarnation].core
+        node = self.nodes[incarnation]
+        node.awake, core = False, node.core
         core.prepare(self.now)
         assert core.engine.blocks.now == self.now
         self._collect(incarnation)
-        core.compute(self.now)
+        if core.compute(self.now):
+            node.wake()
+        elif node.role is NodeRole.DECODE and (due := core.engine.launch_at) is not None and due > self.now:
+            deadline = core.next_deadline()
+            assert deadline is not None, "a launch is put off for ever"
+            assert deadline <= due, "a launch is put off for too long"
+
+    def _compute(self, node: Node) -> None:
+        """The device moves on, and wakes who waits for that."""
+        node.model.advance()
+        node.wake()
 
     def _repeat(self, source: str, target: str) -> None:
         """A message comes twice, the second time after all that follows it on its stream."""
@@ -412,6 +428,8 @@ class World:
         for node in self.nodes.values():
             node.core.check_integrity()
             node.staging.check_integrity()
+        for client in self.clients.values():
+            client.check()
 
     # ---- the end ----
 
@@ -424,10 +442,11 @@ class World:
                     self.settle()
             while self.hub.pending:
                 self.hub.deliver(0)
-            for incarnation in list(self.nodes):
-                self._turn(incarnation)
-                while self.nodes[incarnation].model.is_busy:
-                    self.nodes[incarnation].model.advance()
+            for incarnation, node in list(self.nodes.items()):
+                if node.has_turn(self.now):
+                    self._turn(incarnation)
+                if node.model.is_busy:
+                    self._compute(node)
             self.advance(0.01)
             if not self.live() and not self.hub.pending and not any(self.streams.values()) and self._idle():
                 return
@@ -448,8 +467,7 @@ class World:
 
 def is_checked(transfer: Transfer) -> bool:
     """Whether damage to it must be seen."""
-    push = transfer.push
-    return PartHeader.parse(push.owner.staging.read(push.slot, HEADER_BYTES)).checked
+    return PartHeader.parse(transfer.push.header).checked
 
 
 def check_audit(audit: KvAudit, now: float) -> None:

@@ -148,6 +148,9 @@ class NodeMetrics:
         self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
         self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token.")
         self._transfer_s = histogram("kv_transfer_seconds", "Commit to last byte scattered: what was not hidden.")
+        self._handoff_s = histogram(
+            "request_handoff_time_seconds", "Prompt computed to the first step here, but for a message's way."
+        )
         self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes taken in.")
 
     def received(self, prefill: Prefill) -> None:
@@ -167,8 +170,9 @@ class NodeMetrics:
                 self._prefill_s.observe(prefill_s)
                 self._ends.labels(*self._values, "handed_off", "").inc()
                 self._forget(update.work)
-            case Adopted(transfer_s, num_cached_tokens, transfer_bytes):
+            case Adopted(transfer_s, num_cached_tokens, transfer_bytes) as adopted:
                 self._prefix_hits.inc(num_cached_tokens)
+                self._handoff_s.observe(adopted.handoff_s)
                 self._transfer_s.observe(transfer_s)
                 self._transfer_bytes.inc(transfer_bytes)
             case End(error):

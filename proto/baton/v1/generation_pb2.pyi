@@ -147,7 +147,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s", "num_decode_cached_tokens", "transfer_bytes", "num_attempts", "prefill_node", "decode_node")
+    __slots__ = ("queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s", "num_decode_cached_tokens", "transfer_bytes", "num_attempts", "prefill_node", "decode_node", "handoff_s", "commit_s", "gather_s", "wire_s", "scatter_s", "step_wait_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,12 @@ class Timings(_message.Message):
     NUM_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_S_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_S_FIELD_NUMBER: _ClassVar[int]
+    GATHER_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_S_FIELD_NUMBER: _ClassVar[int]
+    SCATTER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     transfer_s: float
@@ -168,7 +174,13 @@ class Timings(_message.Message):
     num_attempts: int
     prefill_node: str
     decode_node: str
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_decode_cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ...) -> None: ...
+    handoff_s: float
+    commit_s: float
+    gather_s: float
+    wire_s: float
+    scatter_s: float
+    step_wait_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_decode_cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., handoff_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., scatter_s: _Optional[float] = ..., step_wait_s: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

@@ -272,20 +272,30 @@ class SampleEnd(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class HandedOff(_message.Message):
-    __slots__ = ("prefill_s",)
+    __slots__ = ("prefill_s", "gather_s", "wire_s")
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    GATHER_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_S_FIELD_NUMBER: _ClassVar[int]
     prefill_s: float
-    def __init__(self, prefill_s: _Optional[float] = ...) -> None: ...
+    gather_s: float
+    wire_s: float
+    def __init__(self, prefill_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ...) -> None: ...
 
 class Adopted(_message.Message):
-    __slots__ = ("transfer_s", "num_cached_tokens", "transfer_bytes")
+    __slots__ = ("transfer_s", "num_cached_tokens", "transfer_bytes", "commit_s", "scatter_s", "step_wait_s")
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_S_FIELD_NUMBER: _ClassVar[int]
+    SCATTER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     transfer_s: float
     num_cached_tokens: int
     transfer_bytes: int
-    def __init__(self, transfer_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ...) -> None: ...
+    commit_s: float
+    scatter_s: float
+    step_wait_s: float
+    def __init__(self, transfer_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., commit_s: _Optional[float] = ..., scatter_s: _Optional[float] = ..., step_wait_s: _Optional[float] = ...) -> None: ...
 
 class End(_message.Message):
     __slots__ = ("error",)
@@ -414,7 +424,7 @@ class Refuse(_message.Message):
     def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("lease", "work", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "cache_salt")
+    __slots__ = ("lease", "work", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "cache_salt", "age_s")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -423,6 +433,7 @@ class Commit(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     lease: int
     work: _common_pb2.WorkId
     target_incarnation: str
@@ -431,7 +442,8 @@ class Commit(_message.Message):
     sampling: _common_pb2.SamplingParams
     deadline_s: float
     cache_salt: str
-    def __init__(self, lease: _Optional[int] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    age_s: float
+    def __init__(self, lease: _Optional[int] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("lease", "work", "error")

@@ -161,6 +161,7 @@ def _write_commit(message: Commit) -> node_pb2.Commit:
         sampling=values.write_sampling(message.sampling),
         deadline_s=message.deadline_s,
         cache_salt=message.cache_salt,
+        age_s=message.age_s,
     )
 
 
@@ -174,6 +175,7 @@ def _read_commit(wire: node_pb2.Commit) -> Commit:
         sampling=values.read_sampling(wire.sampling),
         deadline_s=values.read_seconds(wire.deadline_s, "deadline_s"),
         cache_salt=wire.cache_salt,
+        age_s=values.read_seconds(wire.age_s, "age_s"),
     )
 
 

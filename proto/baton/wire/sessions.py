@@ -131,11 +131,11 @@ def write_update(update: Update) -> node_pb2.Update:
             return node_pb2.Update(work=work, sample_end=ended)
         case Started(cached, queue_s):
             return node_pb2.Update(work=work, started=node_pb2.Started(num_cached_tokens=cached, queue_s=queue_s))
-        case HandedOff(prefill_s):
-            return node_pb2.Update(work=work, handed_off=node_pb2.HandedOff(prefill_s=prefill_s))
-        case Adopted(transfer_s, cached, size):
-            adopted = node_pb2.Adopted(transfer_s=transfer_s, num_cached_tokens=cached, transfer_bytes=size)
-            return node_pb2.Update(work=work, adopted=adopted)
+        case HandedOff(prefill_s, gather_s, wire_s):
+            handed_off = node_pb2.HandedOff(prefill_s=prefill_s, gather_s=gather_s, wire_s=wire_s)
+            return node_pb2.Update(work=work, handed_off=handed_off)
+        case Adopted() as said:
+            return node_pb2.Update(work=work, adopted=_write_adopted(said))
         case End(error):
             return node_pb2.Update(work=work, end=node_pb2.End(error=values.write_error(error)))
 
@@ -155,14 +155,35 @@ def _read_kind(wire: node_pb2.Update) -> UpdateKind:
         case "started":
             return Started(wire.started.num_cached_tokens, wire.started.queue_s)
         case "handed_off":
-            return HandedOff(wire.handed_off.prefill_s)
+            return HandedOff(wire.handed_off.prefill_s, wire.handed_off.gather_s, wire.handed_off.wire_s)
         case "adopted":
-            said = wire.adopted
-            return Adopted(said.transfer_s, said.num_cached_tokens, said.transfer_bytes)
+            return _read_adopted(wire.adopted)
         case "end":
             return End(values.read_error(wire.end.error) if wire.end.HasField("error") else None)
         case _:
             raise InvalidRequest("an update of no known kind")
+
+
+def _write_adopted(said: Adopted) -> node_pb2.Adopted:
+    return node_pb2.Adopted(
+        transfer_s=said.transfer_s,
+        num_cached_tokens=said.num_cached_tokens,
+        transfer_bytes=said.transfer_bytes,
+        commit_s=said.commit_s,
+        scatter_s=said.scatter_s,
+        step_wait_s=said.step_wait_s,
+    )
+
+
+def _read_adopted(wire: node_pb2.Adopted) -> Adopted:
+    return Adopted(
+        wire.transfer_s,
+        wire.num_cached_tokens,
+        wire.transfer_bytes,
+        wire.commit_s,
+        wire.scatter_s,
+        wire.step_wait_s,
+    )
 
 
 def _write_tokens(said: Tokens) -> node_pb2.Tokens:

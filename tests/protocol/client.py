@@ -1,0 +1,66 @@
+"""A client of the raced router: what it is told, checked as it comes, and against what the router has accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.messages import WorkId
+from router.life import RequestEnd, RequestLife, RoutedRequest, SampleOut, TokensOut, WorkState
+
+
+@dataclass
+class Client:
+    """`want`: the right answer, by sample. `life`: the router's own view. `waits`: the router leaves the first token to
+    the decode node."""
+
+    request: RoutedRequest
+    want: list[list[int]]
+    life: RequestLife
+    waits: bool
+    got: list[list[int]] = field(init=False)
+    stopped: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    end: RequestEnd | None = None
+    first_token_s: float = 0.0
+    _before: dict[WorkId, dict[int, int]] = field(default_factory=dict)  # tokens accepted of each sample, at its start
+
+    def __post_init__(self) -> None:
+        self.got = [[] for _ in self.want]
+
+    def take(self, event: TokensOut | SampleOut | RequestEnd, now: float) -> None:
+        assert self.end is None, "something came after the end"
+        match event:
+            case TokensOut(sample, token_ids, _):
+                assert sample not in self.ended, "a token came after its sample's end"
+                assert sample not in self.stopped, "a token came after its sample was stopped"
+                if not any(self.got):
+                    self.first_token_s = now - self.life.arrived
+                self.got[sample] += token_ids
+                have = self.got[sample]
+                assert have == self.want[sample][: len(have)], "a token is wrong, missing or repeated"
+            case SampleOut(sample, _, _):
+                assert sample not in self.ended, "a sample ended twice"
+                assert self.got[sample] == self.want[sample], "a sample ended early"
+                self.ended.add(sample)
+            case RequestEnd(error, timings):
+                self.end = event
+                if error is None:
+                    assert self.ended | self.stopped == set(range(self.request.n))
+                for sample in set(range(self.request.n)) - self.stopped:
+                    assert self.got[sample] == self.life.samples[sample].tokens, "the end came before accepted tokens"
+                assert timings.first_token_s == self.first_token_s
+
+    def check(self) -> None:
+        """Nothing is kept from it but what waits for a decode node; and that is."""
+        if self.end is not None:
+            return
+        working = {s.index: work for work in self.life.works.values() for s in work.unfinished}
+        for sample in self.life.samples:
+            work, have, told = working.get(sample.index), len(sample.tokens), len(self.got[sample.index])
+            if sample.index in self.stopped:
+                continue
+            if not self.waits or not work or work.state is WorkState.DECODING:
+                assert told == have, "accepted tokens are kept back for no reason"
+            else:
+                before = self._before.setdefault(work.id, {s.index: len(s.tokens) for s in work.samples})
+                assert told <= before[sample.index], "a token did not wait for the decode node"

@@ -1,0 +1,209 @@
+"""A decode node that runs ahead launches a step late enough for newcomers, and tells the router when it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import DeadlineExceeded
+from baton.messages import Abort, Adopted, Commit, End, Grant, Prefill, Reserve, Sample, Tokens, UpdateKind, WorkId
+from baton.sampling import SamplingParams
+from decode_node.core import DecodeCore
+from decode_node.leases import Lease
+from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
+from engine.pace import SHARE, SLACK_S
+from tests.protocol.world import BLOCK_SIZE, EPOCH, PART_BLOCKS, World
+
+OLD, NEW = WorkId(EPOCH, "old", 0), WorkId(EPOCH, "new", 0)
+PROMPT = tuple(range(2, 2 + 2 * BLOCK_SIZE))
+ENDLESS = SamplingParams(max_tokens=50, ignore_eos=True)
+STEP_S = 0.010
+
+
+class Decoding:
+    """A decode node at the steps of OLD, one of which has just begun; each takes STEP_S. NEW's KV is in its cache, so
+    that a Commit is all that is missing."""
+
+    def __init__(self) -> None:
+        self.world = World(num_prefill=1, num_decode=2)
+        self.node = next(node for node in self.world.nodes.values() if node.name == "decode-1")
+        core = self.node.core
+        assert isinstance(core, DecodeCore)
+        self.core = core
+        self.said: list[tuple[WorkId, UpdateKind]] = []
+        self.grants: list[Grant] = []
+        self.again = False
+        core.handle(SessionOpened(EPOCH), 0.0)
+        core.handle(PeerOpened("p", PART_BLOCKS), 0.0)
+        core.handle(FromRouter(EPOCH, Prefill(OLD, self.node.incarnation, PROMPT, (Sample(0),), ENDLESS, 60.0)), 0.0)
+        self.turn()
+        for _ in range(5):
+            self.wait_until(self.core.engine.launch_at or self.now)
+            self.turn()
+            began = self.core.device_busy_since
+            assert began is not None
+            self.wait_until(began + STEP_S)
+            self.finish_step()
+            self.turn()
+        self.said.clear()
+
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    def wait_until(self, time: float) -> None:
+        assert time >= self.now
+        self.world.now = time
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.core.engine._in_flight)
+
+    def turn(self) -> None:
+        self.core.prepare(self.now)
+        self.again = self.core.compute(self.now)
+        self.core.check_integrity()
+        for output in self.core.take_outputs():
+            if isinstance(output, ToRouter):
+                self.said.append((output.update.work, output.update.kind))
+            elif isinstance(output, ToPrefill) and isinstance(output.message, Grant):
+                self.grants.append(output.message)
+
+    def finish_step(self) -> None:
+        oldest = self.core.engine._in_flight[0].step
+        while not oldest.is_done():
+            self.node.model.advance()
+
+    def reserve(self, deadline_s: float = 60.0) -> int:
+        sequence = next(iter(self.core.engine._sequences))
+        hashes = tuple(sequence.block_hashes(2, BLOCK_SIZE))
+        message = Reserve(NEW, self.node.incarnation, len(PROMPT), hashes, 1, deadline_s, 60)
+        self.core.handle(FromPeer("p", message), self.now)
+        self.turn()
+        assert self.grants[-1].num_parts == 0
+        return self.grants[-1].lease
+
+    def commit(self, lease: int, age_s: float = 0.0, deadline_s: float = 60.0) -> None:
+        samples = (Sample(0, (90,)),)
+        message = Commit(lease, NEW, self.node.incarnation, PROMPT, samples, ENDLESS, deadline_s, age_s=age_s)
+        self.core.handle(FromPeer("p", message), self.now)
+        self.turn()
+
+    def told(self, kind: type) -> list[UpdateKind]:
+        return [said for work, said in self.said if work == NEW and isinstance(said, kind)]
+
+
+@pytest.fixture
+def decoding() -> Decoding:
+    return Decoding()
+
+
+def test_the_next_step_is_put_off_until_shortly_before_the_end(decoding: Decoding) -> None:
+    assert decoding.num_in_flight == 1
+    due = decoding.core.next_deadline()
+    assert due == pytest.approx(decoding.now + SHARE * STEP_S - SLACK_S)
+    decoding.turn()
+    assert not decoding.again, "it would turn round and round"
+    assert decoding.num_in_flight == 1
+    decoding.wait_until(due)
+    decoding.turn()
+    assert decoding.num_in_flight == 2
+    later = decoding.core.next_deadline()
+    assert later is None or later > decoding.now + 1
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.7])
+def test_who_comes_while_a_step_runs_is_in_the_next_one(decoding: Decoding, share: float) -> None:
+    lease, began, due = decoding.reserve(), decoding.now, decoding.core.next_deadline()
+    decoding.wait_until(began + share * STEP_S)
+    decoding.commit(lease, age_s=0.003)
+    decoding.wait_until(due)
+    decoding.turn()
+    assert decoding.num_in_flight == 2
+    assert decoding.told(Adopted) == [], "the step with it has not begun"
+    decoding.wait_until(began + STEP_S)
+    decoding.finish_step()
+    decoding.turn()
+    (adopted,) = decoding.told(Adopted)
+    assert isinstance(adopted, Adopted)
+    assert adopted.commit_s == 0.003
+    assert adopted.transfer_s == adopted.scatter_s == 0
+    assert adopted.step_wait_s == pytest.approx(STEP_S - share * STEP_S)
+    assert adopted.handoff_s == pytest.approx(0.003 + adopted.step_wait_s)
+    assert adopted.num_cached_tokens == len(PROMPT)
+    assert decoding.told(Tokens) == []
+    decoding.finish_step()
+    decoding.turn()
+    (tokens,) = decoding.told(Tokens)
+    assert isinstance(tokens, Tokens)
+    assert tokens.first_index == 1
+
+
+def test_a_step_that_ends_before_it_was_expected_is_followed_at_once(decoding: Decoding) -> None:
+    lease = decoding.reserve()
+    decoding.commit(lease)
+    decoding.wait_until(decoding.now + 0.2 * STEP_S)
+    decoding.finish_step()
+    decoding.turn()
+    assert len(decoding.told(Adopted)) == 1
+    assert decoding.num_in_flight == 1
+
+
+def test_nothing_runs_and_nothing_is_put_off() -> None:
+    decoding = Decoding()
+    lease = decoding.reserve()
+    decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
+    decoding.turn()
+    while decoding.num_in_flight:
+        decoding.finish_step()
+        decoding.turn()
+    decoding.commit(lease)
+    assert len(decoding.told(Adopted)) == 1
+    assert decoding.num_in_flight == 1
+
+
+def test_an_abort_before_the_first_step_leaves_nothing_behind(decoding: Decoding) -> None:
+    decoding.commit(decoding.reserve())
+    decoding.core.handle(FromRouter(EPOCH, Abort(NEW)), decoding.now)
+    decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
+    decoding.turn()
+    while decoding.num_in_flight:
+        decoding.finish_step()
+        decoding.turn()
+    assert decoding.told(Adopted) == []
+    assert len(decoding.told(End)) == 1
+    assert decoding.core.idle
+    assert decoding.node.pool_is_whole()
+
+
+def test_a_deadline_before_the_first_step_is_kept(decoding: Decoding) -> None:
+    decoding.commit(decoding.reserve(), deadline_s=0.002)
+    assert decoding.core.next_deadline() == pytest.approx(decoding.now + 0.002)
+    decoding.wait_until(decoding.now + 0.002)
+    decoding.turn()
+    (end,) = decoding.told(End)
+    assert isinstance(end, End)
+    assert isinstance(end.error, DeadlineExceeded)
+    assert decoding.told(Adopted) == []
+
+
+@pytest.mark.parametrize(
+    ("arrived", "landed", "transfer_s", "scatter_s", "step_wait_s"),
+    [
+        (7.0, 8.0, 0.0, 0.0, 5.0),  # all was hidden behind the prompt's computing
+        (9.0, 12.0, 2.0, 2.0, 3.0),
+        (13.0, 14.0, 4.0, 1.0, 1.0),
+    ],
+)
+def test_what_happens_before_the_commit_takes_no_time(
+    arrived: float, landed: float, transfer_s: float, scatter_s: float, step_wait_s: float
+) -> None:
+    """The Commit comes at 10.0, the first step begins at 15.0, or when it can."""
+    reserve = Reserve(NEW, "i", 8, (), 1, 60.0, 60)
+    commit = Commit(1, NEW, "i", PROMPT, (Sample(0, (90,)),), ENDLESS, 60.0, age_s=0.5)
+    lease = Lease(1, reserve, "p", 99.0, 1.0, [], [], 1, (), None, BLOCK_SIZE, commit=commit, committed=10.0)
+    lease.last_arrived, lease.landed = arrived, landed
+    begun = max(10.0, landed) + step_wait_s
+    adopted = lease.adopted(begun)
+    assert (adopted.transfer_s, adopted.scatter_s, adopted.step_wait_s) == (transfer_s, scatter_s, step_wait_s)
+    assert adopted.handoff_s == 0.5 + begun - 10.0
+    assert adopted.num_cached_tokens == BLOCK_SIZE
