@@ -2,7 +2,8 @@
 
 No sockets and no clock: the front ends and the node streams carry messages to and from it, and tests race it in every
 order. The rules it keeps: tokens and ends count only from the current attempt; a gap in a sample's indexes fails the
-attempt; whatever is lost becomes attempt + 1, a Prefill of prompt and output so far; each request ends exactly once.
+attempt; whatever is lost becomes attempt + 1, a Prefill of prompt and output so far; each request ends exactly once,
+after all that was accepted of it has been told.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from baton.messages import (
     WorkId,
 )
 from router.life import (
+    FirstToken,
     RequestEvent,
     RequestLife,
     RoutedRequest,
+    SampleEvent,
     SampleLife,
     SampleOut,
     TokensOut,
@@ -69,12 +72,16 @@ Action = ToNode | Emit
 
 class RouterCore:
     """All live requests of one router. `epoch` names this router's life; `max_requests` 0 means no limit;
-    `with_prefill`: it has prefill nodes, now or later."""
+    `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what these sample is told at once, or
+    when the decode node goes on with it."""
 
-    def __init__(self, epoch: int, max_requests: int = 0, with_prefill: bool = True) -> None:
+    def __init__(
+        self, epoch: int, max_requests: int = 0, with_prefill: bool = True, first_token: FirstToken = "prefill"
+    ) -> None:
         self.epoch = epoch
         self.pool = Pool(with_prefill)
         self._max_requests = max_requests
+        self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._owner: dict[WorkId, RequestLife] = {}
         self._actions: list[Action] = []
@@ -135,6 +142,7 @@ class RouterCore:
             return
         life.samples[sample].ended = True
         life.samples[sample].early.clear()
+        life.samples[sample].held.clear()
         for work in list(life.works.values()):
             if life.samples[sample] in work.samples:
                 if work.unfinished:
@@ -180,17 +188,17 @@ class RouterCore:
                 self._started(life, work, started, incarnation)
             case Tokens() | SampleEnd() as item:
                 self._item(life, work, item, incarnation, now)
-            case HandedOff(prefill_s):
+            case HandedOff() as handed_off:
                 if not work.handed_off:
                     self._free(work.prefill, life)
                     work.handed_off = True
-                    life.timings.prefill_s = prefill_s
+                    life.timings.handed_off(handed_off)
                     self._after_progress(life, work, now)
             case Adopted() as adopted:
                 work.state = WorkState.DECODING
-                life.timings.transfer_s = adopted.transfer_s
-                life.timings.num_decode_cached_tokens = adopted.num_cached_tokens
-                life.timings.transfer_bytes = adopted.transfer_bytes
+                for sample in work.samples:
+                    self._release(life, sample, now)
+                life.timings.adopted(adopted)
             case End(error):
                 self._ended(life, work, error, incarnation, now)
 
@@ -217,7 +225,7 @@ class RouterCore:
         if isinstance(item, SampleEnd):
             sample.ended = True
             sample.early.clear()
-            self._emit(life, SampleOut(sample.index, item.reason, item.stop_token_id))
+            self._tell(life, work, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
             return True
         have = len(sample.tokens)
         if item.first_index > have:
@@ -227,14 +235,12 @@ class RouterCore:
         known = have - item.first_index  # a repeat of what we have
         fresh = item.token_ids[known:]
         if fresh:
-            if not any(s.tokens for s in life.samples):
-                life.timings.first_token_s = now - life.arrived
             sample.tokens.extend(fresh)
             if work.decode and work.state is not WorkState.DECODING:
                 work.state = WorkState.HANDING_OFF
             elif not work.decode:
                 work.state = WorkState.DECODING
-            self._emit(life, TokensOut(sample.index, fresh, item.logprobs[known:]))
+            self._tell(life, work, sample, TokensOut(sample.index, fresh, item.logprobs[known:]), now)
         return True
 
     def _after_progress(self, life: RequestLife, work: Work, now: float) -> None:
@@ -262,6 +268,22 @@ class RouterCore:
             work.end_waits = True
         else:
             self._fail(life, work, InternalError(f"{work.id} ended with unfinished samples"), now, retry=True)
+
+    # ---- telling the client ----
+
+    def _tell(self, life: RequestLife, work: Work, sample: SampleLife, event: SampleEvent, now: float) -> None:
+        """What a prefill node sampled may have to wait for the decode node; a sample that ended waits for nobody."""
+        sample.held.append(event)
+        if sample.ended or not (self._holds and work.awaits_decode):
+            self._release(life, sample, now)
+
+    def _release(self, life: RequestLife, sample: SampleLife, now: float) -> None:
+        if sample.held and not life.told:
+            life.told = True
+            life.timings.first_token_s = now - life.arrived
+        for event in sample.held:
+            self._emit(life, event)
+        sample.held.clear()
 
     # ---- placing, failing, ending ----
 
@@ -336,6 +358,8 @@ class RouterCore:
             self._abort(work)
             self._retire(life, work)
         if self._requests.pop(life.request.request_id, None):
+            for sample in life.samples:
+                self._release(life, sample, now)
             self._emit(life, life.end(error, now))
 
     def _retire(self, life: RequestLife, work: Work) -> None:

@@ -92,7 +92,7 @@ class Dispatcher:
         for update in message:
             self._accounts.node_said(update)
             self._core.update(incarnation, update, now)
-        self._carry_out()
+            self._carry_out()  # each by itself: a stop string in it is seen before the token behind it counts
 
     # ---- for whoever runs it ----
 

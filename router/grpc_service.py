@@ -195,7 +195,13 @@ def _timings(timings: RequestTimings) -> pb.Timings:
     return pb.Timings(
         queue_s=timings.queue_s,
         prefill_s=timings.prefill_s,
+        gather_s=timings.gather_s,
+        wire_s=timings.wire_s,
+        commit_s=timings.commit_s,
         transfer_s=timings.transfer_s,
+        scatter_s=timings.scatter_s,
+        step_wait_s=timings.step_wait_s,
+        handoff_s=timings.handoff_s,
         first_token_s=timings.first_token_s,
         total_s=timings.total_s,
         num_decode_cached_tokens=timings.num_decode_cached_tokens,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass, field
+from typing import Literal
 
 from baton.errors import BatonError
-from baton.messages import DecodeTarget, Prefill, Sample, SampleEnd, TokenLogprobs, Tokens, WorkId
+from baton.messages import Adopted, DecodeTarget, HandedOff, Prefill, Sample, SampleEnd, TokenLogprobs, Tokens, WorkId
 from baton.sampling import FinishReason, SamplingParams
 
 
@@ -19,13 +20,19 @@ class WorkState(enum.Enum):
            `--------------------+--- node lost, error -------+----------------------'--> next attempt, or the end
 
     Messages of two nodes may overtake each other, so Adopted can come in any of the first three states; without a
-    handoff (decode node alone, or all samples ended on token 0) HANDING_OFF or DECODING may be skipped.
+    handoff (decode node alone, or all samples ended on token 0) HANDING_OFF or DECODING may be skipped. With the first
+    token left to the decode node, the client hears of an attempt's tokens in DECODING, or when their sample ends.
     """
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
     HANDING_OFF = "handing_off"
     DECODING = "decoding"
+
+
+FirstToken = Literal["prefill", "decode"]
+"""Who streams it. The prefill node: at once, and the handoff is a gap behind it. The decode node: when it goes on, and
+the handoff is part of the time to the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,18 @@ class RoutedRequest:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Durations in seconds, each by one process's own clock; of the attempt that got furthest."""
+    """Durations in seconds, each by one process's own clock; of the attempt that got furthest. `first_token_s`: until
+    the client was told of a token, 0 if it never was. Those of the handoff are as in `HandedOff` and `Adopted`."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    gather_s: float = 0.0
+    wire_s: float = 0.0
+    commit_s: float = 0.0
     transfer_s: float = 0.0
+    scatter_s: float = 0.0
+    step_wait_s: float = 0.0
+    handoff_s: float = 0.0
     first_token_s: float = 0.0
     total_s: float = 0.0
     num_cached_tokens: int = 0
@@ -55,6 +69,15 @@ class RequestTimings:
     num_attempts: int = 0
     prefill_node: str = ""
     decode_node: str = ""
+
+    def handed_off(self, told: HandedOff) -> None:
+        self.prefill_s, self.gather_s, self.wire_s = told.prefill_s, told.gather_s, told.wire_s
+
+    def adopted(self, told: Adopted) -> None:
+        self.commit_s, self.transfer_s, self.scatter_s = told.commit_s, told.transfer_s, told.scatter_s
+        self.step_wait_s, self.handoff_s = told.step_wait_s, told.handoff_s
+        self.num_decode_cached_tokens = told.num_cached_tokens
+        self.transfer_bytes = told.transfer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +102,23 @@ class RequestEnd:
     timings: RequestTimings
 
 
-RequestEvent = TokensOut | SampleOut | RequestEnd
+SampleEvent = TokensOut | SampleOut
+RequestEvent = SampleEvent | RequestEnd
 
 
 @dataclass(slots=True)
 class SampleLife:
-    """One sample: tokens accepted in order, and what came too early from the other node."""
+    """One sample: tokens accepted in order, and what came too early from the other node.
+
+    What was accepted survives its attempt, also while it is `held` back from the client: the next attempt goes on
+    behind it, and the client is told of both when a decode node goes on with that, or before the request's end.
+    """
 
     index: int
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     early: list[Tokens | SampleEnd] = field(default_factory=list)
+    held: list[SampleEvent] = field(default_factory=list)  # accepted, and not told to the client yet
 
 
 @dataclass(slots=True)
@@ -110,6 +139,11 @@ class Work:
     @property
     def unfinished(self) -> list[SampleLife]:
         return [s for s in self.samples if not s.ended]
+
+    @property
+    def awaits_decode(self) -> bool:
+        """There will be a handoff, and the decode node has not said that it goes on."""
+        return self.decode is not None and self.state is not WorkState.DECODING
 
     def nodes(self) -> list[str]:
         """The incarnations that may still hold something of this work."""
@@ -137,6 +171,7 @@ class RequestLife:
     works: dict[WorkId, Work] = field(default_factory=dict)
     timings: RequestTimings = field(default_factory=RequestTimings)
     avoid: set[str] = field(default_factory=set)  # nodes that failed it
+    told: bool = False  # its client has a token
 
     def groups(self, samples: list[SampleLife]) -> list[list[SampleLife]]:
         """Samples that one Prefill can carry: all together while none has output, else one each."""

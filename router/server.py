@@ -56,7 +56,7 @@ class RouterServer:
         epoch = secrets.randbits(EPOCH_BITS)
         self.models = Models()
         accounts = Accounts(metrics, self._model_name)
-        core = RouterCore(epoch, settings.max_num_requests, with_prefill=bool(settings.prefill))
+        core = RouterCore(epoch, settings.max_num_requests, bool(settings.prefill), settings.first_token)
         self.dispatcher = Dispatcher(core, accounts)
         self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode)
         self._service = Service(self.dispatcher, self.models, settings.request_timeout)

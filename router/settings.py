@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from baton.address import HostPort
 from baton.settings import ConnectAddresses, ListenAddress, Settings
+from router.life import FirstToken
 
 
 class RouterSettings(Settings):
@@ -27,6 +28,11 @@ class RouterSettings(Settings):
     )
     node_id: str | None = Field(None, description="name in logs; unset: router and the HTTP port")
 
+    first_token: FirstToken = Field(
+        "prefill",
+        description="node that streams the first token: prefill, as soon as it is sampled, and the handoff is a gap "
+        "behind it; decode, when that goes on with the request, and the handoff counts to the time to first token",
+    )
     request_timeout: float = Field(600.0, gt=0, description="seconds that a request may take, from receipt to its end")
     max_num_requests: int = Field(
         4096, ge=0, description="requests in flight; more are refused with 429; 0 is no limit"

@@ -101,7 +101,13 @@ def timings_of(timings: RequestTimings) -> dict[str, Any]:
     return {
         "queue_ms": _ms(timings.queue_s),
         "prefill_ms": _ms(timings.prefill_s),
+        "gather_ms": _ms(timings.gather_s),
+        "wire_ms": _ms(timings.wire_s),
+        "commit_ms": _ms(timings.commit_s),
         "transfer_ms": _ms(timings.transfer_s),
+        "scatter_ms": _ms(timings.scatter_s),
+        "step_wait_ms": _ms(timings.step_wait_s),
+        "handoff_ms": _ms(timings.handoff_s),
         "first_token_ms": _ms(timings.first_token_s),
         "total_ms": _ms(timings.total_s),
         "cached_tokens": timings.num_cached_tokens,

@@ -81,7 +81,7 @@ def test_settings_are_handed_on_however_they_came(tmp_path: Path, monkeypatch: p
     file = tmp_path / "up.yaml"
     file.write_text("max-num-seqs: 7\nprefill: 2\n")
     monkeypatch.setenv("BATON_BLOCK_SIZE", "32")
-    flags = ("--request-timeout=9", "--max-num-requests=5", "--log-level=debug")
+    flags = ("--request-timeout=9", "--max-num-requests=5", "--log-level=debug", "--first-token=decode")
     lists_and_switches = ("--cudagraph-capture-sizes=1,2", "--no-async-scheduling")
     children = planned(Machine(2, ()), f"--config={file}", *flags, *lists_and_switches)
     assert "prefill-1" in children
@@ -90,6 +90,7 @@ def test_settings_are_handed_on_however_they_came(tmp_path: Path, monkeypatch: p
     assert (node.max_num_seqs, node.block_size, node.request_timeout, node.log_level) == (7, 32, 9.0, "debug")
     router = parse(RouterSettings, children["router"].arguments)
     assert (router.max_num_requests, router.request_timeout, router.log_level) == (5, 9.0, "debug")
+    assert router.first_token == "decode"
 
 
 def test_what_was_not_set_is_left_to_the_process() -> None:

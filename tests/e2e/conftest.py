@@ -21,8 +21,8 @@ class House:
     """Two prefill nodes and two decode nodes; several routers, each in front of one pair of them.
 
     `chunk_64` and `chunk_2048`: prompts go in chunks of so many tokens, and are handed to the same decode node, so that
-    a test can have a prompt cached on either side alone. `small`: in front of the decode node whose pool holds one
-    request of full length and no more.
+    a test can have a prompt cached on either side alone; `chunk_2048` leaves first tokens to the decode node. `small`:
+    in front of the decode node whose pool holds one request of full length and no more.
     """
 
     cluster: Cluster
@@ -47,7 +47,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         wide = cluster.node("prefill", "prefill-2048", "--max-num-batched-tokens=2048", blocks, ahead, groups)
         decode = cluster.node("decode", "decode-large", blocks, ahead, "--verify-transfers")
         small = cluster.node("decode", "decode-small", "--num-gpu-blocks-override=256")
-        routers = [cluster.router([p], [d]) for p, d in ((narrow, decode), (wide, decode), (wide, small))]
+        late = "--first-token=decode"
+        routers = [cluster.router([narrow], [decode]), cluster.router([wide], [decode], late)]
+        routers.append(cluster.router([wide], [small]))
         for router in routers:
             router.wait_ready()
         yield House(cluster, (narrow, wide, decode, small), *routers)

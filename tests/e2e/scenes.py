@@ -24,7 +24,8 @@ TRIES = 10
 
 class Fragile:
     """Two prefill nodes of small steps and pools, two decode nodes, all running ahead as on a GPU; `all` is in front of
-    all four, `pair` of the first of each kind. The routers prefer the first of each kind when none is busy."""
+    all four, `pair` of the first of each kind, and so is `late`, which leaves the first token to the decode node. The
+    routers prefer the first of each kind when none is busy."""
 
     def __init__(self, cluster: Cluster) -> None:
         small = ("--max-num-batched-tokens=16", "--num-gpu-blocks-override=256", "--async-scheduling")
@@ -32,7 +33,9 @@ class Fragile:
         self.prefill = [cluster.node("prefill", f"prefill-{i}", *small) for i in range(2)]
         self.decode = [cluster.node("decode", f"decode-{i}", *large) for i in range(2)]
         self.all = cluster.router(self.prefill, self.decode, name="router-all")
-        self.pair = cluster.router(self.prefill[:1], self.decode[:1], name="router-pair")
+        first = (self.prefill[:1], self.decode[:1])
+        self.pair = cluster.router(*first, name="router-pair")
+        self.late = cluster.router(*first, "--first-token=decode", name="router-late")
 
     @property
     def nodes(self) -> list[Node]:
@@ -40,7 +43,8 @@ class Fragile:
 
     async def wait_ready(self) -> None:
         await asyncio.to_thread(self.all.wait_nodes, 2, 2)
-        await asyncio.to_thread(self.pair.wait_nodes, 1, 1)
+        for router in (self.pair, self.late):
+            await asyncio.to_thread(router.wait_nodes, 1, 1)
 
     async def wait_whole(self) -> None:
         """Of all nodes that live, also those that a test that failed has left frozen."""

@@ -220,8 +220,8 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
             return
         open_samples = [s for s in prefill.samples if not own._step(prefill, answer, s, len(s.output_tokens))]
         if decode is not own:
-            own._send(epoch, Update(work, HandedOff(0.002)))
-            decode._send(epoch, Update(work, Adopted(0.003, 0, 4096)))
+            own._send(epoch, Update(work, HandedOff(0.002, 0.005, 0.006)))
+            decode._send(epoch, Update(work, Adopted(0.003, 0, 4096, 0.001, 0.002, 0.004)))
         index = len(prefill.samples[0].output_tokens) + 1
         while open_samples:
             if answer.hold and answer.hold_at == index:

@@ -131,6 +131,10 @@ async def test_grpc_generate(stub, nodes):
     assert deltas[-1].finish_reason == node_pb2.FINISH_REASON_STOP
     assert started.num_prompt_tokens == finished.usage.num_prompt_tokens == len(nodes.prefills[0].prompt_tokens)
     assert (finished.usage.num_completion_tokens, finished.timings.decode_node) == (len(ids), "decode-1")
+    told = finished.timings
+    assert (told.prefill_s, told.gather_s, told.wire_s, told.commit_s) == (0.002, 0.005, 0.006, 0.001)
+    assert (told.transfer_s, told.scatter_s, told.step_wait_s) == (0.003, 0.002, 0.004)
+    assert told.handoff_s == pytest.approx(0.008)
     assert nodes.prefills[0].work.request_id.startswith("mine.")
 
 

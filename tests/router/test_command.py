@@ -49,6 +49,7 @@ def test_settings():
         (("--prefill", "a:1"), "--decode: at least one address is needed"),
         (("--prefill", "a:1,a:1", "--decode", "b:1"), "a:1 is given twice"),
         ((*NODES, "--request-timeout", "0"), "--request-timeout"),
+        ((*NODES, "--first-token", "router"), "--first-token"),
     ],
 )
 def test_bad_settings_are_named(flags, says, capsys):

@@ -4,83 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import BatonError, InternalError, Overloaded, PeerLost
-from baton.layout import KvLayout
-from baton.messages import (
-    Abort,
-    Adopted,
-    End,
-    GenerationDefaults,
-    HandedOff,
-    NodeInfo,
-    NodeRole,
-    Prefill,
-    Tokens,
-    Update,
-)
-from baton.sampling import SamplingParams
-from router.core import Emit, RouterCore, ToNode
-from router.life import RequestEnd, RoutedRequest, TokensOut
-
-LAYOUT = KvLayout(1, 1, 8, 8, 16, "float32", 0, 1, 1024, "f")
-
-
-def info(name: str, role: NodeRole) -> NodeInfo:
-    return NodeInfo(
-        role=role,
-        incarnation=name,
-        node_id=name,
-        address=name,
-        served_model_name="m",
-        max_model_len=64,
-        max_num_seqs=4,
-        num_blocks=9,
-        layout=LAYOUT,
-        endpoints=(),
-        tokenizer_digest="",
-        chat_template="",
-        special_tokens={},
-        generation_defaults=GenerationDefaults(),
-        vocab_size=9,
-    )
-
-
-class House:
-    """A router with its nodes, and all that it has sent and emitted."""
-
-    def __init__(self, *names: str, with_prefill: bool = True) -> None:
-        self.core = RouterCore(1, with_prefill=with_prefill)
-        self.sent: list[ToNode] = []
-        self.emitted: list[Emit] = []
-        for name in names:
-            self.core.node_up(info(name, NodeRole.PREFILL if name[0] == "p" else NodeRole.DECODE), 0.0)
-
-    def submit(self, n: int = 1) -> Prefill:
-        self.core.submit(RoutedRequest("r", (1, 2, 3), n, SamplingParams(max_tokens=8), 60.0), 0.0)
-        self.collect()
-        return self.prefills[-1][1]
-
-    def say(self, name: str, prefill: Prefill, *kinds: object) -> None:
-        for kind in kinds:
-            self.core.update(name, Update(prefill.work, kind), 1.0)  # type: ignore[arg-type]
-        self.collect()
-
-    def collect(self) -> None:
-        for action in self.core.take_actions():
-            (self.sent if isinstance(action, ToNode) else self.emitted).append(action)  # type: ignore[arg-type]
-
-    @property
-    def prefills(self) -> list[tuple[str, Prefill]]:
-        return [(a.incarnation, a.message) for a in self.sent if isinstance(a.message, Prefill)]
-
-    @property
-    def aborted(self) -> set[str]:
-        return {a.incarnation for a in self.sent if isinstance(a.message, Abort)}
-
-    @property
-    def end(self) -> BatonError | None:
-        (end,) = [e.event for e in self.emitted if isinstance(e.event, RequestEnd)]
-        return end.error
+from baton.errors import InternalError, Overloaded, PeerLost
+from baton.messages import Adopted, End, HandedOff, NodeRole, Tokens
+from tests.router.house import House, info
 
 
 def test_decode_nodes_that_are_meant_to_be_alone_are_enough() -> None:
@@ -156,8 +82,7 @@ def test_what_decode_says_before_prefill_has_spoken_waits_its_turn() -> None:
     house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 1, (6, 7)))
     assert house.emitted == []
     house.say("p1", first, Tokens(0, 0, (5,)))
-    tokens = [t for e in house.emitted if isinstance(e.event, TokensOut) for t in e.event.token_ids]
-    assert tokens == [5, 6, 7]
+    assert house.told == [(0, 5), (0, 6), (0, 7)]
 
 
 def test_a_gap_fails_the_attempt() -> None:

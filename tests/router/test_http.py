@@ -34,6 +34,8 @@ async def test_a_chat_answer(client, nodes):
     assert body["usage"]["total_tokens"] == len(prompt) + completion
     assert body["timings"]["attempts"] == 1
     assert body["timings"]["transfer_bytes"] == 4096
+    parts = ("prefill", "gather", "wire", "commit", "transfer", "scatter", "step_wait", "handoff")
+    assert [body["timings"][f"{part}_ms"] for part in parts] == [2, 5, 6, 1, 3, 2, 4, 8]
     assert (body["timings"]["prefill_node"], body["timings"]["decode_node"]) == ("prefill-0", "decode-1")
 
 

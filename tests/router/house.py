@@ -1,0 +1,82 @@
+"""A router's state machine with nodes that say what a test wants them to."""
+
+from __future__ import annotations
+
+from baton.errors import BatonError
+from baton.layout import KvLayout
+from baton.messages import Abort, GenerationDefaults, NodeInfo, NodeRole, Prefill, Update
+from baton.sampling import SamplingParams
+from router.core import Emit, RouterCore, ToNode
+from router.life import FirstToken, RequestEnd, RoutedRequest, TokensOut
+
+LAYOUT = KvLayout(1, 1, 8, 8, 16, "float32", 0, 1, 1024, "f")
+
+
+def info(name: str, role: NodeRole) -> NodeInfo:
+    return NodeInfo(
+        role=role,
+        incarnation=name,
+        node_id=name,
+        address=name,
+        served_model_name="m",
+        max_model_len=64,
+        max_num_seqs=4,
+        num_blocks=9,
+        layout=LAYOUT,
+        endpoints=(),
+        tokenizer_digest="",
+        chat_template="",
+        special_tokens={},
+        generation_defaults=GenerationDefaults(),
+        vocab_size=9,
+    )
+
+
+class House:
+    """A router with its nodes, and all that it has sent and emitted."""
+
+    def __init__(self, *names: str, with_prefill: bool = True, first_token: FirstToken = "prefill") -> None:
+        self.core = RouterCore(1, with_prefill=with_prefill, first_token=first_token)
+        self.sent: list[ToNode] = []
+        self.emitted: list[Emit] = []
+        for name in names:
+            self.core.node_up(info(name, NodeRole.PREFILL if name[0] == "p" else NodeRole.DECODE), 0.0)
+
+    def submit(self, n: int = 1) -> Prefill:
+        """Request `r`, at time 0."""
+        self.core.submit(RoutedRequest("r", (1, 2, 3), n, SamplingParams(max_tokens=8), 60.0), 0.0)
+        self.collect()
+        return self.prefills[-1][1]
+
+    def say(self, name: str, prefill: Prefill, *kinds: object, now: float = 1.0) -> None:
+        for kind in kinds:
+            self.core.update(name, Update(prefill.work, kind), now)  # type: ignore[arg-type]
+        self.collect()
+
+    def collect(self) -> None:
+        for action in self.core.take_actions():
+            (self.sent if isinstance(action, ToNode) else self.emitted).append(action)  # type: ignore[arg-type]
+
+    @property
+    def prefills(self) -> list[tuple[str, Prefill]]:
+        return [(a.incarnation, a.message) for a in self.sent if isinstance(a.message, Prefill)]
+
+    @property
+    def aborted(self) -> set[str]:
+        return {a.incarnation for a in self.sent if isinstance(a.message, Abort)}
+
+    @property
+    def told(self) -> list[tuple[int, int]]:
+        """(sample, token), in the order in which the client got them."""
+        events = [e.event for e in self.emitted]
+        return [(e.sample, token) for e in events if isinstance(e, TokensOut) for token in e.token_ids]
+
+    @property
+    def last_word(self) -> RequestEnd:
+        (end,) = [e.event for e in self.emitted if isinstance(e.event, RequestEnd)]
+        assert self.emitted[-1].event is end
+        return end
+
+    @property
+    def end(self) -> BatonError | None:
+        return self.last_word.error
