@@ -45,14 +45,13 @@ class Streamed:
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     @property
-    def handoff_s(self) -> float:
-        """From the first token, the prefill node's, to the second, the decode node's. NaN for a single one."""
+    def first_gap_s(self) -> float:
+        """From the first token to the second. NaN for a single one."""
         return self.arrivals[1] - self.arrivals[0] if len(self.arrivals) > 1 else float("nan")
 
-    @property
-    def transfer_s(self) -> float:
-        """The part of that from the commit to the last byte of KV in its place, by the decode node's clock."""
-        return float(self.timings.get("transfer_ms", 0.0)) / 1e3
+    def phase_s(self, name: str) -> float:
+        """One of the durations in the answer's `timings`."""
+        return float(self.timings.get(f"{name}_ms", 0.0)) / 1e3
 
     @property
     def longest_gap_s(self) -> float:

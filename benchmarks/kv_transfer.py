@@ -63,12 +63,13 @@ class TransferSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Milliseconds of one transport and size."""
+    """Milliseconds of one transport and size. placed_parts: how many of all are gathered into the receiver's slots."""
 
     transport: str
     num_tokens: int
     num_bytes: int
     num_parts: int
+    placed_parts: float
     median_ms: float
     best_ms: float
     copy_ms: float
@@ -136,12 +137,16 @@ def _measure(
     settings: TransferSettings, options: EndOptions, ends: tuple[End, End], num_tokens: int, num_blocks: int
 ) -> Measured:
     sender, receiver = ends
-    took = [_transfer(ends, num_blocks) * 1e3 for _ in range(settings.num_tries + 2)][2:]
+    num_parts, placed_before = sender.call("count_parts", num_blocks), sender.call("count_placed")
+    num_transfers = settings.num_tries + 2
+    took = [_transfer(ends, num_blocks) * 1e3 for _ in range(num_transfers)][2:]
+    num_placed = sender.call("count_placed") - placed_before
     return Measured(
         transport=options.transport,
         num_tokens=num_tokens,
         num_bytes=num_blocks * options.layout.block_bytes,
-        num_parts=sender.call("count_parts", num_blocks),
+        num_parts=num_parts,
+        placed_parts=num_placed / num_transfers / num_parts,
         median_ms=statistics.median(took),
         best_ms=min(took),
         copy_ms=sender.call("copy_s", num_blocks) * 1e3,
@@ -151,10 +156,23 @@ def _measure(
 
 
 def report(settings: TransferSettings, measured: Sequence[Measured]) -> None:
-    columns = ["transport", "tokens", "MiB", "parts", "ms", "best ms", "GB/s", "one copy ms", "gather ms", "scatter ms"]
+    columns = [
+        "transport",
+        "tokens",
+        "MiB",
+        "parts",
+        "placed",
+        "ms",
+        "best ms",
+        "GB/s",
+        "one copy ms",
+        "gather ms",
+        "scatter ms",
+    ]
     rows = [
         [
             *(x.transport, str(x.num_tokens), f"{x.num_bytes / 2**20:.1f}", str(x.num_parts)),
+            f"{x.placed_parts:.0%}",
             *(f"{x.median_ms:.3f}", f"{x.best_ms:.3f}", f"{x.gb_s:.1f}"),
             *(f"{ms:.3f}" for ms in (x.copy_ms, x.gather_ms, x.scatter_ms)),
         ]

@@ -25,7 +25,6 @@ from kv_transfer.receiver import PeerLost as SenderLost
 from kv_transfer.sender import KvSender
 from kv_transfer.sender import PartFailed as SendFailed
 from kv_transfer.sender import PeerLost as ReceiverLost
-from kv_transfer.staging import Staging
 
 WAIT_S = 60.0
 MIN_OPEN_PARTS = 2
@@ -124,7 +123,7 @@ class Server:
         self.source = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device=self.device)
         self.pool = self.source if options.role == SENDER else torch.zeros_like(self.source)
         slot_bytes = slot_bytes_for(options.part_blocks, self.layout.block_bytes)
-        staging = Staging(options.num_slots, slot_bytes, self.device)
+        staging = kv_transfer.staging_for(options.transport, options.num_slots, slot_bytes, self.device)
         self._awake = threading.Event()
         self.transport = kv_transfer.create(options.transport, staging, self._awake.set)
         kind = KvSender if options.role == SENDER else KvReceiver
@@ -215,6 +214,10 @@ class Server:
 
     def count_parts(self, num_blocks: int) -> int:
         return len(plan_parts(self.layout, self.options.part_blocks, 0, num_blocks, 0, self.options.layer_groups))
+
+    def count_placed(self) -> int:
+        """Parts so far that were gathered straight into the receiver's slots."""
+        return int(self.mover.num_placed_parts)
 
     # ---- ceilings ----
 

@@ -10,12 +10,21 @@ import time
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
+from urllib.parse import urlsplit
 
 from baton.address import HostPort
 from benchmarks.http_stream import Connection, Streamed
 from tools import tiny_tasks
 
 POOL_TOKENS = 8192
+
+
+def address_of(url: str) -> HostPort:
+    """Of http://HOST:PORT. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+        raise ValueError(f"must be http://HOST:PORT, not {url!r}")
+    return HostPort(parts.hostname, parts.port or 80)
 
 
 class Prompts:

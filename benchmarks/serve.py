@@ -15,20 +15,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from baton.address import HostPort
 from baton.settings import Settings, parse
 from benchmarks.checks import WrongAnswers, check_concurrency, check_recall
 from benchmarks.cluster import running_cluster
 from benchmarks.http_stream import Connection, Streamed
-from benchmarks.load import Load, Prompts
+from benchmarks.load import Load, Prompts, address_of
 from benchmarks.stats import percentile, summary, table
 
 NUM_ALONE = 5
 NUM_PINGS = 50
+
+HANDOFF = ("handoff", "commit", "transfer", "scatter", "step_wait", "gather", "wire")
+"""Of the answers' timings. The prompt's end to the decode node's first step is commit + transfer + step wait; scatter
+is the end of transfer. Gather and wire are the prefill node's side: the prompt's end to the last part's departure."""
 
 
 class ServeSettings(Settings):
@@ -59,7 +61,7 @@ class ServeSettings(Settings):
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
         if url is not None:
-            _address(url)
+            address_of(url)
         return url
 
     @field_validator("goodput")
@@ -89,19 +91,11 @@ _LIMITED: dict[str, Callable[[Streamed], float]] = {
 }
 
 
-def _address(url: str) -> HostPort:
-    """Raises ValueError."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-        raise ValueError(f"must be http://HOST:PORT, not {url!r}")
-    return HostPort(parts.hostname, parts.port or 80)
-
-
 async def run(settings: ServeSettings) -> dict[str, Any]:
     """Check, measure, print the table; what the JSON line says."""
     async with contextlib.AsyncExitStack() as stack:
         if settings.url:
-            address = _address(settings.url)
+            address = address_of(settings.url)
         else:
             _note("starting a cluster")
             address = (await stack.enter_async_context(running_cluster(settings.up))).http
@@ -177,15 +171,15 @@ def _report(
 
 def _latencies(answers: Sequence[Streamed]) -> dict[str, list[float]]:
     """Seconds: to the first token, between tokens, per token after the first, to the last; each request's worst wait
-    between two tokens; from the first token to the second; and the KV's part of that."""
+    between two tokens; from the first token to the second; and the handoff with its parts, as the nodes timed them."""
     return {
         "TTFT": [answer.first_token_s for answer in answers],
         "ITL": [gap for answer in answers for gap in answer.between_tokens_s],
         "TPOT": [answer.per_token_s for answer in answers if len(answer.tokens) > 1],
         "E2E": [answer.total_s for answer in answers],
         "longest gap": [answer.longest_gap_s for answer in answers if len(answer.tokens) > 1],
-        "handoff": [answer.handoff_s for answer in answers if len(answer.tokens) > 1],
-        "transfer": [answer.transfer_s for answer in answers],
+        "first gap": [answer.first_gap_s for answer in answers if len(answer.tokens) > 1],
+        **{name.replace("_", " "): [answer.phase_s(name) for answer in answers] for name in HANDOFF},
     }
 
 
