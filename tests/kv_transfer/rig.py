@@ -122,6 +122,11 @@ class RemoteNode:
         assert self._host.process.pid is not None
         os.kill(self._host.process.pid, number)
 
+    def peek(self, address: int) -> int:
+        """A byte of its memory, also while it is stopped."""
+        with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as memory:
+            return os.pread(memory.fileno(), 1, address)[0]
+
     def kill(self) -> None:
         self._host.kill()
 

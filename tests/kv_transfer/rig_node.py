@@ -233,8 +233,14 @@ class Node:
             assert time.monotonic() < deadline
             os.sched_yield()
 
-    def last_byte(self, slot: int) -> int:
-        return int(self.staging.memory(slot)[-1])
+    def middle(self, slot: int) -> int:
+        """The address of the byte in the middle of a slot; 0 on a GPU."""
+        memory = self.staging.memory(slot)
+        return 0 if memory.is_cuda else memory.data_ptr() + len(memory) // 2
+
+    def middle_byte(self, slot: int) -> int:
+        memory = self.staging.memory(slot)
+        return int(memory[len(memory) // 2])
 
     # ---- what happened ----
 
