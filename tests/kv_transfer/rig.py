@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -124,7 +125,7 @@ class RemoteNode:
 
     def peek(self, address: int) -> int:
         """A byte of its memory, also while it is stopped."""
-        with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as memory:
+        with Path(f"/proc/{self.pid}/mem").open("rb", buffering=0) as memory:
             return os.pread(memory.fileno(), 1, address)[0]
 
     def kill(self) -> None:
