@@ -190,11 +190,12 @@ class RouterCore:
                 self._item(life, work, item, incarnation, now)
             case HandedOff() as handed_off:
                 if not work.handed_off:
-                    self._free(work.prefill, life)
+                    self._prefilled(life, work)
                     work.handed_off = True
                     life.timings.handed_off(handed_off)
                     self._after_progress(life, work, now)
             case Adopted() as adopted:
+                self._prefilled(life, work)
                 work.state = WorkState.DECODING
                 for sample in work.samples:
                     self._release(life, sample, now)
@@ -235,6 +236,7 @@ class RouterCore:
         known = have - item.first_index  # a repeat of what we have
         fresh = item.token_ids[known:]
         if fresh:
+            self._prefilled(life, work)
             sample.tokens.extend(fresh)
             if work.decode and work.state is not WorkState.DECODING:
                 work.state = WorkState.HANDING_OFF
@@ -303,9 +305,7 @@ class RouterCore:
         self._owner[work_id] = life
         life.timings.num_attempts = max(life.timings.num_attempts, attempt + 1)
         life.timings.prefill_node, life.timings.decode_node = prefill.node_id, (decode or prefill).node_id
-        placement.prefill.placed_tokens += len(life.request.prompt_tokens)
-        if placement.decode:
-            placement.decode.placed_tokens += len(life.request.prompt_tokens)
+        self.pool.place(placement, len(life.request.prompt_tokens))
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
         self._to_node(work.prefill, life.prefill(work, target, now))
 
@@ -365,12 +365,13 @@ class RouterCore:
     def _retire(self, life: RequestLife, work: Work) -> None:
         del life.works[work.id]
         del self._owner[work.id]
-        for incarnation in work.nodes():
-            self._free(incarnation, life)
+        self._prefilled(life, work)
+        self.pool.ended(work.decode or work.prefill, len(life.request.prompt_tokens))
 
-    def _free(self, incarnation: str, life: RequestLife) -> None:
-        if node := self.pool.get(incarnation):
-            node.placed_tokens -= len(life.request.prompt_tokens)
+    def _prefilled(self, life: RequestLife, work: Work) -> None:
+        if not work.prefilled:
+            work.prefilled = True
+            self.pool.prefilled(work.prefill, len(life.request.prompt_tokens))
 
     def _abort(self, work: Work, samples: tuple[int, ...] = ()) -> None:
         for incarnation in work.nodes():

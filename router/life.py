@@ -133,6 +133,7 @@ class Work:
     prefill: str
     decode: str | None
     state: WorkState = WorkState.QUEUED
+    prefilled: bool = False  # its prompt keeps nobody waiting any more
     handed_off: bool = False
     end_waits: bool = False  # D's End came while tokens of P are still under way
 

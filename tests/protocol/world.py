@@ -461,6 +461,8 @@ class World:
             assert node.pool_is_whole(), f"{node.incarnation} holds blocks"
             assert node.staging.num_free == node.staging.num_slots, f"{node.incarnation} holds slots"
             assert node.core.engine.num_reserved_seqs == 0
+        for role in NodeRole:
+            assert all(not placed.to_prefill and not placed.to_decode for placed in self.router.pool.role(role))
         for client in self.clients.values():
             assert client.end is not None
 

@@ -1,0 +1,79 @@
+"""Where prompts go: to the node that comes to them first."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.messages import Adopted, End, HandedOff, Load, NodeRole, SampleEnd, Started, Tokens
+from baton.sampling import FinishReason, SamplingParams
+from router.life import RoutedRequest
+from tests.router.house import House, info
+
+OVER = SampleEnd(0, FinishReason.LENGTH)
+
+
+def place(house: House, name: str, num_tokens: int = 10) -> str:
+    """Submit a request; the node that got its prompt."""
+    house.core.submit(RoutedRequest(name, tuple(range(num_tokens)), 1, SamplingParams(max_tokens=8), 60.0), 0.0)
+    house.collect()
+    return house.prefills[-1][0]
+
+
+def say(house: House, node: str, request: str, *kinds: object) -> None:
+    (prefill,) = [p for _, p in house.prefills if p.work.request_id == request]
+    house.say(node, prefill, *kinds)
+
+
+def test_single_nodes_get_prompts_while_others_compute() -> None:
+    house = House("d1", "d2", with_prefill=False)
+    assert [place(house, "a"), place(house, "b", 9)] == ["d1", "d2"]
+    assert place(house, "c", 5) == "d2", "which has less to compute"
+    say(house, "d1", "a", Started(0, 0.0), Tokens(0, 0, (5,)))
+    assert place(house, "d") == "d1", "whose prompt is computed, though it generates for it"
+
+
+def test_of_two_that_are_behind_the_one_that_began_earlier_is_further() -> None:
+    house = House("d1", "d2", with_prefill=False)
+    assert [place(house, name) for name in "abcd"] == ["d1", "d2", "d1", "d2"]
+    say(house, "d1", "a", Tokens(0, 0, (5,)), OVER, End())
+    say(house, "d2", "b", Tokens(0, 0, (5,)), OVER, End())
+    assert place(house, "e") == "d1", "though d2 has as much to do, and generates for as many"
+
+
+def test_idle_single_nodes_share_what_is_generated() -> None:
+    house = House("d1", "d2", with_prefill=False)
+    assert place(house, "long", 50) == "d1"
+    say(house, "d1", "long", Tokens(0, 0, (5,)))
+    for name in "abcd":
+        assert place(house, name) == "d2"
+        say(house, "d2", name, Tokens(0, 0, (5,)))
+    house.core.node_load("d1", Load(0, 1, 9, 9))
+    house.core.node_load("d2", Load(0, 4, 9, 9))
+    assert place(house, "e") == "d2", "40 tokens of prompts to 50"
+
+
+@pytest.mark.parametrize("last", [Tokens(0, 0, (5,)), HandedOff(0.1), Adopted(0.1, 0, 0)])
+def test_a_prefill_node_is_free_when_its_prompt_is_computed(last: object) -> None:
+    house = House("p1", "p2", "d1")
+    assert [place(house, "a"), place(house, "b")] == ["p1", "p2"]
+    say(house, "d1" if isinstance(last, Adopted) else "p2", "b", last)
+    assert place(house, "c") == "p2"
+
+
+@pytest.mark.parametrize("ended", [End(), None])
+def test_what_ends_is_counted_nowhere(ended: End | None) -> None:
+    house = House("d1", "d2", with_prefill=False)
+    place(house, "a")
+    if ended:
+        say(house, "d1", "a", Tokens(0, 0, (5,)), OVER, ended)
+    else:
+        house.core.cancel("a", 1.0)
+    nodes = [house.core.pool.get(name) for name in ("d1", "d2")]
+    assert [(node.to_prefill, node.to_decode) for node in nodes if node] == [(0, 0)] * 2
+
+
+def test_a_node_heard_of_twice_keeps_what_it_was_given() -> None:
+    house = House("d1", "d2", with_prefill=False)
+    place(house, "a")
+    house.core.node_up(info("d1", NodeRole.DECODE), 0.0)
+    assert place(house, "b") == "d2"
