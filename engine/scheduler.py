@@ -1,9 +1,10 @@
 """What the next step computes. One scheduler serves both roles; it decides and touches no tensor.
 
 Every sequence has `num_launched_tokens` and catches up with its tokens: a decode step is the case of one token to go
-(vLLM's v1 scheduler made this the one rule). A token that a launched step is sampling counts already. A step has a
-budget of tokens. Sequences that generate come first, so that
-a long prompt delays nobody's next token; then running prompts, then waiting ones in order of arrival.
+(vLLM's v1 scheduler made this the one rule). A token that a launched step is sampling counts already. Sequences that
+generate are in every step. What it has of prompts beside them, of running ones first and then of waiting ones in order
+of arrival, is bounded by a budget of tokens. That is the prompts' alone: else one as long as the budget would take a
+step more whenever somebody generates.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
         self._preempted: list[Sequence] = []  # by arrival; all go before `_waiting`
-        self._turn = 0  # who decodes first when the budget is smaller than the batch
 
     @property
     def num_running(self) -> int:
@@ -129,20 +129,17 @@ class Scheduler:
         plan.preempted.append(victim)
 
     def _schedule_running(self, plan: Plan, budget: int) -> int:
-        """Chunks of the running sequences, those with one token to go first. Returns the budget left."""
-        decodes, prompts = list[Sequence](), list[Sequence]()
+        """Chunks of the running sequences, those with one token to go first, which is nobody's budget. Returns what is
+        left of it."""
+        prompts = list[tuple[Sequence, int]]()
         for seq in self._running:
-            if to_go := self._to_go(seq):
-                (decodes if to_go == 1 else prompts).append(seq)
-        if len(decodes) > budget:  # a small budget goes round, so that each gets its turn
-            self._turn %= len(decodes)
-            decodes = (decodes[self._turn :] + decodes[: self._turn])[:budget]
-            self._turn += budget
-        for seq in decodes:
-            budget -= self._take_chunk(plan, seq, budget)
-        for seq in prompts:
+            if (to_go := self._to_go(seq)) == 1:
+                self._take_chunk(plan, seq, 1)
+            elif to_go:
+                prompts.append((seq, to_go))
+        for seq, to_go in prompts:
             if self._has_room(budget):
-                budget -= self._take_chunk(plan, seq, budget)
+                budget -= self._take_chunk(plan, seq, min(to_go, budget))
         return budget
 
     def _has_room(self, budget: int) -> bool:
@@ -160,7 +157,7 @@ class Scheduler:
             if seq.started_s is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 plan.started.append(seq)
-            budget -= self._take_chunk(plan, seq, budget)
+            budget -= self._take_chunk(plan, seq, min(self._to_go(seq), budget))
 
     def _allocate_all(self, seq: Sequence) -> bool:
         """Blocks for all of its tokens: those that the prefix cache has, then fresh ones. False: too few are left."""
@@ -175,8 +172,7 @@ class Scheduler:
         seq.rewind(len(hits) * block_size)
         return True
 
-    def _take_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
-        length = min(self._to_go(seq), budget)
+    def _take_chunk(self, plan: Plan, seq: Sequence, length: int) -> int:
         chunk = Chunk.of(seq, seq.num_launched_tokens, length)
         seq.num_launched_tokens = chunk.end
         if chunk.samples_token and seq.generates:

@@ -34,11 +34,22 @@ Forward = Callable[[ModelInputs, SeesLayers | None], Tensor]
 
 PROMPT_SIZES = (32, 64, 128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 MIXED_SIZES = (128, 256, 512, 1024)
-"""Of the prompts' tokens. The places for decodes come on top."""
+"""Of the prompts' tokens, which may also be as many as a step's budget: most chunks of long prompts are. The places for
+decodes come on top."""
 DECODE_PLACES = 32
 MAX_PROMPTS = 8
 MAX_PROMPT_CONTEXT = 8192
 """Op by op, keys of a longer context are split over more programs than a graph without it could know of."""
+
+
+def prompt_sizes(budget: int, most: int) -> list[int]:
+    """Token counts of prompts alone to capture. budget: of a step. most: the largest to capture."""
+    return [size for size in PROMPT_SIZES if size <= min(budget, most)]
+
+
+def mixed_sizes(budget: int, most: int) -> list[int]:
+    """Token counts of prompts beside decodes to capture, likewise."""
+    return sorted({size for size in (*MIXED_SIZES, budget) if size <= min(budget, most)})
 
 
 def ladder(max_num_seqs: int) -> list[int]:
@@ -81,7 +92,7 @@ class StepGraphs:
         num_tokens, graph = sum(chunk.length for chunk in prompts), None
         if not num_decodes:
             graph = self._prompts.get(_fitting(self._prompt_sizes, num_tokens))
-        elif num_decodes <= DECODE_PLACES:
+        if graph is None and num_decodes <= DECODE_PLACES:
             graph = self._mixed.get(_fitting(self._mixed_sizes, num_tokens))
         return graph.run(chunks, rows, marks) if graph else None
 

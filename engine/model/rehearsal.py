@@ -30,33 +30,34 @@ def profile_config(config: EngineConfig) -> EngineConfig:
 
 
 def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
-    """Batches with the most tokens that a step can have: of few long prompts, of as many sequences as can run at once,
-    and of decodes beside the later half of a prompt. All use the same KV blocks, those of `profile_config`: what they
-    compute is of no use to anybody."""
+    """Batches with the most tokens that a step can have: of few long prompts beside decodes, of as many prompts as can
+    run at once, and of decodes beside the later half of a prompt. All use the same KV blocks, those of
+    `profile_config`: what they compute is of no use to anybody."""
     longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, longest)
     few = min(config.max_num_batched_tokens // longest, num_seqs)
-    num_decodes = min(num_seqs - 1, config.max_num_batched_tokens // 2)
-    start = longest // 2
-    rest = min(longest - start, config.max_num_batched_tokens - num_decodes)
+
+    def decodes(num: int) -> list[Chunk]:
+        return [Chunk.of(prompt, longest - 1, 1) for prompt in _prompts(num, longest, config.block_size)]
+
+    def prompts(num: int, start: int, end: int) -> list[Chunk]:
+        return [Chunk.of(prompt, start, end - start) for prompt in _prompts(num, end, config.block_size)]
+
     return [
-        [Chunk.of(prompt, 0, longest) for prompt in _prompts(few, longest, config.block_size)],
-        [Chunk.of(prompt, 0, length) for prompt in _prompts(num_seqs, length, config.block_size)],
-        [
-            *(Chunk.of(prompt, longest - 1, 1) for prompt in _prompts(num_decodes, longest, config.block_size)),
-            *(Chunk.of(prompt, start, rest) for prompt in _prompts(1, longest, config.block_size)),
-        ],
+        decodes(config.max_num_seqs - few) + prompts(few, 0, longest),
+        prompts(num_seqs, 0, length),
+        decodes(config.max_num_seqs - 1) + prompts(1, longest // 2, longest),
     ]
 
 
 def first_steps(config: EngineConfig) -> list[list[Chunk]]:
     """Batches of all the kinds that kernels are compiled for: chunks of several lengths beside decodes, at the start of
     a prompt and after much context, with all kinds of sampling. What they compute is of no use to anybody."""
-    num_decodes = min(2, config.max_num_seqs - 1, config.max_num_batched_tokens - 1)
+    num_decodes = min(2, config.max_num_seqs - 1)
     steps: list[list[Chunk]] = []
     for start in sorted({0, min(_CONTEXT, config.max_model_len // 2)}):
-        room = min(config.max_num_batched_tokens - num_decodes, config.max_model_len - 1 - start)
+        room = min(config.max_num_batched_tokens, config.max_model_len - 1 - start)
         if room > 0:
             steps.append([Chunk.of(seq, start, 1) for seq in _prompts(1, start + 1, config.block_size)])
         for length in sorted({min(length, room) for length in _LENGTHS if room > 0}):

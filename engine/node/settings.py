@@ -72,7 +72,8 @@ class NodeSettings(Settings):
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens in one step; longer prompts go in chunks; "
+        description="tokens of prompts in one step, beside one of each request that generates; longer prompts go in "
+        "chunks; "
         "unset: 2048, and 8192 on a prefill node with a GPU, which no one's next token waits for",
     )
     max_waiting: int = Field(4096, ge=1, description="requests that may queue; more are refused with 429")

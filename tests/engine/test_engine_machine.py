@@ -120,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.now += 1
             before = [seq for seq in self.live(SequenceState.WAITING) if seq.num_preemptions]
-            result = self.engine.compute(self.engine.schedule(self.now))
+            result = self.compute()
             self.take(result)
             self.whole()
             if result.started:
@@ -199,8 +199,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- what must hold ----
 
+    def compute(self) -> StepResult:
+        plan = self.engine.schedule(self.now)
+        assert len(plan.chunks) <= self.config.max_num_seqs
+        assert sum(c.length for c in plan.chunks if c.length > 1) <= self.config.max_num_batched_tokens
+        return self.engine.compute(plan)
+
     def take(self, result: StepResult) -> None:
-        assert result.num_tokens <= self.config.max_num_batched_tokens
         for seq in result.started:
             assert self.queue.pop(0) == seq.work, "not first come, first served"
             assert seq.num_cached_tokens % BLOCK_SIZE == 0
@@ -270,7 +275,7 @@ class EngineMachine(RuleBasedStateMachine):
         while self.leases:
             self.expire()
         for _ in range(2000):
-            result = self.engine.compute(self.engine.schedule(self.now))
+            result = self.compute()
             self.take(result)
             for seq in self.parked():
                 self.requests[seq.work].aborted = True

@@ -173,16 +173,17 @@ def test_a_long_prompt_delays_nobodys_next_token() -> None:
     engine.add(long)
     results = [engine.compute(engine.schedule(0.0)) for _ in range(6)]
     assert all(short in [token.sequence for token in result.sampled] for result in results)
-    assert [chunk.length for batch in model.batches[1:] for chunk in batch if chunk.sequence is long] == [7] * 5 + [5]
+    assert [chunk.length for batch in model.batches[1:] for chunk in batch if chunk.sequence is long] == [8] * 5 + [1]
 
 
-def test_a_budget_smaller_than_the_batch_goes_round() -> None:
+def test_the_budget_is_the_prompts_alone() -> None:
     engine, model = make(max_num_batched_tokens=2)
     engine.add(sequence(1, samples=3, max_tokens=20))
-    for _ in range(1 + 6):
+    engine.compute(engine.schedule(0.0))
+    engine.add(sequence(4, first=60))
+    for _ in range(3):
         engine.compute(engine.schedule(0.0))
-    turns = [chunk.sequence.samples[0] for batch in model.batches[1:] for chunk in batch]
-    assert [turns.count(sample) for sample in range(3)] == [4, 4, 4]
+    assert [[chunk.length for chunk in batch] for batch in model.batches] == [[1], [1, 1, 1, 2], [1, 1, 1, 2], [1] * 4]
 
 
 def test_several_prompts_share_a_step_and_leave_in_order() -> None:

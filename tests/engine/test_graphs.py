@@ -14,7 +14,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast, loader
 from engine.model.attention import probe
-from engine.model.graphs import ladder
+from engine.model.graphs import ladder, mixed_sizes, prompt_sizes
 from engine.model.runner import TorchModelRunner
 from engine.model.watch import LayerMarks
 from engine.sequence import Sequence
@@ -33,6 +33,19 @@ def test_the_ladder_reaches_the_largest_batch_and_wastes_little(most: int) -> No
     assert sizes[-1] == min(most, 1024)
     for low, high in itertools.pairwise(sizes):
         assert high - low <= max(8, low // 2), "a batch would be padded by more than half"
+
+
+@pytest.mark.parametrize(
+    ("budget", "most", "sizes"),
+    [(2048, 1024, [128, 256, 512, 1024]), (768, 1024, [128, 256, 512, 768]), (64, 1024, [64]), (2048, 0, [])],
+)
+def test_prompts_beside_decodes_have_a_graph_of_the_budgets_size(budget: int, most: int, sizes: list[int]) -> None:
+    assert mixed_sizes(budget, most) == sizes
+
+
+def test_prompts_have_graphs_within_the_budget() -> None:
+    assert prompt_sizes(100, 512) == [32, 64]
+    assert prompt_sizes(8192, 512)[-1] == 512
 
 
 class LogitsOf(TorchModelRunner):
@@ -55,9 +68,10 @@ def sequences(lengths: list[int]) -> list[Sequence]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("most_alone", [512, 64], ids=["prompts-alone", "prompts-as-if-mixed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_a_replayed_step_equals_the_step_op_by_op(family: str, dtype: str, tmp_path: Path) -> None:
+def test_a_replayed_step_equals_the_step_op_by_op(family: str, dtype: str, most_alone: int, tmp_path: Path) -> None:
     model = loader.load_model(tiny_models.save(tiny_models.CONFIGS[family], tmp_path), dtype, "cuda")
     probed = probe(model, SIZES.max_model_len)
     fast.apply(model, probed, SIZES.max_model_len)
@@ -65,7 +79,7 @@ def test_a_replayed_step_equals_the_step_op_by_op(family: str, dtype: str, tmp_p
     for captured in (True, False):
         runner = LogitsOf(model, SIZES, probed, wake=lambda: None, layer_groups=NUM_GROUPS)
         if captured:
-            runner.capture([1, 4, 24], 512, 512)
+            runner.capture([1, 4, 24], most_alone, 512)
         logits = []
         for lengths in ([1], [33], [70, 5, 300], [17] * 3, [40] * 24):
             seqs = sequences(lengths)
