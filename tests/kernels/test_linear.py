@@ -20,7 +20,7 @@ PLACES = [
 ]
 EPS = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SUM_EPS = 2.0**-21
-"""Of all that is summed, with whatever sign: fp32 sums in some order, which is up to the processor in the interpreter."""
+"""Of all that is summed, with whatever sign: fp32 sums have some order, which is up to the interpreter's processor."""
 ROWS = RowTiling(out=4, depth=64, num_warps=4, num_stages=3)
 TILES = [
     pytest.param(Tiling(8, out=16, depth=64, num_warps=4, num_stages=3, slices=4), id="slices"),
