@@ -1,0 +1,221 @@
+"""A prefill and a decode node against the same GPUs as single nodes: `python -m benchmarks.disaggregation --node "..."`
+
+Both sets of nodes, one after the other, get the same requests at the same times over HTTP (`benchmarks.serve`, which
+checks answers first and times an empty round trip and requests that have the cluster to themselves). Then prompts of
+several lengths come one at a time: what the handoff adds to them, by its parts, and their first tokens through either
+set. For an 8B shape on H200s what vLLM does with the same requests stands beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from baton.address import HostPort
+from baton.settings import Settings, Sizes, parse
+from benchmarks import serve
+from benchmarks.checks import WrongAnswers
+from benchmarks.cluster import running_cluster
+from benchmarks.http_stream import Connection, RequestFailed
+from benchmarks.load import Load, Prompts
+from benchmarks.tables import Table
+from benchmarks.vllm_serving import COLUMNS, Figures, Reference, references
+
+NUM_ALONE = 7
+ALONE_OUTPUT = 8
+GOAL_HANDOFF_MS = {2048: 5.0, 8192: 8.0, 32768: 15.0}
+GOAL_FIRST_TOKEN = 1.03
+"""Of a prompt that is alone, through the pair, over that of a single node."""
+
+_WORKLOAD = re.compile(r"(\d+)/(\d+)@([\d.]+)x(\d+):([\d.]+):([\d.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests as they come by chance: tokens in and out, how many a second, how many; limits in milliseconds for the
+    first token and for the longest gap between two."""
+
+    input_len: int
+    output_len: int
+    rate: float
+    num_prompts: int
+    first_token_ms: float
+    gap_ms: float
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """Of IN/OUT@RATExCOUNT:TTFT:GAP. Raises ValueError."""
+        if not (match := _WORKLOAD.fullmatch(text)):
+            raise ValueError(f"must be IN/OUT@RATExCOUNT:TTFT:GAP, not {text!r}")
+        sizes = [int(match[i]) for i in (1, 2, 4)]
+        return cls(sizes[0], sizes[1], float(match[3]), sizes[2], float(match[5]), float(match[6]))
+
+    @property
+    def name(self) -> str:
+        return f"{self.input_len}/{self.output_len}@{self.rate:g}"
+
+
+class DisaggregationSettings(Settings):
+    """Compares a prefill node and a decode node with two single nodes."""
+
+    prog: ClassVar[str] = "benchmarks.disaggregation"
+
+    node: str = Field("--device=auto", description="flags of both sets, as for baton-up: the model and its sizes")
+    pair: str = Field(
+        "--prefill 1 --decode 1 --transport ipc --first-token decode", description="flags of the first set"
+    )
+    singles: str = Field("--prefill 0 --decode 2 --max-num-batched-tokens 768", description="flags of the second")
+    workloads: str = Field(
+        "1024/128@21.4x384:200:25,1024/128@30x384:200:25,8192/256@3x96:1000:100",
+        description="IN/OUT@RATExCOUNT:TTFT:GAP,...: tokens, requests per second and in all, limits in ms",
+    )
+    alone: Sizes = Field((2048, 8192, 32768), description="tokens of the prompts that come one at a time")
+    tie_tolerance: float = Field(1e-4, ge=0, description="as for benchmarks.serve")
+    seed: int = Field(0, description="of the prompts and of their times")
+
+    @field_validator("workloads")
+    @classmethod
+    def _check_workloads(cls, workloads: str) -> str:
+        workloads_of(workloads)
+        return workloads
+
+
+def workloads_of(text: str) -> list[Workload]:
+    """Raises ValueError."""
+    return [Workload.parse(part) for part in text.split(",")]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of one set. `serving`: what `benchmarks.serve` says, by workload. `alone`: milliseconds by name, medians."""
+
+    serving: list[dict[str, Any]]
+    alone: dict[int, dict[str, float]]
+
+
+async def run(settings: DisaggregationSettings) -> dict[str, Any]:
+    """Check, measure, print the tables; what the JSON line says."""
+    sets = {"pair": settings.pair, "singles": settings.singles}
+    workloads = workloads_of(settings.workloads)
+    measured = {name: await _measure(settings, workloads, flags) for name, flags in sets.items()}
+    rows, behind = list[list[str]](), list[str]()
+    for index, load in enumerate(workloads):
+        lines = {name: of.serving[index] for name, of in measured.items()}
+        told = references(lines["pair"]["model"], load.input_len, load.output_len, load.rate)
+        for name, line in lines.items():
+            rows.append([load.name, name, *map(_text, figures_of(line)), f"{line['attainment']:.0%}"])
+            behind += [f"{load.name} {cell}" for cell in cells_behind(name, figures_of(line), told)]
+        rows += [[load.name, reference.name, *map(_text, reference.figures), ""] for reference in told]
+    print(Table(["load", "set", *COLUMNS, "within"], rows).plain())
+    for cell in behind:
+        print(f"not better: {cell}")
+    alone = _alone(measured)
+    columns = list(next(iter(alone.values())))
+    rows = [[str(length), *(_text(row[column]) for column in columns)] for length, row in alone.items()]
+    print(Table(["tokens", *columns], rows).plain())
+    return {
+        "benchmark": "disaggregation",
+        "node": settings.node,
+        "sets": sets,
+        "workloads": settings.workloads,
+        "serving": {name: of.serving for name, of in measured.items()},
+        "behind_vllm": behind,
+        "alone": alone,
+        "goals": {"handoff_ms": GOAL_HANDOFF_MS, "first_token_ratio": GOAL_FIRST_TOKEN},
+    }
+
+
+async def _measure(settings: DisaggregationSettings, workloads: Sequence[Workload], flags: str) -> Measured:
+    async with running_cluster(f"{settings.node} {flags}") as cluster:
+        serving = []
+        for load in workloads:
+            print(f"{flags}: {load.name}", file=sys.stderr, flush=True)
+            serving.append(
+                await serve.run(
+                    serve.ServeSettings(
+                        url=f"http://{cluster.http}",
+                        request_rate=load.rate,
+                        num_prompts=load.num_prompts,
+                        input_len=load.input_len,
+                        output_len=load.output_len,
+                        goodput=f"ttft:{load.first_token_ms},gap:{load.gap_ms}",
+                        tie_tolerance=settings.tie_tolerance,
+                        seed=settings.seed,
+                    )
+                )
+            )
+        return Measured(
+            serving, {length: await _one_at_a_time(settings, cluster.http, length) for length in settings.alone}
+        )
+
+
+async def _one_at_a_time(settings: DisaggregationSettings, address: HostPort, length: int) -> dict[str, float]:
+    """Medians in ms: the time to the first token, and the handoff with its parts."""
+    async with Connection(address) as connection:
+        prompts = await Prompts.of(connection, settings.seed + 1)
+    load = Load(address, prompts, length, ALONE_OUTPUT)
+    answers = [await load.one() for _ in range(NUM_ALONE)]
+
+    def median(values: Sequence[float]) -> float:
+        return round(statistics.median(values) * 1e3, 3)
+
+    phases = {name.replace("_", " "): median([a.phase_s(name) for a in answers]) for name in serve.HANDOFF}
+    return {"TTFT": median([answer.first_token_s for answer in answers]), **phases}
+
+
+def figures_of(line: Mapping[str, Any]) -> Figures:
+    """Out of what `benchmarks.serve` says."""
+    names = (
+        *(f"ttft_ms_p{p}" for p in (50, 90, 99)),
+        *("tpot_ms_mean", "tpot_ms_p99"),
+        *(f"itl_ms_p{p}" for p in (50, 90, 99)),
+        "longest_gap_ms_p50",
+    )
+    return tuple(float(line[name]) for name in names)
+
+
+def cells_behind(name: str, ours: Figures, told: Sequence[Reference]) -> list[str]:
+    """The figures in which a set is not better than those of vLLM that it is to be compared with."""
+    return [
+        f"{name}: {column} {mine:.2f}, {reference.name} {theirs:g}"
+        for reference in told
+        if reference.beside == name
+        for column, mine, theirs in zip(COLUMNS, ours, reference.figures, strict=True)
+        if mine >= theirs
+    ]
+
+
+def _text(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def _alone(measured: Mapping[str, Measured]) -> dict[int, dict[str, float]]:
+    """By tokens: the handoff with its parts, and the first tokens through both sets."""
+    rows = dict[int, dict[str, float]]()
+    for length, row in measured["pair"].alone.items():
+        phases = {name: ms for name, ms in row.items() if name != "TTFT"}
+        single = measured["singles"].alone[length]["TTFT"]
+        rows[length] = {**phases, "TTFT pair": row["TTFT"], "single": single, "ratio": round(row["TTFT"] / single, 4)}
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exits with 1, before anything is measured, when an answer is wrong."""
+    settings = parse(DisaggregationSettings, argv)
+    try:
+        line = asyncio.run(run(settings))
+    except* (WrongAnswers, RequestFailed, RuntimeError, OSError) as errors:
+        sys.exit(f"{settings.prog}: {errors.exceptions[0]}")
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
