@@ -33,7 +33,7 @@ from engine.upload import upload_to
 Forward = Callable[[ModelInputs, SeesLayers | None], Tensor]
 
 PROMPT_SIZES = (32, 64, 128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-MIXED_SIZES = (128, 256, 512, 1024)
+MIXED_SIZES = (128, 256, 384, 512, 1024)
 """Of the prompts' tokens, which may also be as many as a step's budget: most chunks of long prompts are. The places for
 decodes come on top."""
 DECODE_PLACES = 32

@@ -37,7 +37,7 @@ def test_the_ladder_reaches_the_largest_batch_and_wastes_little(most: int) -> No
 
 @pytest.mark.parametrize(
     ("budget", "most", "sizes"),
-    [(2048, 1024, [128, 256, 512, 1024]), (768, 1024, [128, 256, 512, 768]), (64, 1024, [64]), (2048, 0, [])],
+    [(2048, 1024, [128, 256, 384, 512, 1024]), (300, 1024, [128, 256, 300]), (64, 1024, [64]), (2048, 0, [])],
 )
 def test_prompts_beside_decodes_have_a_graph_of_the_budgets_size(budget: int, most: int, sizes: list[int]) -> None:
     assert mixed_sizes(budget, most) == sizes
