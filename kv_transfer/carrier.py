@@ -88,6 +88,22 @@ class Receiving(Protocol):
     def close(self) -> None: ...
 
 
+class OneSidedReceiving:
+    """All of a `Receiving` but `place`, where the other end does it all."""
+
+    def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
+        return None
+
+    def hear(self, note: bytes) -> None:
+        raise AssertionError("a one-sided carrier sends no notes")
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Carrier(Protocol):
     """One per transport."""
 

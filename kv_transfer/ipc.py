@@ -20,7 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Native, Note
+from kv_transfer.carrier import DONE, Native, Note, OneSidedReceiving
 from kv_transfer.cuda_memory import CudaMemory
 from kv_transfer.host_memory import HostMemory
 from kv_transfer.pair import PairTransport
@@ -149,23 +149,9 @@ class IpcSending:
         self._forget(self)
 
 
-class IpcReceiving:
-    """The peer does it all."""
-
+class IpcReceiving(OneSidedReceiving):
     def __init__(self, carrier: IpcCarrier) -> None:
         self._carrier = carrier
 
     def place(self, memory: Tensor) -> bytes:
         return self._carrier.place(memory)
-
-    def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
-        return None
-
-    def hear(self, note: bytes) -> None:
-        raise AssertionError("ipc has no notes")
-
-    def abort(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

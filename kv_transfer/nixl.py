@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.carrier import Native, Note
+from kv_transfer.carrier import Native, Note, OneSidedReceiving
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _PLACE = struct.Struct("<QI")  # address, device
@@ -122,7 +122,7 @@ class NixlSending:
         self._carrier.leave(self._peer)
 
 
-class NixlReceiving:
+class NixlReceiving(OneSidedReceiving):
     def __init__(self, carrier: NixlCarrier) -> None:
         self._carrier = carrier
         self._told: set[int] = set()  # addresses whose metadata the peer has
@@ -134,18 +134,6 @@ class NixlReceiving:
             return place
         self._told.add(address)
         return place + bytes(self._carrier.agent.get_partial_agent_metadata(registration, True, ["UCX"]))
-
-    def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
-        return None
-
-    def hear(self, note: bytes) -> None:
-        raise AssertionError("NIXL has no notes")
-
-    def abort(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _Write:
