@@ -1,6 +1,6 @@
 """The two ends of a connection that carries one direction: who pushes dialled it, who receives accepted it.
 
-State only: the thread (`pair_thread.py`) hears frames and reports events.
+State only: `Links` hears frames, `Messages` reports what becomes of operations.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, Protocol
 
@@ -105,3 +106,12 @@ class ThreadedTransport:
     def _emit(self, event: TransportEvent) -> None:
         with self._events_lock:
             self._events.append(event)
+
+
+def resolve(up: Future[None], error: TransferError | None) -> None:
+    """Tell who connects that the peer can be reached, or why not."""
+    with contextlib.suppress(InvalidStateError):  # whoever waited has given up
+        if error is None:
+            up.set_result(None)
+        else:
+            up.set_exception(error)

@@ -8,14 +8,13 @@ dropped), which is how late bytes come about, and because it would need a thread
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import select
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from ucxx._lib.arr import Array
 from baton.errors import TransferError
 from kv_transfer.mailbox import Mailbox
 from kv_transfer.staging import Staging
+from kv_transfer.threaded import resolve
 from kv_transfer.transport import MAX_HEADER_BYTES, TAG_BITS, Arrived, Failed, PeerLost, Sent, TransportEvent
 from kv_transfer.ucx_buffer import buffer_of
 from kv_transfer.ucx_path import look, path_of, slowness
@@ -148,11 +148,11 @@ class UcxThread:
         """Resolve `up` once the peer can be reached. same_host: it is on this machine."""
         link = self._links.get(peer)
         if self._mailbox.is_closed or self._stopping:
-            _resolve(up, TransferError("the transport is closed"))
+            resolve(up, TransferError("the transport is closed"))
         elif link is not None and link.address != address:
-            _resolve(up, TransferError(f"{peer} is connected at another address"))
+            resolve(up, TransferError(f"{peer} is connected at another address"))
         elif link is not None and not link.waiting:
-            _resolve(up, None)
+            resolve(up, None)
         elif link is not None:
             link.waiting.append(up)
         else:
@@ -251,7 +251,7 @@ class UcxThread:
             endpoint = ucx.UCXEndpoint.create_from_worker_address(self._worker, target, True)
             hello = endpoint.tag_send(Array(self._hello), ucx.UCXXTag(_HELLO_TAG))
         except ucx.UCXError as error:
-            _resolve(up, TransferError(f"{peer} cannot be reached: {error}"))
+            resolve(up, TransferError(f"{peer} cannot be reached: {error}"))
             return
         link = Link(peer, address, same_host, endpoint, hello, [up])
         endpoint.set_close_callback(link.closed)
@@ -265,7 +265,7 @@ class UcxThread:
                 return
             self._tell_path(link)
             for up in link.waiting:
-                _resolve(up, None)
+                resolve(up, None)
             link.waiting = []
         for operation in [o for o in link.operations if o.is_over]:
             link.operations.remove(operation)
@@ -318,7 +318,7 @@ class UcxThread:
             self._fail(link.peer, operation, reason)
         connecting = bool(link.waiting)
         for up in link.waiting:
-            _resolve(up, TransferError(f"{link.peer} cannot be reached: {reason}"))
+            resolve(up, TransferError(f"{link.peer} cannot be reached: {reason}"))
         if not told and not connecting:
             self._emit(PeerLost(link.peer, reason))
 
@@ -373,11 +373,3 @@ def _error(request: Any) -> str:
     except ucx.UCXError as error:
         return str(error) or type(error).__name__
     return ""
-
-
-def _resolve(up: Future[None], error: TransferError | None) -> None:
-    with contextlib.suppress(InvalidStateError):  # whoever waited has given up
-        if error is None:
-            up.set_result(None)
-        else:
-            up.set_exception(error)
