@@ -11,7 +11,9 @@ from decode_node.core import DecodeCore
 from decode_node.leases import Lease
 from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
 from engine.pace import SHARE, SLACK_S
-from tests.protocol.world import BLOCK_SIZE, EPOCH, PART_BLOCKS, World
+from tests.protocol.network import EPOCH
+from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
+from tests.protocol.world import World
 
 OLD, NEW = WorkId(EPOCH, "old", 0), WorkId(EPOCH, "new", 0)
 PROMPT = tuple(range(2, 2 + 2 * BLOCK_SIZE))

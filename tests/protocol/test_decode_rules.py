@@ -7,7 +7,9 @@ import pytest
 from baton.errors import InvalidRequest, PeerLost, RequestCancelled
 from baton.messages import Abort, End, Grant, Refuse, Release, Reserve, WorkId
 from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToPrefill, ToRouter
-from tests.protocol.world import EPOCH, Node, World
+from tests.protocol.network import EPOCH
+from tests.protocol.node import Node
+from tests.protocol.world import World
 
 WORK = WorkId(EPOCH, "r", 1)
 PEER = "p"

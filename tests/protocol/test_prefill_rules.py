@@ -25,7 +25,9 @@ from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, 
 from kv_transfer.parts import tag_of
 from kv_transfer.staging import SlotOwner
 from tests.protocol.fake_model import NUM_LAYERS
-from tests.protocol.world import BLOCK_SIZE, EPOCH, PART_BLOCKS, World
+from tests.protocol.network import EPOCH
+from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
+from tests.protocol.world import World
 
 WORK = WorkId(EPOCH, "r", 1)
 PREFIX = tuple(range(2, 2 + 2 * BLOCK_SIZE))

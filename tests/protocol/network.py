@@ -1,0 +1,181 @@
+"""What joins the processes of the raced cluster, and does its worst.
+
+Each stream is a queue that keeps its order, as gRPC streams do; between streams any order is possible. A router's
+session with a node and a handoff link between two nodes are a pair of streams each, and may break at any message: the
+two ends hear of it in their own time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from baton.messages import Abort, DecodeToPrefill, Prefill, PrefillToDecode, Update
+from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened
+from router.core import RouterCore
+from tests.protocol.node import PART_BLOCKS, Node
+
+EPOCH = 7
+ROUTER = "router"
+
+Delivery = Callable[[], None]
+
+
+class Streams:
+    """`queues`: what is on its way, (from, to) -> deliveries in order, and whether each is a message or the stream's
+    own opening or end."""
+
+    def __init__(self) -> None:
+        self.queues: dict[tuple[str, str], deque[tuple[Delivery, bool]]] = {}
+
+    def send(self, source: str, target: str, delivery: Delivery, *, message: bool = False) -> None:
+        self.queues.setdefault((source, target), deque()).append((delivery, message))
+
+    def busy(self) -> list[tuple[str, str]]:
+        return [stream for stream, queue in self.queues.items() if queue]
+
+    def deliver(self, source: str, target: str) -> None:
+        """The next one arrives."""
+        delivery, _ = self.queues[source, target].popleft()
+        delivery()
+
+    def repeat(self, source: str, target: str) -> None:
+        """A message comes twice, the second time after all that follows it on its stream."""
+        queue = self.queues[source, target]
+        if queue[0][1]:
+            queue.append(queue[0])
+
+    def cut(self, source: str, target: str) -> None:
+        """A stream breaks: its second half was not on the wire yet."""
+        queue = self.queues.get((source, target), deque())
+        for _ in range(len(queue) // 2):
+            queue.pop()
+
+    def kill(self, process: str) -> None:
+        """All of its streams break, and nobody reads those to it."""
+        for source, target in [stream for stream in self.queues if process in stream]:
+            self.cut(source, target)
+            if target == process:
+                del self.queues[source, target]
+
+
+class Sessions:
+    """The router's streams to the nodes, one pair for each."""
+
+    def __init__(
+        self, router: RouterCore, nodes: dict[str, Node], streams: Streams, clock: Callable[[], float]
+    ) -> None:
+        self._router = router
+        self._nodes = nodes
+        self._streams = streams
+        self._clock = clock
+
+    def open(self, node: Node) -> None:
+        def opened() -> None:
+            node.hear(SessionOpened(EPOCH))
+            self._streams.send(node.incarnation, ROUTER, up)
+
+        def up() -> None:
+            node.subscribed = True
+            self._router.node_up(node.info, self._clock())
+
+        self._streams.send(ROUTER, node.incarnation, opened)
+
+    def break_off(self, node: Node) -> None:
+        """The node lives on; what was under way is lost, from some message on."""
+        self._streams.cut(ROUTER, node.incarnation)
+        self._streams.cut(node.incarnation, ROUTER)
+        self._streams.send(ROUTER, node.incarnation, lambda: node.hear(SessionLost(EPOCH)))
+
+        def lost() -> None:
+            node.subscribed = False
+            self._router.node_lost(node.incarnation, "stream broke", self._clock())
+            if node.incarnation in self._nodes:
+                self.open(node)
+
+        self._streams.send(node.incarnation, ROUTER, lost)
+
+    def kill(self, node: Node) -> None:
+        """The router hears of its death."""
+
+        def died() -> None:
+            self._router.node_lost(node.incarnation, "died", self._clock())
+
+        self._streams.send(node.incarnation, ROUTER, died)
+
+    def tell_node(self, incarnation: str, message: Prefill | Abort) -> None:
+        def delivery() -> None:
+            if incarnation in self._nodes:
+                self._nodes[incarnation].hear(FromRouter(EPOCH, message))
+
+        self._streams.send(ROUTER, incarnation, delivery, message=True)
+
+    def tell_router(self, incarnation: str, updates: list[Update]) -> None:
+        """All that one turn has to tell travels as one message: a token and its sample's end are never parted."""
+
+        def delivery() -> None:
+            for update in updates:
+                self._router.update(incarnation, update, self._clock())
+
+        self._streams.send(incarnation, ROUTER, delivery, message=True)
+
+
+class Links:
+    """Handoff links, each with a number of its own. `up`: (me, peer) -> the link that is up, as `me` believes."""
+
+    def __init__(self, nodes: dict[str, Node], streams: Streams, serials: Iterator[int]) -> None:
+        self.up: dict[tuple[str, str], int] = {}
+        self._nodes = nodes
+        self._streams = streams
+        self._serials = serials
+
+    def open(self, prefill: str, decode: str) -> None:
+        """The prefill node says hello and goes on talking; each end connects its transport when it hears the other."""
+        link = self.up[prefill, decode] = next(self._serials)
+
+        def hello() -> None:
+            if (decode, prefill) in self.up:
+                self._close(decode, prefill, self.up[decode, prefill], "replaced")
+            self.up[decode, prefill] = link
+            self._connect(decode, prefill, link)
+            self._streams.send(decode, prefill, lambda: self._connect(prefill, decode, link))
+
+        if decode in self._nodes:
+            self._streams.send(prefill, decode, hello)
+        else:
+            self._streams.send(decode, prefill, lambda: self._close(prefill, decode, link, "connection refused"))
+
+    def say(self, me: str, peer: str, message: PrefillToDecode | DecodeToPrefill) -> None:
+        link = self.up[me, peer]
+
+        def delivery() -> None:
+            if peer in self._nodes and self.up.get((peer, me)) == link:
+                self._nodes[peer].hear(FromPeer(me, message))
+
+        self._streams.send(me, peer, delivery, message=True)
+
+    def break_off(self, me: str, peer: str, reason: str) -> None:
+        """All streams between the two break: each end hears of it in its own time."""
+        for this, other in ((me, peer), (peer, me)):
+            self._streams.cut(other, this)
+            for link in {self.up.get((me, peer)), self.up.get((peer, me))} - {None}:
+                self._streams.send(other, this, partial(self._close, this, other, link, reason))
+
+    def kill(self, incarnation: str) -> None:
+        """All of a node's links break with its death."""
+        for peer in sorted({p for link in self.up if incarnation in link for p in link} - {incarnation}):
+            self.break_off(incarnation, peer, "died")
+        for link in [link for link in self.up if link[0] == incarnation]:
+            del self.up[link]
+
+    def _connect(self, me: str, peer: str, link: int) -> None:
+        if me in self._nodes and peer in self._nodes and self.up.get((me, peer)) == link:
+            self._nodes[me].transport.connect(peer, self._nodes[peer].transport.info(), 1.0)
+            self._nodes[me].hear(PeerOpened(peer, PART_BLOCKS))
+
+    def _close(self, me: str, peer: str, link: int | None, reason: str) -> None:
+        if me in self._nodes and self.up.get((me, peer)) == link:
+            del self.up[me, peer]
+            self._nodes[me].transport.disconnect(peer)
+            self._nodes[me].hear(PeerClosed(peer, reason))

@@ -1,0 +1,151 @@
+"""One process of the raced cluster: a prefill or decode node, whole but for its shell.
+
+State machine, engine, block manager, sender and receiver are the real ones; the model is `FakeModel`, a device that
+computes one layer of one chunk at a time, when it is told to; the transport is `memory` with delivery by hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from baton.audit import KvUse
+from baton.messages import GenerationDefaults, NodeInfo, NodeRole, WorkId
+from decode_node.core import DecodeCore
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.node.events import Event
+from kv_transfer.memory import MemoryHub, MemoryTransport
+from kv_transfer.parts import slot_bytes_for
+from kv_transfer.receiver import KvReceiver
+from kv_transfer.sender import KvSender
+from kv_transfer.staging import Staging
+from prefill_node.core import PrefillCore
+from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+PART_BLOCKS = 2
+MAX_NUM_SEQS = 6
+
+
+class Node:
+    """`name` survives its death, `incarnation` does not. Of each role the node whose name ends with 1 runs ahead."""
+
+    def __init__(
+        self,
+        name: str,
+        role: NodeRole,
+        incarnation: str,
+        hub: MemoryHub,
+        clock: Callable[[], float],
+        num_blocks: int,
+        num_slots: int,
+    ) -> None:
+        self.name, self.role, self.incarnation, self._clock = name, role, incarnation, clock
+        self.subscribed = False  # as the router sees it
+        self.fenced: set[WorkId] = set()  # work that it was told to abort
+        self._awake = True  # its loop has a reason for a turn
+        self.model = FakeModel(num_blocks, BLOCK_SIZE)
+        self.staging = Staging(num_slots, slot_bytes_for(PART_BLOCKS, self.model.layout.block_bytes), "cpu")
+        self.transport = MemoryTransport(hub, incarnation, self.staging, self._wake)
+        self.core = self._core(name.endswith("1"), num_blocks)
+        self.info = NodeInfo(
+            role=role, incarnation=incarnation, node_id=name, address=name, served_model_name="fake",
+            max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, num_blocks=num_blocks, layout=self.model.layout,
+            endpoints=(), tokenizer_digest="", chat_template="", special_tokens={},
+            generation_defaults=GenerationDefaults(), vocab_size=VOCAB_SIZE,
+        )  # fmt: skip
+
+    def _core(self, ahead: bool, num_blocks: int) -> PrefillCore | DecodeCore:
+        config = EngineConfig(
+            num_blocks=num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(EOS,),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=10,
+            async_scheduling=ahead,
+        )
+        model = self.model
+        engine = Engine(config, model, clock=self._clock)
+        model.blocks = engine.blocks
+        if self.role is NodeRole.PREFILL:
+            sender = KvSender(self.transport, self.staging, model.pool_bytes, model.layout)
+            whole_tokens = 6 if ahead else 0
+            return PrefillCore(engine, sender, incarnation=self.incarnation, layer_groups=2, whole_tokens=whole_tokens)
+        receiver = KvReceiver(self.transport, self.staging, model.pool_bytes, model.layout, verify=not ahead)
+        return DecodeCore(engine, receiver, incarnation=self.incarnation)
+
+    # ---- its loop: the turns that the engine's thread would have ----
+
+    def hear(self, event: Event) -> None:
+        self._wake()
+        self.core.handle(event, self._clock())
+        assert self.core.engine.blocks.now == self._clock()
+
+    def has_turn(self) -> bool:
+        """The engine's thread sleeps until something wakes it, or a deadline."""
+        deadline = self.core.next_deadline()
+        return self._awake or (deadline is not None and deadline <= self._clock())
+
+    def prepare(self) -> None:
+        self._awake = False
+        self.core.prepare(self._clock())
+        assert self.core.engine.blocks.now == self._clock()
+
+    def compute(self) -> None:
+        core, now = self.core, self._clock()
+        if core.compute(now):
+            self._wake()
+        elif self.role is NodeRole.DECODE and (due := core.engine.launch_at) is not None and due > now:
+            deadline = core.next_deadline()
+            assert deadline is not None, "a launch is put off for ever"
+            assert deadline <= due, "a launch is put off for too long"
+
+    def advance_device(self) -> None:
+        """The device moves on, and wakes who waits for that."""
+        self.model.advance()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._awake = True
+
+    # ---- what must hold ----
+
+    @property
+    def idle(self) -> bool:
+        return self.core.idle and self.core.device_busy_since is None
+
+    def pool_is_whole(self) -> bool:
+        blocks = self.core.engine.blocks
+        return blocks.num_free + blocks.num_cached == blocks.num_total
+
+    def check_integrity(self) -> None:
+        self.core.check_integrity()
+        self.staging.check_integrity()
+
+    def check_whole(self) -> None:
+        """Nothing is held here."""
+        assert self.pool_is_whole(), f"{self.incarnation} holds blocks"
+        assert self.staging.num_free == self.staging.num_slots, f"{self.incarnation} holds slots"
+        assert self.core.engine.num_reserved_seqs == 0
+
+    def check_audit(self) -> None:
+        """It names an owner for all that is counted, and nobody else."""
+        now = self._clock()
+        audit = self.core.audit(now)
+        assert audit.integrity == "ok"
+        listed = Counter(block.state for block in audit.blocks)
+        assert listed == {state: count for state, count in audit.num_blocks.items() if count and state != "free"}
+        for block in audit.blocks:
+            uses = Counter(audit.holders[index].use for index in block.holders)
+            assert (uses[KvUse.OWNS], uses[KvUse.READS], uses[KvUse.WRITES]) == (block.ref, block.readers, block.writer)
+            assert bool(block.hash) or block.state != "cached"
+        assert {index for block in audit.blocks for index in block.holders} == set(range(len(audit.holders)))
+        assert all(0 <= entry.age_s <= now for entry in (*audit.holders, *audit.blocks))
+        assert audit.num_slots == Counter(slot.state for slot in audit.slots)
+        assert all((slot.state == "free") == (not slot.peer) for slot in audit.slots)
+        if audit.idle:  # a launched step may still name blocks of a sequence that ended
+            assert {holder.state for holder in audit.holders} <= {"finished"}
