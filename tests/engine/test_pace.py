@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.engine import Chunk, Engine, Plan
 from engine.pace import NUM_REMEMBERED, SHARE, SLACK_S, Pace, StepSize
-from tests.engine.test_engine_rules import SIZES, Counting, sequence
+from tests.engine.counting import SIZES, Counting, sequence
 
 TEN = StepSize(10, 1000)
 

@@ -1,0 +1,82 @@
+"""An engine on a model that counts, for the tests of the engine's rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from baton.messages import WorkId
+from baton.sampling import SamplingParams
+from engine.config import EngineConfig
+from engine.engine import Choice, Chunk, Engine, StepResult
+from engine.sequence import Sequence
+
+SIZES = EngineConfig(num_blocks=33, max_model_len=64, vocab_size=100, eos_token_ids=(1, 2), block_size=4)
+_ids = itertools.count()
+
+
+@dataclasses.dataclass
+class Launched:
+    choices: list[list[Choice]]
+    running: bool = False
+
+    def is_done(self) -> bool:
+        return not self.running
+
+    def num_layers_done(self) -> int:
+        return 1
+
+    def wait(self) -> list[list[Choice]]:
+        return self.choices
+
+
+class Counting:
+    """A model that says 10, 11, 12, ... as the outputs of every sample, and remembers its batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Chunk]] = []
+        self.copies: list[tuple[int, int]] = []
+        self.forgotten: list[Sequence] = []
+        self.steps: list[Launched] = []
+        self.slow = False  # what is launched now is done when `running` says so
+
+    def launch(self, chunks: list[Chunk]) -> Launched:
+        self.batches.append(chunks)
+        choices = [Choice(10 + chunk.end - len(chunk.sequence.prompt_tokens)) for chunk in chunks]
+        step = Launched(
+            [[choice] * len(c.sequence.samples) * c.samples_token for c, choice in zip(chunks, choices, strict=True)],
+            running=self.slow,
+        )
+        self.steps.append(step)
+        return step
+
+    def forget(self, sequence: Sequence) -> None:
+        self.forgotten.append(sequence)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        self.copies += pairs
+
+
+def make(**sizes: int) -> tuple[Engine, Counting]:
+    model = Counting()
+    return Engine(dataclasses.replace(SIZES, **sizes), model), model
+
+
+def sequence(num_tokens: int = 5, *, samples: int = 1, first: int = 50, **kwargs: object) -> Sequence:
+    params = {name: kwargs.pop(name) for name in list(kwargs) if name in SamplingParams.__dataclass_fields__}
+    prompt = tuple(range(first, first + num_tokens))
+    sampling = SamplingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
+    number = next(_ids)
+    kwargs.setdefault("arrived_s", float(number))
+    return Sequence(WorkId(1, str(number), 0), list(range(samples)), prompt, sampling, **kwargs)  # type: ignore[arg-type]
+
+
+def run(engine: Engine, limit: int = 200) -> list[StepResult]:
+    results = []
+    again = True
+    while (again or engine.has_work) and len(results) < limit:
+        again = False
+        results.append(engine.compute(engine.schedule(float(len(results)))))
+        again = results[-1].again
+        engine.check_integrity()
+    return results

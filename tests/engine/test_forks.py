@@ -1,0 +1,80 @@
+"""A sequence changes hands: parked for a decode node, adopted by one, forked into one for each sample."""
+
+from __future__ import annotations
+
+from baton.block_hash import next_hash
+from engine.sequence import SequenceState
+from tests.engine.counting import make, run, sequence
+
+
+def test_a_prompt_to_hand_off_is_parked_with_its_tokens_until_released() -> None:
+    engine, _ = make(max_num_batched_tokens=4)
+    seq = sequence(6, samples=3, hand_off=True, max_tokens=1)
+    engine.add(seq)
+    first, second = engine.compute(engine.schedule(0.0)), engine.compute(engine.schedule(1.0))
+    assert (first.advanced, first.parked, first.sampled) == ([seq], [], [])
+    assert (second.advanced, second.parked) == ([seq], [seq])
+    assert [(t.sequence, t.sample, t.index) for t in second.sampled] == [(seq, 0, 0), (seq, 1, 0), (seq, 2, 0)]
+    assert seq.tokens == list(seq.prompt_tokens)
+    assert not engine.has_work
+    engine.check_integrity()
+    engine.release(seq)
+    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+
+
+def test_samples_fork_sharing_full_blocks_and_copying_the_partial_one() -> None:
+    engine, model = make()
+    parent = sequence(6, samples=3, max_tokens=9)
+    engine.add(parent)
+    forks = [token.sequence for token in engine.compute(engine.schedule(0.0)).sampled]
+    engine.check_integrity()
+    assert parent.state is SequenceState.FINISHED
+    assert [fork.samples for fork in forks] == [[0], [1], [2]]
+    assert len({fork.block_table[0] for fork in forks}) == 1
+    last = [fork.block_table[1] for fork in forks]
+    assert model.copies == [(last[0], last[1]), (last[0], last[2])]
+    run(engine)
+
+
+def test_forks_at_a_block_boundary_copy_nothing() -> None:
+    engine, model = make()
+    engine.add(sequence(8, samples=2))
+    run(engine)
+    assert not model.copies
+
+
+def test_forks_without_a_place_wait_and_lose_nothing() -> None:
+    engine, _ = make(max_num_seqs=2)
+    engine.add(sequence(6, samples=5))
+    tokens = [token for result in run(engine) for token in result.sampled]
+    for sample in range(5):
+        assert [token.token for token in tokens if token.sample == sample] == [10, 11, 12, 13]
+
+
+def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:
+    engine, model = make()
+    seq = sequence(9, max_tokens=4)
+    seq.block_table = engine.blocks.allocate(9 // 4 + 2)
+    spare = seq.block_table.pop()
+    forks = engine.adopt(seq, {0: (10,), 3: (11,)}, [spare])
+    engine.check_integrity()
+    assert model.copies == [(forks[0].block_table[2], spare)]
+    assert len(engine.blocks.match(forks[1].block_hashes(2, 4))) == 2
+    result = engine.compute(engine.schedule(0.0))
+    assert [(c.start, c.length) for c in model.batches[0]] == [(9, 1), (9, 1)]
+    assert [(t.sample, t.index) for t in result.sampled] == [(0, 1), (3, 1)]
+    assert not result.started
+    assert not result.advanced
+
+
+def test_adopted_blocks_keep_the_names_that_came_with_them() -> None:
+    engine, _ = make()
+    seq = sequence(9, max_tokens=8)
+    seq.block_table, names = engine.blocks.allocate(3), [b"a" * 32, b"b" * 32]
+    seq.take_names(names)
+    (running,) = engine.adopt(seq, {0: (10,)}, [])
+    table = running.block_table
+    assert [engine.blocks.hash_of(block) for block in table[:2]] == names
+    for _ in range(3):
+        engine.compute(engine.schedule(0.0))
+    assert engine.blocks.hash_of(table[2]) == next_hash(names[-1], running.tokens[8:12])
