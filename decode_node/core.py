@@ -30,7 +30,6 @@ from baton.messages import (
     WorkId,
 )
 from decode_node.leases import Lease
-from decode_node.outbox import Outbox
 from decode_node.reservations import Reservations
 from engine.engine import Engine, Plan
 from engine.node.audit import make_audit, verdict
@@ -48,6 +47,7 @@ from engine.node.events import (
 )
 from engine.node.fences import Fences
 from engine.node.intake import make_sequence
+from engine.node.outbox import Outbox
 from engine.sequence import Sequence
 from engine.step import Chunk, SampledToken, StepResult
 from kv_transfer.receiver import KvReceiver, PartArrived, PartFailed, PeerLost

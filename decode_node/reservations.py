@@ -24,9 +24,9 @@ from baton.errors import (
 from baton.layout import num_blocks_for
 from baton.messages import Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve, WorkId
 from decode_node.leases import Lease, LeaseState, Waiting
-from decode_node.outbox import Outbox
 from engine.engine import Engine
 from engine.holdings import Holding
+from engine.node.outbox import Outbox
 from kv_transfer.parts import plan_parts
 from kv_transfer.receiver import KvReceiver, PartArrived
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from baton.messages import DecodeTarget, Grant, HandedOff, Prefill, SampleEnd, Tokens, WorkId
+from baton.messages import Commit, DecodeTarget, Grant, HandedOff, Prefill, Sample, SampleEnd, Tokens, WorkId
 from engine.sequence import Sequence
+from engine.step import SampledToken
 from kv_transfer.parts import Piece
+
+
+def needs_decode_node(prefill: Prefill) -> bool:
+    """Whether its samples may have tokens to come after the one that is sampled here."""
+    return bool(prefill.samples) and prefill.sampling.max_tokens - len(prefill.samples[0].output_tokens) > 1
 
 
 class HandoffState(enum.Enum):
@@ -30,7 +36,6 @@ class Handoff:
     `layer_groups`."""
 
     message: Prefill
-    epoch: int
     sequence: Sequence
     received: float
     deadline: float
@@ -52,6 +57,10 @@ class Handoff:
     prefill_s: float = 0.0  # first chunk scheduled to first token
 
     @property
+    def work(self) -> WorkId:
+        return self.message.work
+
+    @property
     def target(self) -> DecodeTarget | None:
         return self.message.decode
 
@@ -61,6 +70,14 @@ class Handoff:
         ended = {r.sample for r in self.results if isinstance(r, SampleEnd)}
         fresh = {r.sample: r.token_ids for r in self.results if isinstance(r, Tokens)}
         return {s.index: s.output_tokens + fresh[s.index] for s in self.message.samples if s.index not in ended}
+
+    def sampled(self, token: SampledToken, now: float) -> None:
+        """The prompt is computed; this is the first token of one of its samples."""
+        logprobs = (token.logprobs,) if token.logprobs else ()
+        self.results.append(Tokens(token.sample, token.index, (token.token,), logprobs))
+        if token.finish:
+            self.results.append(SampleEnd(token.sample, token.finish, token.stop_token_id))
+        self.computed, self.prefill_s = now, now - self.started
 
     @property
     def all_gathered(self) -> bool:
@@ -74,6 +91,22 @@ class Handoff:
         """A part has left, `flight_s` after it was in its slot, or began to be stored in that at D."""
         self.num_sent += 1
         self.gathered, self.sent = max(self.gathered, now - flight_s), now
+
+    def commit(self, grant: Grant, now: float, age_s: float) -> Commit:
+        """What makes the request the decode node's, `age_s` after its prompt was computed."""
+        prefill = self.message
+        assert prefill.decode is not None
+        return Commit(
+            lease=grant.lease,
+            work=prefill.work,
+            target_incarnation=prefill.decode.incarnation,
+            prompt_tokens=prefill.prompt_tokens,
+            samples=tuple(Sample(index, tokens) for index, tokens in self.outputs.items()),
+            sampling=prefill.sampling,
+            deadline_s=self.deadline - now,
+            cache_salt=prefill.cache_salt,
+            age_s=age_s,
+        )
 
     def handed_off(self) -> HandedOff:
         """The last word. What was done before the prompt's end took no time that anybody waited for."""

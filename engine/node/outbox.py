@@ -1,9 +1,9 @@
-"""What a decode node has to say, in order, until the shell takes it."""
+"""What a node's role has to say, in order, until the shell takes it."""
 
 from __future__ import annotations
 
-from baton.messages import DecodeToPrefill, Update, UpdateKind, WorkId
-from engine.node.events import Output, ToPrefill, ToRouter
+from baton.messages import DecodeTarget, DecodeToPrefill, PrefillToDecode, Update, UpdateKind, WorkId
+from engine.node.events import Output, ToDecode, ToPrefill, ToRouter
 
 
 class Outbox:
@@ -17,6 +17,9 @@ class Outbox:
     def to_router(self, work: WorkId, kind: UpdateKind) -> None:
         if work.router_epoch in self.epochs:
             self._outputs.append(ToRouter(work.router_epoch, Update(work, kind)))
+
+    def to_decode(self, target: DecodeTarget, message: PrefillToDecode) -> None:
+        self._outputs.append(ToDecode(target, message))
 
     def to_prefill(self, peer: str, message: DecodeToPrefill) -> None:
         self._outputs.append(ToPrefill(peer, message))
