@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from baton.errors import TransferError
+
 Note = Callable[[bytes], None]
 """Sends the other end's `hear` something, ahead of what is sent next."""
 
@@ -80,7 +82,8 @@ class Receiving(Protocol):
         """The other end sends into the first bytes of that memory, in the order of these calls. None: it says when it
         is over, and this end has no part in it. Raises TransferError."""
 
-    def hear(self, note: bytes) -> None: ...
+    def hear(self, note: bytes) -> None:
+        """Raises TransferError for a note that no such carrier sends."""
 
     def abort(self) -> None:
         """As for the pushing end."""
@@ -95,7 +98,7 @@ class OneSidedReceiving:
         return None
 
     def hear(self, note: bytes) -> None:
-        raise AssertionError("a one-sided carrier sends no notes")
+        raise TransferError("a one-sided carrier sends no notes")
 
     def abort(self) -> None:
         pass

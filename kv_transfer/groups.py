@@ -236,7 +236,10 @@ class GroupReceiving:
         return self._lane.submit(memory[:num_bytes])
 
     def hear(self, note: bytes) -> None:
-        port, prefix = json.loads(note)
+        try:
+            port, prefix = json.loads(note)
+        except (ValueError, TypeError):
+            raise TransferError("the peer does not say where its group meets") from None
         self._lane.join(lambda: PrefixStore(prefix, _store(self._host, port)), _RECEIVER)
 
     def abort(self) -> None:

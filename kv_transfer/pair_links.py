@@ -126,6 +126,8 @@ class Links:
     def _open_link(self, link: Link) -> None:
         self._links[link.peer] = link
         self._doors.dial(link)
+        if self._links.get(link.peer) is not link:
+            return  # nobody can be dialled; who called waits for the next link
         if inward := self._unclaimed.pop(link.remote, None):
             self._attach(link, inward)
 
@@ -213,7 +215,10 @@ class Links:
                 end.said_bye = True
                 self._part_with(end)
             case Inbound(), Kind.NOTE:
-                end.receiving.hear(frame.payload)
+                try:
+                    end.receiving.hear(frame.payload)
+                except TransferError:
+                    end.channel.lost = True
             case Inbound(), Kind.BEGIN | Kind.END | Kind.LONG:
                 if link := self._link_of(end):
                     with self._or_drop(link):

@@ -17,13 +17,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from baton.errors import TransferError
-from kv_transfer import create
+from kv_transfer import create, staging_for
 from kv_transfer.channel import Channel, Frame, Kind
 from kv_transfer.groups import Lane
 from kv_transfer.host import hosts_of
+from kv_transfer.ipc import IpcTransport
 from kv_transfer.pair import PairTransport
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.staging import Staging
+from kv_transfer.transport import Arrived
 from tests.kv_transfer.ordered import ordered_carrier
 from tests.kv_transfer.rig_node import DEADLINE_S
 
@@ -106,6 +108,52 @@ def test_strangers_are_hung_up_on(garbage: bytes) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     transport.close()
+
+
+@pytest.mark.parametrize("kind", ["ordered", "ipc"])
+@pytest.mark.parametrize("note", [b"nonsense", b"7", b"[1, 2, 3]"])
+def test_who_sends_notes_that_make_no_sense_loses_his_connection_alone(kind: str, note: bytes) -> None:
+    if kind == "ipc":
+        transport: PairTransport = IpcTransport(staging_for("ipc", 1, 64, "cpu"), lambda: None)
+    else:
+        transport = PairTransport(Staging(1, 64, "cpu"), lambda: None, ordered_carrier())
+    here = PairAddress.unpack(transport.info(), "it")
+    for _ in range(2):  # and whoever comes next is heard
+        caller = Channel(socket.create_connection(("127.0.0.1", here.port), timeout=DEADLINE_S))
+        arrivals, heard = select.poll(), list[Frame]()
+        arrivals.register(caller, select.POLLIN)
+        caller.send(Kind.HELLO, payload=here.id.encode() + b"caller")
+        while not heard:
+            assert arrivals.poll(DEADLINE_S * 1e3)
+            heard += caller.receive()
+        assert [frame.kind for frame in heard] == [Kind.WELCOME]
+        caller.send(Kind.OPEN)
+        caller.send(Kind.NOTE, payload=note)
+        while not caller.lost:
+            assert arrivals.poll(DEADLINE_S * 1e3)
+            caller.receive()
+        caller.close()
+    transport.close()
+
+
+def test_who_called_is_heard_though_he_could_not_be_dialled_at_first() -> None:
+    slots = [Staging(1, 64, "cpu") for _ in range(2)]
+    arrived = threading.Event()
+    receiver = PairTransport(slots[0], arrived.set, ordered_carrier())
+    sender = PairTransport(slots[1], lambda: None, ordered_carrier())
+    sender.connect("receiver", receiver.info())
+    address = PairAddress.unpack(sender.info(), "sender")
+    with pytest.raises(TransferError, match="none of its addresses answers"):
+        receiver.connect("sender", replace(address, hosts=()).pack())
+    receiver.connect("sender", sender.info())
+    for staging in slots:
+        staging.lend(staging.take() or 0)
+    receiver.expect("sender", 1, 0, 64)
+    sender.push("receiver", 1, 0, 64, b"header")
+    assert arrived.wait(DEADLINE_S)
+    assert receiver.poll() == [Arrived("sender", 1, 0, b"header")]
+    for transport in (sender, receiver):
+        transport.close()
 
 
 class Script:
