@@ -21,6 +21,7 @@ from pydantic import Field, field_validator
 
 from baton.address import HostPort
 from baton.settings import Settings, Sizes, parse
+from baton.settings import load as load_settings
 from benchmarks import serve
 from benchmarks.checks import WrongAnswers
 from benchmarks.cluster import running_cluster
@@ -138,20 +139,17 @@ async def _measure(settings: DisaggregationSettings, workloads: Sequence[Workloa
         serving = []
         for load in workloads:
             print(f"{flags}: {load.name}", file=sys.stderr, flush=True)
-            serving.append(
-                await serve.run(
-                    serve.ServeSettings(
-                        url=f"http://{cluster.http}",
-                        request_rate=load.rate,
-                        num_prompts=load.num_prompts,
-                        input_len=load.input_len,
-                        output_len=load.output_len,
-                        goodput=f"ttft:{load.first_token_ms},gap:{load.gap_ms}",
-                        tie_tolerance=settings.tie_tolerance,
-                        seed=settings.seed,
-                    )
-                )
-            )
+            request = {
+                "url": f"http://{cluster.http}",
+                "request_rate": load.rate,
+                "num_prompts": load.num_prompts,
+                "input_len": load.input_len,
+                "output_len": load.output_len,
+                "goodput": f"ttft:{load.first_token_ms},gap:{load.gap_ms}",
+                "tie_tolerance": settings.tie_tolerance,
+                "seed": settings.seed,
+            }
+            serving.append(await serve.run(load_settings(serve.ServeSettings, request)))
         return Measured(
             serving, {length: await _one_at_a_time(settings, cluster.http, length) for length in settings.alone}
         )
