@@ -9,35 +9,126 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from baton.errors import TransferError
 from kv_transfer.carrier import DONE, Native
+from kv_transfer.mailbox import Mailbox
 from kv_transfer.transport import MAX_HEADER_BYTES, PeerLost, TransportEvent
 
 log = logging.getLogger(__name__)
 
+_START_S = 60.0
 _CLOSE_S = 10.0
 
 
-class TransportThread(Protocol):
-    """All but `call` and `stop` are for the thread itself to run."""
+class TransportThread:
+    """Runs what a transport is told, and what that sets going. `kind` is for people; `emit` gets the events, on the
+    thread; `wake` is called after some were emitted.
 
-    def call(self, command: Callable[[], None]) -> None: ...
+    A subclass opens what it needs, has turns until it is stopped, and shuts; all is on the thread but `start`, `call`
+    and `stop`. Every operation ends with the thread, however that ends.
+    """
 
-    def stop(self, timeout_s: float) -> bool: ...
+    connect: Callable[..., None]
+    """With the peer, what its address says, and a future that is resolved once the peer can be reached."""
 
-    @property
-    def connect(self) -> Callable[..., None]:
-        """With the peer, what its address says, and a future that is resolved once the peer can be reached."""
+    def __init__(self, kind: str, emit: Callable[[TransportEvent], None], wake: Callable[[], None]) -> None:
+        self._kind = kind
+        self._emit_event = emit
+        self._wake = wake
+        self._emitted = False
+        self._stopping = False
+        self._mailbox = Mailbox()
+        self._thread = threading.Thread(target=self._run, name=f"kv-{kind}", daemon=True)
+        self._started: Future[Any] = Future()
 
-    def disconnect(self, peer: str) -> None: ...
+    # ---- from any thread ----
 
-    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes) -> None: ...
+    def start(self) -> Any:
+        """What the thread has opened. Raises TransferError."""
+        self._thread.start()
+        try:
+            return self._started.result(_START_S)
+        except TimeoutError:
+            raise TransferError(f"{self._kind} did not start within {_START_S:g} s") from None
 
-    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None: ...
+    def call(self, command: Callable[[], None]) -> None:
+        """Have the thread run `command`; once the thread is over, run it here."""
+        self._mailbox.post(command)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End all links and the thread. False: it did not end in time."""
+        self.call(self._stop)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- a subclass's own ----
+
+    def disconnect(self, peer: str) -> None:
+        raise NotImplementedError
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes) -> None:
+        raise NotImplementedError
+
+    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _open(self) -> Any:
+        """What `start` is to return. Raises TransferError, or anything else that stands against it."""
+        raise NotImplementedError
+
+    def _turn(self) -> None:
+        """What happened, then a wait for more."""
+        raise NotImplementedError
+
+    def _shut(self, reason: str, told: bool) -> None:
+        """End all links. `told`: somebody asked for it."""
+        raise NotImplementedError
+
+    def _over(self) -> None:
+        """The thread's last: from now on whoever calls runs his command himself."""
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            opened = self._open()
+        except Exception as error:  # noqa: BLE001 - told to whoever starts the thread
+            self._mailbox.close()
+            known = isinstance(error, TransferError)
+            self._started.set_exception(error if known else TransferError(f"{self._kind} cannot start: {error}"))
+            return
+        self._started.set_result(opened)
+        reason, told = "closed", True
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:  # the thread's boundary: every operation ends with it
+            log.exception("transport thread failed kind=%s", self._kind)
+            reason, told = f"the {self._kind} thread failed: {error}", False
+        try:
+            self._shut(reason, told)
+        finally:
+            self._mailbox.close()
+            self._over()
+            self._ring()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _emit(self, event: TransportEvent) -> None:
+        self._emit_event(event)
+        self._emitted = True
+        if self._mailbox.is_closed:
+            self._ring()
+
+    def _ring(self) -> None:
+        if self._emitted:
+            self._emitted = False
+            self._wake()
 
 
 class ThreadedTransport:

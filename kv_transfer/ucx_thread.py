@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import select
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,9 +23,8 @@ from ucxx._lib import libucxx as ucx
 from ucxx._lib.arr import Array
 
 from baton.errors import TransferError
-from kv_transfer.mailbox import Mailbox
 from kv_transfer.staging import Staging
-from kv_transfer.threaded import resolve
+from kv_transfer.threaded import TransportThread, resolve
 from kv_transfer.transport import MAX_HEADER_BYTES, TAG_BITS, Arrived, Failed, PeerLost, Sent, TransportEvent
 from kv_transfer.ucx_buffer import buffer_of
 from kv_transfer.ucx_path import look, path_of, slowness
@@ -41,7 +39,6 @@ _HELLO_BYTES = 16 << 10
 and both sides know each other fully. Without that, UCX does not notice the death of a peer that a part waits for."""
 _BURST = 64
 """Progress calls between two looks at commands and completions: one call moves up to a few hundred KiB."""
-_START_S = 60.0
 _CLOSE_NS = 10**9
 _FINISH_S = 1.0
 """How long the end waits for messages that are half sent."""
@@ -99,8 +96,8 @@ class Link:
         self.lost = True
 
 
-class UcxThread:
-    """`emit` gets the events, on the thread; `wake` is called after some were emitted."""
+class UcxThread(TransportThread):
+    """What it opens is the worker's address."""
 
     def __init__(
         self,
@@ -109,38 +106,11 @@ class UcxThread:
         emit: Callable[[TransportEvent], None],
         wake: Callable[[], None],
     ) -> None:
+        super().__init__("ucx", emit, wake)
         self._staging = staging
         self._options = options
-        self._emit_event = emit
-        self._wake = wake
         self._links: dict[str, Link] = {}
         self._parked: list[Link] = []  # disconnected, with sends that UCX has not completed
-        self._emitted = False
-        self._stopping = False
-        self._mailbox = Mailbox()
-        self._thread = threading.Thread(target=self._run, name="ucx", daemon=True)
-
-    # ---- from any thread ----
-
-    def start(self) -> bytes:
-        """Returns the worker's address. Raises TransferError."""
-        started: Future[bytes] = Future()
-        self._started = started
-        self._thread.start()
-        try:
-            return started.result(_START_S)
-        except TimeoutError:
-            raise TransferError(f"UCX did not start within {_START_S:g} s") from None
-
-    def call(self, command: Callable[[], None]) -> None:
-        """Have the thread run `command`; once the thread is over, run it here."""
-        self._mailbox.post(command)
-
-    def stop(self, timeout_s: float) -> bool:
-        """End all links and the thread. False: it did not end in time."""
-        self.call(self._stop)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     # ---- commands: on the thread ----
 
@@ -168,31 +138,7 @@ class UcxThread:
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._submit(peer, tag, slot, num_bytes, None)
 
-    def _stop(self) -> None:
-        self._stopping = True
-
     # ---- the thread ----
-
-    def _run(self) -> None:
-        try:
-            address = self._open()
-        except Exception as error:  # noqa: BLE001 - told to whoever starts the thread
-            self._mailbox.close()
-            self._started.set_exception(error if isinstance(error, TransferError) else TransferError(f"UCX: {error}"))
-            return
-        self._started.set_result(address)
-        reason = "closed"
-        try:
-            while not self._stopping:
-                self._turn()
-        except Exception as error:  # the thread's boundary: every operation ends with it
-            log.exception("ucx thread failed")
-            reason = f"the UCX thread failed: {error}"
-        try:
-            self._shut(reason, told=self._stopping)
-        finally:
-            self._mailbox.close()
-            self._ring()
 
     def _open(self) -> bytes:
         if self._staging.device.type == "cuda":
@@ -231,17 +177,6 @@ class UcxThread:
         self._ring()
         if not self._mailbox and not self._stopping and self._worker.arm():
             self._poll.poll()
-
-    def _emit(self, event: TransportEvent) -> None:
-        self._emit_event(event)
-        self._emitted = True
-        if self._mailbox.is_closed:
-            self._ring()
-
-    def _ring(self) -> None:
-        if self._emitted:
-            self._emitted = False
-            self._wake()
 
     # ---- links ----
 

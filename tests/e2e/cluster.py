@@ -27,7 +27,7 @@ from deploy.plan import clean_environment
 from deploy.ports import HeldPort
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 90.0
+PATIENCE_S = 150.0
 """For anything that only takes as long as the machine needs. Many times what an idle one takes."""
 POLL_S = 0.01
 PAGE_TIMEOUT_S = 40.0
