@@ -11,6 +11,7 @@ from benchmarks import startup
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.full
 def test_startup(capsys: pytest.CaptureFixture[str]) -> None:
     settings = startup.StartupSettings(
         model="baton-tiny", node="--device=cpu --cpu-threads=1 --num-gpu-blocks-override=300"

@@ -23,10 +23,9 @@ def _on_gpus(kinds: Iterable[str]) -> list[Any]:
     return [pytest.param((kind, True), id=f"{kind}-cuda", marks=pytest.mark.gpu) for kind in kinds]
 
 
-def _on_cpu(kinds: Iterable[str]) -> list[Any]:
+def _on_cpu(kinds: Iterable[str], full: tuple[str, ...] = ("ucx",)) -> list[Any]:
     """`ucx` chooses by itself, on a machine without GPUs the same as `ucx-tcp`."""
-    marks = {"ucx": pytest.mark.full}
-    return [pytest.param((kind, False), id=kind, marks=marks.get(kind, ())) for kind in kinds]
+    return [pytest.param((kind, False), id=kind, marks=pytest.mark.full if kind in full else ()) for kind in kinds]
 
 
 def _rig(kind: str, on_gpu: bool) -> AbstractContextManager[Rig]:
@@ -53,9 +52,9 @@ def process_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield rig
 
 
-@pytest.fixture(params=_on_cpu(PROCESS_KINDS) + _on_gpus(["ucx-tcp"]))
+@pytest.fixture(params=_on_cpu(PROCESS_KINDS, full=("ucx-shm",)) + _on_gpus(["ucx-tcp"]))
 def wire_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Over each way between processes that is slow enough to be cut in mid-message."""
+    """Over each way between processes that is slow enough to be cut in mid-message; nobody gets `ucx-shm` unasked."""
     with _rig(*request.param) as rig:
         yield rig
 
