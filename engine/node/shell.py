@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from engine.node.loop import Counts, NodeLoop, Turn
 from engine.node.sessions import Sessions
 from engine.node.settings import NodeSettings
 from engine.node.status import Health, NodeStatus
+from engine.node.streams import HEARTBEAT_S
 
 log = logging.getLogger(__name__)
 
@@ -125,11 +127,21 @@ class Node:
         self._loop.post(Draining())
         try:
             async with asyncio.timeout(self._settings.drain_timeout):
-                if not await asyncio.wrap_future(self._loop.run_errand(lambda: self._parts.role.idle)):
-                    await self._idle.wait()
+                await self._until_idle()
         except TimeoutError:
             return False
         return True
+
+    async def _until_idle(self) -> None:
+        """The role itself is asked, again after each turn that ends idle: what was told last may be older than the work
+        that came just now."""
+        while True:
+            self._idle.clear()
+            if await asyncio.wrap_future(self._loop.run_errand(lambda: self._parts.role.idle)):
+                return
+            with contextlib.suppress(TimeoutError):  # a turn that ends as it began is not told
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._idle.wait()
 
     async def stop(self) -> bool:
         """End all streams, the engine's thread and the metrics page. False: the thread did not end in time."""

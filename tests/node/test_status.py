@@ -206,6 +206,27 @@ async def test_draining_waits_for_the_work_that_is_there():
             assert await drain
 
 
+async def test_draining_waits_for_work_that_nobody_has_been_told_of_yet(monkeypatch):
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
+        posted, goes_on, ends = asyncio.Event(), threading.Event(), threading.Event()
+        post = node.loop.post
+        monkeypatch.setattr(node.loop, "post", lambda event: (post(event), posted.set()))
+        node.loop.run_errand(lambda: goes_on.wait(WAIT_S))  # so that all that is posted meanwhile is one turn's
+        drain = asyncio.create_task(node.node.drain())
+        await posted.wait()
+        asked = asyncio.wrap_future(node.loop.run_errand(lambda: None))  # right behind what drain asks
+        node.role.is_idle = False
+        node.role.prepare = lambda now: ends.wait(WAIT_S)
+        goes_on.set()
+        await asked  # that turn has not ended
+        assert not drain.done()
+        ends.set()
+        node.role.is_idle = True
+        node.loop.wake()
+        async with asyncio.timeout(WAIT_S):
+            assert await drain
+
+
 async def test_draining_an_idle_node_takes_no_time():
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
         async with asyncio.timeout(WAIT_S / 2):
