@@ -11,13 +11,13 @@ from baton.layout import num_blocks_for
 class EngineConfig:
     """Sizes of one engine. Raises ValueError, naming the flag, when they cannot work together.
 
-    `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` bounds
-    a step's tokens of prompts, beside which each sequence that generates has one; `max_num_seqs` bounds the sequences
-    that share one. `async_scheduling`: launch a step before the
-    one before it has retired, for a runner that computes on a device of its own. `saturating_num_tokens`: no
-    further prompt joins a step with so many tokens, which keep the device busy, so that it would only make the others'
-    first tokens later; the budget above is for chunks of long prompts, whose attention gains from it (DistServe,
-    section 4.3, has the idea). None: the budget alone bounds a step.
+    `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` bounds a
+    step's tokens of prompts, beside which each sequence that generates has one; `max_num_seqs` bounds the sequences
+    that share one. `async_scheduling`: launch a step before the one before it has retired, for a runner that computes
+    on a device of its own. `saturating_num_tokens`: no further prompt joins a step with so many tokens of prompts,
+    which keep the device busy, so that it would only make the others' first tokens later; the budget above is for
+    chunks of long prompts, whose attention gains from it (DistServe, section 4.3, has the idea). None: the budget alone
+    bounds a step.
     """
 
     num_blocks: int

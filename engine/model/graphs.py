@@ -92,7 +92,7 @@ class StepGraphs:
         num_tokens, graph = sum(chunk.length for chunk in prompts), None
         if not num_decodes:
             graph = self._prompts.get(_fitting(self._prompt_sizes, num_tokens))
-        if graph is None and num_decodes <= DECODE_PLACES:
+        if graph is None and num_decodes <= DECODE_PLACES:  # of none, too: empty places cost less than launches
             graph = self._mixed.get(_fitting(self._mixed_sizes, num_tokens))
         return graph.run(chunks, rows, marks) if graph else None
 
