@@ -73,7 +73,7 @@ class DisaggregationSettings(Settings):
     pair: str = Field(
         "--prefill 1 --decode 1 --transport ipc --first-token decode", description="flags of the first set"
     )
-    singles: str = Field("--prefill 0 --decode 2 --max-num-batched-tokens 640", description="flags of the second")
+    singles: str = Field("--prefill 0 --decode 2 --max-num-batched-tokens 736", description="flags of the second")
     workloads: str = Field(
         "1024/128@21.4x384:200:25,1024/128@30x384:200:25,8192/256@3x96:1000:100",
         description="IN/OUT@RATExCOUNT:TTFT:GAP,...: tokens, requests per second and in all, limits in ms",

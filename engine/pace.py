@@ -2,25 +2,27 @@
 
     step N begins                                    due        N ends, N+1 begins
     |--- newcomers join N+1 --------------------------|-- launch --|
-                                              0.9 x expected - margin
+                                             0.95 x expected - margin
 
 Launched as soon as N begins, N+1 is closed to who comes while N runs: he waits for the rest of N and all of N+1. Too
-early costs him that; too late leaves the device idle, for everybody. So each doubt is settled by launching at once, and
-each error falls on the early side.
+early costs him that; too late leaves the device idle for as long as a turn of the loop takes, since the end of N makes
+one. So where nothing is known a step is launched at once, and what is expected is the least that it may be.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from engine.step import Chunk
 
-SHARE = 0.9
+SHARE = 0.95
 """Of the expected time, after which the next step is launched; less the margin."""
-SLACK_S = 0.001
-"""The margin, beside twice what a launch costs: a thread is not always woken at the moment."""
+SLACK_S = 0.0004
+"""The margin, beside what a launch costs: the begin of a step is noticed a little late."""
+COST_FACTOR = 1.25
+"""For what a launch costs, which is the most that it was of late."""
 NUM_REMEMBERED = 3
 """The shortest of so many steps is what is expected: one whose start was noticed late looks short, one whose end was,
 long."""
@@ -30,26 +32,34 @@ FORGETTING = 1 / 32
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Of a step that computes one token for each of its sequences; `num_context_tokens`: of all of them."""
+    """What a step's time depends on. num_context_tokens: of all sequences that it computes one token for.
+    num_prompt_pairs: for each longer chunk, its tokens times those that the last of them attends to."""
 
     num_seqs: int
     num_context_tokens: int
+    num_prompt_tokens: int = 0
+    num_prompt_pairs: int = 0
 
     @classmethod
-    def of(cls, chunks: Iterable[Chunk]) -> StepSize | None:
-        """None: some chunk has more than one token, and how long that takes is another matter."""
-        num_seqs = num_context_tokens = 0
+    def of(cls, chunks: Iterable[Chunk]) -> StepSize:
+        num_seqs = num_context_tokens = num_prompt_tokens = num_prompt_pairs = 0
         for chunk in chunks:
-            if chunk.length > 1:
-                return None
             num_seqs += 1
-            num_context_tokens += chunk.end
-        return cls(num_seqs, num_context_tokens)
+            if chunk.length == 1:
+                num_context_tokens += chunk.end
+            else:
+                num_prompt_tokens += chunk.length
+                num_prompt_pairs += chunk.length * chunk.end
+        return cls(num_seqs, num_context_tokens, num_prompt_tokens, num_prompt_pairs)
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.num_prompt_tokens > 0
 
     def least_share(self, other: StepSize) -> float:
-        """At least so much of the other's time does this one take, whatever a sequence and its context cost: a step
-        takes a + b x sequences + c x context tokens, with none of them negative."""
-        return min(1.0, self.num_seqs / other.num_seqs, self.num_context_tokens / other.num_context_tokens)
+        """At least so much of the other's time does this one take, whatever each of these costs: a step's time is a sum
+        of a constant and of their multiples, none of them negative."""
+        return min(1.0, *(mine / its for mine, its in zip(astuple(self), astuple(other), strict=True) if its))
 
 
 class Pace:
@@ -59,23 +69,23 @@ class Pace:
         self.busy_since: float | None = None
         """Since when the oldest step in flight is being computed. None: none is in flight."""
         self._in_flight: deque[StepSize | None] = deque()  # None: not to be learned from
-        self._took: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
+        self._decodes: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
+        self._mixed: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
         self._cost_s = 0.0
 
     @property
     def launch_at(self) -> float | None:
         """When to launch a step behind the oldest one in flight. None: at once."""
-        if self.busy_since is None or not self._took or (size := self._in_flight[0]) is None:
+        if self.busy_since is None or (expected_s := self._expected_s()) is None:
             return None
-        expected_s = min(took_s * size.least_share(known) for known, took_s in self._took)
-        wait_s = SHARE * expected_s - SLACK_S - 2 * self._cost_s
+        wait_s = SHARE * expected_s - SLACK_S - COST_FACTOR * self._cost_s
         return self.busy_since + wait_s if wait_s > 0 else None
 
-    def launched(self, size: StepSize | None, decided: float, now: float, idle: bool) -> None:
+    def launched(self, size: StepSize, decided: float, now: float, idle: bool) -> None:
         """A step has been launched. decided: when its turn began. idle: the one before it, if there is one in flight,
         was done before the device had this one."""
         due = self.launch_at
-        if size is not None:
+        if not size.has_prompts:  # newcomers cost the host more, and are worth it
             cost_s = now - (decided if due is None else min(decided, due))
             if due is not None and idle:  # it was waited for too long
                 cost_s = max(cost_s, self._cost_s) + SLACK_S
@@ -83,12 +93,30 @@ class Pace:
         if not self._in_flight:
             self.busy_since = now
         elif idle:
-            self._in_flight[-1] = None  # it ended nobody knows when
+            self._learn_most(now)
+            self._in_flight[-1] = None
         self._in_flight.append(size)
 
     def retired(self, now: float) -> None:
         """The oldest step has ended."""
         size = self._in_flight.popleft()
         if size is not None and self.busy_since is not None:
-            self._took.append((size, now - self.busy_since))
+            self._known(size).append((size, now - self.busy_since))
         self.busy_since = now if self._in_flight else None
+
+    def _learn_most(self, now: float) -> None:
+        """The only step in flight ended nobody knows when, but not after `now`."""
+        size, expected_s = self._in_flight[-1], self._expected_s()
+        if size is not None and self.busy_since is not None and now - self.busy_since < (expected_s or 0.0):
+            self._known(size).append((size, now - self.busy_since))
+
+    def _known(self, size: StepSize) -> deque[tuple[StepSize, float]]:
+        """Steps of its kind, and how long each took."""
+        return self._mixed if size.has_prompts else self._decodes
+
+    def _expected_s(self) -> float | None:
+        """The least that the oldest step in flight takes, for all that is known. None: nothing is."""
+        if (size := self._in_flight[0]) is None:
+            return None
+        known = self._known(size) or self._decodes
+        return min((took_s * size.least_share(other) for other, took_s in known), default=None)

@@ -14,7 +14,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast, loader
 from engine.model.attention import probe
-from engine.model.graphs import ladder, mixed_sizes, prompt_sizes
+from engine.model.graphs import DECODE_PLACES, ladder, mixed_sizes, prompt_sizes
 from engine.model.runner import TorchModelRunner
 from engine.model.watch import LayerMarks
 from engine.sequence import Sequence
@@ -37,10 +37,19 @@ def test_the_ladder_reaches_the_largest_batch_and_wastes_little(most: int) -> No
 
 @pytest.mark.parametrize(
     ("budget", "most", "sizes"),
-    [(2048, 1024, [128, 256, 384, 512, 1024]), (300, 1024, [128, 256, 300]), (64, 1024, [64]), (2048, 0, [])],
+    [
+        (2048, 1024, [96, 224, 352, 480, 608, 736, 864, 1024]),
+        (300, 1024, [96, 224, 300]),
+        (64, 1024, [64]),
+        (2048, 0, []),
+    ],
 )
 def test_prompts_beside_decodes_have_a_graph_of_the_budgets_size(budget: int, most: int, sizes: list[int]) -> None:
     assert mixed_sizes(budget, most) == sizes
+
+
+def test_prompts_beside_decodes_fill_tiles_of_matmuls() -> None:
+    assert all((size + DECODE_PLACES) % 128 == 0 for size in mixed_sizes(8192, 1000))
 
 
 def test_prompts_have_graphs_within_the_budget() -> None:

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Chunk, Engine, Plan
-from engine.pace import NUM_REMEMBERED, SHARE, SLACK_S, Pace, StepSize
+from engine.pace import COST_FACTOR, NUM_REMEMBERED, SHARE, SLACK_S, Pace, StepSize
 from tests.engine.counting import SIZES, Counting, sequence
 
 TEN = StepSize(10, 1000)
+PROMPT = StepSize(11, 1000, 500, 250_000)
 
 
 def paced(*took_s: float, cost_s: float = 0.0, size: StepSize = TEN) -> Pace:
@@ -32,15 +33,16 @@ def waits(pace: Pace) -> float:
 
 
 def test_a_step_is_launched_shortly_before_the_one_before_it_ends() -> None:
-    assert abs(waits(paced(0.010, 0.010)) - 0.008) < 1e-9
+    assert abs(waits(paced(0.010, 0.010)) - (SHARE * 0.010 - SLACK_S)) < 1e-9
 
 
-def test_what_a_launch_costs_is_kept_free_twice() -> None:
-    assert abs(waits(paced(0.010, cost_s=0.002)) - 0.004) < 1e-9
+def test_what_a_launch_costs_is_kept_free_and_some_more() -> None:
+    assert COST_FACTOR > 1
+    assert abs(waits(paced(0.010, cost_s=0.002)) - (SHARE * 0.010 - SLACK_S - COST_FACTOR * 0.002)) < 1e-9
 
 
-def test_a_launch_that_costs_more_than_a_step_is_not_put_off() -> None:
-    assert paced(0.010, cost_s=0.005).launch_at is None
+def test_a_launch_that_costs_as_much_as_a_step_is_not_put_off() -> None:
+    assert paced(0.010, cost_s=0.008).launch_at is None
 
 
 def test_nothing_is_put_off_without_a_step_in_flight_or_one_known() -> None:
@@ -53,14 +55,46 @@ def test_nothing_is_put_off_without_a_step_in_flight_or_one_known() -> None:
     assert pace.busy_since is None
 
 
-def test_a_prompt_in_flight_is_waited_for_by_nobody_and_teaches_nothing() -> None:
+def with_prompt(*took_s: float, size: StepSize = PROMPT) -> Pace:
+    """After two decodes of 10 ms and steps of those times with a prompt, with one of `size` in flight since 200.0."""
+    pace, now = paced(0.010, 0.010), 200.0 - sum(took_s)
+    pace.launched(PROMPT if took_s else size, now, now, idle=False)
+    pace.retired(now)
+    for i, seconds in enumerate(took_s, 1):
+        pace.launched(PROMPT if i < len(took_s) else size, now, now, idle=False)
+        now += seconds
+        pace.retired(now)
+    return pace
+
+
+def test_a_step_with_a_prompt_takes_at_least_as_long_as_one_without() -> None:
+    assert abs(waits(with_prompt()) - (SHARE * 0.010 - SLACK_S)) < 1e-9
+
+
+def test_steps_with_prompts_are_judged_by_such_steps() -> None:
+    assert abs(waits(with_prompt(0.030, 0.030)) - (SHARE * 0.030 - SLACK_S)) < 1e-9
+    half = StepSize(11, 1000, 250, 125_000)
+    assert abs(waits(with_prompt(0.030, 0.030, size=half)) - (SHARE * 0.015 - SLACK_S)) < 1e-9
+
+
+def test_a_prompt_teaches_nothing_of_decodes() -> None:
+    pace = with_prompt(0.030, 0.030)
+    pace.launched(TEN, 200.0, 200.0, idle=False)
+    pace.retired(200.030)
+    assert abs(waits(pace) - (SHARE * 0.010 - SLACK_S)) < 1e-9
+
+
+def test_what_newcomers_cost_is_not_kept_free() -> None:
     pace = paced(0.010, 0.010)
-    pace.launched(None, 100.0, 100.0, idle=False)
-    pace.retired(100.010)
-    assert pace.launch_at is None
-    pace.launched(TEN, 100.010, 100.010, idle=False)
-    pace.retired(100.500)
-    assert abs(waits(pace) - 0.008) < 1e-9
+    pace.launched(PROMPT, 100.0, 100.005, idle=False)
+    assert abs(waits(pace) - (SHARE * 0.010 - SLACK_S)) < 1e-9
+
+
+def test_a_step_that_was_shorter_than_expected_is_learned_from_at_once() -> None:
+    pace = with_prompt(0.030, 0.030)
+    pace.launched(PROMPT, 200.008, 200.008, idle=True)
+    pace.retired(200.008)
+    assert abs(waits(pace) - (SHARE * 0.008 - SLACK_S)) < 1e-9
 
 
 def test_a_wait_that_was_too_long_is_followed_by_shorter_ones() -> None:
@@ -69,7 +103,7 @@ def test_a_wait_that_was_too_long_is_followed_by_shorter_ones() -> None:
     pace.launched(TEN, 100.012, 100.013, idle=True)  # it had ended already, nobody knows when
     pace.retired(100.013)
     assert pace.busy_since == 100.013
-    assert 0 <= waits(pace) < before - 2 * SLACK_S
+    assert 0 <= waits(pace) < before - COST_FACTOR * SLACK_S
     margin = before - waits(pace)
     for _ in range(200):
         began = pace.busy_since
@@ -82,14 +116,26 @@ def test_a_wait_that_was_too_long_is_followed_by_shorter_ones() -> None:
 @given(
     seqs=st.tuples(st.integers(1, 256), st.integers(1, 256)),
     contexts=st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)),
+    prompts=st.tuples(st.integers(0, 8192), st.integers(0, 8192)),
     costs=st.tuples(*[st.floats(0, 1e-2)] * 3),
 )
 def test_a_step_is_never_taken_for_longer_than_it_is(
-    seqs: tuple[int, int], contexts: tuple[int, int], costs: tuple[float, float, float]
+    seqs: tuple[int, int],
+    contexts: tuple[int, int],
+    prompts: tuple[int, int],
+    costs: tuple[float, float, float],
 ) -> None:
     base, per_seq, per_token = costs
-    known, size = (StepSize(n, n + context) for n, context in zip(seqs, contexts, strict=True))
-    took = {s: base + per_seq * s.num_seqs + per_token * s.num_context_tokens / 1000 for s in (known, size)}
+    known, size = (
+        StepSize(n, n + context, prompt, prompt * prompt)
+        for n, context, prompt in zip(seqs, contexts, prompts, strict=True)
+    )
+    took = {
+        s: base
+        + per_seq * s.num_seqs
+        + per_token * (s.num_context_tokens + 10 * s.num_prompt_tokens + s.num_prompt_pairs / 100) / 1000
+        for s in (known, size)
+    }
     assert size.least_share(known) * took[known] <= took[size] * (1 + 1e-9)
 
 
@@ -121,7 +167,7 @@ def test_a_device_whose_steps_are_known_never_waits(steps: list[tuple[int, float
         launched = now + cost_s
         if due is not None:
             assert launched <= device_free + 1e-9, "the device ran dry"
-        size = None if prompt else StepSize(num_seqs, 100 * num_seqs)
+        size = StepSize(num_seqs, 100 * num_seqs, 500 * prompt, 250_000 * prompt)
         pace.launched(size, now, launched, idle=bool(ends) and device_free < launched)
         if ends and device_free < launched:
             pace.retired(launched)
@@ -137,10 +183,12 @@ def test_the_shortest_of_the_last_steps_is_expected(took_s: list[float]) -> None
     assert abs(waits(paced(*took_s)) - expected) < 1e-9
 
 
-def test_a_size_is_of_decodes_alone() -> None:
+def test_a_size_tells_decodes_from_prompts() -> None:
     seqs = [sequence(5), sequence(7)]
     assert StepSize.of([Chunk.of(seqs[0], 4, 1), Chunk.of(seqs[1], 6, 1)]) == StepSize(2, 12)
-    assert StepSize.of([Chunk.of(seqs[0], 4, 1), Chunk.of(seqs[1], 0, 7)]) is None
+    mixed = StepSize.of([Chunk.of(seqs[0], 4, 1), Chunk.of(seqs[1], 2, 4)])
+    assert mixed == StepSize(2, 5, 4, 24)
+    assert mixed.has_prompts
 
 
 class Device:

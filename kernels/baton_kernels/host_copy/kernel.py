@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.launcher import Launcher
+
 TILE = 512
 
 
@@ -17,8 +19,12 @@ def _host_copy_kernel(source_ptr, out_ptr, n, TILE: tl.constexpr):
     tl.store(out_ptr + entry, tl.load(source_ptr + entry, mask=mask, other=0), mask=mask)
 
 
+_launch = Launcher(_host_copy_kernel, num_warps=4)
+
+
 def host_copy(source: Tensor, out: Tensor) -> None:
-    words = [t.view(-1).view(torch.int32 if t.element_size() % 4 == 0 else torch.uint8) for t in (source, out)]
-    n = words[0].numel()
+    words = torch.int32 if source.element_size() % 4 == 0 else torch.uint8
+    source, out = source.view(-1).view(words), out.view(-1).view(words)
+    n = source.numel()
     if n:
-        _host_copy_kernel[(triton.cdiv(n, TILE),)](*words, n, TILE, num_warps=4)
+        _launch(words, (triton.cdiv(n, TILE), 1, 1), source, out, n, TILE)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.launcher import Launcher
 from baton_kernels.sampling.reference import IN_PROMPT
 from baton_kernels.sampling.threshold import thresholds
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _TILE = 2048
 _NUM_PROGRAMS = 1024  # 8 of 8 warps on each SM of an H200
 _MAX_SPLITS = 64
+_ALIGNMENT = 16
+"""Of addresses: what Triton compiles another kernel for. What torch allocates is on more."""
 _TOP = tl.constexpr(0x7FFFFFFF)
 
 
@@ -167,6 +170,10 @@ def _penalize_kernel(
         tl.store(places, x, mask=seen)
 
 
+_choose = Launcher(_choose_kernel, num_warps=8)
+_combine = Launcher(_combine_kernel, num_warps=1)
+
+
 def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, filtered: bool) -> Tensor:
     num_choices, vocab_size = rows.shape[0], logits.shape[1]
     tokens = torch.empty(num_choices, dtype=torch.int32, device=logits.device)
@@ -178,7 +185,11 @@ def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, filtered: bo
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
     best_tokens = torch.empty(num_choices, num_splits, dtype=torch.int32, device=logits.device)
     best_scores = torch.empty(num_choices, num_splits, dtype=torch.float32, device=logits.device)
-    _choose_kernel[(num_choices, num_splits)](
+    row_stride = logits.stride(0)
+    like = logits.dtype, logits.data_ptr() % _ALIGNMENT, row_stride, vocab_size, params is None, filtered
+    _choose(
+        like,
+        (num_choices, num_splits, 1),
         logits,
         rows,
         None if params is None else params.temperature,
@@ -187,15 +198,14 @@ def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, filtered: bo
         thresholds(logits, rows, params) if filtered and params is not None else None,
         best_scores,
         best_tokens,
-        logits.stride(0),
+        row_stride,
         vocab_size,
         tiles_per_split,
         params is not None,
         filtered,
         _TILE,
-        num_warps=8,
     )
-    _combine_kernel[(num_choices,)](best_scores, best_tokens, tokens, num_splits, _MAX_SPLITS, num_warps=1)
+    _combine(None, (num_choices, 1, 1), best_scores, best_tokens, tokens, num_splits, _MAX_SPLITS)
     return tokens
 
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.launcher import Launcher
+
 TILE = 128
 
 
@@ -77,7 +79,10 @@ def step_inputs(
         )
 
 
+_update = Launcher(_update_kernel, num_warps=4)
+
+
 def update_block_tables(block_tables: Tensor, flat_index: Tensor, blocks: Tensor) -> None:
     n = blocks.shape[0]
     if n:
-        _update_kernel[(triton.cdiv(n, TILE),)](block_tables, flat_index, blocks, n, TILE, num_warps=4)
+        _update(flat_index.dtype, (triton.cdiv(n, TILE), 1, 1), block_tables, flat_index, blocks, n, TILE)
