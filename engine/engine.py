@@ -39,6 +39,7 @@ class InFlight:
 
     chunks: list[Chunk]
     step: LaunchedStep
+    leaves_prompts: bool  # which the next step goes on with
     released: list[tuple[Sequence, list[int]]] = field(default_factory=list)
 
 
@@ -107,10 +108,10 @@ class Engine:
     @property
     def launch_at(self) -> float | None:
         """When to launch one more step, by the engine's clock: until then whoever comes can join it. None: at once, or
-        not before the oldest has retired. At once also where prompts wait: what they cost the host is not known."""
+        not before the oldest has retired. At once also where prompts wait: who comes later is behind them."""
         if not self.has_room or not self.num_running or self.num_waiting or self._oldest_is_done:
             return None
-        return self._pace.launch_at
+        return self._pace.launch_at(bool(self._in_flight) and self._in_flight[-1].leaves_prompts)
 
     @property
     def device_busy_since(self) -> float | None:
@@ -204,7 +205,8 @@ class Engine:
         if plan.chunks:
             step = self._runner.launch(plan.chunks)
             self._pace.launched(StepSize.of(plan.chunks), self._decided, self.clock(), idle=self._oldest_is_done)
-            self._in_flight.append(InFlight(plan.chunks, step))
+            leaves_prompts = not all(chunk.samples_token for chunk in plan.chunks)
+            self._in_flight.append(InFlight(plan.chunks, step, leaves_prompts))
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)

@@ -59,7 +59,9 @@ class StepSize:
     def least_share(self, other: StepSize) -> float:
         """At least so much of the other's time does this one take, whatever each of these costs: a step's time is a sum
         of a constant and of their multiples, none of them negative."""
-        return min(1.0, *(mine / its for mine, its in zip(astuple(self), astuple(other), strict=True) if its))
+        mine: tuple[int, ...] = astuple(self)
+        its: tuple[int, ...] = astuple(other)
+        return min(1.0, *(a / b for a, b in zip(mine, its, strict=True) if b))
 
 
 class Pace:
@@ -71,25 +73,24 @@ class Pace:
         self._in_flight: deque[StepSize | None] = deque()  # None: not to be learned from
         self._decodes: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
         self._mixed: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
-        self._cost_s = 0.0
+        self._cost_s = {False: 0.0, True: 0.0}  # by whether the step has prompts
 
-    @property
-    def launch_at(self) -> float | None:
-        """When to launch a step behind the oldest one in flight. None: at once."""
+    def launch_at(self, has_prompts: bool) -> float | None:
+        """When to launch a step behind the oldest one in flight, if nobody joins it before. None: at once."""
         if self.busy_since is None or (expected_s := self._expected_s()) is None:
             return None
-        wait_s = SHARE * expected_s - SLACK_S - COST_FACTOR * self._cost_s
+        wait_s = SHARE * expected_s - SLACK_S - COST_FACTOR * self._cost_s[has_prompts]
         return self.busy_since + wait_s if wait_s > 0 else None
 
     def launched(self, size: StepSize, decided: float, now: float, idle: bool) -> None:
         """A step has been launched. decided: when its turn began. idle: the one before it, if there is one in flight,
         was done before the device had this one."""
-        due = self.launch_at
-        if not size.has_prompts:  # newcomers cost the host more, and are worth it
-            cost_s = now - (decided if due is None else min(decided, due))
-            if due is not None and idle:  # it was waited for too long
-                cost_s = max(cost_s, self._cost_s) + SLACK_S
-            self._cost_s = max(cost_s, self._cost_s + (cost_s - self._cost_s) * FORGETTING)
+        kind = size.has_prompts
+        due, known_s = self.launch_at(kind), self._cost_s[kind]
+        cost_s = now - (decided if due is None else min(decided, due))
+        if due is not None and idle:  # it was waited for too long
+            cost_s = max(cost_s, known_s) + SLACK_S
+        self._cost_s[kind] = max(cost_s, known_s + (cost_s - known_s) * FORGETTING)
         if not self._in_flight:
             self.busy_since = now
         elif idle:

@@ -26,10 +26,11 @@ def paced(*took_s: float, cost_s: float = 0.0, size: StepSize = TEN) -> Pace:
     return pace
 
 
-def waits(pace: Pace) -> float:
+def waits(pace: Pace, has_prompts: bool = False) -> float:
     """Seconds from the begin of the step in flight."""
     assert pace.busy_since is not None
-    return 0.0 if pace.launch_at is None else pace.launch_at - pace.busy_since
+    due = pace.launch_at(has_prompts)
+    return 0.0 if due is None else due - pace.busy_since
 
 
 def test_a_step_is_launched_shortly_before_the_one_before_it_ends() -> None:
@@ -42,16 +43,16 @@ def test_what_a_launch_costs_is_kept_free_and_some_more() -> None:
 
 
 def test_a_launch_that_costs_as_much_as_a_step_is_not_put_off() -> None:
-    assert paced(0.010, cost_s=0.008).launch_at is None
+    assert paced(0.010, cost_s=0.008).launch_at(False) is None
 
 
 def test_nothing_is_put_off_without_a_step_in_flight_or_one_known() -> None:
     pace = Pace()
-    assert pace.launch_at is None
+    assert pace.launch_at(False) is None
     pace.launched(TEN, 0.0, 0.0, idle=False)
-    assert pace.launch_at is None
+    assert pace.launch_at(False) is None
     pace.retired(0.010)
-    assert pace.launch_at is None
+    assert pace.launch_at(False) is None
     assert pace.busy_since is None
 
 
@@ -84,10 +85,11 @@ def test_a_prompt_teaches_nothing_of_decodes() -> None:
     assert abs(waits(pace) - (SHARE * 0.010 - SLACK_S)) < 1e-9
 
 
-def test_what_newcomers_cost_is_not_kept_free() -> None:
+def test_what_a_launch_costs_is_known_by_whether_it_has_prompts() -> None:
     pace = paced(0.010, 0.010)
     pace.launched(PROMPT, 100.0, 100.005, idle=False)
     assert abs(waits(pace) - (SHARE * 0.010 - SLACK_S)) < 1e-9
+    assert abs(waits(pace, has_prompts=True) - (SHARE * 0.010 - SLACK_S - COST_FACTOR * 0.005)) < 1e-9
 
 
 def test_a_step_that_was_shorter_than_expected_is_learned_from_at_once() -> None:
@@ -107,7 +109,7 @@ def test_a_wait_that_was_too_long_is_followed_by_shorter_ones() -> None:
     margin = before - waits(pace)
     for _ in range(200):
         began = pace.busy_since
-        due = pace.launch_at or began
+        due = pace.launch_at(False) or began
         pace.launched(TEN, due, due, idle=False)
         pace.retired(began + 0.010)
     assert before - waits(pace) < margin / 10, "it is never forgotten"
@@ -153,17 +155,17 @@ steps = st.lists(
 @given(steps=steps, base_s=st.floats(0.003, 0.05))
 def test_a_device_whose_steps_are_known_never_waits(steps: list[tuple[int, float, bool]], base_s: float) -> None:
     """A loop that launches when it is told to, each launch within the cost known so far."""
-    pace, now, worst = Pace(), 0.0, 0.0
+    pace, now, worst = Pace(), 0.0, {False: 0.0, True: 0.0}
     device_free = 0.0  # when all that was launched is done
     ends: list[float] = []
     for num_seqs, cost_s, prompt in steps:
         if len(ends) == 2:
             now = max(now, ends.pop(0))
             pace.retired(now)
-        due = pace.launch_at
+        due = pace.launch_at(prompt)
         now = max(now, due or 0.0)
-        cost_s = min(cost_s, worst) if due is not None else cost_s
-        worst = max(worst * 0.9, cost_s)
+        cost_s = min(cost_s, worst[prompt]) if due is not None else cost_s
+        worst[prompt] = max(worst[prompt] * 0.9, cost_s)
         launched = now + cost_s
         if due is not None:
             assert launched <= device_free + 1e-9, "the device ran dry"
