@@ -34,7 +34,7 @@ Forward = Callable[[ModelInputs, SeesLayers | None], Tensor]
 
 PROMPT_SIZES = (32, 64, 128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 DECODE_PLACES = 32
-MIXED_SIZES = (*(rows - DECODE_PLACES for rows in (128, 256, 384, 512, 640, 768, 896)), 1024)
+MIXED_SIZES = (*(rows - DECODE_PLACES for rows in (128, 384, 512, 640, 768, 896)), 1024)
 """Of the prompts' tokens, which may also be as many as a step's budget: most chunks of long prompts are. With the
 places for decodes whole tiles of matmuls: of an 8B model, 640 rows take an H200 13.4 ms, 672 take it 15.5, 768 16.0."""
 MAX_PROMPTS = 8
