@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -10,7 +9,7 @@ from collections.abc import Callable
 
 
 class Mailbox:
-    """Its thread sleeps until `fileno` is readable, then calls `run`."""
+    """Its thread sleeps until `fileno` is readable, which it is while commands wait, then calls `run`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,17 +32,20 @@ class Mailbox:
         """Have the thread run `command`; once the mailbox is closed, run it here."""
         with self._lock:
             if not self._closed:
+                if not self._commands:
+                    os.eventfd_write(self._bell, 1)
                 self._commands.append(command)
-                os.eventfd_write(self._bell, 1)
                 return
         command()
 
     def run(self) -> None:
-        """Run what was posted."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+        """Run what was posted. Nothing is read where nothing was: a thread that spins comes here every time."""
         while self._commands:
-            self._commands.popleft()()
+            with self._lock:
+                command = self._commands.popleft()
+                if not self._commands:
+                    os.eventfd_read(self._bell)
+            command()
 
     def close(self) -> None:
         """The thread ends: what is left runs now, what is posted from now on runs where it is posted."""
