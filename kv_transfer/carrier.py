@@ -6,6 +6,7 @@ All is called on the transport's thread, and nothing waits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -54,6 +55,23 @@ class OnDevice:
             return True
 
 
+def ring_nobody(stream: Any) -> None:
+    """Where no bell can be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A peer's slot, where this process stores what would be sent there.
+
+    memory: [num_bytes], uint8, for kernels of this process's device. `ring` has the peer told that all is there once
+    what is queued on that torch.cuda.Stream is done, or now (None, on a CPU): sooner than this process could notice it.
+    It may be called, once, behind the last store and before that counts as over; it may come to nothing, never raises.
+    """
+
+    memory: Tensor
+    ring: Callable[[Any], None] = ring_nobody
+
+
 class Sending(Protocol):
     """The pushing end of one connection."""
 
@@ -61,9 +79,9 @@ class Sending(Protocol):
         """Move the first bytes of a slot's memory, [slot_bytes], uint8, to `place`, which the other end named. Raises
         TransferError: nothing was begun."""
 
-    def reach(self, place: bytes, num_bytes: int) -> Tensor | None:
-        """The first bytes of the slot's memory there, [num_bytes], uint8, where kernels of this process can store to
-        it; None: they cannot. Raises TransferError."""
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
+        """The first bytes of the slot's memory there, granted for that tag, if kernels of this process can store to it.
+        Raises TransferError."""
 
     def abort(self) -> None:
         """Have all that is under way end soon, if that can be had without bytes that land late."""
@@ -82,6 +100,10 @@ class Receiving(Protocol):
         """The other end sends into the first bytes of that memory, in the order of these calls. None: it says when it
         is over, and this end has no part in it. Raises TransferError."""
 
+    def has_come(self, memory: Tensor, tag: int) -> bool:
+        """Whether the bell has rung for what goes into that memory under that tag, which has begun: all of it is there.
+        False says nothing. Called again and again."""
+
     def hear(self, note: bytes) -> None:
         """Raises TransferError for a note that no such carrier sends."""
 
@@ -92,10 +114,13 @@ class Receiving(Protocol):
 
 
 class OneSidedReceiving:
-    """All of a `Receiving` but `place`, where the other end does it all."""
+    """All of a `Receiving` but `place`, where the other end does it all and says when it is over."""
 
     def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
         return None
+
+    def has_come(self, memory: Tensor, tag: int) -> bool:
+        return False
 
     def hear(self, note: bytes) -> None:
         raise TransferError("a one-sided carrier sends no notes")

@@ -24,6 +24,7 @@ class Kind(enum.IntEnum):
     BEGIN  (the header) the bytes move now            --->
     END    they did, or could not                     --->
     LONG   more bytes than were granted: not sent     --->
+    STRAY  bytes land there that belong to no message --->
                                                <---   (end of stream)  nothing more is granted
     BYE    nothing more is sent                       --->
     (end of stream)  nothing is read, or written, any more
@@ -38,6 +39,7 @@ class Kind(enum.IntEnum):
     END = 7
     LONG = 8
     BYE = 9
+    STRAY = 10
 
 
 _KINDS = frozenset(Kind)

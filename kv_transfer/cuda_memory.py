@@ -5,24 +5,32 @@ memory is used no more. From the driver's documentation: a handle names a whole 
 context gives the same address, which must be closed as often; the exporting GPU need not be visible to who opens it;
 closing leaves the original as it is; to free the original while it is open elsewhere is undefined. So slots' memory
 goes back to PyTorch only when the peers have closed their connections (`Staging.forget_retired`), or with the process.
+
+And of `cuStreamWriteValue64`: with flags 0, a fence comes before the write that is as `__threadfence_system`, but for
+all of the stream (CUstreamWriteValue_flags), so what the stream's kernels stored at a peer is there before the value
+is; memory of `cuMemHostRegister` is named by `cuMemHostGetDevicePointer`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.errors import TransferError
+from kv_transfer.bell import NOBODYS_WORD, WORD_BYTES
 from kv_transfer.carrier import OnDevice
+from kv_transfer.host_memory import HostMemory
 
 _HANDLE_BYTES = 64
 _SIZE = struct.Struct("<Q")
 _LAZY_ENABLE_PEER_ACCESS = 1
+_PORTABLE, _DEVICEMAP = 1, 2
 
 
 class _Handle(ctypes.Structure):
@@ -61,6 +69,25 @@ class _Driver:
 
     def close_handle(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", (c_uint64,), address)
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Let the device use that memory of the host."""
+        self._call("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint), address, num_bytes, _PORTABLE | _DEVICEMAP)
+
+    def device_pointer(self, address: int) -> int:
+        """Where the device finds it."""
+        on_device = c_uint64()
+        arguments = (POINTER(c_uint64), c_void_p, c_uint)
+        self._call("cuMemHostGetDevicePointer_v2", arguments, byref(on_device), address, 0)
+        return on_device.value
+
+    def unregister_host(self, address: int) -> None:
+        self._call("cuMemHostUnregister", (c_void_p,), address)
+
+    def write_value(self, stream: Any, address: int, value: int) -> None:
+        """Once all is done that is queued on that torch.cuda.Stream."""
+        arguments = (c_void_p, c_uint64, c_uint64, c_uint)
+        self._call("cuStreamWriteValue64_v2", arguments, stream.cuda_stream, address, value, 0)
 
     def _call(self, name: str, argument_types: tuple[Any, ...], *arguments: Any) -> None:
         function = self._library[name]
@@ -110,6 +137,10 @@ class CudaMemory:
         """Nobody uses it any more. Raises TransferError."""
         self._driver.close_handle(mapped.data_ptr())
 
+    def bell(self, region: bytes) -> CudaBell:
+        """Raises TransferError."""
+        return CudaBell(self._driver, self._device, self._stream, HostMemory().open(region))
+
     def copy(self, source: Tensor, target: Tensor) -> CudaCopy:
         """Begin to copy, beside all else that the device does."""
         with torch.cuda.stream(self._stream):
@@ -117,6 +148,33 @@ class CudaMemory:
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return CudaCopy(event)
+
+
+class CudaBell:
+    """A `Bell` that the device rings.
+
+    words: a peer's, mapped into this process, for as long as the bell is open. Raises TransferError when the device
+    cannot write there in a stream's order.
+    """
+
+    def __init__(self, driver: _Driver, device: torch.device, stream: Any, words: Tensor) -> None:
+        self._driver = driver
+        self._device = device
+        self._words = words
+        driver.register_host(words.data_ptr(), len(words))
+        try:
+            self._on_device = driver.device_pointer(words.data_ptr())
+            driver.write_value(stream, self._on_device + NOBODYS_WORD * WORD_BYTES, 0)
+        except TransferError:
+            self.close()
+            raise
+
+    def ring(self, word: int, number: int, stream: Any) -> None:
+        with torch.cuda.device(self._device), contextlib.suppress(TransferError):  # END says it too
+            self._driver.write_value(stream, self._on_device + word * WORD_BYTES, number)
+
+    def close(self) -> None:
+        self._driver.unregister_host(self._words.data_ptr())
 
 
 class CudaCopy(OnDevice):

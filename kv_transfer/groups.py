@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed does not say that it exports them
 
 from baton.errors import TransferError
-from kv_transfer.carrier import Native, Note
+from kv_transfer.carrier import Native, Note, Target
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class GroupSending:
             self._lane.join(lambda: PrefixStore(prefix, self._store), _SENDER)
         return self._lane.submit(memory[:num_bytes])
 
-    def reach(self, place: bytes, num_bytes: int) -> Tensor | None:
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
         return None
 
     def abort(self) -> None:
@@ -234,6 +234,9 @@ class GroupReceiving:
 
     def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
         return self._lane.submit(memory[:num_bytes])
+
+    def has_come(self, memory: Tensor, tag: int) -> bool:
+        return False
 
     def hear(self, note: bytes) -> None:
         try:

@@ -17,6 +17,7 @@ from baton.errors import TransferError
 _REGION = struct.Struct("<iiQQQ")
 """The process, its descriptor of the memory, which file that must be (device and inode), and its bytes."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+REGION_BYTES = _REGION.size
 CHUNK_BYTES = 4 << 20
 """Copied at a time, half a millisecond: the thread has other work too."""
 

@@ -1,7 +1,8 @@
 """The transport for nodes of one host: the sender maps the receiver's slots, and stores into them.
 
 Between GPUs by CUDA IPC, over NVLink or PCIe; between CPUs over shared memory. A node exports the allocation that its
-slots are in, and peers map it once, when they connect, and unmap it when their connection ends.
+slots are in, and peers map it once, when they connect, and unmap it when their connection ends. With it goes a bell
+(`bell.py`), by which the stores themselves say that they are over.
 
 **Who may still store into a slot?** Only processes that have a connection to its owner: each keeps it until nothing of
 its own is under way (`pair.py`), and its stores end with it when it is killed. When the owner dies while somebody
@@ -20,9 +21,10 @@ from typing import Protocol
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Native, Note, OneSidedReceiving
+from kv_transfer.bell import NOBODYS_WORD, Bell, HostBell, Words, number_of
+from kv_transfer.carrier import DONE, Native, Note, OneSidedReceiving, Target, ring_nobody
 from kv_transfer.cuda_memory import CudaMemory
-from kv_transfer.host_memory import HostMemory
+from kv_transfer.host_memory import REGION_BYTES, HostMemory
 from kv_transfer.pair import PairTransport
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.staging import Staging
@@ -30,7 +32,8 @@ from kv_transfer.transport import CONNECT_S, MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
 
-_OFFSET = struct.Struct("<Q")
+_PLACE = struct.Struct(f"<QQ{REGION_BYTES}s")
+"""Of a slot: where it is in its region, its word and the region of that; the slot's region follows."""
 
 
 class IpcTransport(PairTransport):
@@ -45,7 +48,7 @@ class IpcTransport(PairTransport):
             raise TransferError(f"ipc is for nodes of one host, which {peer} is not on")
         super().connect(peer, address, timeout_s)
 
-    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+    def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return self._pair.place(peer, tag, num_bytes)
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
@@ -71,20 +74,28 @@ class IpcCarrier:
         if not staging.is_exportable:
             reason = "PYTORCH_CUDA_ALLOC_CONF asks for expandable segments, which other processes cannot map"
             raise TransferError(f"ipc cannot be used: {reason}")
-        self.version = "1 between GPUs" if on_gpu else "1 between CPUs"
-        self._memory = CudaMemory(staging.device) if on_gpu else HostMemory()
+        self.version = "2 between GPUs" if on_gpu else "2 between CPUs"
+        self._memory: CudaMemory | HostMemory
+        self._open_bell: Callable[[bytes], Bell]
+        if on_gpu:
+            self._memory = cuda = CudaMemory(staging.device)
+            self._open_bell = cuda.bell
+        else:
+            self._memory, self._open_bell = HostMemory(), HostBell
         self._ways: list[IpcSending] = []
-        self._places: dict[int, bytes] = {}  # by address: slots keep their memory, or let it rest, until the end
+        # By address: slots keep their memory, or let it rest, until the end.
+        self._places: dict[int, bytes] = {}
+        self._words, self._word_at = Words(), dict[int, int]()
         self.memory = self.place(staging.memory(0))
 
     def start(self, name: str) -> None:
         self._memory.start()
 
     def sending(self, peer: str, memory: bytes, note: Note) -> IpcSending:
-        way = IpcSending(self._memory, self._ways.remove)
-        way.reach(memory, 0)  # says now whether it can be mapped, and the first part need not wait for it
+        way = IpcSending(self._memory, self._open_bell, self._ways.remove)
+        way.map(memory)  # says now whether it can be mapped, and the first part need not wait for it
         self._ways.append(way)
-        log.info("kv path peer=%s path=%s", peer, self._memory.path)
+        log.info("kv path peer=%s path=%s bell=%s", peer, self._memory.path, way.has_bell)
         return way
 
     def receiving(self, peer: str, host: str) -> IpcReceiving:
@@ -102,33 +113,68 @@ class IpcCarrier:
         address = memory.data_ptr()
         if address not in self._places:
             region, offset = self._memory.export(memory)
-            self._places[address] = _OFFSET.pack(offset) + region
+            word = self._word_at[address] = self._words.take()
+            self._places[address] = _PLACE.pack(offset, word, self._words.region) + region
         return self._places[address]
+
+    def has_rung(self, memory: Tensor, tag: int) -> bool:
+        """Whether what goes into a slot's memory under that tag is there."""
+        return self._words.has_rung(self._word_at[memory.data_ptr()], tag)
 
 
 class IpcSending:
-    """Owns the mappings of a peer's memory."""
+    """Owns the mappings of a peer's memory, and its bell."""
 
-    def __init__(self, memory: CudaMemory | HostMemory, forget: Callable[[IpcSending], None]) -> None:
+    def __init__(
+        self,
+        memory: CudaMemory | HostMemory,
+        open_bell: Callable[[bytes], Bell],
+        forget: Callable[[IpcSending], None],
+    ) -> None:
         self._memory = memory
+        self._open_bell = open_bell
         self._forget = forget
         self._mapped: dict[bytes, Tensor] = {}
+        self._bells: dict[bytes, Bell | None] = {}  # by region; None: it cannot be had
         self._copies: list[Copy] = []
 
+    @property
+    def has_bell(self) -> bool:
+        return any(self._bells.values())
+
     def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
-        copy = self._memory.copy(memory[:num_bytes], self.reach(place, num_bytes))
+        copy = self._memory.copy(memory[:num_bytes], self._slot(place, num_bytes))
         self._copies.append(copy)
         return copy
 
-    def reach(self, place: bytes, num_bytes: int) -> Tensor:
-        """The first bytes of a slot's memory at the peer, [num_bytes], uint8. Raises TransferError."""
-        region, (offset,) = place[_OFFSET.size :], _OFFSET.unpack_from(place)
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target:
+        _, word, region = _PLACE.unpack_from(place)
+        bell = self._bell(region)
+        ring = ring_nobody if bell is None or word == NOBODYS_WORD else partial(bell.ring, word, number_of(tag))
+        return Target(self._slot(place, num_bytes), ring)
+
+    def map(self, place: bytes) -> None:
+        """All that is around a slot at the peer. Raises TransferError."""
+        self.reach(place, 0, 0)
+
+    def _slot(self, place: bytes, num_bytes: int) -> Tensor:
+        """Its first bytes, [num_bytes], uint8. Raises TransferError."""
+        region, (offset, *_) = place[_PLACE.size :], _PLACE.unpack_from(place)
         if region not in self._mapped:
             self._mapped[region] = self._memory.open(region)
         mapped = self._mapped[region]
         if offset + num_bytes > len(mapped):
             raise TransferError(f"the peer's memory ends at {len(mapped)}, before {offset + num_bytes}")
         return mapped[offset : offset + num_bytes]
+
+    def _bell(self, region: bytes) -> Bell | None:
+        if region not in self._bells:
+            try:
+                self._bells[region] = self._open_bell(region)
+            except TransferError as error:
+                log.info("no bell reason=%s", error.message)
+                self._bells[region] = None
+        return self._bells[region]
 
     def advance(self) -> None:
         for copy in self._copies:
@@ -140,12 +186,15 @@ class IpcSending:
             copy.cut()
 
     def close(self) -> None:
-        for mapped in self._mapped.values():
+        closing = [partial(self._memory.close, mapped) for mapped in self._mapped.values()]
+        closing += [partial(bell.close) for bell in self._bells.values() if bell is not None]
+        for close in closing:
             try:
-                self._memory.close(mapped)
+                close()
             except TransferError as error:
                 log.warning("memory of a peer stays mapped reason=%s", error.message)
         self._mapped.clear()
+        self._bells.clear()
         self._forget(self)
 
 
@@ -155,3 +204,6 @@ class IpcReceiving(OneSidedReceiving):
 
     def place(self, memory: Tensor) -> bytes:
         return self._carrier.place(memory)
+
+    def has_come(self, memory: Tensor, tag: int) -> bool:
+        return self._carrier.has_rung(memory, tag)

@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Native
+from kv_transfer.carrier import DONE, Native, Target
 from kv_transfer.staging import Staging
 from kv_transfer.transport import CONNECT_S, MAX_HEADER_BYTES, Arrived, Failed, PeerLost, Sent, TransportEvent
 
@@ -195,7 +193,7 @@ class MemoryTransport:
                 self._events = deque(e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer))
                 self.links[peer] = where
 
-    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+    def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return None
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:

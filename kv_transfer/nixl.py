@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.carrier import Native, Note, OneSidedReceiving
+from kv_transfer.carrier import Native, Note, OneSidedReceiving, Target
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _PLACE = struct.Struct("<QI")  # address, device
@@ -112,7 +112,7 @@ class NixlSending:
         except Exception as error:  # noqa: BLE001 - NIXL's errors have no common class but this
             raise TransferError(f"NIXL cannot write: {_text(error)}") from None
 
-    def reach(self, place: bytes, num_bytes: int) -> Tensor | None:
+    def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
         return None
 
     def abort(self) -> None:

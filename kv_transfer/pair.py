@@ -10,15 +10,17 @@ both ends keep.
     Sent                      ---- END tag ------------>     Arrived
 
 Where the carrier reaches the other's memory, the mover may `place` the bytes there itself after GRANT: `push` comes
-with what stores them, BEGIN goes at once, and END when that is over.
+with what stores them, BEGIN goes at once, and END when that is over. The last store may ring (`Target.ring`): after
+BEGIN and the bell all is there, and END comes as news to nobody.
 
 The words go over TCP, a connection for each direction, dialled by who pushes. A connection belongs to one life of both
 processes, so its end is how a peer's death is noticed, at once; a peer that hangs is noticed by nobody, and is for
 heartbeats and deadlines to end.
 
 **When is a slot untouched?** A slot that was granted, or is being read, gets other memory when its operation is cut off
-(`Staging.renew`). The old memory may serve again when nothing is under way with it at either end: the pusher closes its
-connection only then, and a receiver hangs up and waits for that. A late write lands in memory that nobody reads.
+(`Staging.renew`). STRAY says of a grant, before BYE, that its slot is stored to though no message will come of that.
+The old memory may serve again when nothing is under way with it at either end: the pusher closes its connection only
+then, and a receiver hangs up and waits for that. A late write lands in memory that nobody reads.
 """
 
 from __future__ import annotations

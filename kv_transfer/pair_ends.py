@@ -9,9 +9,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from kv_transfer.carrier import DONE, Native, Receiving, Sending
+from kv_transfer.carrier import DONE, Native, Receiving, Sending, Target
 from kv_transfer.channel import Channel
 from kv_transfer.pair_address import PairAddress
 
@@ -47,12 +45,12 @@ class Expect:
 
 @dataclass(eq=False, slots=True)
 class Grant:
-    """`memory`: the peer's slot, where kernels of this process reach it. Somebody stores there from `placed` on; what
+    """`target`: the peer's slot, where kernels of this process reach it. Somebody stores there from `placed` on; what
     that is, and so when it is over, is known once the part is pushed (`storing`)."""
 
     num_bytes: int
     place: bytes
-    memory: Tensor | None
+    target: Target | None
     placed: bool = False
     storing: Native | None = None
     error: str = ""
@@ -124,11 +122,14 @@ class Link:
         return [(operation, operation.native) for operation in operations if operation.native is not None]
 
     @property
+    def coming(self) -> list[Expect]:
+        """What the other end alone has under way, and may have ended."""
+        return [expect for expect in self.expects.values() if expect.begun and expect.native is None]
+
+    @property
     def is_urgent(self) -> bool:
         """Whether a part's bytes arrive without a copy of the carrier's here: that takes no longer than a kernel."""
-        return any(push.placed for push in self.pushes.values()) or any(
-            expect.begun and expect.native is None for expect in self.expects.values()
-        )
+        return bool(self.coming) or any(push.placed for push in self.pushes.values())
 
     @property
     def is_busy(self) -> bool:

@@ -10,10 +10,9 @@ who connects, and emits PeerLost. What goes over the connections, and all other 
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from baton.errors import TransferError
@@ -81,8 +80,7 @@ class Links:
     def collect(self) -> None:
         """Report and close what is over."""
         for link in list(self._links.values()):
-            with self._or_drop(link):
-                self._messages.collect(link)
+            self._or_drop(link, self._messages.collect)
         for end in [end for end in self._leaving if end.is_over]:
             self._leaving.remove(end)
             (end.sending if isinstance(end, Outbound) else end.receiving).close()
@@ -111,8 +109,7 @@ class Links:
         if (link := self._links.get(peer)) is None:
             self._messages.refuse(peer, operation, "not connected")
             return
-        with self._or_drop(link):
-            self._messages.submit(link, operation)
+        self._or_drop(link, self._messages.submit, operation)
 
     def leave(self, reason: str, told: bool) -> None:
         """End them all, but for what is under way. `told`: somebody asked for it."""
@@ -170,8 +167,7 @@ class Links:
 
     def _attach(self, link: Link, inward: Inbound) -> None:
         link.inward = inward
-        with self._or_drop(link):
-            self._messages.grant(link, inward)
+        self._or_drop(link, self._messages.grant, inward)
 
     def _link_to(self, remote: str) -> Link | None:
         return next((link for link in self._links.values() if link.remote == remote), None)
@@ -209,8 +205,10 @@ class Links:
                 self._doors.hear(end, frame)
             case Outbound(), Kind.GRANT:
                 if link := self._link_of(end):
-                    with self._or_drop(link):
-                        self._messages.take_grant(link, end, frame)
+                    self._or_drop(link, self._messages.take_grant, end, frame)
+            case Inbound(), Kind.STRAY:
+                if link := self._link_of(end):
+                    self._drop(link, "the peer is gone", told=False)
             case Inbound(), Kind.BYE:
                 end.said_bye = True
                 self._part_with(end)
@@ -221,8 +219,7 @@ class Links:
                     end.channel.lost = True
             case Inbound(), Kind.BEGIN | Kind.END | Kind.LONG:
                 if link := self._link_of(end):
-                    with self._or_drop(link):
-                        self._messages.hear(link, end, frame)
+                    self._or_drop(link, self._messages.hear, end, frame)
             case _:
                 end.channel.lost = True  # nobody who speaks this protocol
 
@@ -256,11 +253,10 @@ class Links:
             expect.granted = False
         self._leave(inward)
 
-    @contextlib.contextmanager
-    def _or_drop(self, link: Link) -> Iterator[None]:
-        """What fails takes the connection with it: no carrier can go on after that."""
+    def _or_drop(self, link: Link, act: Callable[..., None], *args: object) -> None:
+        """Do it. What fails takes the connection with it: no carrier can go on after that."""
         try:
-            yield
+            act(link, *args)
         except TransferError as error:
             self._drop(link, error.message, told=False)
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from torch import Tensor
-
 from baton.errors import TransferError
-from kv_transfer.carrier import Native
+from kv_transfer.carrier import Native, Target
 from kv_transfer.channel import Frame, Kind
 from kv_transfer.mailbox import Mailbox
 from kv_transfer.pair_ends import Expect, Grant, Inbound, Link, Outbound, Push
@@ -38,7 +36,7 @@ class Messages:
 
     # ---- any thread ----
 
-    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+    def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         """As for a transport. The credit may have been faster than the grant, which is waited for, briefly."""
         return self._offers.place(peer, tag, num_bytes, _GRANT_S)
 
@@ -74,18 +72,18 @@ class Messages:
             self._grant(inward, expect)
 
     def take_grant(self, link: Link, out: Outbound, frame: Frame) -> None:
-        memory = out.sending.reach(frame.payload, frame.num_bytes)
-        grant = out.grants[frame.tag] = Grant(frame.num_bytes, frame.payload, memory)
+        target = out.sending.reach(frame.payload, frame.num_bytes, frame.tag)
+        grant = out.grants[frame.tag] = Grant(frame.num_bytes, frame.payload, target)
         if frame.tag in link.pushes:
             self._launch(link, frame.tag)
-        elif memory is not None:
+        elif target is not None:
             self._offers.put(link.peer, frame.tag, grant)
 
     def hear(self, link: Link, inward: Inbound, frame: Frame) -> None:
         """BEGIN, END or LONG."""
         expect = link.expects.get(frame.tag)
         if expect is None and frame.kind is Kind.END:
-            return  # the bytes were faster than the word
+            return  # what moves the bytes, or the bell, was faster
         is_long = expect is not None and frame.num_bytes > expect.num_bytes
         if expect is None or is_long != (frame.kind is Kind.LONG) or len(frame.payload) > MAX_HEADER_BYTES:
             inward.channel.lost = True
@@ -137,17 +135,19 @@ class Messages:
                 if native.error:
                     raise TransferError(native.error)
                 self._end(link, operation)
+        self._end_what_has_come(link)
 
     def cut(self, link: Link) -> None:
         """The link ends. What is complete counts; the rest leaves with its connections, and `fail` is to report it."""
         for operation, native in link.under_way:
             if native.query() and not native.error:
                 self._end(link, operation)
+        self._end_what_has_come(link)
         out, inward = link.out, link.inward
         if out is not None:
             out.leaving = [push.native for push in link.pushes.values() if push.native is not None]
             for tag, grant in self._offers.cut(link.peer, out.grants).items():
-                out.channel.send(Kind.BEGIN, tag, grant.num_bytes)  # or the peer takes its slot for untouched
+                out.channel.send(Kind.STRAY, tag)  # or the peer takes its slot for untouched
                 out.leaving.append(grant)
         if inward is not None:
             inward.leaving = [expect.native for expect in link.expects.values() if expect.native is not None]
@@ -174,6 +174,13 @@ class Messages:
         """The thread is over."""
         for _, failed in self._failing:
             self._emit(failed)
+
+    def _end_what_has_come(self, link: Link) -> None:
+        """Whose END may be under way yet, or never come: a peer that died behind its last store has sent it all."""
+        for expect in link.coming:
+            assert link.inward is not None
+            if link.inward.receiving.has_come(self._staging.memory(expect.slot), expect.tag):
+                self._end(link, expect)
 
     def _end(self, link: Link, operation: Push | Expect) -> None:
         self.moved_at = time.monotonic()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
-from torch import Tensor
-
-from kv_transfer.carrier import Native
+from kv_transfer.carrier import Native, Target
 from kv_transfer.pair_ends import Grant
 
 
@@ -25,18 +24,17 @@ class Offers:
 
     # ---- any thread ----
 
-    def place(self, peer: str, tag: int, num_bytes: int, wait_s: float) -> Tensor | None:
-        """Its first bytes, [num_bytes], uint8, now the caller's alone. None: it is not here within `wait_s`, or is too
-        small."""
+    def place(self, peer: str, tag: int, num_bytes: int, wait_s: float) -> Target | None:
+        """Its first `num_bytes`, now the caller's alone. None: it is not here within `wait_s`, or is too small."""
         key = peer, tag
         with self._changed:
             self._changed.wait_for(lambda: key in self._grants, wait_s)
             grant = self._grants.get(key)
-            if grant is None or grant.memory is None or num_bytes > grant.num_bytes:
+            if grant is None or grant.target is None or num_bytes > grant.num_bytes:
                 return None
             del self._grants[key]
             grant.placed = True
-            return grant.memory[:num_bytes]
+            return replace(grant.target, memory=grant.target.memory[:num_bytes])
 
     # ---- the transport's thread ----
 

@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from torch import Tensor
-
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Carrier, Native
+from kv_transfer.carrier import DONE, Carrier, Native, Target
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_doors import End
 from kv_transfer.pair_ends import DEATH_S, Expect, Push
@@ -52,7 +50,7 @@ class PairThread(TransportThread):
 
     # ---- from any thread ----
 
-    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+    def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         """As for a transport."""
         return self._messages.place(peer, tag, num_bytes) if self._links.is_open(peer) else None
 

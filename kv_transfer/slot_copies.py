@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import PoolMoves
-from kv_transfer.carrier import DONE, Native, OnDevice
+from kv_transfer.carrier import DONE, Native, OnDevice, Target
 from kv_transfer.parts import MAX_PIECES
 from kv_transfer.staging import Staging
 
@@ -61,18 +61,20 @@ class SlotCopies:
         offset: int,
         piece_bytes: int,
         checksums_at: int | None,
-        placed: Tensor | None = None,
+        placed: Target | None = None,
     ) -> Native:
         """Of each block the bytes [offset, offset + piece_bytes), to the slot's beginning; their checksums, if wanted,
-        to its byte `checksums_at`. placed: the memory to take for the slot's, as `Transport.place` gives it."""
+        to its byte `checksums_at`. placed: what to take for the slot, as `Transport.place` gives it."""
         self._numbers[slot][: len(blocks)] = blocks
-        memory = self._staging.memory(slot) if placed is None else placed
+        memory = self._staging.memory(slot) if placed is None else placed.memory
         self._moves.gather(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
         if checksums_at is not None:
             with torch.cuda.stream(self._stream):
                 pieces = self._pool[:, offset : offset + piece_bytes]
                 sums = block_checksums(pieces, self._ids[slot][: len(blocks)])
                 memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
+        if placed is not None:
+            placed.ring(self._stream)
         return self._launched(slot)
 
     def scatter(

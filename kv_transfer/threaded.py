@@ -11,10 +11,8 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Native
+from kv_transfer.carrier import DONE, Native, Target
 from kv_transfer.mailbox import Mailbox
 from kv_transfer.transport import MAX_HEADER_BYTES, PeerLost, TransportEvent
 
@@ -145,7 +143,7 @@ class ThreadedTransport:
     def info(self) -> bytes:
         return self._info
 
-    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
+    def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         return None
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:

@@ -22,9 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
-from kv_transfer.carrier import DONE, Native
+from kv_transfer.carrier import DONE, Native, Target
 
 CONNECT_S = 5.0
 
@@ -96,11 +94,10 @@ class Transport(Protocol):
         transport, or another than the peer is connected by, and when the peer cannot be reached within `timeout_s`.
         """
 
-    def place(self, peer: str, tag: int, num_bytes: int) -> Tensor | None:
-        """The peer's slot for that tag, [num_bytes], uint8, as memory that kernels of this process's device can store
-        to, if it has been granted by now and can be reached. The caller stores there what it would have in its own
-        slot, and must call `push` as soon as that has begun, whatever became of the peer: nobody else uses the memory
-        until it is over. None: `push` moves the bytes of the slot."""
+    def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+        """The first `num_bytes` of the peer's slot for that tag, if it has been granted by now and can be reached. The
+        caller stores there what it would have in its own slot, and must call `push` as soon as that has begun, whatever
+        became of the peer: nobody else uses the memory until it is over. None: `push` moves the bytes of the slot."""
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
         """Send the first `num_bytes` of a slot, one at least, and a header of MAX_HEADER_BYTES at most; waits for the

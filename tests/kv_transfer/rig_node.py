@@ -15,6 +15,7 @@ import torch
 
 from baton.errors import BatonError
 from baton.layout import KvLayout
+from kv_transfer.carrier import Target
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartArrived
 from kv_transfer.sender import KvSender
@@ -100,7 +101,7 @@ class Node:
             self.mover = self.transport
         self._role = role
         self._events: list[Any] = []
-        self._placed: torch.Tensor | None = None
+        self._placed: Target | None = None
         self._stores = Stores()
 
     # ---- connections ----
@@ -183,12 +184,20 @@ class Node:
     def store(self, value: int) -> None:
         """Fill again what `place` filled."""
         assert self._placed is not None
-        self._placed.fill_(value)
+        self._placed.memory.fill_(value)
+        self._synchronize()
+
+    def ring(self) -> None:
+        """Tell the peer that all is there that `place` or `store` has stored, whether it is pushed or not."""
+        assert self._placed is not None
+        on_gpu = self.staging.device.type == "cuda"
+        self._placed.ring(torch.cuda.current_stream(self.staging.device) if on_gpu else None)
         self._synchronize()
 
     def push_early(self, peer: str, tag: int, slot: int) -> None:
         """What `place` filled goes on being stored to, until `end_stores`."""
         self.staging.lend(slot)
+        self._stores = Stores()
         self.transport.push(peer, tag, slot, self.staging.slot_bytes, header_of(tag), self._stores)
 
     def end_stores(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,9 @@ import torch
 
 from baton.errors import TransferError
 from kv_transfer import create, staging_for
-from kv_transfer.host_memory import CHUNK_BYTES, HostMemory, shared_empty
+from kv_transfer.bell import NOBODYS_WORD, Words
+from kv_transfer.host_memory import CHUNK_BYTES, REGION_BYTES, HostMemory, shared_empty
+from kv_transfer.ipc import IpcCarrier
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_poll import pause_s
 from kv_transfer.staging import Staging
@@ -96,7 +99,8 @@ def test_who_cannot_be_reached_is_refused_when_connected() -> None:
     with pytest.raises(TransferError, match="nodes of one host, which other is not on"):
         one.connect("other", replace(address, boot="of another").pack())
     nobody = struct.pack("<i", 2**31 - 1).hex()  # no process has that number
-    elsewhere = address.memory[:16] + nobody + address.memory[24:]
+    at = len(address.memory) - 2 * REGION_BYTES  # the slot's region
+    elsewhere = address.memory[:at] + nobody + address.memory[at + len(nobody) :]
     with pytest.raises(TransferError, match=r"memory of process 2147483647 cannot be mapped.*of one user"):
         one.connect("other", replace(address, memory=elsewhere).pack())
     one.connect("other", other.info())
@@ -147,6 +151,132 @@ def test_what_is_pushed_early_arrives_when_the_stores_are_over(rig: Rig) -> None
     assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
     assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
     assert receiver.call("values", target) == {LATE}
+
+
+# ---- and rung for ----
+
+
+def heard_all(sender: Any, receiver: Any, tag: int) -> None:
+    """A part whose slots are new goes the usual way, behind all that the sender has said so far; nothing else ends."""
+    source, target = sender.call("fill", OLD), receiver.call("fill", 0)
+    sender.call("push", receiver.name, tag, source)
+    receiver.call("post", sender.name, tag, target)
+    assert receiver.call("wait", 1) == [arrived(sender.name, tag, target)]
+    assert sender.call("wait", 1) == [Sent(receiver.name, tag, source)]
+    assert receiver.call("pending_events") == sender.call("pending_events") == []
+
+
+def test_the_bell_is_enough_for_a_part_to_arrive(rig: Rig) -> None:
+    sender, receiver, source, target = granted_pair(rig)
+    assert sender.call("told", "bell=True")
+    sender.call("push_early", receiver.name, 1, source)
+    heard_all(sender, receiver, 2)
+    sender.call("ring")
+    assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
+    assert receiver.call("values", target) == {STORED}
+    assert sender.call("pending_events") == []
+    sender.call("end_stores")
+    assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
+    heard_all(sender, receiver, 3)
+
+
+def test_a_part_that_has_rung_arrives_only_with_its_header(rig: Rig) -> None:
+    sender, receiver, source, target = granted_pair(rig)
+    sender.call("ring")
+    heard_all(sender, receiver, 2)
+    sender.call("push_early", receiver.name, 1, source)
+    assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
+    sender.call("end_stores")
+    assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
+
+
+def test_what_rang_for_an_earlier_part_of_the_slot_says_nothing(rig: Rig) -> None:
+    sender, receiver, source, target = granted_pair(rig)
+    sender.call("ring")
+    sender.call("push", receiver.name, 1, source)
+    assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
+    assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
+    receiver.call("post", sender.name, 2, target)
+    while not sender.call("place", receiver.name, 2, LATE):
+        pass
+    sender.call("push_early", receiver.name, 2, source)
+    heard_all(sender, receiver, 3)
+    sender.call("ring")
+    assert receiver.call("wait", 1) == [arrived(sender.name, 2, target)]
+    sender.call("end_stores")
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_what_rings_when_it_has_been_cut_off_is_not_heard(rig: Rig, who: str) -> None:
+    rig.cuts = True
+    sender, receiver, source, target = granted_pair(rig)
+    sender.call("push_early", receiver.name, 1, source)
+    (receiver if who == "receiver" else sender).call("disconnect", (sender if who == "receiver" else receiver).name)
+    assert isinstance(receiver.call("wait", 1)[0], Failed)
+    lost = receiver if who == "sender" else sender
+    assert isinstance(lost.call("wait", 1)[0], PeerLost)
+    rig.link(sender, receiver)
+    receiver.call("post", sender.name, 2, target)  # the same slot, with other memory and another word
+    sender.call("ring")
+    sender.call("end_stores")
+    assert isinstance(sender.call("wait", 1)[0], Failed)
+    while not sender.call("place", receiver.name, 2, LATE):
+        pass
+    sender.call("push_early", receiver.name, 2, source)
+    heard_all(sender, receiver, 3)
+    sender.call("ring")
+    assert receiver.call("wait", 1) == [arrived(sender.name, 2, target)]
+    receiver.call("wait_for_old_memory")
+
+
+def test_what_has_rung_and_is_never_pushed_does_not_arrive(rig: Rig) -> None:
+    rig.cuts = True
+    sender, receiver, source, _ = granted_pair(rig)
+    sender.call("ring")
+    sender.call("disconnect", receiver.name)
+    assert [type(event) for event in receiver.call("wait", 2)] == [Failed, PeerLost]
+    sender.call("push", receiver.name, 1, source)
+    assert isinstance(sender.call("wait", 1)[0], Failed)
+    receiver.call("wait_for_old_memory")
+
+
+@pytest.mark.parametrize("rings", [True, False])
+def test_of_a_sender_that_dies_what_rang_has_arrived(rig: Rig, rings: bool) -> None:
+    """All of it is there, and its header; that the sender has not lived to say so, END, makes no difference to it."""
+    sender, receiver, source, target = granted_pair(rig)
+    address = receiver.call("info")
+    receiver.signal(signal.SIGSTOP)
+    sender.call("push_early", receiver.name, 1, source)
+    sender.call("connect", receiver.name, address)  # it is; by the time of the answer BEGIN has gone
+    if rings:
+        sender.call("ring")
+    sender.kill()
+    receiver.signal(signal.SIGCONT)
+    ended = receiver.call("wait", 2)
+    assert [type(event) for event in ended] == [Arrived if rings else Failed, PeerLost]
+    if rings:
+        assert ended[0] == arrived(sender.name, 1, target)
+        assert receiver.call("values", target) == {STORED}
+    receiver.call("wait_for_old_memory")
+
+
+def test_where_there_is_no_bell_parts_arrive_all_the_same() -> None:
+    staging, words = staging_for("ipc", 1, SLOT_BYTES, "cpu"), Words(3)
+    assert [words.take() for _ in range(3)] == [1, 2, NOBODYS_WORD]
+    carrier = IpcCarrier(staging)
+    place = bytearray(carrier.memory)
+    assert carrier.sending("peer", bytes(place), print).has_bell
+    place[16 + 16] ^= 1  # the inode of the words
+    way = carrier.sending("peer", bytes(place), print)
+    assert not way.has_bell
+    target = way.reach(bytes(place), SLOT_BYTES, 1)
+    target.memory.fill_(STORED)
+    target.ring(None)
+    assert int(staging.memory(0).min()) == STORED
+    assert not carrier.has_rung(staging.memory(0), 1)
+
+
+# ---- what it costs, and how it ends ----
 
 
 def test_nobody_spins_for_stores_that_take_long_or_for_nothing(rig: Rig) -> None:

@@ -7,9 +7,9 @@ import random
 from collections import Counter
 
 import pytest
-from torch import Tensor
 
 from kv_transfer import create, staging_for
+from kv_transfer.carrier import Target
 from kv_transfer.pair import PairTransport
 from kv_transfer.transport import Arrived, PeerLost
 from tests.kv_transfer.ordered import ordered_carrier
@@ -27,7 +27,7 @@ class Side:
         self.name = name
         self.staging = staging_for(kind, 4, SLOT_BYTES, "cpu")
         self.lent: dict[int, int] = {}
-        self.unfinished: list[tuple[str, int, int, Tensor]] = []
+        self.unfinished: list[tuple[str, int, int, Target]] = []
         self.counts = counts
         if kind == "ordered":
             self.transport = PairTransport(self.staging, lambda: None, ordered_carrier())
@@ -58,7 +58,9 @@ class Side:
         """The oldest that is unfinished."""
         if self.unfinished:
             peer, tag, slot, placed = self.unfinished.pop(0)
-            placed.fill_(self.lent[slot])
+            placed.memory.fill_(self.lent[slot])
+            if tag % 2:
+                placed.ring(None)
             self.transport.push(peer, tag, slot, SLOT_BYTES, header_of(tag))
 
     def poll(self) -> None:

@@ -1,0 +1,79 @@
+"""How the last store of a part rings at its receiver, within a host: no thread need notice that it is done, and say so.
+
+For each memory that its slots have had the receiver has a *word*, 8 bytes of host memory, which its peers map. Who
+stores into a slot has the part's number written to the word behind the last store, by its GPU in the stream's order, so
+that who reads the number finds the bytes. No other part has that number, and who was cut off has the word of memory
+that rests (`Staging.renew`): what an earlier or a late part leaves in a word says nothing of the one that is awaited.
+
+The bell is sooner than the word over TCP, END, which comes all the same: where there is no bell, it is enough.
+"""
+
+from __future__ import annotations
+
+import mmap
+import platform
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from baton.errors import TransferError
+from kv_transfer.host_memory import HostMemory, shared_empty
+
+WORD_BYTES = 8
+NOBODYS_WORD = 0
+"""Is 0, and no memory's: a peer tries there whether it can write."""
+
+
+def number_of(tag: int) -> int:
+    """What says that the part of that tag is there; no tag is pushed twice to one process. 0 is nobody's."""
+    return tag + 1
+
+
+def _words_of(memory: Tensor) -> memoryview:
+    """uint8 as words, each of which is read and written at once. The view keeps the memory."""
+    return memory.numpy().data.cast("B").cast("Q")
+
+
+class Words:
+    """A receiver's. `region`: for a `Bell` elsewhere."""
+
+    def __init__(self, num_words: int = mmap.PAGESIZE // WORD_BYTES) -> None:
+        memory = shared_empty(num_words * WORD_BYTES)
+        self.region, _ = HostMemory().export(memory)
+        self._words = _words_of(memory)
+        self._free = iter(range(NOBODYS_WORD + 1, num_words))
+
+    def take(self) -> int:
+        """A word, from now on a memory's; NOBODYS_WORD: there is none left."""
+        return next(self._free, NOBODYS_WORD)
+
+    def has_rung(self, word: int, tag: int) -> bool:
+        """Whether the part of that tag, which went into the word's memory, is there."""
+        return self._words[word] == number_of(tag)
+
+
+class Bell(Protocol):
+    """A peer's words, mapped."""
+
+    def ring(self, word: int, number: int, stream: Any) -> None:
+        """Write the number there once what is queued on that torch.cuda.Stream is done (None, on a CPU: now). On any
+        thread; never raises."""
+
+    def close(self) -> None:
+        """All that was rung has been. Raises TransferError."""
+
+
+class HostBell:
+    """For stores of this process's own."""
+
+    def __init__(self, region: bytes) -> None:
+        """Raises TransferError, also on processors that may let others see the number before the bytes."""
+        if platform.machine() != "x86_64":
+            raise TransferError(f"{platform.machine()} does not keep the order of stores")
+        self._words = _words_of(HostMemory().open(region))
+
+    def ring(self, word: int, number: int, stream: Any) -> None:
+        self._words[word] = number
+
+    def close(self) -> None:
+        """It is unmapped with the last that may ring it."""
