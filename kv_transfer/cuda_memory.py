@@ -48,6 +48,7 @@ class _Driver:
         except OSError as error:
             raise TransferError(f"CUDA's driver cannot be loaded: {error}") from None
         self._library.cuGetErrorName.argtypes = (c_int, POINTER(c_char_p))
+        self._functions: dict[str, Any] = {}  # those called so far: to look one up takes as long as to call it
 
     def address_range(self, address: int) -> tuple[int, int]:
         """Where the allocation begins, and its bytes."""
@@ -90,8 +91,9 @@ class _Driver:
         self._call("cuStreamWriteValue64_v2", arguments, stream.cuda_stream, address, value, 0)
 
     def _call(self, name: str, argument_types: tuple[Any, ...], *arguments: Any) -> None:
-        function = self._library[name]
-        function.argtypes, function.restype = argument_types, c_int
+        if (function := self._functions.get(name)) is None:
+            function = self._functions[name] = self._library[name]
+            function.argtypes, function.restype = argument_types, c_int
         if error := function(*arguments):
             text = c_char_p()
             self._library.cuGetErrorName(error, byref(text))

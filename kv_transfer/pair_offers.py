@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 from kv_transfer.carrier import Native, Target
 from kv_transfer.pair_ends import Grant
@@ -34,7 +33,7 @@ class Offers:
                 return None
             del self._grants[key]
             grant.placed = True
-            return replace(grant.target, memory=grant.target.memory[:num_bytes])
+            return Target(grant.target.memory[:num_bytes], grant.target.ring)
 
     # ---- the transport's thread ----
 
