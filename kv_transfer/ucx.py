@@ -55,6 +55,10 @@ _TRIES = 6
 _STALE = "Connection reset by remote peer"
 
 _KEEPALIVE = "500ms"  # UCX's default is 20 s
+_HOOK_GRACE = "5ms"
+"""How long UCX, when it hooks a function such as mmap, waits for threads to get out of its first bytes. It was 5 ms
+until 1.21 made it 50, against threads that do nothing but call mmap. There are eight such functions, and up to fifteen
+of CUDA: loading takes 0.4 s or more instead of 0.04 (openucx/ucx#11211). Ours are asleep meanwhile."""
 
 
 class UcxTransport(ThreadedTransport):
@@ -101,6 +105,7 @@ def _load(
 ) -> tuple[UcxThread, Version]:
     """The native library is loaded with the first transport, since it must not be there before a fork."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some that go unused
+    os.environ.setdefault("UCX_MEM_BISTRO_GRACE_DURATION", _HOOK_GRACE)
     try:
         import ucxx
 

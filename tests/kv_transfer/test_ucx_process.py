@@ -73,3 +73,24 @@ print("done")
     assert "there is no network interface nonesuch0, or UCX cannot use it" in run.stdout
     assert run.stdout.splitlines()[-1] == "done"
     assert run.returncode == 0, run.stderr
+
+
+def test_ucx_knows_what_it_is_told() -> None:
+    """A variable that it does not know it would pass over in silence."""
+    program = """
+import os
+from kv_transfer import create
+from kv_transfer.staging import Staging
+before = set(os.environ)
+transport = create("ucx", Staging(1, 4096, "cpu"), lambda: None)
+print(*sorted(name for name in set(os.environ) - before if name.startswith("UCX_MEM_")))
+transport.close()
+"""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "UCX_WARN_UNUSED_ENV_VARS": "y", "UCX_NONESUCH": "1"}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+    warnings = [line for line in (run.stdout + run.stderr).splitlines() if "unused environment variable" in line]
+    assert any("UCX_NONESUCH" in line for line in warnings)
+    assert not any("BISTRO" in line for line in warnings)
+    assert "UCX_MEM_BISTRO_GRACE_DURATION" in run.stdout.split()
