@@ -6,7 +6,9 @@ models that this would get wrong, `kv_pool` holds the blocks' memory, `runner` c
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -25,4 +27,31 @@ def _hide_sklearn() -> None:
         del modules["sklearn"]
 
 
+def _import_models() -> None:
+    """`transformers.models`, without its search of the 2,500 files of all models for what they export: transformers
+    has just made the same one for itself, and keeps the answer. That is 0.4 s of a start, and a second where opening a
+    file is slow (H200's host)."""
+    import transformers
+    from transformers.utils import import_utils
+
+    search = import_utils.define_import_structure
+    if not hasattr(search, "cache_info"):
+        return  # no answer is kept
+    folder, prefix = Path(transformers.__file__).parent / "models", "models."
+    exports = {
+        backends: {module.removeprefix(prefix): names for module, names in modules.items() if module.startswith(prefix)}
+        for backends, modules in search(folder, prefix="models").items()
+    }
+
+    def answer(path: str, *options: Any, **named: Any) -> Any:
+        return exports if path == str(folder / "__init__.py") else search(path, *options, **named)
+
+    import_utils.define_import_structure = answer  # type: ignore[assignment] # for this one import
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        import_utils.define_import_structure = search
+
+
 _hide_sklearn()
+_import_models()

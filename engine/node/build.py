@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import baton
@@ -34,6 +34,9 @@ from engine.node import pool_size
 from engine.node.loop import Counts
 from engine.node.settings import GIB, NodeSettings
 from engine.node.tokenizer import TokenizerFiles, has_tokenizer, read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # not before engine.model, which imports transformers in a way of its own
 
 log = logging.getLogger(__name__)
 
