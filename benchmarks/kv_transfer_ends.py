@@ -20,7 +20,7 @@ from baton.layout import KvLayout
 from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from benchmarks.ceilings import best_s
 from kv_transfer.parts import Piece, plan_parts, slot_bytes_for
-from kv_transfer.receiver import KvReceiver, PartArrived, PartFailed
+from kv_transfer.receiver import KvReceiver, PartFailed, PartLanded, PartRefused
 from kv_transfer.receiver import PeerLost as SenderLost
 from kv_transfer.sender import KvSender
 from kv_transfer.sender import PartFailed as SendFailed
@@ -180,12 +180,15 @@ class Server:
             for event in self.mover.poll():
                 if isinstance(event, PartFailed | SenderLost):
                     raise TransferFailed(event.reason)
-                assert isinstance(event, PartArrived)
-                self._land(event, parts[event.part], blocks, granted)
+                if isinstance(event, PartRefused):
+                    raise TransferFailed(event.error.message)
+                assert isinstance(event, PartLanded)
                 landed += 1
             before = credits_
             while credits_ < len(parts) and credits_ - landed < max(MIN_OPEN_PARTS, self.mover.num_free_slots):
-                if not self.mover.expect(SENDER, lease, credits_):
+                part = parts[credits_]
+                where = _named(blocks, part), part.offset, part.num_bytes, granted
+                if not self.mover.expect(SENDER, lease, credits_, *where):
                     break
                 credits_ += 1
             if credits_ > before:
@@ -252,15 +255,10 @@ class Server:
         return [int(block) for block in order]
 
     def _send_part(self, lease: int, number: int, part: Piece, blocks: list[int]) -> bool:
-        named = blocks[part.first : part.first + part.num_blocks]
         sent: bool = self.mover.send(
-            RECEIVER, lease, number, named, part.offset, part.num_bytes, self.options.verify
+            RECEIVER, lease, number, _named(blocks, part), part.offset, part.num_bytes, self.options.verify
         )  # fmt: skip
         return sent
-
-    def _land(self, event: PartArrived, part: Piece, blocks: list[int], granted: Any) -> None:
-        named = blocks[part.first : part.first + part.num_blocks]
-        self.mover.land(event, named, part.offset, part.num_bytes, granted)
 
     def _until(self, is_over: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -281,6 +279,10 @@ class Server:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _named(blocks: list[int], part: Piece) -> list[int]:
+    return blocks[part.first : part.first + part.num_blocks]
 
 
 def _serve(pipe: Connection, link: Connection, options: EndOptions) -> None:

@@ -50,7 +50,7 @@ from engine.node.intake import make_sequence
 from engine.node.outbox import Outbox
 from engine.sequence import Sequence
 from engine.step import Chunk, SampledToken, StepResult
-from kv_transfer.receiver import KvReceiver, PartArrived, PartFailed, PeerLost
+from kv_transfer.receiver import KvReceiver, PartFailed, PartLanded, PartRefused, PartUnused, PeerLost
 
 
 @dataclass(slots=True)
@@ -121,8 +121,12 @@ class DecodeCore:
     def _take_transfers(self, now: float) -> None:
         for event in self.receiver.poll():
             match event:
-                case PartArrived():
-                    self._reservations.part_arrived(event, now)
+                case PartLanded():
+                    self._reservations.part_landed(event, now)
+                case PartRefused(_, lease, _, error):
+                    self._reservations.part_refused(lease, error, now)
+                case PartUnused():
+                    pass  # its slot is free
                 case PartFailed(_, lease, part, reason):
                     self._reservations.part_failed(lease, part, reason, now)
                 case PeerLost(peer, reason):

@@ -19,7 +19,7 @@ class LeaseState(enum.Enum):
                                      slots when their parts have come or failed
 
     Parts may all be in before the Commit. No byte of the network touches a pool block, so ending a lease in any state
-    is safe at once: a late part lands in a slot whose lease is gone, and is discarded.
+    is safe at once: from `KvReceiver.withdraw` on, what arrives for it goes no further than its slot.
     """
 
     GRANTED = "granted"
@@ -57,8 +57,8 @@ class Lease:
     credits: int = 0
     arrived: set[int] = field(default_factory=set)
     transfer_bytes: int = 0
-    last_arrived: float = 0.0  # when the last of them came
-    landed: float = 0.0  # when its copy was queued
+    last_arrived: float = 0.0  # when the last of them came, but for the time until the engine heard of it
+    landed: float = 0.0  # when it heard, with the copy queued
     commit: Commit | None = None
     committed: float = 0.0
 
@@ -93,6 +93,11 @@ class Lease:
             scatter_s=max(0.0, in_place - arrived),
             step_wait_s=max(0.0, begun - in_place),
         )
+
+    @property
+    def written(self) -> list[int]:
+        """The blocks that parts fill."""
+        return self.table[self.num_held : max((part.first + part.num_blocks for part in self.parts), default=0)]
 
     def blocks_of(self, part: Piece) -> list[int]:
         """The pool blocks that a part fills, all or some layers of them."""

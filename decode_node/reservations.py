@@ -2,13 +2,14 @@
 
 Nothing here runs a model. A lease that is committed and has all its parts is handed out by `take_adoptable`, blocks and
 all; everything else ends here, exactly once, with its blocks back in the pool at once and its slots as soon as their
-parts have come or failed.
+parts have come or failed. Blocks that parts go into are pinned until then: the receiver writes them when it likes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 
+from baton.audit import KvUse
 from baton.errors import (
     BatonError,
     CacheExhausted,
@@ -28,7 +29,7 @@ from engine.engine import Engine
 from engine.holdings import Holding
 from engine.node.outbox import Outbox
 from kv_transfer.parts import plan_parts
-from kv_transfer.receiver import KvReceiver, PartArrived
+from kv_transfer.receiver import KvReceiver, PartLanded
 
 MIN_OPEN_PARTS = 2
 """Slots that one lease may hold at a time, even if few are left. It may always hold as many as are free beside, so that
@@ -61,7 +62,7 @@ class Reservations:
         return [x.reserve.work for x in self._holders()]
 
     def holdings(self) -> list[Holding]:
-        """The blocks that each lease holds."""
+        """The blocks that each lease holds, and those of them that its parts go into."""
         return [
             Holding(
                 kind="lease",
@@ -69,11 +70,14 @@ class Reservations:
                 work=lease.reserve.work,
                 samples=(),
                 since_s=lease.granted,
-                blocks=[*lease.table, *lease.spares],
+                blocks=blocks,
+                use=use,
                 lease=serial,
                 peer=lease.peer,
             )
             for serial, lease in self._leases.items()
+            for use, blocks in ((KvUse.OWNS, [*lease.table, *lease.spares]), (KvUse.WRITES, lease.written))
+            if blocks
         ]
 
     @property
@@ -154,6 +158,7 @@ class Reservations:
             block_size=self._blocks.block_size,
         )
         self._leases[lease.serial] = lease
+        self._blocks.pin_write(lease.written)
         self._engine.num_reserved_seqs += reserve.num_samples
         self._post_receives(lease)
         told = lease.num_held, lease.num_parts, lease.credits, self._receiver.verify
@@ -165,31 +170,25 @@ class Reservations:
         before = lease.credits
         receiver = self._receiver
         while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, receiver.num_free_slots):
-            if not receiver.expect(lease.peer, lease.serial, lease.credits):
+            piece = lease.parts[lease.credits]
+            where = lease.blocks_of(piece), piece.offset, piece.num_bytes, lease.mark
+            if not receiver.expect(lease.peer, lease.serial, lease.credits, *where):
                 break
             lease.credits += 1
         return lease.credits > before
 
     # ---- parts, commit ----
 
-    def part_arrived(self, part: PartArrived, now: float) -> None:
-        """Scatter the part into the lease's blocks; a part of a dead lease goes nowhere."""
-        lease = self._leases.get(part.lease)
-        if lease is None or part.drained:
-            self._receiver.discard(part)
-            return
-        piece = lease.parts[part.part]
-        blocks = lease.blocks_of(piece)
-        self._blocks.pin_write(blocks)
-        try:
-            lease.transfer_bytes += self._receiver.land(part, blocks, piece.offset, piece.num_bytes, lease.mark)
-        except TransferError as error:
-            self._blocks.unpin_write(blocks)
+    def part_landed(self, part: PartLanded, now: float) -> None:
+        """Of a lease that has ended meanwhile it landed before that, and means nothing."""
+        if lease := self._leases.get(part.lease):
+            lease.arrived.add(part.part)
+            lease.transfer_bytes += part.num_bytes
+            lease.last_arrived, lease.landed = now - part.landing_s, now
+
+    def part_refused(self, serial: int, error: TransferError, now: float) -> None:
+        if lease := self._leases.get(serial):
             self._end(lease, error, now)
-            return
-        self._blocks.unpin_write(blocks)
-        lease.arrived.add(part.part)
-        lease.last_arrived, lease.landed = now, self._engine.clock()
 
     def part_failed(self, serial: int, part: int, reason: str, now: float) -> None:
         if lease := self._leases.get(serial):
@@ -259,10 +258,13 @@ class Reservations:
         self._outbox.to_router(lease.reserve.work, End(error))
 
     def _give_back(self, lease: Lease, outcome: BatonError, now: float) -> None:
+        self._receiver.withdraw(lease.serial)
         self._forget(lease, outcome, now)
         self._blocks.release([*lease.table, *lease.spares])
 
     def _forget(self, lease: Lease, outcome: BatonError | None, now: float) -> None:
+        """Nothing is landed for it any more."""
+        self._blocks.unpin_write(lease.written)
         del self._leases[lease.serial]
         self._outcomes[lease.serial] = (outcome, now + self._keep_s)
         self._engine.num_reserved_seqs -= lease.reserve.num_samples

@@ -1,6 +1,6 @@
 """Which KV block belongs to whom: counters per block, from which its state follows. No tensor is touched here.
 
-    IN_FLIGHT   readers + writer > 0       a gather or scatter is at work on it
+    IN_FLIGHT   readers + writer > 0       a gather is at work on it, or parts from elsewhere go into it
     OWNED       else ref > 0               a block table or a lease holds it
     CACHED      else it has a hash         evictable, least recently used first
     FREE        else
@@ -201,7 +201,7 @@ class BlockManager:
             removed=[name for name, stored in events.items() if not stored],
         )
 
-    # ---- pins, for the time of a gather or scatter ----
+    # ---- pins, for the time of a gather, or from a grant until all has landed ----
 
     def pin_read(self, blocks: Sequence[int]) -> None:
         for block in blocks:

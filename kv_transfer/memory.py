@@ -12,10 +12,9 @@ import itertools
 import struct
 import threading
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.errors import TransferError
 from kv_transfer.carrier import DONE, Native, Target
@@ -159,18 +158,16 @@ class MemoryHub:
                     self._waiting[kind].append(other)
 
 
-@dataclass(eq=False)
 class MemoryTransport:
     """A `Transport` over a hub. `wake` is called, outside of the hub's lock, when `poll` has something."""
 
-    hub: MemoryHub
-    name: str
-    staging: Staging
-    wake: Callable[[], None]
-    links: dict[str, str] = field(init=False, default_factory=dict)  # peer -> address
-
-    def __post_init__(self) -> None:
-        self._events: deque[TransportEvent] = deque()
+    def __init__(self, hub: MemoryHub, name: str, staging: Staging, wake: Callable[[], None]) -> None:
+        self.hub = hub
+        self.name = name
+        self.staging = staging
+        self.wake = wake
+        self.links: dict[str, str] = {}  # peer -> address
+        self._events: list[TransportEvent] = []
         self.address = self.hub._join(self)
 
     def info(self) -> bytes:
@@ -190,7 +187,7 @@ class MemoryTransport:
             if where not in self.hub._transports:
                 raise TransferError(f"{peer} cannot be reached")
             if peer not in self.links:
-                self._events = deque(e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer))
+                self._events = [e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer)]
                 self.links[peer] = where
 
     def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
@@ -206,9 +203,12 @@ class MemoryTransport:
         with self.hub._turn():
             self._start("receive", _Operation(self, peer, tag, slot, num_bytes, self.address))
 
-    def poll(self) -> list[TransportEvent]:
+    def poll(self, messages_only: bool = False) -> list[TransportEvent]:
         with self.hub._lock:
-            events, self._events = list(self._events), deque()
+            events, self._events = self._events, []
+            if messages_only:
+                self._events = [event for event in events if isinstance(event, PeerLost)]
+                events = [event for event in events if not isinstance(event, PeerLost)]
         return events
 
     def disconnect(self, peer: str) -> None:

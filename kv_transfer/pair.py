@@ -56,7 +56,7 @@ class PairTransport(ThreadedTransport):
         self._here = PairAddress(
             uuid.uuid4().hex, carrier.kind, carrier.version, boot_id(), hosts, port, carrier.memory.hex()
         )
-        thread = PairThread(staging, carrier, self._here, listener, self._emit, wake)
+        thread = PairThread(staging, carrier, self._here, listener, self._emit, self._ring)
         thread.start()
         self._pair = thread
         self._begin(thread, self._here.pack())

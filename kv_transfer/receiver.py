@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,35 +21,73 @@ from kv_transfer.parts import PartHeader, part_blocks_for, tag_of
 from kv_transfer.sender import PartFailed
 from kv_transfer.slot_copies import Mark, SlotCopies
 from kv_transfer.staging import SlotOwner, SlotState, Staging
-from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
+from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport, TransportEvent
 
 log = logging.getLogger(__name__)
 
-__all__ = ["KvReceiver", "PartArrived", "PartFailed", "PeerLost"]
+__all__ = ["KvReceiver", "PartFailed", "PartLanded", "PartRefused", "PartUnused", "PeerLost", "ReceiverEvent"]
 
 
 @dataclass(frozen=True, slots=True)
-class PartArrived:
-    """A part is in its slot. Must be passed to `land` or to `discard`, once."""
+class PartLanded:
+    """The part is in its blocks, or on its way there and waited for by what is queued on the engine's stream from now
+    on. `landing_s`: what that took the host."""
 
     peer: str
     lease: int
     part: int
-    slot: int
-    header: PartHeader
+    num_bytes: int
+    landing_s: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PartUnused:
+    """The sender had no use for the credit, or the part came after its lease was withdrawn. No block was touched."""
+
+    peer: str
+    lease: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartRefused:
+    """What came is not what was planned, or is damaged. No block was touched."""
+
+    peer: str
+    lease: int
+    part: int
+    error: TransferError
+
+
+ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerLost
+
+
+class _Plan(NamedTuple):
+    """Where a part goes: over the bytes [offset, offset + num_bytes) of each block."""
+
+    peer: str
+    lease: int
+    part: int
+    blocks: Sequence[int]
+    offset: int
+    num_bytes: int
+    not_before: Mark
+    withdrawn: bool = False
 
     @property
-    def drained(self) -> bool:
-        """The sender had no use for the credit: there is nothing to land."""
-        return self.header.drain
+    def name(self) -> tuple[str, int, int]:
+        return self.peer, self.lease, self.part
 
 
 class KvReceiver:
     """Receives parts through a transport that serves nobody else. Engine's thread only.
 
-    pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device; written by `land` alone. What the network
-    writes, whenever it does, ends in a slot. `verify`: parts must come with checksums. Checksums that come, asked for
-    or not, are compared before a block is touched; `num_damaged_pieces` counts those that differed.
+    A part lands as soon as it arrives, on the transport's thread, which it takes the `wake` of; the engine hears of it
+    afterwards. What both use is under one lock: a part has either landed before its lease is withdrawn, or never does.
+
+    pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device. What the network writes, whenever it does,
+    ends in a slot. `verify`: parts must come with checksums. Checksums that come, asked for or not, are compared before
+    a block is touched; `num_damaged_pieces` counts those that differed.
     """
 
     def __init__(
@@ -64,10 +104,13 @@ class KvReceiver:
         self._staging = staging
         self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, in_haste=False)
         self._digest = layout.digest()
-        self._expected: dict[int, tuple[str, int, int]] = {}  # slot -> peer, lease, part
-        self._arrived: set[int] = set()  # slots
+        self._lock = threading.RLock()  # over all that follows, the slots' states and the copies
+        self._plans: dict[int, _Plan] = {}  # by slot: those of parts that have not come
         self._landing: set[int] = set()  # slots that a copy on the device still reads
-        self._lock = threading.Lock()  # over those and their states
+        self._unawaited: list[int] = []  # slots whose copies the engine's stream does not wait for yet
+        self._events: list[ReceiverEvent] = []
+        self._failure: Exception | None = None
+        self._wake_engine, transport.wake = transport.wake, self._woken
 
     @property
     def num_free_slots(self) -> int:
@@ -77,72 +120,55 @@ class KvReceiver:
         """All work queued on the device so far: of blocks that are taken now, what earlier owners queued."""
         return self._copies.mark()
 
-    def expect(self, peer: str, lease: int, part: int) -> bool:
-        """Post a receive for a part, before the peer may send it. False: no slot is free.
-
-        Each True is answered by one PartArrived or PartFailed. Raises TransferError for a lease or part that no tag
-        can name.
-        """
-        tag = tag_of(lease, part)
-        slot = self._staging.take(SlotOwner(peer, lease, part))
-        if slot is None:
-            return False
-        self._expected[slot] = (peer, lease, part)
-        self._staging.lend(slot)
-        self._transport.expect(peer, tag, slot, self._staging.slot_bytes)
-        return True
-
-    def poll(self) -> list[PartArrived | PartFailed | PeerLost]:
-        """What happened since the last call. The slot of a PartFailed is free."""
-        events: list[PartArrived | PartFailed | PeerLost] = []
-        for event in self._transport.poll():
-            match event:
-                case Arrived(_, _, slot, header):
-                    events.append(self._take_in(slot, header))
-                case Failed(_, _, slot, reason):
-                    part = self._expected.pop(slot)
-                    self._staging.reclaim(slot)
-                    self._staging.give_back(slot)
-                    events.append(PartFailed(*part, reason))
-                case PeerLost():
-                    events.append(event)
-                case Sent():
-                    raise AssertionError("a receiver sends nothing")
-        return events
-
-    def land(
+    def expect(
         self,
-        arrived: PartArrived,
+        peer: str,
+        lease: int,
+        part: int,
         blocks: Sequence[int],
         offset: int = 0,
         piece_bytes: int | None = None,
         not_before: Mark = None,
-    ) -> int:
-        """Copy the part over the pool's `blocks`, in order: over the bytes [offset, offset + piece_bytes) of each, or
-        all. Returns its payload's bytes. The slot is given back.
+    ) -> bool:
+        """Post a receive for a part, before the peer may send it. False: no slot is free.
 
-        The copy waits for `not_before` and for no other work on the device; what is queued on the current stream after
-        it waits for the copy. Raises TransferError, with the pool untouched and the slot given back, when the header
-        does not say exactly this lease, part, blocks, bytes and layout, or a checksum is missing or wrong.
+        It will go over the pool's `blocks`, in order: over the bytes [offset, offset + piece_bytes) of each, or all.
+        The copy waits for `not_before` and for no other work on the device. The blocks are the receiver's to write
+        until the part's event or `withdraw`.
+
+        Each True is answered by one PartLanded, PartUnused, PartRefused or PartFailed. Refused is a part whose header
+        does not say exactly this lease, part, blocks, bytes and layout, or with a checksum that is missing or wrong.
+        Raises TransferError for a lease or part that no tag can name.
         """
-        slot, header = arrived.slot, arrived.header
+        tag = tag_of(lease, part)
         num_bytes = self.layout.block_bytes if piece_bytes is None else piece_bytes
-        self._arrived.remove(slot)
-        try:
-            header.require(arrived.lease, arrived.part, len(blocks), offset, num_bytes, self._digest)
-            self._check(self._staging.memory(slot), header)
-        except TransferError:
-            self._staging.give_back(slot)
-            raise
-        self._landing.add(slot)
-        self._copies.scatter(slot, blocks, offset, num_bytes, not_before)
-        self._copies.when_done(slot, partial(self._landed, slot))
-        return header.payload_bytes
+        with self._lock:
+            slot = self._staging.take(SlotOwner(peer, lease, part))
+            if slot is None:
+                return False
+            self._plans[slot] = _Plan(peer, lease, part, blocks, offset, num_bytes, not_before)
+            self._staging.lend(slot)
+        self._transport.expect(peer, tag, slot, self._staging.slot_bytes)
+        return True
 
-    def discard(self, arrived: PartArrived) -> None:
-        """Give back the slot of a part that nobody wants. No block is touched."""
-        self._arrived.remove(arrived.slot)
-        self._staging.give_back(arrived.slot)
+    def withdraw(self, lease: int) -> None:
+        """Land nothing of the lease any more: its blocks are the caller's, for what is queued on the current stream
+        from now on. Parts that come all the same are told as PartUnused; what has landed by now is told as that."""
+        with self._lock:
+            for slot, plan in self._plans.items():
+                if plan.lease == lease:
+                    self._plans[slot] = plan._replace(withdrawn=True)
+            self._await_copies()
+
+    def poll(self) -> list[ReceiverEvent]:
+        """What happened since the last call. On a GPU the current stream waits for the copies of what has landed."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._take_in(self._transport.poll())
+            self._await_copies()
+            events, self._events = self._events, []
+        return events
 
     def slots(self) -> list[KvSlot]:
         """For the audit."""
@@ -162,21 +188,61 @@ class KvReceiver:
         staging = self._staging
         with self._lock:
             staging.check_integrity()
-            assert all(staging.state(slot) is SlotState.IN_FLIGHT for slot in self._expected)
-            assert all(staging.state(slot) is SlotState.HELD for slot in self._arrived | self._landing)
-            owned = len(self._expected) + len(self._arrived) + len(self._landing)
+            assert all(staging.state(slot) is SlotState.IN_FLIGHT for slot in self._plans)
+            assert all(staging.state(slot) is SlotState.HELD for slot in self._landing)
+            owned = len(self._plans) + len(self._landing)
             assert staging.num_free + owned == staging.num_slots, "a slot has no owner"
 
-    def _take_in(self, slot: int, data: bytes) -> PartArrived | PartFailed:
-        peer, lease, part = self._expected.pop(slot)
+    # ---- any thread ----
+
+    def _woken(self) -> None:
+        """The transport has something."""
+        try:
+            with self._lock, self._copies.on_device():
+                self._take_in(self._transport.poll(messages_only=True))
+        except Exception as error:  # noqa: BLE001 - the engine's to fail with, not the transport's
+            self._failure = error
+        self._wake_engine()
+
+    def _take_in(self, events: list[TransportEvent]) -> None:
+        for event in events:
+            match event:
+                case Arrived(_, _, slot, header):
+                    self._events.append(self._arrived(slot, header))
+                case Failed(_, _, slot, reason):
+                    plan = self._plans.pop(slot)
+                    self._staging.reclaim(slot)
+                    self._staging.give_back(slot)
+                    self._events.append(PartFailed(*plan.name, reason))
+                case PeerLost():
+                    self._events.append(event)
+                case Sent():
+                    raise AssertionError("a receiver sends nothing")
+
+    def _arrived(self, slot: int, data: bytes) -> ReceiverEvent:
+        began, plan = time.monotonic(), self._plans.pop(slot)
         self._staging.reclaim(slot)
         try:
             header = PartHeader.parse(data)
+            if header.drain or plan.withdrawn:
+                self._staging.give_back(slot)
+                return PartUnused(*plan.name)
+            header.require(plan.lease, plan.part, len(plan.blocks), plan.offset, plan.num_bytes, self._digest)
+            self._check(self._staging.memory(slot), header)
         except TransferError as error:
             self._staging.give_back(slot)
-            return PartFailed(peer, lease, part, error.message)
-        self._arrived.add(slot)
-        return PartArrived(peer, lease, part, slot, header)
+            return PartRefused(*plan.name, error)
+        self._landing.add(slot)
+        self._unawaited.append(slot)
+        self._copies.scatter(slot, plan.blocks, plan.offset, plan.num_bytes, plan.not_before)
+        self._copies.when_done(slot, partial(self._landed, slot))
+        return PartLanded(*plan.name, header.payload_bytes, time.monotonic() - began)
+
+    def _await_copies(self) -> None:
+        """On the engine's thread. A slot that has served another part since has a later copy on the same stream."""
+        for slot in self._unawaited:
+            self._copies.hold_up(slot)
+        self._unawaited.clear()
 
     def _check(self, slot: Tensor, header: PartHeader) -> None:
         """Compare checksums. Waits for a GPU, some tens of microseconds: who asks for them pays for them."""
@@ -195,8 +261,8 @@ class KvReceiver:
             raise TransferError(text)
 
     def _landed(self, slot: int) -> None:
-        """Its copy is done. On the engine's thread, or that of the copies."""
+        """Its copy is done."""
         with self._lock:
             self._landing.remove(slot)
             self._staging.give_back(slot)
-        self._transport.wake()  # somebody may wait for a slot
+        self._wake_engine()  # somebody may wait for a slot

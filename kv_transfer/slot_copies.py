@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -22,13 +23,14 @@ Mark = Any
 
 
 class SlotCopies:
-    """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. Mover's
-    thread only. What a copy needs, each slot has once: one copy at a time.
+    """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. One thread at
+    a time. What a copy needs, each slot has once: one copy at a time.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device. A copy does not wait for steps under way;
-    steps that are launched later wait for it. What a copy returns is over when the copy is, and is the slot's: it says
-    nothing of it any more once the slot serves another. in_haste: a part waits for it, so `when_done`'s thread spins
-    until the copy is done, some 0.1 ms, and does not sleep, since to be woken takes as long again.
+    steps that are launched after a gather wait for it, and after a scatter those after `hold_up`. What a copy returns
+    is over when the copy is, and is the slot's: it says nothing of it any more once the slot serves another. in_haste:
+    a part waits for it, so `when_done`'s thread spins until the copy is done, some 0.1 ms, and does not sleep, since to
+    be woken takes as long again.
     """
 
     def __init__(self, staging: Staging, pool_bytes: Tensor, part_blocks: int, in_haste: bool) -> None:
@@ -75,7 +77,9 @@ class SlotCopies:
                 memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
         if placed is not None:
             placed.ring(self._stream)
-        return self._launched(slot)
+        launched = self._launched(slot)
+        self.hold_up(slot)
+        return launched
 
     def scatter(
         self,
@@ -86,13 +90,22 @@ class SlotCopies:
         not_before: Mark,
     ) -> Native:
         """The slot's beginning over the bytes [offset, offset + piece_bytes) of each block, once what `not_before`
-        marks is done."""
+        marks is done. On any thread, also one that launches no steps."""
         self._numbers[slot][: len(blocks)] = blocks
         if not_before is not None:
             self._stream.wait_event(not_before)
         memory = self._staging.memory(slot)
         self._moves.scatter(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
         return self._launched(slot)
+
+    def on_device(self) -> contextlib.AbstractContextManager[object]:
+        """For a thread whose current device may be another: within, it is this one."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.device(self._device)
+
+    def hold_up(self, slot: int) -> None:
+        """Have what is queued from now on on the current stream wait for the slot's last copy."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done[slot])
 
     def when_done(self, slot: int, after: Callable[[], None]) -> None:
         """Have `after` called when the slot's copy is done: on a thread of this object's, which ends with it; on a CPU
@@ -118,7 +131,6 @@ class SlotCopies:
             return DONE
         done = self._done[slot]
         done.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(done)
         return OnDevice(done)
 
 

@@ -39,7 +39,8 @@ NOBODY = SlotOwner("", 0, 0)
 
 
 class Staging:
-    """`num_slots` slots of `slot_bytes`, on the device of the KV pool. Owned by the mover's thread, except `renew`.
+    """`num_slots` slots of `slot_bytes`, on the device of the KV pool. Owned by the mover, one thread at a time,
+    except `renew`.
 
     The slots start as rows of one tensor [num_slots, slot_bytes], uint8. A slot whose transfer failed goes on with
     other memory (`renew`): a peer that was cut off may write to, or read from, the old memory for as long as it likes.

@@ -140,6 +140,10 @@ class ThreadedTransport:
         self._events: list[TransportEvent] = []
         self._events_lock = threading.Lock()
 
+    def _ring(self) -> None:
+        """For the thread: `wake` is not the same for ever."""
+        self.wake()
+
     def info(self) -> bytes:
         return self._info
 
@@ -154,9 +158,12 @@ class ThreadedTransport:
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
 
-    def poll(self) -> list[TransportEvent]:
+    def poll(self, messages_only: bool = False) -> list[TransportEvent]:
         with self._events_lock:
             events, self._events = self._events, []
+            if messages_only:
+                self._events = [event for event in events if isinstance(event, PeerLost)]
+                events = [event for event in events if not isinstance(event, PeerLost)]
         return events
 
     def disconnect(self, peer: str) -> None:

@@ -80,9 +80,9 @@ class Transport(Protocol):
     `peer` names one incarnation of one process: it never comes back under the same name with another address.
     """
 
-    @property
-    def wake(self) -> Callable[[], None]:
-        """What the transport calls, on any thread, when `poll` has something."""
+    wake: Callable[[], None]
+    """What the transport calls, on any thread and with no lock held, when `poll` has something. A mover may put its own
+    in front."""
 
     def info(self) -> bytes:
         """The address of this transport, opaque, carrying its own checksum; peers pass it to `connect`."""
@@ -109,8 +109,9 @@ class Transport(Protocol):
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         """Receive at most `num_bytes` into a slot. Called before the peer may push; a longer message is Failed."""
 
-    def poll(self) -> list[TransportEvent]:
-        """What happened since the last call."""
+    def poll(self, messages_only: bool = False) -> list[TransportEvent]:
+        """What happened since the last call. messages_only: but for PeerLost, which stays for the next call, or until
+        the peer is connected anew."""
 
     def disconnect(self, peer: str) -> None:
         """Forget the peer: each operation with it still under way ends with Failed. No PeerLost. Harmless when not

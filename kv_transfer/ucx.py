@@ -70,7 +70,7 @@ class UcxTransport(ThreadedTransport):
 
     def __init__(self, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> None:
         super().__init__(wake)
-        thread, self._version = _load(staging, _options(staging, interface), self._emit, wake)
+        thread, self._version = _load(staging, _options(staging, interface), self._emit, self._ring)
         self._machine = boot_id()
         self._begin(thread, pack_address(self._version, self._machine, thread.start()))
 

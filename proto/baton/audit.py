@@ -21,7 +21,7 @@ class KvUse(enum.Enum):
 
     OWNS = "owns"  # counted by `ref`
     READS = "reads"  # a gather is at work
-    WRITES = "writes"  # a scatter is at work
+    WRITES = "writes"  # parts go into it, whenever they arrive
 
 
 @dataclass(frozen=True, slots=True)

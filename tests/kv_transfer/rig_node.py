@@ -17,7 +17,7 @@ from baton.errors import BatonError
 from baton.layout import KvLayout
 from kv_transfer.carrier import Target
 from kv_transfer.parts import slot_bytes_for
-from kv_transfer.receiver import KvReceiver, PartArrived
+from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import SlotState, Staging
 from kv_transfer.transport import Arrived
@@ -142,14 +142,12 @@ class Node:
     def drain(self, peer: str, lease: int, part: int) -> bool:
         return bool(self.mover.drain(peer, lease, part))
 
-    def expect(self, peer: str, lease: int, parts: list[int]) -> list[bool]:
-        return [self.mover.expect(peer, lease, part) for part in parts]
+    def expect(self, peer: str, lease: int, parts: dict[int, list[int]]) -> list[bool]:
+        """{part: the blocks that it goes into}"""
+        return [self.mover.expect(peer, lease, part, blocks) for part, blocks in parts.items()]
 
-    def land(self, arrived: PartArrived, blocks: list[int]) -> int:
-        return int(self.mover.land(arrived, blocks))
-
-    def discard(self, arrived: PartArrived) -> None:
-        self.mover.discard(arrived)
+    def withdraw(self, lease: int) -> None:
+        self.mover.withdraw(lease)
 
     # ---- the bare transport ----
 

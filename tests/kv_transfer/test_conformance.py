@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import LayoutMismatch, TransferError
 from kv_transfer.parts import PartHeader
-from kv_transfer.receiver import PartArrived, PartFailed
+from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import PartSent, PeerLost
 from kv_transfer.transport import MAX_HEADER_BYTES, Arrived, Failed, Sent
 from tests.kv_transfer.rig import Rig
@@ -21,13 +21,10 @@ SLOTS = 4
 
 def transfer(sender: Any, receiver: Any, lease: int, parts: dict[int, tuple[list[int], list[int]]]) -> None:
     """Move parts, {part: (sender's blocks, receiver's blocks)}, all at once, to their end."""
-    assert all(receiver.call("expect", sender.name, lease, list(parts)))
+    assert all(receiver.call("expect", sender.name, lease, {part: target for part, (_, target) in parts.items()}))
     assert all(sender.call("send", receiver.name, lease, {part: source for part, (source, _) in parts.items()}))
-    for arrived in receiver.call("wait", len(parts)):
-        assert isinstance(arrived, PartArrived)
-        assert (arrived.peer, arrived.lease) == (sender.name, lease)
-        target = parts[arrived.part][1]
-        assert receiver.call("land", arrived, target) == len(target) * BLOCK_BYTES
+    landed = [PartLanded(sender.name, lease, part, len(parts[part][1]) * BLOCK_BYTES) for part in sorted(parts)]
+    assert sorted(receiver.call("wait", len(parts)), key=lambda e: e.part) == landed
     sent = sender.call("wait", len(parts))
     assert sorted(sent, key=lambda e: e.part) == [PartSent(receiver.name, lease, part) for part in sorted(parts)]
 
@@ -82,12 +79,12 @@ def test_many_at_once_in_both_directions(rig: Rig) -> None:
 def test_a_node_may_join_while_others_transfer(rig: Rig) -> None:
     sender, receiver = rig.node("sender", seed=1), rig.node("receiver", seed=2)
     rig.link(sender, receiver)
-    receiver.call("expect", sender.name, 1, [0])
+    receiver.call("expect", sender.name, 1, {0: [9]})
     late = rig.node("receiver", seed=3)
     rig.link(sender, late)
     transfer(sender, late, 1, {0: ([5, 6], [1, 2])})
     sender.call("send", receiver.name, 1, {0: [7]})
-    receiver.call("land", receiver.call("wait", 1)[0], [9])
+    assert receiver.call("wait", 1) == [PartLanded(sender.name, 1, 0, BLOCK_BYTES)]
     assert late.call("blocks", [1, 2]) == pool_of(1)[[5, 6]].tobytes()
     assert receiver.call("blocks", [9]) == pool_of(1)[[7]].tobytes()
     assert sender.call("wait", 1) == [PartSent(receiver.name, 1, 0)]
@@ -135,11 +132,11 @@ def test_a_dead_address_is_refused(rig: Rig) -> None:
 def test_blocks_of_another_layout_are_refused(rig: Rig) -> None:
     sender, receiver = rig.node("sender", layout=OTHER_LAYOUT), rig.node("receiver", seed=2)
     rig.link(sender, receiver)
-    receiver.call("expect", sender.name, 1, [0])
+    receiver.call("expect", sender.name, 1, {0: [1, 2]})
     sender.call("send", receiver.name, 1, {0: [1, 2]})
-    (arrived,) = receiver.call("wait", 1)
-    with pytest.raises(LayoutMismatch):
-        receiver.call("land", arrived, [1, 2])
+    (refused,) = receiver.call("wait", 1)
+    assert isinstance(refused, PartRefused)
+    assert isinstance(refused.error, LayoutMismatch)
     sender.call("wait", 1)
     assert receiver.call("pool_bytes") == pool_of(2).tobytes()
     assert is_whole(sender, receiver)
@@ -149,11 +146,11 @@ def test_blocks_of_another_layout_are_refused(rig: Rig) -> None:
 def test_a_part_of_another_length_is_refused(rig: Rig, num_blocks: int) -> None:
     sender, receiver = rig.node("sender"), rig.node("receiver", seed=2)
     rig.link(sender, receiver)
-    receiver.call("expect", sender.name, 1, [0])
+    receiver.call("expect", sender.name, 1, {0: list(range(num_blocks))})
     sender.call("send", receiver.name, 1, {0: [1, 2]})
-    (arrived,) = receiver.call("wait", 1)
-    with pytest.raises(TransferError, match="expected"):
-        receiver.call("land", arrived, list(range(num_blocks)))
+    (refused,) = receiver.call("wait", 1)
+    assert isinstance(refused, PartRefused)
+    assert "expected" in refused.error.message
     sender.call("wait", 1)
     assert receiver.call("pool_bytes") == pool_of(2).tobytes()
     assert is_whole(sender, receiver)
@@ -172,18 +169,19 @@ def test_a_message_longer_than_its_receive_fails_there(rig: Rig) -> None:
     assert other.call("values", arrived.slot) == {8}
 
 
-def test_what_is_no_part_is_told_as_failed(rig: Rig) -> None:
+def test_what_is_no_part_is_refused(rig: Rig) -> None:
     one, receiver = rig.node("raw"), rig.node("receiver", seed=2)
     rig.link(one, receiver)
-    receiver.call("expect", one.name, 0, [5])
+    receiver.call("expect", one.name, 0, {5: [3]})
     one.call("push", receiver.name, 5, one.call("fill", 1))
-    (failed,) = receiver.call("wait", 1)
-    assert failed == PartFailed(one.name, 0, 5, "not a KV part")
+    (refused,) = receiver.call("wait", 1)
+    assert isinstance(refused, PartRefused)
+    assert (refused.lease, refused.part, refused.error.message) == (0, 5, "not a KV part")
     assert is_whole(receiver)
 
 
 @pytest.mark.parametrize("length", [0, 64, MAX_HEADER_BYTES])
-def test_a_header_of_any_length_comes_as_it_was_sent_and_a_damaged_one_is_told_as_failed(rig: Rig, length: int) -> None:
+def test_a_header_of_any_length_comes_as_it_was_sent_and_a_damaged_one_is_refused(rig: Rig, length: int) -> None:
     one, other, receiver = rig.node("raw"), rig.node("raw"), rig.node("receiver", seed=2)
     rig.link(one, other)
     rig.link(one, receiver)
@@ -195,26 +193,24 @@ def test_a_header_of_any_length_comes_as_it_was_sent_and_a_damaged_one_is_told_a
     assert other.call("values", target) == {0, 1}
     if length == 64:
         header[40] ^= 1
-    receiver.call("expect", one.name, 0, [5])
+    receiver.call("expect", one.name, 0, {5: [3]})
     one.call("push", receiver.name, 5, one.call("fill", 1), None, bytes(header))
-    (failed,) = receiver.call("wait", 1)
-    text = "a KV part's header is damaged" if length == 64 else "not a KV part"
-    assert failed == PartFailed(one.name, 0, 5, text)
+    (refused,) = receiver.call("wait", 1)
+    assert isinstance(refused, PartRefused)
+    assert refused.error.message == ("a KV part's header is damaged" if length == 64 else "not a KV part")
     assert receiver.call("pool_bytes") == pool_of(2).tobytes()
     assert is_whole(receiver)
 
 
-def test_an_unneeded_part_is_drained(rig: Rig) -> None:
+def test_an_unneeded_part_is_drained_and_one_of_a_lease_that_ended_goes_nowhere(rig: Rig) -> None:
     sender, receiver = rig.node("sender"), rig.node("receiver", seed=2)
     rig.link(sender, receiver)
-    receiver.call("expect", sender.name, 1, [0, 1])
+    receiver.call("expect", sender.name, 1, {0: [2], 1: [3]})
     assert sender.call("drain", receiver.name, 1, 0)
+    assert receiver.call("wait", 1) == [PartUnused(sender.name, 1, 0)]
+    receiver.call("withdraw", 1)
     sender.call("send", receiver.name, 1, {1: [3]})
-    drained, late = sorted(receiver.call("wait", 2), key=lambda e: e.part)
-    assert drained.drained
-    assert not late.drained
-    receiver.call("discard", drained)
-    receiver.call("discard", late)  # its lease died meanwhile
+    assert receiver.call("wait", 1) == [PartUnused(sender.name, 1, 1)]
     sender.call("wait", 2)
     assert receiver.call("pool_bytes") == pool_of(2).tobytes()
     assert is_whole(sender, receiver)
@@ -224,7 +220,7 @@ def test_disconnect_ends_what_was_never_answered(rig: Rig) -> None:
     rig.cuts = True
     sender, receiver = rig.node("sender"), rig.node("receiver")
     rig.link(sender, receiver)
-    receiver.call("expect", sender.name, 1, [0, 1])
+    receiver.call("expect", sender.name, 1, {0: [1], 1: [2]})
     sender.call("send", receiver.name, 2, {0: [1, 2], 1: [3, 4]})  # nobody waits for these
     receiver.call("disconnect", sender.name)
     failed = receiver.call("wait", 2)
@@ -238,14 +234,14 @@ def test_disconnect_ends_what_was_never_answered(rig: Rig) -> None:
 def test_disconnect_after_the_end_loses_nothing(rig: Rig) -> None:
     sender, receiver = rig.node("sender", seed=1), rig.node("receiver")
     rig.link(sender, receiver)
-    receiver.call("expect", sender.name, 1, [0])
+    receiver.call("expect", sender.name, 1, {0: [3, 4]})
     sender.call("send", receiver.name, 1, {0: [1, 2]})
-    (arrived,) = receiver.call("wait", 1)
+    landed = receiver.call("wait", 1)
     sender.call("wait", 1)
     for one, other in ((sender, receiver), (receiver, sender)):
         one.call("disconnect", other.name)
         one.call("disconnect", other.name)
-    assert receiver.call("land", arrived, [3, 4]) == 2 * BLOCK_BYTES
+    assert landed == [PartLanded(sender.name, 1, 0, 2 * BLOCK_BYTES)]
     assert receiver.call("blocks", [3, 4]) == pool_of(1)[[1, 2]].tobytes()
     assert is_whole(sender, receiver)
 
@@ -295,7 +291,7 @@ def test_a_receiver_killed_with_parts_under_way(rig: Rig) -> None:
 def test_a_sender_killed_with_parts_under_way_and_its_next_incarnation(rig: Rig) -> None:
     sender, receiver = rig.node("sender"), rig.node("receiver")
     rig.link(sender, receiver)
-    receiver.call("expect", sender.name, 1, [0, 1, 2])
+    receiver.call("expect", sender.name, 1, {part: [part] for part in range(3)})
     sender.kill()
     events = receiver.call("wait", 4)
     assert [type(e) for e in events] == [PartFailed] * 3 + [PeerLost]
@@ -313,7 +309,7 @@ def test_a_stopped_receiver_holds_up_nobody_else(process_rig: Rig) -> None:
     sender, stopped, other = (process_rig.node(role) for role in ("sender", "receiver", "receiver"))
     process_rig.link(sender, stopped)
     process_rig.link(sender, other)
-    stopped.call("expect", sender.name, 1, [0])
+    stopped.call("expect", sender.name, 1, {0: list(range(8))})
     stopped.signal(signal.SIGSTOP)
     sender.call("send", stopped.name, 1, {0: list(range(8))})
     transfer_beside(sender, other, 2)
@@ -323,17 +319,15 @@ def test_a_stopped_receiver_holds_up_nobody_else(process_rig: Rig) -> None:
     stopped.signal(signal.SIGCONT)
     stopped.call("disconnect", sender.name)
     (end,) = [e for e in stopped.call("wait", 1) if not isinstance(e, PeerLost)]
-    if isinstance(end, PartArrived):
-        stopped.call("discard", end)
+    assert isinstance(end, PartLanded | PartFailed)
     assert is_whole(stopped, other)
 
 
 def transfer_beside(sender: Any, receiver: Any, lease: int) -> None:
     """Move a part while others hang, whose events may come between."""
-    receiver.call("expect", sender.name, lease, [0])
+    receiver.call("expect", sender.name, lease, {0: [lease]})
     sender.call("send", receiver.name, lease, {0: [lease]})
-    (arrived,) = receiver.call("wait", 1)
-    receiver.call("land", arrived, [lease])
+    assert receiver.call("wait", 1) == [PartLanded(sender.name, lease, 0, BLOCK_BYTES)]
     sender.call("wait_for", PartSent(receiver.name, lease, 0))
 
 
@@ -353,7 +347,7 @@ def test_close_with_parts_under_way(rig: Rig) -> None:
     rig.cuts = True
     sender, receiver = rig.node("sender"), rig.node("receiver")
     rig.link(sender, receiver)
-    receiver.call("expect", sender.name, 1, [0, 1])
+    receiver.call("expect", sender.name, 1, {0: [1], 1: [2]})
     sender.call("send", receiver.name, 2, {0: [1, 2], 1: [2, 3]})
     sender.call("close")
     assert [type(e) for e in sender.call("wait", 2)] == [PartFailed, PartFailed]
@@ -369,7 +363,7 @@ def test_close_with_parts_under_way(rig: Rig) -> None:
 def test_what_goes_to_strangers_fails(rig: Rig) -> None:
     sender, receiver = rig.node("sender"), rig.node("receiver")
     sender.call("send", "nobody", 1, {0: [1]})
-    receiver.call("expect", "nobody", 1, [0])
+    receiver.call("expect", "nobody", 1, {0: [1]})
     assert sender.call("wait", 1) == [PartFailed("nobody", 1, 0, "not connected")]
     assert receiver.call("wait", 1) == [PartFailed("nobody", 1, 0, "not connected")]
     assert is_whole(sender, receiver)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.receiver import PartArrived, PartFailed
+from kv_transfer.receiver import PartFailed, PartLanded, PartUnused
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
 from tests.kv_transfer.rig import Rig, rig_of
 from tests.kv_transfer.rig_node import arrived, digest_of, pool_of
@@ -129,7 +129,8 @@ def test_no_block_of_the_pool_changes_but_by_landing(wire_rig: Rig) -> None:
     blocks = list(range(BLOCKS))
     for lease in range(1, ATTEMPTS):
         receiver.call("poison", UNTOUCHED)
-        assert receiver.call("expect", sender.name, lease, [0]) == [True]
+        assert receiver.call("expect", sender.name, lease, {0: blocks}) == [True]
+        receiver.call("withdraw", lease)
         sending = sender.start("send", receiver.name, lease, {0: blocks})
         receiver.call("see_first_byte", 0, UNTOUCHED)
         sender.signal(signal.SIGSTOP)
@@ -137,30 +138,28 @@ def test_no_block_of_the_pool_changes_but_by_landing(wire_rig: Rig) -> None:
             break
         sender.signal(signal.SIGCONT)
         sending()
-        receiver.call("discard", receiver.call("wait", 1)[0])
+        assert receiver.call("wait", 1) == [PartUnused(sender.name, lease, 0)]
         sender.call("wait", 1)
     receiver.call("disconnect", sender.name)
     (failed,) = receiver.call("wait", 1)
     assert isinstance(failed, PartFailed)
     assert (failed.lease, failed.part) == (lease, 0)
-    assert receiver.call("expect", other.name, 100, [0]) == [True]  # the only slot there is
+    assert receiver.call("pool_digest") == digest_of(pool_of(2, BLOCKS))
+    assert receiver.call("expect", other.name, 100, {0: blocks}) == [True]  # the only slot there is
     other.call("send", receiver.name, 100, {0: blocks[::-1]})
     sender.signal(signal.SIGCONT)
     assert sending() == [True]
-    (landing,) = receiver.call("wait", 1)
-    assert isinstance(landing, PartArrived)
-    assert receiver.call("pool_digest") == digest_of(pool_of(2, BLOCKS))
+    assert [type(event) for event in receiver.call("wait", 1)] == [PartLanded]
     sender.call("wait", 1)
-    receiver.call("land", landing, blocks)
     wanted = digest_of(pool_of(3, BLOCKS)[::-1].copy())
     assert receiver.call("pool_digest") == wanted
     sender.call("disconnect", receiver.name)
     sender.call("pending_events")
     wire_rig.link(sender, receiver)
-    assert receiver.call("expect", sender.name, 101, [0]) == [True]
+    assert receiver.call("expect", sender.name, 101, {0: blocks}) == [True]
+    receiver.call("withdraw", 101)  # the lease died: the whole part comes to nothing
     sender.call("send", receiver.name, 101, {0: blocks})
-    (late,) = [e for e in receiver.call("wait", 1) if isinstance(e, PartArrived)]
-    receiver.call("discard", late)  # its lease died: the whole part comes to nothing
+    receiver.call("wait_for", PartUnused(sender.name, 101, 0))
     assert receiver.call("pool_digest") == wanted
     assert receiver.call("free_slots") == 1
 

@@ -4,19 +4,21 @@ what was sent, and every part and every slot is accounted for."""
 from __future__ import annotations
 
 import random
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from baton.errors import TransferError
-from kv_transfer.memory import MemoryHub, MemoryTransport
-from kv_transfer.parts import slot_bytes_for
-from kv_transfer.receiver import KvReceiver, PartArrived
+from kv_transfer.memory import MemoryHub, MemoryTransport, Transfer
+from kv_transfer.parts import PartHeader, slot_bytes_for, untag
+from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import KvSender, PartFailed
 from kv_transfer.staging import Staging
 from kv_transfer.transport import PeerLost
-from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT
+from tests.kv_transfer.rig_node import BLOCK_BYTES, DEADLINE_S, LAYOUT
 
 NUM_BLOCKS, PART_BLOCKS, NUM_SLOTS = 6, 2, 3
 HALF = BLOCK_BYTES // 2
@@ -28,16 +30,26 @@ STEPS = 600
 class Side:
     """A process with a mover. `halves` is what both halves of each block of a receiver's pool should be full of."""
 
-    def __init__(self, hub: MemoryHub, name: str, is_sender: bool) -> None:
+    def __init__(self, hub: MemoryHub, name: str, is_sender: bool, stage: type[Staging] = Staging) -> None:
         self.name = name
-        self.staging = Staging(NUM_SLOTS, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cpu")
+        self.staging = stage(NUM_SLOTS, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cpu")
         self.transport = MemoryTransport(hub, name, self.staging, lambda: None)
         self.pool = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
         kind = KvSender if is_sender else KvReceiver
         self.mover = kind(self.transport, self.staging, self.pool, LAYOUT)
         self.halves = [[0, 0] for _ in range(NUM_BLOCKS)]
         self.open: set[tuple[str, int, int]] = set()  # parts without an end
-        self.arrived: list[PartArrived] = []
+        self.outcome: dict[int, type] = {}  # lease -> the event that is due, of what has come
+
+
+class Grant(NamedTuple):
+    """Where a part of a lease is to go: these bytes of these blocks."""
+
+    receiver: Side
+    sender: Side
+    lease: int
+    blocks: list[int]
+    extent: tuple[int, int]
 
 
 class World:
@@ -47,10 +59,12 @@ class World:
         self.serial = 0
         self.senders = [self.new(True), self.new(True)]
         self.receivers = [self.new(False), self.new(False)]
-        self.granted: list[tuple[Side, Side, int]] = []  # posted and not sent: receiver, sender, lease
+        self.grants: dict[int, Grant] = {}  # by lease
+        self.unsent: list[int] = []  # leases
+        self.withdrawn: set[int] = set()  # leases
         self.content: dict[int, list[int]] = {}  # lease -> value of each block when it was sent
-        self.extent: dict[int, tuple[int, int]] = {}  # lease -> bytes of each block
-        self.damaged: set[int] = set()  # leases
+        self.headers: dict[int, bytes] = {}  # lease -> as it was sent
+        self.flipped: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)  # lease -> (byte, bit) on the way
         self.counts: Counter[str] = Counter()
 
     def new(self, is_sender: bool) -> Side:
@@ -68,87 +82,102 @@ class World:
         sender.transport.connect(receiver.name, receiver.transport.info())
         receiver.transport.connect(sender.name, sender.transport.info())
         self.serial += 1
-        if receiver.mover.expect(sender.name, self.serial, 0):
-            receiver.open.add((sender.name, self.serial, 0))
-            self.granted.append((receiver, sender, self.serial))
+        lease, blocks = self.serial, self.rng.sample(range(NUM_BLOCKS), self.rng.randint(1, PART_BLOCKS))
+        extent = self.rng.choice(EXTENTS)
+        if receiver.mover.expect(sender.name, lease, 0, blocks, *extent):
+            receiver.open.add((sender.name, lease, 0))
+            self.grants[lease] = Grant(receiver, sender, lease, blocks, extent)
+            self.unsent.append(lease)
 
     def send(self) -> None:
-        if not self.granted:
+        """What was granted, or nothing, or something else."""
+        if not self.unsent:
             return
-        receiver, sender, lease = grant = self.rng.choice(self.granted)
-        source = self.rng.sample(range(NUM_BLOCKS), self.rng.randint(0, PART_BLOCKS))
+        receiver, sender, lease, blocks, extent = self.grants[self.rng.choice(self.unsent)]
+        way = self.rng.choice(["granted", "granted", "granted", "nothing", "other blocks", "other bytes"])
+        if way == "other bytes":
+            extent = self.rng.choice([e for e in EXTENTS if e != extent])
+        num_blocks = len(blocks) if way != "other blocks" else PART_BLOCKS + 1 - len(blocks)
+        source = self.rng.sample(range(NUM_BLOCKS), num_blocks)
         values = [self.rng.randint(1, 200) for _ in source]
         for block, value in zip(source, values, strict=True):
             sender.pool[block] = value
-        extent = self.extent[lease] = self.rng.choice(EXTENTS)
         checked = self.rng.random() < 0.5
-        if source:
-            sent = sender.mover.send(receiver.name, lease, 0, source, *extent, checked)
-        else:
+        if way == "nothing":
             sent = sender.mover.drain(receiver.name, lease, 0)
+        else:
+            sent = sender.mover.send(receiver.name, lease, 0, source, *extent, checked)
         sender.pool[source] = 255  # its blocks serve others at once
         if sent:
             self.content[lease] = values
             sender.open.add((receiver.name, lease, 0))
-            self.granted.remove(grant)
+            self.unsent.remove(lease)
+
+    def withdraw(self) -> None:
+        """A lease ends, sent or not, landed or not."""
+        if self.grants:
+            grant = self.rng.choice(list(self.grants.values()))
+            grant.receiver.mover.withdraw(grant.lease)
+            self.withdrawn.add(grant.lease)
 
     def deliver(self) -> None:
         if self.hub.pending:
-            self.hub.deliver(self.rng.randrange(len(self.hub.pending)))
+            index = self.rng.randrange(len(self.hub.pending))
+            self.foresee(self.hub.pending[index])
+            self.hub.deliver(index)
+
+    def foresee(self, transfer: Transfer) -> None:
+        """What is to become of it, within its delivery."""
+        lease, _ = untag(transfer.push.tag)
+        receiver, _, _, blocks, extent = self.grants[lease]
+        if transfer.push.header != self.headers.get(lease, transfer.push.header):
+            receiver.outcome[lease] = PartRefused
+            return
+        header = PartHeader.parse(transfer.push.header)
+        if header.drain or lease in self.withdrawn:
+            receiver.outcome[lease] = PartUnused
+        elif (header.num_blocks, header.offset, header.piece_bytes) != (len(blocks), *extent):
+            receiver.outcome[lease] = PartRefused
+        elif self.flipped[lease]:
+            receiver.outcome[lease] = PartRefused
+            self.counts["damaged"] += 1
+        else:
+            receiver.outcome[lease] = PartLanded
+            for block, value in zip(blocks, self.content[lease], strict=True):
+                for half in range(extent[0] // HALF, sum(extent) // HALF):
+                    receiver.halves[block][half] = value
 
     def damage_header(self) -> None:
-        """A bit of a header falls over on the way: the part has failed, and nothing of it may be landed."""
+        """A bit of a header falls over on the way."""
         if self.hub.pending:
             push = self.rng.choice(self.hub.pending).push
+            self.headers.setdefault(untag(push.tag)[0], push.header)
             header = bytearray(push.header)
             header[self.rng.randrange(len(header))] ^= 1 << self.rng.randrange(8)
             push.header = bytes(header)
 
+    def damage(self) -> None:
+        """A bit of a checked part falls over on the way."""
+        sound = [t.push for t in self.hub.pending if untag(t.push.tag)[0] not in self.headers]
+        if checked := [push for push in sound if PartHeader.parse(push.header).checked]:
+            push = self.rng.choice(checked)
+            place = self.rng.randrange(PartHeader.parse(push.header).message_bytes), self.rng.randrange(8)
+            push.owner.staging.memory(push.slot)[place[0]] ^= 1 << place[1]
+            self.flipped[untag(push.tag)[0]] ^= {place}
+
     def poll(self) -> None:
-        side = self.rng.choice(self.senders + self.receivers)
+        self.hear(self.rng.choice(self.senders + self.receivers))
+
+    def hear(self, side: Side) -> None:
         for event in side.mover.poll():
             self.counts[type(event).__name__] += 1
-            if not isinstance(event, PeerLost):
-                side.open.remove((event.peer, event.lease, event.part))  # exactly one end for each
-            if isinstance(event, PartArrived):
-                side.arrived.append(event)
-                self.damage(side, event)
-
-    def damage(self, side: Side, part: PartArrived) -> None:
-        """Now and then a bit of a checked part falls over on the way."""
-        if part.header.checked and self.rng.random() < 0.2:
-            place = self.rng.randrange(part.header.message_bytes)
-            side.staging.memory(part.slot)[place] ^= 1 << self.rng.randrange(8)
-            self.damaged.add(part.lease)
-
-    def land(self) -> None:
-        side = self.rng.choice(self.receivers)
-        if not side.arrived:
-            return
-        part = side.arrived.pop(self.rng.randrange(len(side.arrived)))
-        values = self.content[part.lease]
-        assert part.drained == (not values)
-        extent = self.extent[part.lease]
-        way = self.rng.choice(["land", "land", "discard", "refuse", "refuse extent"])
-        if way == "refuse":
-            with pytest.raises(TransferError):
-                side.mover.land(part, list(range(len(values) + 1)), *extent)
-        elif way == "refuse extent":
-            with pytest.raises(TransferError):
-                side.mover.land(part, list(range(len(values))), *self.rng.choice([e for e in EXTENTS if e != extent]))
-        elif part.lease in self.damaged and way == "land":
-            with pytest.raises(TransferError, match="damaged"):
-                side.mover.land(part, list(range(len(values))), *extent)
-            self.counts["damaged"] += 1
-        elif part.drained or way == "discard":
-            side.mover.discard(part)
-        else:
-            target = self.rng.sample(range(NUM_BLOCKS), len(values))
-            assert side.mover.land(part, target, *extent) == len(values) * extent[1]
-            for block, value in zip(target, values, strict=True):
-                for half in range(extent[0] // HALF, sum(extent) // HALF):
-                    side.halves[block][half] = value
-            self.counts["landed"] += 1
+            if isinstance(event, PeerLost):
+                continue
+            side.open.remove((event.peer, event.lease, event.part))  # exactly one end for each
+            if isinstance(side.mover, KvReceiver):
+                assert type(event) is side.outcome.pop(event.lease, PartFailed)
+                num_bytes = len(self.grants[event.lease].blocks) * self.grants[event.lease].extent[1]
+                assert not isinstance(event, PartLanded) or event.num_bytes == num_bytes
 
     def disconnect(self) -> None:
         one, other = self.rng.sample(self.pair(), 2)
@@ -158,7 +187,7 @@ class World:
         sides = self.rng.choice([self.senders, self.receivers])
         dead = sides.pop(self.rng.randrange(len(sides)))
         self.hub.kill(dead.name)
-        self.granted = [g for g in self.granted if dead not in g]
+        self.unsent = [lease for lease in self.unsent if dead not in self.grants[lease]]
         sides.append(self.new(sides is self.senders))
 
     # ---- what must hold ----
@@ -174,13 +203,7 @@ class World:
         """Every part has its end and every slot is free."""
         for side in self.senders + self.receivers:
             side.transport.close()
-            for event in side.mover.poll():
-                if isinstance(event, PartArrived):
-                    side.arrived.append(event)
-                if not isinstance(event, PeerLost):
-                    side.open.remove((event.peer, event.lease, event.part))
-            for part in side.arrived:
-                side.mover.discard(part)
+            self.hear(side)
             assert not side.open
             assert side.mover.num_free_slots == NUM_SLOTS
 
@@ -188,12 +211,13 @@ class World:
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_only_what_was_sent_lands(seed: int) -> None:
     world = World(seed)
-    usual = [world.grant, world.send, world.deliver, world.poll, world.land]
+    usual = [world.grant, world.send, world.deliver, world.poll, world.poll]
     for step in range(STEPS):
-        faults = [world.disconnect, world.kill, world.damage_header] if step % 12 == 0 else []
-        world.rng.choice(usual + faults)()
+        rare = [world.disconnect, world.kill, world.damage_header] if step % 12 == 0 else []
+        rare += [world.damage, world.withdraw] if step % 4 == 0 else []
+        world.rng.choice(usual + rare)()
         world.check()
-    assert world.counts["landed"] > 3
+    assert world.counts[PartLanded.__name__] > 3
     assert world.counts[PartFailed.__name__] > 0
     world.close()
 
@@ -202,15 +226,80 @@ def test_who_asks_for_checksums_takes_no_part_without(hub_pair: tuple[Side, Side
     sender, receiver = hub_pair
     receiver.mover.verify = True
     for lease, checked in ((1, False), (2, True)):
-        assert receiver.mover.expect(sender.name, lease, 0)
+        assert receiver.mover.expect(sender.name, lease, 0, [2], 0, HALF)
         assert sender.mover.send(receiver.name, lease, 0, [3], 0, HALF, checked)
     sender.transport.hub.deliver_all()
     plain, checked_part = receiver.mover.poll()
-    with pytest.raises(TransferError, match="no checksums"):
-        receiver.mover.land(plain, [2], 0, HALF)
-    receiver.mover.land(checked_part, [2], 0, HALF)
+    assert isinstance(plain, PartRefused)
+    assert "no checksums" in plain.error.message
+    assert checked_part == PartLanded(sender.name, 2, 0, HALF)
     assert receiver.mover.num_damaged_pieces == 0
     assert receiver.mover.num_free_slots == NUM_SLOTS
+
+
+def test_a_part_that_is_under_way_when_its_lease_ends_touches_no_block(hub_pair: tuple[Side, Side]) -> None:
+    sender, receiver = hub_pair
+    for lease in (1, 2):
+        assert receiver.mover.expect(sender.name, lease, 0, [lease])
+        sender.pool[3] = lease
+        assert sender.mover.send(receiver.name, lease, 0, [3])
+    receiver.mover.withdraw(1)
+    sender.transport.hub.deliver_all()
+    assert receiver.mover.poll() == [PartUnused(sender.name, 1, 0), PartLanded(sender.name, 2, 0, BLOCK_BYTES)]
+    assert receiver.pool[:, 0].tolist() == [0, 0, 2, 0, 0, 0]
+
+
+def test_what_landed_before_its_lease_ended_is_not_landed_again(hub_pair: tuple[Side, Side]) -> None:
+    sender, receiver = hub_pair
+    assert receiver.mover.expect(sender.name, 1, 0, [4])
+    sender.pool[3] = 1
+    assert sender.mover.send(receiver.name, 1, 0, [3])
+    sender.transport.hub.deliver_all()
+    assert int(receiver.pool[4, 0]) == 1  # and the engine has not heard of it
+    receiver.mover.withdraw(1)
+    receiver.pool[4] = 77  # the block is another's
+    assert receiver.mover.poll() == [PartLanded(sender.name, 1, 0, BLOCK_BYTES)]
+    assert receiver.pool[4].unique().tolist() == [77]
+
+
+class Slow(Staging):
+    """Holds up a landing: the second to ask for a slot's memory, after the delivery."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.num_asked, self.landing, self.go_on = 0, threading.Event(), threading.Event()
+
+    def memory(self, slot: int) -> torch.Tensor:
+        self.num_asked += 1
+        if self.num_asked == 2:
+            self.landing.set()
+            assert self.go_on.wait(DEADLINE_S)
+        return super().memory(slot)
+
+
+def test_a_lease_does_not_end_in_the_midst_of_a_landing() -> None:
+    hub = MemoryHub()
+    sender, receiver = linked(Side(hub, "sender", True), Side(hub, "receiver", False, Slow))
+    staging = receiver.staging
+    assert isinstance(staging, Slow)
+
+    def end() -> None:
+        receiver.mover.withdraw(1)
+        receiver.pool[4] = 77  # the block is another's
+
+    assert receiver.mover.expect(sender.name, 1, 0, [4])
+    assert sender.mover.send(receiver.name, 1, 0, [3])
+    landing, ending = threading.Thread(target=hub.deliver_all), threading.Thread(target=end)
+    landing.start()
+    assert staging.landing.wait(DEADLINE_S)
+    ending.start()
+    ending.join(0.2)
+    assert ending.is_alive()
+    staging.go_on.set()
+    for thread in (landing, ending):
+        thread.join(DEADLINE_S)
+    assert receiver.pool[4].unique().tolist() == [77]
+    assert receiver.mover.poll() == [PartLanded(sender.name, 1, 0, BLOCK_BYTES)]
 
 
 def test_a_part_of_more_bytes_than_a_slot_holds_is_refused(hub_pair: tuple[Side, Side]) -> None:
@@ -223,7 +312,10 @@ def test_a_part_of_more_bytes_than_a_slot_holds_is_refused(hub_pair: tuple[Side,
 @pytest.fixture
 def hub_pair() -> tuple[Side, Side]:
     hub = MemoryHub()
-    sender, receiver = Side(hub, "sender", True), Side(hub, "receiver", False)
+    return linked(Side(hub, "sender", True), Side(hub, "receiver", False))
+
+
+def linked(sender: Side, receiver: Side) -> tuple[Side, Side]:
     sender.transport.connect(receiver.name, receiver.transport.info())
     receiver.transport.connect(sender.name, sender.transport.info())
     return sender, receiver

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import TransferError
 from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import slot_bytes_for
-from kv_transfer.receiver import KvReceiver, PartArrived
+from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT
@@ -31,7 +30,8 @@ LAYER_BYTES = BLOCK_BYTES // LAYOUT.num_layers
 
 
 class Pair:
-    """A sender and a receiver on one GPU, over `memory`. The sender's blocks are full of their numbers."""
+    """A sender and a receiver on one GPU, over `memory`. The sender's blocks are full of their numbers. On `wire` bytes
+    travel; the receiver is told of them when they are there, as by a real transport."""
 
     def __init__(self) -> None:
         self.hub = MemoryHub()
@@ -40,6 +40,8 @@ class Pair:
         self.source, self.target = pool, torch.full_like(pool, 99)
         self.sender = self._mover(KvSender, "sender", self.source)
         self.receiver = self._mover(KvReceiver, "receiver", self.target)
+        self.wire: Any = torch.cuda.Stream()
+        self._land, self.receiver._transport.wake = self.receiver._transport.wake, self._wake
         self.link("sender", self.sender, self.receiver)
         self.link("receiver", self.receiver, self.sender)
         for mover in (self.sender, self.receiver):
@@ -64,20 +66,24 @@ class Pair:
         """Whether the part has left for the transport, which the thread of the copies sees to."""
         return bool(self.hub.pending)
 
-    def arrive(self, blocks: list[int]) -> PartArrived:
-        """A part of these blocks, in a slot of the receiver."""
-        assert self.receiver.expect("sender", 1, 0)
-        assert self.sender.send("receiver", 1, 0, blocks)
+    def push(self, sources: list[int], targets: list[int], not_before: Any = None) -> None:
+        """A part that is to be delivered."""
+        assert self.receiver.expect("sender", 1, 0, targets, not_before=not_before)
+        assert self.sender.send("receiver", 1, 0, sources)
         self.until(self.pushed)
-        return self.deliver()[0]
 
-    def deliver(self) -> list[PartArrived]:
-        """All that was pushed arrives, and is there as after a real transport's event."""
-        self.hub.deliver_all()
-        torch.cuda.synchronize()
-        arrived = self.receiver.poll()
-        assert all(isinstance(event, PartArrived) for event in arrived)
-        return list(arrived)
+    def deliver(self) -> None:
+        """All that was pushed arrives and lands, which the engine has not heard of yet."""
+        with torch.cuda.stream(self.wire):
+            self.hub.deliver_all()
+
+    def hear(self) -> None:
+        """The engine does."""
+        assert [type(event) for event in self.receiver.poll()] == [PartLanded]
+
+    def _wake(self) -> None:
+        self.wire.synchronize()
+        self._land()
 
 
 @pytest.fixture
@@ -100,7 +106,7 @@ def hold_up_copies(mover: Any, cycles: int = SLEEP_CYCLES) -> None:
 
 
 def test_a_part_leaves_while_a_step_runs(pair: Pair) -> None:
-    assert pair.receiver.expect("sender", 1, 0)
+    assert pair.receiver.expect("sender", 1, 0, [8, 9])
     ended = a_step_runs()
     assert pair.sender.send("receiver", 1, 0, [5, 3])
     pair.until(pair.pushed)
@@ -108,18 +114,18 @@ def test_a_part_leaves_while_a_step_runs(pair: Pair) -> None:
 
 
 def test_what_comes_after_a_gather_does_not_change_what_it_copied(pair: Pair) -> None:
-    assert pair.receiver.expect("sender", 1, 0)
+    assert pair.receiver.expect("sender", 1, 0, [8, 9])
     hold_up_copies(pair.sender)
     assert pair.sender.send("receiver", 1, 0, [5, 3])
     pair.source.fill_(77)  # the blocks are another request's now
     pair.until(pair.pushed)
-    (arrived,) = pair.deliver()
-    pair.receiver.land(arrived, [8, 9])
+    pair.deliver()
+    pair.hear()
     assert pair.target[[8, 9], 0].tolist() == [5, 3]
 
 
 def test_the_transport_gets_a_slot_only_when_it_is_filled(pair: Pair) -> None:
-    assert pair.receiver.expect("sender", 1, 0)
+    assert pair.receiver.expect("sender", 1, 0, [8])
     hold_up_copies(pair.sender)
     assert pair.sender.send("receiver", 1, 0, [7])
     assert not pair.pushed()
@@ -129,34 +135,45 @@ def test_the_transport_gets_a_slot_only_when_it_is_filled(pair: Pair) -> None:
 
 
 def test_a_part_lands_while_a_step_runs(pair: Pair) -> None:
-    arrived = pair.arrive([5, 3])
+    pair.push([5, 3], [8, 9])
     ended = a_step_runs()
-    pair.receiver.land(arrived, [8, 9])
+    pair.deliver()
     pair.until(lambda: pair.receiver.num_free_slots == 4)
     assert not ended.query(), "the scatter waited for the step"
 
 
 def test_a_step_that_is_launched_after_a_scatter_finds_the_blocks_filled(pair: Pair) -> None:
-    arrived = pair.arrive([5, 3])
+    pair.push([5, 3], [8, 9])
     hold_up_copies(pair.receiver)
-    pair.receiver.land(arrived, [8, 9])
+    pair.deliver()
+    pair.hear()
     assert pair.target[[8, 9], 0].tolist() == [5, 3]
 
 
+def test_what_is_queued_after_a_lease_ended_comes_after_what_had_landed_for_it(pair: Pair) -> None:
+    pair.push([5, 3], [8, 9])
+    hold_up_copies(pair.receiver)
+    pair.deliver()
+    pair.receiver.withdraw(1)  # and the engine has not heard of the part
+    pair.target[8:10].fill_(66)
+    torch.cuda.synchronize()
+    assert pair.target[[8, 9], 0].tolist() == [66, 66]
+    pair.hear()
+
+
 def test_a_scatter_comes_after_what_earlier_owners_of_the_blocks_queued(pair: Pair) -> None:
-    arrived = pair.arrive([5, 3])
     a_step_runs()
     pair.target.fill_(66)  # a copy into a block that was given up before it ran
-    granted = pair.receiver.mark()
-    pair.receiver.land(arrived, [8, 9], not_before=granted)
+    pair.push([5, 3], [8, 9], not_before=pair.receiver.mark())
+    pair.deliver()
     torch.cuda.synchronize()
     assert pair.target[[7, 8, 9], 0].tolist() == [66, 5, 3]
 
 
 def test_a_slot_is_free_only_when_its_part_has_landed(pair: Pair) -> None:
-    arrived = pair.arrive([5])
+    pair.push([5], [8])
     hold_up_copies(pair.receiver)
-    pair.receiver.land(arrived, [8])
+    pair.deliver()
     assert pair.receiver.num_free_slots == 3
     pair.receiver.check_integrity()
     pair.woken.clear()
@@ -173,13 +190,12 @@ def test_slots_serve_part_after_part_while_copies_are_held_up(pair: Pair) -> Non
         targets = rng.sample(range(NUM_BLOCKS), 8)
         sources = [rng.randrange(NUM_BLOCKS) for _ in targets]
         for part in range(4):
-            assert pair.receiver.expect("sender", lease, part)
+            assert pair.receiver.expect("sender", lease, part, targets[2 * part : 2 * part + 2])
             assert pair.sender.send("receiver", lease, part, sources[2 * part : 2 * part + 2])
         pair.until(lambda: len(pair.hub.pending) == 4)
-        arrived = pair.deliver()
         hold_up_copies(pair.receiver, SLEEP_CYCLES // 500)
-        for event in arrived:
-            pair.receiver.land(event, targets[2 * event.part : 2 * event.part + 2])
+        pair.deliver()
+        assert len(pair.receiver.poll()) == 4
         for source, target in zip(sources, targets, strict=True):
             wanted[target] = source
         assert pair.target[:, 0].tolist() == wanted
@@ -188,16 +204,17 @@ def test_slots_serve_part_after_part_while_copies_are_held_up(pair: Pair) -> Non
 
 
 def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
-    assert pair.receiver.expect("sender", 2, 0)
-    assert pair.receiver.expect("sender", 2, 1)
     for part in range(2):
+        assert pair.receiver.expect("sender", 2, part, [8, 9], part * LAYER_BYTES, LAYER_BYTES)
         assert pair.sender.send("receiver", 2, part, [5, 3], part * LAYER_BYTES, LAYER_BYTES, True)
     pair.until(lambda: len(pair.hub.pending) == 2)
-    first, second = pair.deliver()
-    pair.receiver.land(first, [8, 9], 0, LAYER_BYTES)
-    pair.receiver._staging.memory(second.slot)[17] ^= 4
+    push = pair.hub.pending[1].push
+    push.owner.staging.memory(push.slot)[17] ^= 4
     torch.cuda.synchronize()
-    with pytest.raises(TransferError, match="1 of 2 blocks"):
-        pair.receiver.land(second, [8, 9], LAYER_BYTES, LAYER_BYTES)
+    pair.deliver()
+    first, second = pair.receiver.poll()
+    assert isinstance(first, PartLanded)
+    assert isinstance(second, PartRefused)
+    assert "1 of 2 blocks" in second.error.message
     assert pair.receiver.num_damaged_pieces == 1
     assert pair.target[8, [0, LAYER_BYTES - 1, LAYER_BYTES]].tolist() == [5, 5, 99]

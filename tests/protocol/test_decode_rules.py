@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from baton.errors import InvalidRequest, PeerLost, RequestCancelled
 from baton.messages import Abort, End, Grant, Refuse, Release, Reserve, WorkId
 from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToPrefill, ToRouter
+from kv_transfer.memory import MemoryTransport
+from kv_transfer.parts import slot_bytes_for
+from kv_transfer.sender import KvSender
+from kv_transfer.staging import Staging
 from tests.protocol.network import EPOCH
-from tests.protocol.node import Node
+from tests.protocol.node import PART_BLOCKS, Node
 from tests.protocol.world import World
 
 WORK = WorkId(EPOCH, "r", 1)
@@ -17,12 +22,23 @@ PEER = "p"
 
 @pytest.fixture
 def node() -> Node:
-    """Its peer is connected, so that posted receives wait and do not fail by themselves."""
-    prefill, node = World(num_prefill=1, num_decode=1).nodes.values()
-    node.transport.connect(PEER, prefill.transport.info(), 1.0)
-    node.core.handle(SessionOpened(EPOCH), 0.0)
-    node.core.handle(PeerOpened(PEER, 2), 0.0)
+    (node,) = World(num_prefill=0, num_decode=1).nodes.values()
     return node
+
+
+@pytest.fixture(autouse=True)
+def sender(node: Node) -> KvSender:
+    """Its peer's, whose blocks are full of sevens. It is connected, so that posted receives wait and do not fail by
+    themselves."""
+    layout, hub = node.model.layout, node.transport.hub
+    staging = Staging(2, slot_bytes_for(PART_BLOCKS, layout.block_bytes), "cpu")
+    transport = MemoryTransport(hub, PEER, staging, lambda: None)
+    sender = KvSender(transport, staging, torch.full((4, layout.block_bytes), 7, dtype=torch.uint8), layout)
+    node.transport.connect(PEER, transport.info())
+    transport.connect(node.incarnation, node.transport.info())
+    node.core.handle(SessionOpened(EPOCH), 0.0)
+    node.core.handle(PeerOpened(PEER, PART_BLOCKS), 0.0)
+    return sender
 
 
 def reserve(node: Node, work: WorkId = WORK) -> list[object]:
@@ -71,6 +87,34 @@ def test_leases_of_a_lost_prefill_node_end(node: Node) -> None:
     assert isinstance(end.error, PeerLost)
     assert node.core.idle
     assert node.pool_is_whole()
+
+
+def test_a_part_that_is_under_way_when_its_lease_ends_touches_no_block(node: Node, sender: KvSender) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    assert sender.send(node.incarnation, grant.lease, 0, [1, 2], checked=True)
+    before = node.model.pool_bytes.clone()
+    node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.5)
+    assert node.pool_is_whole()  # and others may have them
+    node.transport.hub.deliver_all()
+    assert torch.equal(node.model.pool_bytes, before)
+    answers(node)
+    node.check_integrity()
+
+
+def test_a_part_that_has_landed_when_its_lease_ends_is_no_news(node: Node, sender: KvSender) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    assert sender.send(node.incarnation, grant.lease, 0, [1, 2], checked=True)
+    before = node.model.pool_bytes.clone()
+    node.transport.hub.deliver_all()
+    assert (node.model.pool_bytes != before).any(1).sum() == PART_BLOCKS, "a part waits for a turn of the engine"
+    node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.5)
+    assert node.pool_is_whole()
+    node.model.pool_bytes.copy_(before)  # the blocks are others'
+    answers(node)
+    assert torch.equal(node.model.pool_bytes, before)
+    node.check_integrity()
 
 
 def test_a_released_lease_is_confirmed_so_that_it_can_be_forgotten(node: Node) -> None:
