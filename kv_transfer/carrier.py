@@ -71,6 +71,11 @@ class Target:
     memory: Tensor
     ring: Callable[[Any], None] = ring_nobody
 
+    @property
+    def rings(self) -> bool:
+        """Whether there is a bell."""
+        return self.ring is not ring_nobody
+
 
 class Sending(Protocol):
     """The pushing end of one connection."""

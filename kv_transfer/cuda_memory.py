@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -109,6 +110,7 @@ class CudaMemory:
         self._device = device
         self._driver = _Driver()
         self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._bells: dict[bytes, CudaBell] = {}  # by region: those that are open
 
     def start(self) -> None:
         """On the thread that calls the rest."""
@@ -140,8 +142,14 @@ class CudaMemory:
         self._driver.close_handle(mapped.data_ptr())
 
     def bell(self, region: bytes) -> CudaBell:
-        """Raises TransferError."""
-        return CudaBell(self._driver, self._device, self._stream, HostMemory().open(region))
+        """A peer's: there is one of each, however often it is asked for: an earlier connection may be open yet. To be
+        closed as often. Raises TransferError."""
+        if (bell := self._bells.get(region)) is None:
+            words = HostMemory().open(region)
+            bell = CudaBell(self._driver, self._device, self._stream, words, lambda: self._bells.pop(region))
+            self._bells[region] = bell
+        bell.num_users += 1
+        return bell
 
     def copy(self, source: Tensor, target: Tensor) -> CudaCopy:
         """Begin to copy, beside all else that the device does."""
@@ -155,20 +163,24 @@ class CudaMemory:
 class CudaBell:
     """A `Bell` that the device rings.
 
-    words: a peer's, mapped into this process, for as long as the bell is open. Raises TransferError when the device
-    cannot write there in a stream's order.
+    words: a peer's, mapped into this process, for as long as the bell is open. `closed` is called by its last user.
+    Raises TransferError when the device cannot write there in a stream's order.
     """
 
-    def __init__(self, driver: _Driver, device: torch.device, stream: Any, words: Tensor) -> None:
+    def __init__(
+        self, driver: _Driver, device: torch.device, stream: Any, words: Tensor, closed: Callable[[], object]
+    ) -> None:
+        self.num_users = 0
         self._driver = driver
         self._device = device
         self._words = words
+        self._closed = closed
         driver.register_host(words.data_ptr(), len(words))
         try:
             self._on_device = driver.device_pointer(words.data_ptr())
             driver.write_value(stream, self._on_device + NOBODYS_WORD * WORD_BYTES, 0)
         except TransferError:
-            self.close()
+            driver.unregister_host(words.data_ptr())
             raise
 
     def ring(self, word: int, number: int, stream: Any) -> None:
@@ -176,7 +188,10 @@ class CudaBell:
             self._driver.write_value(stream, self._on_device + word * WORD_BYTES, number)
 
     def close(self) -> None:
-        self._driver.unregister_host(self._words.data_ptr())
+        self.num_users -= 1
+        if not self.num_users:
+            self._closed()
+            self._driver.unregister_host(self._words.data_ptr())
 
 
 class CudaCopy(OnDevice):

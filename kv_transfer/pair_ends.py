@@ -19,7 +19,8 @@ DEATH_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class Push:
-    """Waits for the grant of its tag; then `native` is under way. If the grant was placed, that is `storing`."""
+    """Waits for the grant of its tag; then `native` is under way. If the grant was placed, that is `storing`; `rings`:
+    whose last store tells the peer."""
 
     tag: int
     slot: int
@@ -28,6 +29,7 @@ class Push:
     storing: Native = DONE
     native: Native | None = None
     placed: bool = False
+    rings: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -128,8 +130,9 @@ class Link:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a part's bytes arrive without a copy of the carrier's here: that takes no longer than a kernel."""
-        return bool(self.coming) or any(push.placed for push in self.pushes.values())
+        """Whether a part's bytes arrive without a copy of the carrier's here, which takes no longer than a kernel, and
+        somebody waits for this end to notice."""
+        return bool(self.coming) or any(push.placed and not push.rings for push in self.pushes.values())
 
     @property
     def is_busy(self) -> bool:

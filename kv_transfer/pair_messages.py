@@ -112,7 +112,8 @@ class Messages:
         self._offers.withdraw(link.peer, tag)
         self.moved_at = time.monotonic()
         if grant.placed:
-            push.placed, push.native = True, push.storing
+            assert grant.target is not None
+            push.placed, push.rings, push.native = True, grant.target.rings, push.storing
             is_over = push.native.query() and not push.native.error
             out.channel.send(Kind.BEGIN, tag, push.num_bytes, push.header, more_follows=is_over)
             if is_over:

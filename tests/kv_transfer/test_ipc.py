@@ -216,6 +216,7 @@ def test_what_rings_when_it_has_been_cut_off_is_not_heard(rig: Rig, who: str) ->
     lost = receiver if who == "sender" else sender
     assert isinstance(lost.call("wait", 1)[0], PeerLost)
     rig.link(sender, receiver)
+    assert sender.call("told", "no bell") == []
     receiver.call("post", sender.name, 2, target)  # the same slot, with other memory and another word
     sender.call("ring")
     sender.call("end_stores")
