@@ -4,8 +4,8 @@
     slots            =  link bandwidth x ROUND_TRIP_S / bytes of a part
 
 A part costs a kernel launch and several wake-ups on either side beside its bytes, so smaller ones waste the link: 2048
-tokens of an 8B model take 2.1 ms over NVLink in 8 parts, 1.6 in 4 and 1.2 to 1.5 in 2 (H200, `ipc`). With larger ones
-gather, wire and scatter of neighbouring parts overlap less. A slot is taken from the gather until the peer's next
+tokens of an 8B model take 1.7 ms over NVLink in 8 parts and 1.4 in 4, but 1.09 in 3 (H200, `ipc`). With larger ones
+gather, wire and scatter of neighbouring parts overlap less: 1.2 in 2. A slot is taken from the gather until the peer's next
 credit could use it, which is a round trip of the control stream, and prompts of several nodes arrive at once.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from engine.node.settings import NodeSettings
 
-PART_OVERHEAD_S = 400e-6
+PART_OVERHEAD_S = 300e-6
 ROUND_TRIP_S = 3e-3
 MIN_SLOTS = 4
 

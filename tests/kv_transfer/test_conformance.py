@@ -27,6 +27,7 @@ def transfer(sender: Any, receiver: Any, lease: int, parts: dict[int, tuple[list
     assert sorted(receiver.call("wait", len(parts)), key=lambda e: e.part) == landed
     sent = sender.call("wait", len(parts))
     assert sorted(sent, key=lambda e: e.part) == [PartSent(receiver.name, lease, part) for part in sorted(parts)]
+    receiver.call("free_slots")  # waits for the copies out of them
 
 
 def random_parts(rng: random.Random, count: int) -> dict[int, tuple[list[int], list[int]]]:

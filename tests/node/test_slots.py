@@ -13,7 +13,7 @@ def sizes(block_bytes, on_gpu, **fields) -> SlotSizes:
 
 
 def test_of_an_8b_model_on_a_gpu():
-    assert sizes(BLOCK_8B, True) == SlotSizes(num_slots=8, part_blocks=65)
+    assert sizes(BLOCK_8B, True) == SlotSizes(num_slots=10, part_blocks=49)
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 10, 64 << 10, BLOCK_8B, 64 << 20])
