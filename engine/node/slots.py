@@ -5,8 +5,8 @@
 
 A part costs a kernel launch and several wake-ups on either side beside its bytes, so smaller ones waste the link: 2048
 tokens of an 8B model take 1.7 ms over NVLink in 8 parts and 1.4 in 4, but 1.09 in 3 (H200, `ipc`). With larger ones
-gather, wire and scatter of neighbouring parts overlap less: 1.2 in 2. A slot is taken from the gather until the peer's next
-credit could use it, which is a round trip of the control stream, and prompts of several nodes arrive at once.
+gather, wire and scatter of neighbouring parts overlap less: 1.2 in 2. A slot is taken from the gather until the peer's
+next credit could use it, which is a round trip of the control stream, and prompts of several nodes arrive at once.
 """
 
 from __future__ import annotations
