@@ -8,11 +8,11 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.address import HostPort
 from baton.settings import parse
-from deploy.plan import NodePorts, node_names, plan, this_machine
+from deploy.plan import Child, NodePorts, node_names, plan, this_machine
 from deploy.ports import HeldPort
 from deploy.ready import wait_until_serving
 from deploy.settings import UpSettings
@@ -26,24 +26,27 @@ LOCAL = HostPort("127.0.0.1", 0)
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """`prefill` and `decode`: of the nodes' gRPC services."""
+    """`prefill` and `decode`: of the nodes' gRPC services; `more_http`: of further routers."""
 
     http: HostPort
     prefill: list[HostPort]
     decode: list[HostPort]
+    more_http: tuple[HostPort, ...] = ()
 
 
 @asynccontextmanager
-async def running_cluster(flags: str) -> AsyncIterator[Addresses]:
-    """What `baton-up` with these flags would start, ready to answer, on ports of its own.
+async def running_cluster(flags: str, num_routers: int = 1) -> AsyncIterator[Addresses]:
+    """What `baton-up` with these flags would start, ready to answer, on ports of its own; and further routers of the
+    same nodes, as a busy cluster has.
 
     A child that ends is started again, as under `baton-up`. Raises RuntimeError, after the children's last lines, when
     the cluster cannot start.
     """
     settings = parse(UpSettings, shlex.split(flags))
-    held = {name: (HeldPort(LOCAL), HeldPort(LOCAL)) for name in ("router", *node_names(settings))}
+    routers = [f"router-{i}" for i in range(num_routers)]
+    held = {name: (HeldPort(LOCAL), HeldPort(LOCAL)) for name in (*routers, *node_names(settings))}
     ports = {name: NodePorts(a.address, b.address) for name, (a, b) in held.items()}
-    front = ports.pop("router")
+    fronts = {name: ports.pop(name) for name in routers}
     last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
     failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -51,18 +54,23 @@ async def running_cluster(flags: str) -> AsyncIterator[Addresses]:
         if not failed.done():
             failed.set_result(f"{name} cannot start (exit code {code})")
 
-    children = plan(settings, this_machine(), front.listen, front.metrics, ports)
+    machine, children = this_machine(), list[Child]()
+    for name, front in fronts.items():
+        router, *nodes = plan(settings, machine, front.listen, front.metrics, ports)
+        children += [replace(router, name=name), *([] if children else nodes)]
     supervisor = Supervisor(
         children, lambda name, line: last_lines.append(f"{name}: {line}"), cannot_start=cannot_start
     )
     supervisor.start()
     try:
-        await _serving(front.metrics, failed, last_lines)
+        for front in fronts.values():
+            await _serving(front.metrics, failed, last_lines)
         supervisor.proven = True
         roles = {
             role: [p.listen for name, p in ports.items() if name.startswith(role)] for role in ("prefill", "decode")
         }
-        yield Addresses(front.listen, roles["prefill"], roles["decode"])
+        http, *more_http = (front.listen for front in fronts.values())
+        yield Addresses(http, roles["prefill"], roles["decode"], tuple(more_http))
     finally:
         await supervisor.stop([child.name for child in children], STOP_TIMEOUT_S)
         for pair in held.values():

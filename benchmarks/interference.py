@@ -3,7 +3,7 @@
 Streams decode in peace and, in turn with that, while long prompts are prefilled without a pause, whose KV goes to the
 same decode node; a process of its own asks for those. Answers are checked first (see `checks`). The times between
 tokens, at the client, of both kinds of windows are compared, so that both are of the same requests and the same
-minutes.
+minutes. The prompts come through another router, if there is one: it is the nodes that are looked at.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class InterferenceSettings(Settings):
 
     url: str | None = Field(None, description="where the router answers, as http://HOST:PORT; unset: an own cluster")
     push_url: str | None = Field(
-        None, description="another router of the same nodes for the long prompts, as a busy cluster has; unset: --url"
+        None,
+        description="another router of the same nodes for the long prompts, as a busy cluster has; unset: --url, and "
+        "of an own cluster a second router",
     )
     up: str = Field("--device=auto", description="flags of the own cluster, as for baton-up")
     streams: int = Field(8, ge=1, description="streams that are watched")
@@ -141,8 +143,10 @@ async def run(settings: InterferenceSettings) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         if settings.url:
             address = address_of(settings.url)
+            push_address = address_of(settings.push_url) if settings.push_url else address
         else:
-            address = (await stack.enter_async_context(running_cluster(settings.up))).http
+            cluster = await stack.enter_async_context(running_cluster(settings.up, num_routers=2))
+            address, push_address = cluster.http, cluster.more_http[0]
         async with Connection(address) as connection:
             model = (await connection.ask("/v1/models"))["data"][0]["id"]
             prompts = await Prompts.of(connection, settings.seed)
@@ -150,7 +154,7 @@ async def run(settings: InterferenceSettings) -> dict[str, Any]:
         short = Load(address, prompts, settings.input_len, 16)
         checked = await check_concurrency(short, settings.streams, settings.tie_tolerance)
         checked |= await check_recall(short, model, settings.streams)
-        pusher = Pusher(address_of(settings.push_url) if settings.push_url else address, settings)
+        pusher = Pusher(push_address, settings)
         stack.callback(pusher.close)
         pusher.start()
         await pusher.stop()  # whatever a first long prompt waits for
