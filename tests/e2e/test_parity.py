@@ -185,7 +185,10 @@ async def test_all_tokens_are_those_of_the_reference(
 
 @pytest.mark.parametrize(
     ("chunk", "at_once"),
-    [(64, 24), (2048, 1), pytest.param(64, 1, marks=pytest.mark.full), pytest.param(2048, 24, marks=pytest.mark.full)],
+    [
+        pytest.param(chunk, at_once, marks=[] if (chunk, at_once) == (64, 24) else pytest.mark.full)
+        for chunk, at_once in product(CHUNKS, (1, 24))
+    ],
 )
 async def test_prompts_that_share_prefixes(
     house: House, references: ReferenceFile, judge: Judge, chunk: int, at_once: int

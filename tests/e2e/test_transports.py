@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 RECALL = tiny_tasks.recall(Random(19), "heldout", num_tokens=400, plain=True)
 
 
-@pytest.mark.parametrize("transport", ["ipc", "nixl"])
+@pytest.mark.parametrize("transport", ["ipc", pytest.param("nixl", marks=pytest.mark.full)])
 async def test_kv_before_and_after_a_node_was_killed(cluster: Cluster, transport: str) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl_cu13", reason="the extra [nixl] is not installed")
