@@ -93,8 +93,9 @@ class _Driver:
 
     def _call(self, name: str, argument_types: tuple[Any, ...], *arguments: Any) -> None:
         if (function := self._functions.get(name)) is None:
-            function = self._functions[name] = self._library[name]
+            function = self._library[name]
             function.argtypes, function.restype = argument_types, c_int
+            self._functions[name] = function  # now other threads may call it
         if error := function(*arguments):
             text = c_char_p()
             self._library.cuGetErrorName(error, byref(text))
@@ -142,7 +143,7 @@ class CudaMemory:
         self._driver.close_handle(mapped.data_ptr())
 
     def bell(self, region: bytes) -> CudaBell:
-        """A peer's: there is one of each, however often it is asked for: an earlier connection may be open yet. To be
+        """A peer's, the same however often it is asked for, since an earlier connection to it may be open yet; to be
         closed as often. Raises TransferError."""
         if (bell := self._bells.get(region)) is None:
             words = HostMemory().open(region)

@@ -190,6 +190,16 @@ def test_a_part_that_has_rung_arrives_only_with_its_header(rig: Rig) -> None:
     assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
 
 
+def arrives_when_it_rings(sender: Any, receiver: Any, source: int, target: int) -> None:
+    """Tag 2, which has been granted: stored and pushed it is not there yet."""
+    while not sender.call("place", receiver.name, 2, LATE):
+        pass
+    sender.call("push_early", receiver.name, 2, source)
+    heard_all(sender, receiver, 3)
+    sender.call("ring")
+    assert receiver.call("wait", 1) == [arrived(sender.name, 2, target)]
+
+
 def test_what_rang_for_an_earlier_part_of_the_slot_says_nothing(rig: Rig) -> None:
     sender, receiver, source, target = granted_pair(rig)
     sender.call("ring")
@@ -197,12 +207,7 @@ def test_what_rang_for_an_earlier_part_of_the_slot_says_nothing(rig: Rig) -> Non
     assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
     assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
     receiver.call("post", sender.name, 2, target)
-    while not sender.call("place", receiver.name, 2, LATE):
-        pass
-    sender.call("push_early", receiver.name, 2, source)
-    heard_all(sender, receiver, 3)
-    sender.call("ring")
-    assert receiver.call("wait", 1) == [arrived(sender.name, 2, target)]
+    arrives_when_it_rings(sender, receiver, source, target)
     sender.call("end_stores")
 
 
@@ -221,12 +226,7 @@ def test_what_rings_when_it_has_been_cut_off_is_not_heard(rig: Rig, who: str) ->
     sender.call("ring")
     sender.call("end_stores")
     assert isinstance(sender.call("wait", 1)[0], Failed)
-    while not sender.call("place", receiver.name, 2, LATE):
-        pass
-    sender.call("push_early", receiver.name, 2, source)
-    heard_all(sender, receiver, 3)
-    sender.call("ring")
-    assert receiver.call("wait", 1) == [arrived(sender.name, 2, target)]
+    arrives_when_it_rings(sender, receiver, source, target)
     receiver.call("wait_for_old_memory")
 
 
