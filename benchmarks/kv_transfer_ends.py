@@ -30,6 +30,7 @@ WAIT_S = 60.0
 MIN_OPEN_PARTS = 2
 GRANTED_S = 1e-3
 """For how long the first credits have been there when a transfer begins: on a node, while the prompt is computed."""
+SLOTS_S = 50e-6
 SENDER, RECEIVER = "sender", "receiver"
 
 
@@ -191,7 +192,7 @@ class Server:
             while credits_ < len(parts) and credits_ - landed < max(MIN_OPEN_PARTS, self.mover.num_free_slots):
                 part = parts[credits_]
                 where = _named(blocks, part), part.offset, part.num_bytes, granted
-                if not self.mover.expect(SENDER, lease, credits_, *where):
+                if not self.mover.expect(SENDER, lease, credits_, *where, credits_ + 1 == len(parts)):
                     break
                 credits_ += 1
             if credits_ > before:
@@ -201,7 +202,7 @@ class Server:
         self._until(go_on)
         self._synchronize()
         ended = time.monotonic()
-        self._until(lambda: self.mover.num_free_slots == self.options.num_slots)
+        self._wait_for_slots()
         return ended
 
     def check(self, num_blocks: int) -> str | None:
@@ -271,6 +272,14 @@ class Server:
                 return
             if not self._awake.wait(max(0.0, deadline - time.monotonic())):
                 raise TransferFailed(f"it has not ended within {WAIT_S:g} s")
+
+    def _wait_for_slots(self) -> None:
+        """Until all are free: whoever copies out of them is a little later. Nobody is woken for that."""
+        deadline = time.monotonic() + WAIT_S
+        while self.mover.num_free_slots < self.options.num_slots:
+            if time.monotonic() > deadline:
+                raise TransferFailed(f"slots are not free within {WAIT_S:g} s")
+            time.sleep(SLOTS_S)
 
     def _hear(self) -> None:
         """Credits, as the stream's thread of a node takes them in."""

@@ -172,7 +172,8 @@ class Reservations:
         while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, receiver.num_free_slots):
             piece = lease.parts[lease.credits]
             where = lease.blocks_of(piece), piece.offset, piece.num_bytes, lease.mark
-            if not receiver.expect(lease.peer, lease.serial, lease.credits, *where):
+            is_last = lease.credits + 1 == lease.num_parts
+            if not receiver.expect(lease.peer, lease.serial, lease.credits, *where, is_last):
                 break
             lease.credits += 1
         return lease.credits > before

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.model import batch
 from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
-from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes
+from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes, square_sizes
 from engine.model.kv_pool import KvPool
 from engine.model.rehearsal import first_steps
 from engine.model.rows import Rows
@@ -78,8 +78,9 @@ class TorchModelRunner:
         """Make CUDA graphs of decode steps of so many sequences, of prompts of at most so many tokens, and of prompts
         of at most so many beside decodes. Without, all steps are launched op by op."""
         budget = self._config.max_num_batched_tokens
-        prompts, mixed = prompt_sizes(budget, most_prompt_tokens), mixed_sizes(budget, most_mixed_tokens)
-        self._graphs = StepGraphs(self._forward, self._state, decode_sizes, prompts, mixed, self._group_ends)
+        prompts, squares = (sizes(budget, most_prompt_tokens) for sizes in (prompt_sizes, square_sizes))
+        mixed = mixed_sizes(budget, most_mixed_tokens)
+        self._graphs = StepGraphs(self._forward, self._state, decode_sizes, prompts, mixed, squares, self._group_ends)
 
     @torch.inference_mode()
     def launch(self, chunks: Seq[Chunk]) -> TorchStep:

@@ -28,12 +28,14 @@ STEPS = 600
 
 
 class Side:
-    """A process with a mover. `halves` is what both halves of each block of a receiver's pool should be full of."""
+    """A process with a mover. `halves` is what both halves of each block of a receiver's pool should be full of.
+    `woken`: its engine was."""
 
     def __init__(self, hub: MemoryHub, name: str, is_sender: bool, stage: type[Staging] = Staging) -> None:
         self.name = name
         self.staging = stage(NUM_SLOTS, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cpu")
-        self.transport = MemoryTransport(hub, name, self.staging, lambda: None)
+        self.woken = threading.Event()
+        self.transport = MemoryTransport(hub, name, self.staging, self.woken.set)
         self.pool = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
         kind = KvSender if is_sender else KvReceiver
         self.mover = kind(self.transport, self.staging, self.pool, LAYOUT)
@@ -260,6 +262,43 @@ def test_what_landed_before_its_lease_ended_is_not_landed_again(hub_pair: tuple[
     receiver.pool[4] = 77  # the block is another's
     assert receiver.mover.poll() == [PartLanded(sender.name, 1, 0, BLOCK_BYTES)]
     assert receiver.pool[4].unique().tolist() == [77]
+
+
+def test_the_engine_is_woken_for_a_part_only_if_it_could_go_on(hub_pair: tuple[Side, Side]) -> None:
+    sender, receiver = hub_pair
+
+    def wakes(lease: int, part: int) -> bool:
+        receiver.woken.clear()
+        assert sender.mover.send(receiver.name, lease, part, [part])
+        sender.transport.hub.deliver_all()
+        sender.mover.poll()
+        return receiver.woken.is_set()
+
+    def expect(lease: int, part: int, is_last: bool = False) -> bool:
+        return bool(receiver.mover.expect(sender.name, lease, part, [part], is_last=is_last))
+
+    assert expect(1, 0)
+    assert wakes(1, 0), "more parts may be expected"
+    assert expect(1, 1)
+    assert expect(1, 2)
+    assert expect(1, 3, is_last=True)
+    assert not wakes(1, 2), "others are missing"
+    assert not wakes(1, 1), "one is missing"
+    assert wakes(1, 3), "all are here"
+    assert [event.part for event in receiver.mover.poll()] == [0, 2, 1, 3]
+
+
+def test_the_engine_is_woken_for_a_slot_only_if_a_lease_waits_for_one(hub_pair: tuple[Side, Side]) -> None:
+    sender, receiver = hub_pair
+    for part in range(NUM_SLOTS):
+        assert receiver.mover.expect(sender.name, 1, part, [part], is_last=part == NUM_SLOTS - 1)
+    assert not receiver.mover.expect(sender.name, 2, 0, [5], is_last=True)
+    for part, is_waited_for in ((0, True), (1, False)):
+        receiver.woken.clear()
+        assert sender.mover.send(receiver.name, 1, part, [part])
+        sender.transport.hub.deliver_all()
+        assert receiver.woken.is_set() is is_waited_for
+        receiver.mover.withdraw(2)  # it waits no more
 
 
 class Slow(Staging):
