@@ -274,7 +274,7 @@ class Server:
                 raise TransferFailed(f"it has not ended within {WAIT_S:g} s")
 
     def _wait_for_slots(self) -> None:
-        """Until all are free: whoever copies out of them is a little later. Nobody is woken for that."""
+        """Until all are free, some copies later. Nobody is woken for that."""
         deadline = time.monotonic() + WAIT_S
         while self.mover.num_free_slots < self.options.num_slots:
             if time.monotonic() > deadline:

@@ -98,13 +98,14 @@ class DecodeCore:
         due = self.engine.launch_at
         self._launch_at = due if due is not None and now < due else None
         self._plan = self.engine.schedule(now) if self._launch_at is None else Plan()
+        if not self.engine.only_launches:
+            self._tell_started(now)
         self._tell_adopted(self.engine.computing or self._plan.chunks)  # who computes nothing begins at once
 
     def compute(self, now: float) -> bool:
         result = self.engine.compute(self._plan, wait=False)
-        for sequence in self._plan.started:  # behind the launch: telling takes the interpreter from it
-            queue_s = now - self._running[sequence.work].received
-            self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
+        if self.engine.only_launches:
+            self._tell_started(now)
         self._take_results(result)
         self._tell_adopted(self.engine.computing)
         # A step that retired may have made room for a Reserve, also when nothing is left to be computed.
@@ -241,6 +242,11 @@ class DecodeCore:
         adopted = self.engine.adopt(sequence, outputs, lease.spares[:needed])
         self._running[work] = Running(work, lease.deadline, now, {s.samples[0]: s for s in adopted})
         self._adopted[work] = lease
+
+    def _tell_started(self, now: float) -> None:
+        for sequence in self._plan.started:
+            queue_s = now - self._running[sequence.work].received
+            self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
 
     def _tell_adopted(self, chunks: Iterable[Chunk]) -> None:
         """Whose first step this is, which begins now."""

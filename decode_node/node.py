@@ -47,5 +47,5 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
         part_blocks=receiver.part_blocks,
         count=lambda: count(built.engine, receiver.num_damaged_pieces),
         num_slots=staging.num_slots,
-        count_free_slots=lambda: staging.num_free,
+        count_free_slots=lambda: receiver.num_free_slots,
     )

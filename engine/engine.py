@@ -91,6 +91,12 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
+    def only_launches(self) -> bool:
+        """Whether `compute` ends as soon as a device has something to do, which waits for it until then: what can wait
+        is told afterwards. Else it is the step itself."""
+        return self.config.async_scheduling
+
+    @property
     def has_work(self) -> bool:
         """Whether something runs or waits. A step may still find no room for it: see `StepResult.again`."""
         return bool(self.num_running or self.num_waiting)

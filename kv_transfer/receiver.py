@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -108,7 +107,7 @@ class KvReceiver:
         self._digest = layout.digest()
         self._lock = threading.RLock()  # over all that follows, the slots' states and the copies
         self._plans: dict[int, _Plan] = {}  # by slot: those of parts that have not come
-        self._landing: set[int] = set()  # slots that a copy on the device still reads
+        self._landing: set[int] = set()  # slots that a copy on the device reads, or read when somebody last looked
         self._unawaited: list[int] = []  # slots whose copies the engine's stream does not wait for yet
         self._partial: set[int] = set()  # leases whose last part is not expected yet, for want of a slot or a turn
         self._has_news = False  # the engine could go on with what is in the events
@@ -118,7 +117,10 @@ class KvReceiver:
 
     @property
     def num_free_slots(self) -> int:
-        return self._staging.num_free
+        """On any thread."""
+        with self._lock:
+            self._free_landed()
+            return self._staging.num_free
 
     def mark(self) -> Mark:
         """All work queued on the device so far: of blocks that are taken now, what earlier owners queued."""
@@ -152,8 +154,11 @@ class KvReceiver:
         num_bytes = self.layout.block_bytes if piece_bytes is None else piece_bytes
         with self._lock:
             self._partial.add(lease)
+            self._free_landed()
             slot = self._staging.take(SlotOwner(peer, lease, part))
             if slot is None:
+                for busy in self._landing:
+                    self._copies.when_done(busy, self._wake_engine)
                 return False
             if is_last:
                 self._partial.remove(lease)
@@ -185,6 +190,7 @@ class KvReceiver:
     def slots(self) -> list[KvSlot]:
         """For the audit."""
         with self._lock:
+            self._free_landed()
             return self._staging.audit()
 
     def warm_up(self) -> None:
@@ -199,6 +205,7 @@ class KvReceiver:
         """Assert that each slot is free or one part's, and in flight exactly when the transport has it."""
         staging = self._staging
         with self._lock:
+            self._free_landed()
             staging.check_integrity()
             assert all(staging.state(slot) is SlotState.IN_FLIGHT for slot in self._plans)
             assert all(staging.state(slot) is SlotState.HELD for slot in self._landing)
@@ -257,7 +264,8 @@ class KvReceiver:
         self._landing.add(slot)
         self._unawaited.append(slot)
         self._copies.scatter(slot, plan.blocks, plan.offset, plan.num_bytes, plan.not_before)
-        self._copies.when_done(slot, partial(self._landed, slot))
+        if self._partial:
+            self._copies.when_done(slot, self._wake_engine)  # somebody may wait for a slot
         return PartLanded(*plan.name, header.payload_bytes, time.monotonic() - began)
 
     def _await_copies(self) -> None:
@@ -282,11 +290,8 @@ class KvReceiver:
             log.error("kv damaged lease=%d part=%d num_damaged=%d", header.lease, header.part, num_damaged)
             raise TransferError(text)
 
-    def _landed(self, slot: int) -> None:
-        """Its copy is done."""
-        with self._lock:
+    def _free_landed(self) -> None:
+        """Slots that no copy reads any more are free. Whoever wants one looks; only who found none is woken."""
+        for slot in [slot for slot in self._landing if self._copies.is_done(slot)]:
             self._landing.remove(slot)
             self._staging.give_back(slot)
-            is_wanted = bool(self._partial)
-        if is_wanted:
-            self._wake_engine()

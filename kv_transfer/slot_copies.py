@@ -107,6 +107,10 @@ class SlotCopies:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done[slot])
 
+    def is_done(self, slot: int) -> bool:
+        """Whether the slot's copy is. On any thread."""
+        return self._stream is None or bool(self._done[slot].query())
+
     def when_done(self, slot: int, after: Callable[[], None]) -> None:
         """Have `after` called when the slot's copy is done: on a thread of this object's, which ends with it; on a CPU
         within the call."""

@@ -70,11 +70,13 @@ class PrefillCore:
             self._take_results(self.engine.compute(Plan(), wait=False))
         self._outgoing.move_on(now)
         self._plan = self.engine.schedule(now)
-        for sequence in self._plan.started:
-            self._outgoing.started(sequence, now)
+        if not self.engine.only_launches:
+            self._tell_started(now)
 
     def compute(self, now: float) -> bool:
         result = self.engine.compute(self._plan, wait=False)
+        if self.engine.only_launches:
+            self._tell_started(now)
         self._take_results(result)
         self._outgoing.move_on(now)
         return result.again
@@ -82,6 +84,10 @@ class PrefillCore:
     @property
     def device_busy_since(self) -> float | None:
         return self.engine.device_busy_since
+
+    def _tell_started(self, now: float) -> None:
+        for sequence in self._plan.started:
+            self._outgoing.started(sequence, now)
 
     def _take_results(self, result: StepResult) -> None:
         for token in result.sampled:

@@ -3,9 +3,10 @@
 Decodes take a graph of a ladder of batch sizes, a few short prompts one of a ladder of token counts, and such prompts
 beside decodes one with places for both: in all cases the next larger one, so that the ladder is finer where what pads a
 batch costs more. A prompt that is alone in its step, from its first token on, has one of its own where attention is
-faster for squares: what pads it comes behind it, so that no token of it attends to that. Larger prompts keep a GPU busy for longer than their launches take, and have faster attention when
-their lengths are known. How long launches take is up to the host: 1024 tokens of an 8B model are 23 ms of an H200's
-work, 2048 are 47, and either takes 22 to 38 ms of Python in a node that serves, which has better things to do.
+faster for squares: what pads it comes behind it, so that no token of it attends to that. Larger prompts keep a GPU busy
+for longer than their launches take, and have faster attention when their lengths are known. How long launches take is
+up to the host: 1024 tokens of an 8B model are 23 ms of an H200's work, 2048 are 43, and either takes 22 to 38 ms of
+Python in a node that serves, which has better things to do.
 
 A graph of prompts is cut after each group of layers that a prefill node sends on its own, so that events between its
 pieces tell which layers are computed.

@@ -313,10 +313,6 @@ class Node:
         """After an integrity check, and the copies of what landed."""
         self._synchronize()
         if self._role == "receiver":
-            deadline = time.monotonic() + DEADLINE_S
-            while self.mover._landing:  # a thread is to notice that their copies are done
-                assert time.monotonic() < deadline
-                os.sched_yield()
             assert self.mover.num_free_slots == self.staging.num_free
         (self.staging if self._role == "raw" else self.mover).check_integrity()
         return self.staging.num_free

@@ -45,10 +45,22 @@ def expected_output(
             return output, FinishReason.LENGTH
 
 
+class Work(deque[Callable[[], None]]):
+    """What is launched and has not happened, in order."""
+
+    num_done = 0
+
+    def advance(self) -> None:
+        """The next piece happens."""
+        piece = self.popleft()
+        self.num_done += 1
+        piece()
+
+
 class FakeStep:
     """Implements `engine.step.LaunchedStep`."""
 
-    def __init__(self, queue: deque[Callable[[], None]], num_chunks: int) -> None:
+    def __init__(self, queue: Work, num_chunks: int) -> None:
         self._queue = queue
         self._num_chunks = num_chunks
         self.num_written = 0  # chunks, each once for each layer
@@ -62,7 +74,7 @@ class FakeStep:
 
     def wait(self) -> list[list[Choice]]:
         while not self.is_done():
-            self._queue.popleft()()
+            self._queue.advance()
         return self.choices
 
 
@@ -81,7 +93,7 @@ class FakeModel:
         self.block_size = block_size
         block_bytes = NUM_LAYERS * block_size * 8
         self.layout = KvLayout(NUM_LAYERS, 1, 1, 1, block_size, "int64", 0, 1, block_bytes, "fake")
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue = Work()
         self._last_tokens: dict[tuple[EngineSequence, int], int] = {}  # by position
 
     @property
@@ -96,7 +108,16 @@ class FakeModel:
 
     def advance(self) -> None:
         """The next piece of work happens: a layer of a chunk, or a copy."""
-        self._queue.popleft()()
+        self._queue.advance()
+
+    def mark(self) -> int:
+        """All that is launched so far, for `reach`."""
+        return self._queue.num_done + len(self._queue)
+
+    def reach(self, mark: int) -> None:
+        """What the mark stands for happens, if it has not yet."""
+        while self._queue.num_done < mark:
+            self.advance()
 
     def launch(self, chunks: Sequence[Chunk]) -> FakeStep:
         step = FakeStep(self._queue, len(chunks))

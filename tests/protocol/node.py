@@ -7,7 +7,7 @@ computes one layer of one chunk at a time, when it is told to; the transport is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton.audit import KvUse
 from baton.messages import GenerationDefaults, NodeInfo, NodeRole, WorkId
@@ -15,10 +15,12 @@ from decode_node.core import DecodeCore
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.node.events import Event
+from kv_transfer.carrier import Native
 from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
+from kv_transfer.slot_copies import Mark, SlotCopies
 from kv_transfer.staging import Staging
 from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel
@@ -27,6 +29,21 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 PART_BLOCKS = 2
 MAX_NUM_SEQS = 6
+
+
+class LateCopies(SlotCopies):
+    """Waits, as on a GPU, for work of the device that is not to come after a copy, and for no other."""
+
+    def __init__(self, model: FakeModel, staging: Staging, part_blocks: int) -> None:
+        super().__init__(staging, model.pool_bytes, part_blocks, in_haste=False)
+        self._model = model
+
+    def mark(self) -> Mark:
+        return self._model.mark()
+
+    def scatter(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> Native:
+        self._model.reach(not_before)
+        return super().scatter(slot, blocks, offset, piece_bytes, None)
 
 
 class Node:
@@ -76,6 +93,7 @@ class Node:
             whole_tokens = 6 if ahead else 0
             return PrefillCore(engine, sender, incarnation=self.incarnation, layer_groups=2, whole_tokens=whole_tokens)
         receiver = KvReceiver(self.transport, self.staging, model.pool_bytes, model.layout, verify=not ahead)
+        receiver._copies = LateCopies(model, self.staging, receiver.part_blocks)
         return DecodeCore(engine, receiver, incarnation=self.incarnation)
 
     # ---- its loop: the turns that the engine's thread would have ----
