@@ -35,16 +35,18 @@ class Addresses:
 
 
 @asynccontextmanager
-async def running_cluster(flags: str, num_routers: int = 1) -> AsyncIterator[Addresses]:
+async def running_cluster(flags: str, *more_routers: str) -> AsyncIterator[Addresses]:
     """What `baton-up` with these flags would start, ready to answer, on ports of its own; and further routers of the
-    same nodes, as a busy cluster has.
+    same nodes, as a busy cluster has, each with flags of its own after these.
 
     A child that ends is started again, as under `baton-up`. Raises RuntimeError, after the children's last lines, when
     the cluster cannot start.
     """
-    settings = parse(UpSettings, shlex.split(flags))
-    routers = [f"router-{i}" for i in range(num_routers)]
-    held = {name: (HeldPort(LOCAL), HeldPort(LOCAL)) for name in (*routers, *node_names(settings))}
+    routers = {
+        f"router-{i}": parse(UpSettings, shlex.split(f"{flags} {own}")) for i, own in enumerate(("", *more_routers))
+    }
+    names = (*routers, *node_names(routers["router-0"]))
+    held = {name: (HeldPort(LOCAL), HeldPort(LOCAL)) for name in names}
     ports = {name: NodePorts(a.address, b.address) for name, (a, b) in held.items()}
     fronts = {name: ports.pop(name) for name in routers}
     last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
@@ -56,7 +58,7 @@ async def running_cluster(flags: str, num_routers: int = 1) -> AsyncIterator[Add
 
     machine, children = this_machine(), list[Child]()
     for name, front in fronts.items():
-        router, *nodes = plan(settings, machine, front.listen, front.metrics, ports)
+        router, *nodes = plan(routers[name], machine, front.listen, front.metrics, ports)
         children += [replace(router, name=name), *([] if children else nodes)]
     supervisor = Supervisor(
         children, lambda name, line: last_lines.append(f"{name}: {line}"), cannot_start=cannot_start

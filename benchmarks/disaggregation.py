@@ -30,6 +30,8 @@ from benchmarks.load import Load, Prompts
 from benchmarks.tables import Table
 from benchmarks.vllm_serving import COLUMNS, Figures, Reference, references
 
+AT_ONCE = "--first-token prefill"
+"""Of a second router, for prompts that come one at a time: as first tokens come by default."""
 NUM_ALONE = 7
 ALONE_OUTPUT = 8
 GOAL_HANDOFF_MS = {2048: 5.0, 8192: 8.0, 32768: 15.0}
@@ -96,10 +98,12 @@ def workloads_of(text: str) -> list[Workload]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one set. `serving`: what `benchmarks.serve` says, by workload. `alone`: milliseconds by name, medians."""
+    """Of one set. `serving`: what `benchmarks.serve` says, by workload. `alone`: milliseconds by name, medians, of
+    prompts by their tokens; `at_once`: those of first tokens that wait for no handoff."""
 
     serving: list[dict[str, Any]]
     alone: dict[int, dict[str, float]]
+    at_once: dict[int, float]
 
 
 async def run(settings: DisaggregationSettings) -> dict[str, Any]:
@@ -135,7 +139,7 @@ async def run(settings: DisaggregationSettings) -> dict[str, Any]:
 
 
 async def _measure(settings: DisaggregationSettings, workloads: Sequence[Workload], flags: str) -> Measured:
-    async with running_cluster(f"{settings.node} {flags}") as cluster:
+    async with running_cluster(f"{settings.node} {flags}", AT_ONCE) as cluster:
         serving = []
         for load in workloads:
             print(f"{flags}: {load.name}", file=sys.stderr, flush=True)
@@ -150,9 +154,11 @@ async def _measure(settings: DisaggregationSettings, workloads: Sequence[Workloa
                 "seed": settings.seed,
             }
             serving.append(await serve.run(load_settings(serve.ServeSettings, request)))
-        return Measured(
-            serving, {length: await _one_at_a_time(settings, cluster.http, length) for length in settings.alone}
-        )
+        alone, at_once = dict[int, dict[str, float]](), dict[int, float]()
+        for length in settings.alone:
+            alone[length] = await _one_at_a_time(settings, cluster.http, length)
+            at_once[length] = (await _one_at_a_time(settings, cluster.more_http[0], length))["TTFT"]
+        return Measured(serving, alone, at_once)
 
 
 async def _one_at_a_time(settings: DisaggregationSettings, address: HostPort, length: int) -> dict[str, float]:
@@ -196,12 +202,15 @@ def _text(value: float) -> str:
 
 
 def _alone(measured: Mapping[str, Measured]) -> dict[int, dict[str, float]]:
-    """By tokens: the handoff with its parts, and the first tokens through both sets."""
+    """By tokens: the handoff with its parts, and the first tokens through both sets, those of the pair told by the
+    decode node and at once, each also over that of a single node."""
+    pair, singles = measured["pair"], measured["singles"]
     rows = dict[int, dict[str, float]]()
-    for length, row in measured["pair"].alone.items():
+    for length, row in pair.alone.items():
         phases = {name: ms for name, ms in row.items() if name != "TTFT"}
-        single = measured["singles"].alone[length]["TTFT"]
-        rows[length] = {**phases, "TTFT pair": row["TTFT"], "single": single, "ratio": round(row["TTFT"] / single, 4)}
+        at_once, single = pair.at_once[length], (singles.alone[length]["TTFT"] + singles.at_once[length]) / 2
+        ratios = {"ratio": round(row["TTFT"] / single, 4), "at once, ratio": round(at_once / single, 4)}
+        rows[length] = {**phases, "TTFT pair": row["TTFT"], "at once": at_once, "single": single, **ratios}
     return rows
 
 

@@ -145,7 +145,7 @@ async def run(settings: InterferenceSettings) -> dict[str, Any]:
             address = address_of(settings.url)
             push_address = address_of(settings.push_url) if settings.push_url else address
         else:
-            cluster = await stack.enter_async_context(running_cluster(settings.up, num_routers=2))
+            cluster = await stack.enter_async_context(running_cluster(settings.up, ""))
             address, push_address = cluster.http, cluster.more_http[0]
         async with Connection(address) as connection:
             model = (await connection.ask("/v1/models"))["data"][0]["id"]

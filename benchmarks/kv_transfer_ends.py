@@ -30,7 +30,6 @@ WAIT_S = 60.0
 MIN_OPEN_PARTS = 2
 GRANTED_S = 1e-3
 """For how long the first credits have been there when a transfer begins: on a node, while the prompt is computed."""
-SLOTS_S = 50e-6
 SENDER, RECEIVER = "sender", "receiver"
 
 
@@ -174,9 +173,9 @@ class Server:
         return began
 
     def receive(self, num_blocks: int) -> float:
-        """Receive them into other scattered blocks. Returns when the last had landed."""
+        """Receive them into other scattered blocks. Returns when the last had landed, and its slot was free."""
         lease, parts, blocks = self._next(num_blocks)
-        granted = self.mover.mark()
+        granted, deadline = self.mover.mark(), time.monotonic() + WAIT_S
         credits_, landed = 0, 0
 
         def go_on() -> bool:
@@ -200,10 +199,10 @@ class Server:
             return landed == len(parts)
 
         self._until(go_on)
-        self._synchronize()
-        ended = time.monotonic()
-        self._wait_for_slots()
-        return ended
+        while self.mover.num_free_slots < self.options.num_slots:  # which tells that their copies are done
+            if time.monotonic() > deadline:
+                raise TransferFailed(f"slots are not free within {WAIT_S:g} s")
+        return time.monotonic()
 
     def check(self, num_blocks: int) -> str | None:
         """After one transfer into a pool of zeros: what is wrong with it. None: every byte is where it belongs."""
@@ -273,24 +272,12 @@ class Server:
             if not self._awake.wait(max(0.0, deadline - time.monotonic())):
                 raise TransferFailed(f"it has not ended within {WAIT_S:g} s")
 
-    def _wait_for_slots(self) -> None:
-        """Until all are free, some copies later. Nobody is woken for that."""
-        deadline = time.monotonic() + WAIT_S
-        while self.mover.num_free_slots < self.options.num_slots:
-            if time.monotonic() > deadline:
-                raise TransferFailed(f"slots are not free within {WAIT_S:g} s")
-            time.sleep(SLOTS_S)
-
     def _hear(self) -> None:
         """Credits, as the stream's thread of a node takes them in."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._credits = self._link.recv()
                 self._awake.set()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _named(blocks: list[int], part: Piece) -> list[int]:

@@ -108,7 +108,7 @@ class KvReceiver:
         self._lock = threading.RLock()  # over all that follows, the slots' states and the copies
         self._plans: dict[int, _Plan] = {}  # by slot: those of parts that have not come
         self._landing: set[int] = set()  # slots that a copy on the device reads, or read when somebody last looked
-        self._unawaited: list[int] = []  # slots whose copies the engine's stream does not wait for yet
+        self._unawaited: int | None = None  # the slot of the last copy, if the engine's stream does not wait for it yet
         self._partial: set[int] = set()  # leases whose last part is not expected yet, for want of a slot or a turn
         self._has_news = False  # the engine could go on with what is in the events
         self._events: list[ReceiverEvent] = []
@@ -262,17 +262,17 @@ class KvReceiver:
             self._staging.give_back(slot)
             return PartRefused(*plan.name, error)
         self._landing.add(slot)
-        self._unawaited.append(slot)
+        self._unawaited = slot
         self._copies.scatter(slot, plan.blocks, plan.offset, plan.num_bytes, plan.not_before)
         if self._partial:
             self._copies.when_done(slot, self._wake_engine)  # somebody may wait for a slot
         return PartLanded(*plan.name, header.payload_bytes, time.monotonic() - began)
 
     def _await_copies(self) -> None:
-        """On the engine's thread. A slot that has served another part since has a later copy on the same stream."""
-        for slot in self._unawaited:
-            self._copies.hold_up(slot)
-        self._unawaited.clear()
+        """On the engine's thread. Copies are made one after the other: whoever waits for the last waits for all."""
+        if self._unawaited is not None:
+            self._copies.hold_up(self._unawaited)
+            self._unawaited = None
 
     def _check(self, slot: Tensor, header: PartHeader) -> None:
         """Compare checksums. Waits for a GPU, some tens of microseconds: who asks for them pays for them."""

@@ -54,3 +54,4 @@ def test_a_pair_and_two_single_nodes_get_the_same_requests(capsys: pytest.Captur
     for row in line["alone"].values():
         assert 0 < row["handoff"] < row["TTFT pair"]
         assert row["ratio"] == pytest.approx(row["TTFT pair"] / row["single"], abs=0.001)
+        assert row["at once, ratio"] == pytest.approx(row["at once"] / row["single"], abs=0.001)
