@@ -19,6 +19,7 @@ import kv_transfer
 from baton.layout import KvLayout
 from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from benchmarks.ceilings import best_s
+from engine.node.wakeup import Wakeup
 from kv_transfer.parts import Piece, plan_parts, slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartFailed, PartLanded, PartRefused
 from kv_transfer.receiver import PeerLost as SenderLost
@@ -126,7 +127,7 @@ class Server:
         self.pool = self.source if options.role == SENDER else torch.zeros_like(self.source)
         slot_bytes = slot_bytes_for(options.part_blocks, self.layout.block_bytes)
         staging = kv_transfer.staging_for(options.transport, options.num_slots, slot_bytes, self.device)
-        self._awake = threading.Event()
+        self._awake = Wakeup()
         self.transport = kv_transfer.create(options.transport, staging, self._awake.set)
         kind = KvSender if options.role == SENDER else KvReceiver
         self.mover: Any = kind(self.transport, staging, self.pool, self.layout, verify=options.verify)

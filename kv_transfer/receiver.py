@@ -107,7 +107,7 @@ class KvReceiver:
         self._digest = layout.digest()
         self._lock = threading.RLock()  # over all that follows, the slots' states and the copies
         self._plans: dict[int, _Plan] = {}  # by slot: those of parts that have not come
-        self._landing: set[int] = set()  # slots that a copy on the device reads, or read when somebody last looked
+        self._landing: list[int] = []  # slots that copies read, or read when somebody last looked; in their order
         self._unawaited: int | None = None  # the slot of the last copy, if the engine's stream does not wait for it yet
         self._partial: set[int] = set()  # leases whose last part is not expected yet, for want of a slot or a turn
         self._has_news = False  # the engine could go on with what is in the events
@@ -261,7 +261,7 @@ class KvReceiver:
         except TransferError as error:
             self._staging.give_back(slot)
             return PartRefused(*plan.name, error)
-        self._landing.add(slot)
+        self._landing.append(slot)
         self._unawaited = slot
         self._copies.scatter(slot, plan.blocks, plan.offset, plan.num_bytes, plan.not_before)
         if self._partial:
@@ -291,7 +291,11 @@ class KvReceiver:
             raise TransferError(text)
 
     def _free_landed(self) -> None:
-        """Slots that no copy reads any more are free. Whoever wants one looks; only who found none is woken."""
-        for slot in [slot for slot in self._landing if self._copies.is_done(slot)]:
-            self._landing.remove(slot)
+        """Slots that no copy reads any more are free. Whoever wants one looks; only who found none is woken. Copies are
+        done in their order."""
+        num_done = len(self._landing)
+        while num_done and not self._copies.is_done(self._landing[num_done - 1]):
+            num_done -= 1
+        for slot in self._landing[:num_done]:
             self._staging.give_back(slot)
+        del self._landing[:num_done]

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from baton.messages import Load
 from engine.node.events import Event, Output, Role
+from engine.node.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class NodeLoop:
         self._inbox: deque[Event | _Errand[Any]] = deque()
         self._posted = itertools.count(1)
         self._num_handled = 0
-        self._awake = threading.Event()
+        self._awake = Wakeup()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._told: tuple[Load, bool] | None = None
