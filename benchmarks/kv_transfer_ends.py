@@ -165,8 +165,9 @@ class Server:
                 if isinstance(event, SendFailed | ReceiverLost):
                     raise TransferFailed(event.reason)
                 gone += 1
-            while sent < min(self._credits, len(parts)) and self._send_part(lease, sent, parts[sent], blocks):
-                sent += 1
+            with self.mover.together():
+                while sent < min(self._credits, len(parts)) and self._send_part(lease, sent, parts[sent], blocks):
+                    sent += 1
             return gone == len(parts)
 
         self._until(go_on)

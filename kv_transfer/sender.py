@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -77,8 +78,10 @@ class KvSender:
         self._staging = staging
         self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, in_haste=True)
         self._digest = layout.digest()
-        self._lock = threading.Lock()  # over the two below and the states of their slots
+        self._lock = threading.Lock()  # over `_gathering`, `_flying` and the states of their slots
         self._gathering: dict[int, _Outgoing] = {}  # by slot
+        self._placed: list[tuple[_Outgoing, Native]] = []  # gathered into the peer's slots, and not pushed yet
+        self._is_together = False
         self._flying: dict[int, _Outgoing] = {}  # by slot
 
     @property
@@ -115,8 +118,22 @@ class KvSender:
             self._copies.when_done(out.slot, partial(self._push, out))
         else:
             self.num_placed_parts += 1
-            self._push(out, storing)
+            self._placed.append((out, storing))
+            if storing is DONE or not self._is_together:
+                self._push_placed()
         return True
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Where a device copies, have it begin with all that is sent within before the transport hears of any: its
+        thread, woken for the first part, would want the interpreter while the next ones' copies are launched, and the
+        link be idle between them."""
+        self._is_together = True
+        try:
+            yield
+        finally:
+            self._is_together = False
+            self._push_placed()
 
     def drain(self, peer: str, lease: int, part: int) -> bool:
         """Use up a granted part of a lease that is not needed, with a header alone. False: no slot is free."""
@@ -174,6 +191,11 @@ class KvSender:
         out = _Outgoing(peer, header.lease, header.part, tag, slot, header.message_bytes, header.pack())
         self._gathering[slot] = out
         return out
+
+    def _push_placed(self) -> None:
+        placed, self._placed = self._placed, []
+        for out, storing in placed:
+            self._push(out, storing)
 
     def _push(self, out: _Outgoing, storing: Native = DONE) -> None:
         """Its slot is filled, or the peer's will be when `storing` is over: that is the slot's, which is nobody else's

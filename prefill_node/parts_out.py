@@ -45,15 +45,16 @@ class PartsOut:
         blocks, grant, peer = self._engine.blocks, handoff.grant, handoff.target.incarnation
         checked = grant.checksums or self._sender.verify
         num_layers = self._engine.num_layers_computed(handoff.sequence)
-        while part := handoff.ready_part(blocks.block_size, num_layers):
-            named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
-            extent = part.offset, part.num_bytes
-            blocks.pin_read(named)
-            sent = self._sender.send(peer, grant.lease, handoff.next_part, named, *extent, checked)
-            blocks.unpin_read(named)
-            if not sent:
-                return
-            handoff.next_part += 1
+        with self._sender.together():
+            while part := handoff.ready_part(blocks.block_size, num_layers):
+                named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
+                extent = part.offset, part.num_bytes
+                blocks.pin_read(named)
+                sent = self._sender.send(peer, grant.lease, handoff.next_part, named, *extent, checked)
+                blocks.unpin_read(named)
+                if not sent:
+                    return
+                handoff.next_part += 1
 
     def drain(self, incarnation: str, peer: DecodePeer) -> None:
         """Use up the credits of dead leases."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from baton.errors import TransferError
+from kv_transfer.carrier import Native, Target
 from kv_transfer.memory import MemoryHub, MemoryTransport, Transfer
 from kv_transfer.parts import PartHeader, slot_bytes_for, untag
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused
@@ -299,6 +300,38 @@ def test_the_engine_is_woken_for_a_slot_only_if_a_lease_waits_for_one(hub_pair: 
         sender.transport.hub.deliver_all()
         assert receiver.woken.is_set() is is_waited_for
         receiver.mover.withdraw(2)  # it waits no more
+
+
+class Device:
+    """Copies that are under way, to slots at a peer, and a transport; `said` is what happened, in order."""
+
+    def __init__(self, sender: KvSender, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.error = ""
+        self._target = Target(torch.zeros(sender.part_blocks * BLOCK_BYTES, dtype=torch.uint8))
+        monkeypatch.setattr(sender._copies, "gather", self._gather)
+        monkeypatch.setattr(sender._transport, "place", lambda *_: self._target)
+        monkeypatch.setattr(sender._transport, "push", lambda _, tag, *__: self.said.append(f"push {untag(tag)[1]}"))
+
+    def _gather(self, slot: int, blocks: list[int], *_: Any) -> Native:
+        self.said.append(f"copy {blocks[0]}")
+        return self
+
+    def query(self) -> bool:
+        return False
+
+
+def test_copies_of_what_is_sent_together_begin_before_any_is_pushed(
+    hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = hub_pair
+    device = Device(sender.mover, monkeypatch)
+    with sender.mover.together():
+        for part in (0, 1):
+            assert sender.mover.send(receiver.name, 1, part, [part])
+    assert device.said == ["copy 0", "copy 1", "push 0", "push 1"]
+    assert sender.mover.send(receiver.name, 1, 2, [2])
+    assert device.said[4:] == ["copy 2", "push 2"]
 
 
 class Slow(Staging):
