@@ -211,6 +211,11 @@ class MemoryTransport:
                 events = [event for event in events if not isinstance(event, PeerLost)]
         return events
 
+    @property
+    def has_lost_peer(self) -> bool:
+        with self.hub._lock:
+            return any(isinstance(event, PeerLost) for event in self._events)
+
     def disconnect(self, peer: str) -> None:
         with self.hub._turn():
             self.hub._cut(self, peer, "disconnected", told=True)

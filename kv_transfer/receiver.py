@@ -219,7 +219,7 @@ class KvReceiver:
         try:
             with self._lock, self._copies.on_device():
                 self._take_in(self._transport.poll(messages_only=True))
-                is_news, self._has_news = self._has_news, False
+                is_news, self._has_news = self._has_news or self._transport.has_lost_peer, False
         except Exception as error:  # noqa: BLE001 - the engine's to fail with, not the transport's
             self._failure, is_news = error, True
         if is_news:

@@ -166,6 +166,11 @@ class ThreadedTransport:
                 events = [event for event in events if not isinstance(event, PeerLost)]
         return events
 
+    @property
+    def has_lost_peer(self) -> bool:
+        with self._events_lock:
+            return any(isinstance(event, PeerLost) for event in self._events)
+
     def disconnect(self, peer: str) -> None:
         self._thread.call(partial(self._thread.disconnect, peer))
 

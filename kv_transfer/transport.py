@@ -113,6 +113,10 @@ class Transport(Protocol):
         """What happened since the last call. messages_only: but for PeerLost, which stays for the next call, or until
         the peer is connected anew."""
 
+    @property
+    def has_lost_peer(self) -> bool:
+        """Whether `poll` has a PeerLost."""
+
     def disconnect(self, peer: str) -> None:
         """Forget the peer: each operation with it still under way ends with Failed. No PeerLost. Harmless when not
         connected. Whether the peer hears of it, as PeerLost, is up to the transport: tell it otherwise too."""

@@ -302,6 +302,24 @@ def test_the_engine_is_woken_for_a_slot_only_if_a_lease_waits_for_one(hub_pair: 
         receiver.mover.withdraw(2)  # it waits no more
 
 
+@pytest.mark.parametrize("has_landed", [False, True])
+def test_the_engine_is_woken_for_a_peer_that_is_lost_while_parts_of_another_land(
+    hub_pair: tuple[Side, Side], has_landed: bool
+) -> None:
+    sender, receiver = hub_pair
+    hub = sender.transport.hub
+    other, _ = linked(Side(hub, "other", True), receiver)
+    for part in (0, 1):
+        assert receiver.mover.expect(sender.name, 1, part, [part], is_last=part == 1)
+    if has_landed:
+        assert sender.mover.send(receiver.name, 1, 0, [0])
+        hub.deliver_all()
+        assert not receiver.woken.is_set(), "a part is missing"
+    hub.kill(other.name)
+    assert receiver.woken.is_set()
+    assert [type(event) for event in receiver.mover.poll()] == [PartLanded] * has_landed + [PeerLost]
+
+
 class Device:
     """Copies that are under way, to slots at a peer, and a transport; `said` is what happened, in order."""
 
