@@ -3,10 +3,10 @@
     bytes of a part  =  link bandwidth x PART_OVERHEAD_S      as long on the wire as what else it costs
     slots            =  link bandwidth x ROUND_TRIP_S / bytes of a part
 
-A part costs a kernel launch and several wake-ups on either side beside its bytes, so smaller ones waste the link: 2048
-tokens of an 8B model take 1.7 ms over NVLink in 8 parts and 1.4 in 4, but 1.09 in 3 (H200, `ipc`). With larger ones
-gather, wire and scatter of neighbouring parts overlap less: 1.2 in 2. A slot is taken from the gather until the peer's
-next credit could use it, which is a round trip of the control stream, and prompts of several nodes arrive at once.
+A part costs a kernel launch and several wake-ups on either side beside its bytes, so smaller ones waste the link; with
+larger ones gather, wire and scatter of neighbouring parts overlap less. 2048 tokens of an 8B model take 1.0 to 1.1 ms
+over NVLink in 2, 3 or 4 parts, and 1.3 in 6 (H200, `ipc`). A slot is taken from the gather until the peer's next credit
+could use it, which is a round trip of the control stream, and prompts of several nodes arrive at once.
 """
 
 from __future__ import annotations
