@@ -6,8 +6,7 @@ All is called on the transport's thread, and nothing waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -59,17 +58,23 @@ def ring_nobody(stream: Any) -> None:
     """Where no bell can be had."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+def announce_nothing(header: bytes) -> None:
+    """Where `push` is soon enough."""
+
+
+class Target(NamedTuple):
     """A peer's slot, where this process stores what would be sent there.
 
-    memory: [num_bytes], uint8, for kernels of this process's device. `ring` has the peer told that all is there once
-    what is queued on that torch.cuda.Stream is done, or now (None, on a CPU): sooner than this process could notice it.
-    It may be called, once, behind the last store and before that counts as over; it may come to nothing, never raises.
+    memory: [num_bytes or more], uint8, for kernels of this process's device. `ring` has the peer told that all is there
+    once what is queued on that torch.cuda.Stream is done, or now (None, on a CPU): sooner than this process could
+    notice it. It may be called, once, behind the last store and before that counts as over; it may come to nothing,
+    never raises. `announce` has the peer told by the calling thread that the stores have begun, with the message's
+    header: sooner than `push`, which wakes another. It may be called, once, before `push`; never raises.
     """
 
     memory: Tensor
     ring: Callable[[Any], None] = ring_nobody
+    announce: Callable[[bytes], None] = announce_nothing
 
     @property
     def rings(self) -> bool:

@@ -6,6 +6,7 @@ import enum
 import select
 import socket
 import struct
+import threading
 from dataclasses import dataclass
 
 _HEAD = struct.Struct("<IBQQ")  # bytes of the payload, kind, tag, num_bytes
@@ -55,7 +56,8 @@ class Frame:
 
 class Channel:
     """One end of the connection; owns the socket. `lost` is set once nothing more can be heard; `dialling` is on until
-    somebody is reached.
+    somebody is reached. One thread, but for `send`: what another sends and the network does not take goes with that
+    thread's next call.
 
     What a stranger may send costs at most a MiB of memory, and then the connection.
     """
@@ -69,6 +71,7 @@ class Channel:
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._mute = False
+        self._lock = threading.Lock()  # over the outbox, and writing
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -84,26 +87,23 @@ class Channel:
         self, kind: Kind, tag: int = 0, num_bytes: int = 0, payload: bytes = b"", more_follows: bool = False
     ) -> None:
         """more_follows: leave it to the next call to write both."""
-        if not self._mute:
-            self._outbox += _HEAD.pack(len(payload), kind, tag, num_bytes) + payload
-            if not more_follows:
-                self.flush()
+        with self._lock:
+            if not self._mute:
+                self._outbox += _HEAD.pack(len(payload), kind, tag, num_bytes) + payload
+                if not more_follows:
+                    self._write()
 
     def flush(self) -> None:
         """Write what the network takes."""
-        try:
-            while self._outbox:
-                del self._outbox[: self.socket.send(self._outbox)]
-        except BlockingIOError:
-            pass
-        except OSError:  # the reader learns of it too
-            self._outbox.clear()
-            self._mute = True
+        if self._outbox:
+            with self._lock:
+                self._write()
 
     def hang_up(self) -> None:
         """Say nothing more; go on hearing."""
-        self._mute = True
-        self._outbox.clear()
+        with self._lock:
+            self._mute = True
+            self._outbox.clear()
         try:
             self.socket.shutdown(socket.SHUT_WR)
         except OSError:
@@ -126,7 +126,20 @@ class Channel:
 
     def close(self) -> None:
         self.lost = True
-        self.socket.close()
+        with self._lock:
+            self._mute = True
+            self._outbox.clear()
+            self.socket.close()
+
+    def _write(self) -> None:
+        try:
+            while self._outbox:
+                del self._outbox[: self.socket.send(self._outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the reader learns of it too
+            self._outbox.clear()
+            self._mute = True
 
     def _next(self) -> Frame | None:
         if len(self._inbox) < _HEAD.size:

@@ -47,13 +47,16 @@ class Expect:
 
 @dataclass(eq=False, slots=True)
 class Grant:
-    """`target`: the peer's slot, where kernels of this process reach it. Somebody stores there from `placed` on; what
-    that is, and so when it is over, is known once the part is pushed (`storing`)."""
+    """`target`: the peer's slot, where kernels of this process reach it. Somebody stores there from `placed` on, and
+    the peer may have been told (`announced`); what that is, and so when it is over, is known once the part is pushed
+    (`storing`)."""
 
     num_bytes: int
     place: bytes
     target: Target | None
+    channel: Channel
     placed: bool = False
+    announced: bool = False
     storing: Native | None = None
     error: str = ""
 

@@ -231,7 +231,10 @@ class Links:
             if not end.broke_at:
                 end.end()
             self._part_with(end)
-        elif link := self._link_of(end):
+            return
+        if (link := self._link_of(end)) and link.inward is not None:
+            self._attend(link.inward)  # what it said, and did, before it died counts
+        if link := self._link_of(end):
             self._drop(link, "the peer is gone", told=False)
 
     # ---- left ----

@@ -73,7 +73,7 @@ class Messages:
 
     def take_grant(self, link: Link, out: Outbound, frame: Frame) -> None:
         target = out.sending.reach(frame.payload, frame.num_bytes, frame.tag)
-        grant = out.grants[frame.tag] = Grant(frame.num_bytes, frame.payload, target)
+        grant = out.grants[frame.tag] = Grant(frame.num_bytes, frame.payload, target, out.channel)
         if frame.tag in link.pushes:
             self._launch(link, frame.tag)
         elif target is not None:
@@ -115,7 +115,8 @@ class Messages:
             assert grant.target is not None
             push.placed, push.rings, push.native = True, grant.target.rings, push.storing
             is_over = push.native.query() and not push.native.error
-            out.channel.send(Kind.BEGIN, tag, push.num_bytes, push.header, more_follows=is_over)
+            if not grant.announced:
+                out.channel.send(Kind.BEGIN, tag, push.num_bytes, push.header, more_follows=is_over)
             if is_over:
                 self._end(link, push)
             return

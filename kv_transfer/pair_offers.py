@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from kv_transfer.carrier import Native, Target
+from kv_transfer.channel import Kind
 from kv_transfer.pair_ends import Grant
 
 
 class Offers:
     """Grants by peer and tag.
 
-    put --place--> stored to --push--> (an operation of its link)
-                       |
-                      cut --push_cut--> (over with the stores)     its link is gone; the connection is not, until that
+    put --place--> stored to --[announce]--> --push--> (an operation of its link)
+                       |                        |
+                      cut ---------------------' --push_cut--> (over with the stores)
+                       its link is gone; the connection is not, until that
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._grants: dict[tuple[str, int], Grant] = {}
+        self._placed: dict[tuple[str, int], Grant] = {}  # and neither announced nor pushed
         self._cut: dict[tuple[str, int], Grant] = {}
 
     # ---- any thread ----
 
     def place(self, peer: str, tag: int, num_bytes: int, wait_s: float) -> Target | None:
-        """Its first `num_bytes`, now the caller's alone. None: it is not here within `wait_s`, or is too small."""
+        """It, now the caller's alone, who stores its first `num_bytes`. None: it is not here within `wait_s`, or is too
+        small."""
         key = peer, tag
         with self._changed:
-            self._changed.wait_for(lambda: key in self._grants, wait_s)
+            if key not in self._grants:
+                self._changed.wait_for(lambda: key in self._grants, wait_s)
             grant = self._grants.get(key)
             if grant is None or grant.target is None or num_bytes > grant.num_bytes:
                 return None
             del self._grants[key]
             grant.placed = True
-            return Target(grant.target.memory[:num_bytes], grant.target.ring)
+            self._placed[key] = grant
+            return Target(grant.target.memory, grant.target.ring, partial(self._announce, key, num_bytes))
+
+    def _announce(self, key: tuple[str, int], num_bytes: int, header: bytes) -> None:
+        """Say BEGIN, unless its link has been cut: the connection's last words are said then."""
+        with self._changed:
+            if (grant := self._placed.pop(key, None)) is not None:
+                grant.announced = True
+                grant.channel.send(Kind.BEGIN, key[1], num_bytes, header)
 
     # ---- the transport's thread ----
 
@@ -46,12 +60,14 @@ class Offers:
         """Offer it no more."""
         with self._changed:
             self._grants.pop((peer, tag), None)
+            self._placed.pop((peer, tag), None)
 
     def cut(self, peer: str, grants: dict[int, Grant]) -> dict[int, Grant]:
         """The link is gone that these belong to, by tag: no more of them is offered. Those that are stored to."""
         with self._changed:
             for tag in grants:
                 self._grants.pop((peer, tag), None)
+                self._placed.pop((peer, tag), None)
             placed = {tag: grant for tag, grant in grants.items() if grant.placed}
             self._cut |= {(peer, tag): grant for tag, grant in placed.items()}
         return placed

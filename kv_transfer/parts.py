@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.errors import LayoutMismatch, TransferError
 from baton.layout import KvLayout, layer_groups_of
@@ -97,8 +98,7 @@ def _pieces(first: int, end: int, most: int, offset: int, num_bytes: int, end_la
     return [Piece(at, min(most, end - at), offset, num_bytes, end_layer) for at in range(first, end, most)]
 
 
-@dataclass(frozen=True, slots=True)
-class PartHeader:
+class PartHeader(NamedTuple):
     """`offset` and `piece_bytes`: the bytes of each block that it carries. `checked`: with checksums. `drain`: the part
     carries nothing; the sender has no use for the credit."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.audit import KvSlot
 from baton.errors import TransferError
 from baton.layout import KvLayout
-from kv_transfer.carrier import DONE, Native
+from kv_transfer.carrier import DONE, Native, Target
 from kv_transfer.parts import PartHeader, part_blocks_for, tag_of
 from kv_transfer.slot_copies import SlotCopies
 from kv_transfer.staging import SlotOwner, SlotState, Staging
@@ -50,7 +50,7 @@ class _Outgoing(NamedTuple):
     tag: int
     slot: int
     num_bytes: int
-    header: bytes
+    header: PartHeader
     pushed: float = 0.0  # of `time.monotonic`
 
 
@@ -80,7 +80,7 @@ class KvSender:
         self._digest = layout.digest()
         self._lock = threading.Lock()  # over `_gathering`, `_flying` and the states of their slots
         self._gathering: dict[int, _Outgoing] = {}  # by slot
-        self._placed: list[tuple[_Outgoing, Native]] = []  # gathered into the peer's slots, and not pushed yet
+        self._placed: list[tuple[_Outgoing, Target, Native]] = []  # gathered into the peer's slots, and not pushed yet
         self._is_together = False
         self._flying: dict[int, _Outgoing] = {}  # by slot
 
@@ -118,16 +118,16 @@ class KvSender:
             self._copies.when_done(out.slot, partial(self._push, out))
         else:
             self.num_placed_parts += 1
-            self._placed.append((out, storing))
+            self._placed.append((out, placed, storing))
             if storing is DONE or not self._is_together:
                 self._push_placed()
         return True
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Where a device copies, have it begin with all that is sent within before the transport hears of any: its
-        thread, woken for the first part, would want the interpreter while the next ones' copies are launched, and the
-        link be idle between them."""
+        """Where a device copies, have it begin with all that is sent within before anybody hears of any: to say so
+        takes as long as a launch, and the transport's thread, once woken, would want the interpreter too, and the link
+        be idle between the parts."""
         self._is_together = True
         try:
             yield
@@ -188,13 +188,15 @@ class KvSender:
         slot = self._staging.take(SlotOwner(peer, header.lease, header.part))
         if slot is None:
             return None
-        out = _Outgoing(peer, header.lease, header.part, tag, slot, header.message_bytes, header.pack())
+        out = _Outgoing(peer, header.lease, header.part, tag, slot, header.message_bytes, header)
         self._gathering[slot] = out
         return out
 
     def _push_placed(self) -> None:
         placed, self._placed = self._placed, []
-        for out, storing in placed:
+        for out, target, _ in placed:
+            target.announce(out.header.pack())
+        for out, _, storing in placed:
             self._push(out, storing)
 
     def _push(self, out: _Outgoing, storing: Native = DONE) -> None:
@@ -204,7 +206,7 @@ class KvSender:
             del self._gathering[out.slot]
             self._staging.lend(out.slot)
             self._flying[out.slot] = out._replace(pushed=time.monotonic())
-        self._transport.push(out.peer, out.tag, out.slot, out.num_bytes, out.header, storing)
+        self._transport.push(out.peer, out.tag, out.slot, out.num_bytes, out.header.pack(), storing)
 
     def _land(self, slot: int) -> _Outgoing:
         with self._lock:

@@ -95,9 +95,10 @@ class Transport(Protocol):
         """
 
     def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
-        """The first `num_bytes` of the peer's slot for that tag, if it has been granted by now and can be reached. The
-        caller stores there what it would have in its own slot, and must call `push` as soon as that has begun, whatever
-        became of the peer: nobody else uses the memory until it is over. None: `push` moves the bytes of the slot."""
+        """The peer's slot for that tag, if it has been granted by now for `num_bytes`, and can be reached. The caller
+        stores in its first `num_bytes` what it would have in its own slot, and must call `push` as soon as that has
+        begun, whatever became of the peer: nobody else uses the memory until it is over. None: `push` moves the bytes
+        of the slot."""
 
     def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
         """Send the first `num_bytes` of a slot, one at least, and a header of MAX_HEADER_BYTES at most; waits for the

@@ -185,6 +185,11 @@ class Node:
         self._placed.memory.fill_(value)
         self._synchronize()
 
+    def announce(self, tag: int) -> None:
+        """Tell the peer that it is being stored to, before it is pushed."""
+        assert self._placed is not None
+        self._placed.announce(header_of(tag))
+
     def ring(self) -> None:
         """Tell the peer that all is there that `place` or `store` has stored, whether it is pushed or not."""
         assert self._placed is not None

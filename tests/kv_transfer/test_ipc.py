@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,13 +17,13 @@ from baton.errors import TransferError
 from kv_transfer import create, staging_for
 from kv_transfer.bell import NOBODYS_WORD, Words
 from kv_transfer.host_memory import CHUNK_BYTES, REGION_BYTES, HostMemory, shared_empty
-from kv_transfer.ipc import IpcCarrier
+from kv_transfer.ipc import IpcCarrier, IpcTransport
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_poll import pause_s
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
 from tests.kv_transfer.rig import Rig, rig_of
-from tests.kv_transfer.rig_node import arrived
+from tests.kv_transfer.rig_node import DEADLINE_S, arrived, header_of
 
 SLOT_BYTES = 4096
 OLD, STORED, LATE = 0x11, 0x22, 0x33
@@ -188,6 +189,73 @@ def test_a_part_that_has_rung_arrives_only_with_its_header(rig: Rig) -> None:
     assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
     sender.call("end_stores")
     assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
+
+
+def test_a_part_that_is_announced_and_has_rung_is_there_before_it_is_pushed(rig: Rig) -> None:
+    sender, receiver, source, target = granted_pair(rig)
+    sender.call("announce", 1)
+    heard_all(sender, receiver, 2)
+    sender.call("ring")
+    assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
+    assert receiver.call("values", target) == {STORED}
+    sender.call("push", receiver.name, 1, source)
+    assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
+    heard_all(sender, receiver, 3)
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_what_is_announced_when_it_has_been_cut_off_is_not_heard(rig: Rig, who: str) -> None:
+    rig.cuts = True
+    sender, receiver, source, target = granted_pair(rig)
+    (receiver if who == "receiver" else sender).call("disconnect", (sender if who == "receiver" else receiver).name)
+    assert isinstance(receiver.call("wait", 1)[0], Failed)
+    lost = receiver if who == "sender" else sender
+    assert isinstance(lost.call("wait", 1)[0], PeerLost)
+    sender.call("announce", 1)
+    rig.link(sender, receiver)
+    sender.call("push", receiver.name, 1, source)
+    assert isinstance(sender.call("wait", 1)[0], Failed)
+    receiver.call("post", sender.name, 2, target)
+    arrives_when_it_rings(sender, receiver, source, target)
+    sender.call("end_stores")
+    receiver.call("wait_for_old_memory")
+
+
+def test_what_a_peer_said_before_it_died_counts_whichever_of_its_connections_ends_first() -> None:
+    stagings = [staging_for("ipc", 1, SLOT_BYTES, "cpu") for _ in range(2)]
+    here, there = (IpcTransport(staging, lambda: None) for staging in stagings)
+    for one, other, name in ((here, there, "there"), (there, here, "here")):
+        one.connect(name, other.info())
+    slots = []
+    for staging in stagings:
+        slot = staging.take()
+        assert slot is not None
+        staging.lend(slot)
+        slots.append(slot)
+    here.expect("there", 1, slots[0], SLOT_BYTES)
+    while (placed := there.place("here", 1, SLOT_BYTES)) is None:
+        pass
+    goes_on = threading.Event()
+
+    def hear_of_the_end() -> None:
+        assert goes_on.wait(DEADLINE_S)
+        links = here._pair._links
+        outward = links._links["there"].out
+        assert outward is not None
+        links._lose(outward)
+
+    here._pair.call(hear_of_the_end)
+    placed.memory.fill_(STORED)
+    placed.announce(header_of(1))
+    placed.ring(None)
+    goes_on.set()
+    events: list[object] = []
+    while len(events) < 2:
+        events += here.poll()
+    assert [type(event) for event in events] == [Arrived, PeerLost]
+    there.push("here", 1, slots[1], SLOT_BYTES, header_of(1))
+    for transport in (there, here):
+        transport.close()
 
 
 def arrives_when_it_rings(sender: Any, receiver: Any, source: int, target: int) -> None:

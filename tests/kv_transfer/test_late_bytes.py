@@ -168,8 +168,9 @@ def test_close_in_mid_message(wire_rig: Rig) -> None:
     sender, receiver, other = slow_pair(wire_rig, num_slots=2)
     _, source, target = stop_half_way(sender, receiver, stopped=receiver)
     sender.call("close")
-    (failed,) = sender.call("wait", 1)
-    assert isinstance(failed, Failed)
+    (ended,) = sender.call("wait", 1)
+    one_sided = wire_rig.kind == "nixl"  # which may have written all of it: the other side's process has no part in it
+    assert isinstance(ended, Failed) or (one_sided and isinstance(ended, Sent))
     sender.call("refill", source, REWRITTEN)
     receiver.signal(signal.SIGCONT)
     receiver.call("disconnect", sender.name)

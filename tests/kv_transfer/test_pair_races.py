@@ -50,6 +50,8 @@ class Side:
         if (placed := self.transport.place(peer, tag, SLOT_BYTES)) is not None:
             self.counts["placed"] += 1
             self.unfinished.append((peer, tag, slot, placed))
+            if tag % 3:
+                placed.announce(header_of(tag))
             return
         self.staging.memory(slot).fill_(value)
         self.transport.push(peer, tag, slot, SLOT_BYTES, header_of(tag))
