@@ -62,15 +62,16 @@ ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerLost
 
 
 class _Plan(NamedTuple):
-    """Where a part goes: over the bytes [offset, offset + num_bytes) of each block."""
+    """Where a part goes: over the bytes [offset, offset + num_bytes) of each block that its slot is aimed at. header:
+    what comes with it, if it has no checksums."""
 
     peer: str
     lease: int
     part: int
-    blocks: Sequence[int]
+    num_blocks: int
     offset: int
     num_bytes: int
-    not_before: Mark
+    header: bytes
     withdrawn: bool = False
 
     @property
@@ -110,7 +111,7 @@ class KvReceiver:
         self._landing: list[int] = []  # slots that copies read, or read when somebody last looked; in their order
         self._unawaited: int | None = None  # the slot of the last copy, if the engine's stream does not wait for it yet
         self._partial: set[int] = set()  # leases whose last part is not expected yet, for want of a slot or a turn
-        self._has_news = False  # the engine could go on with what is in the events
+        self._is_called = False  # the engine has been woken, and has not polled since
         self._events: list[ReceiverEvent] = []
         self._failure: Exception | None = None
         self._wake_engine, transport.wake = transport.wake, self._woken
@@ -162,7 +163,9 @@ class KvReceiver:
                 return False
             if is_last:
                 self._partial.remove(lease)
-            self._plans[slot] = _Plan(peer, lease, part, blocks, offset, num_bytes, not_before)
+            self._copies.aim(slot, blocks, offset, num_bytes, not_before)
+            header = PartHeader(lease, part, len(blocks), offset, num_bytes, self._digest).pack()
+            self._plans[slot] = _Plan(peer, lease, part, len(blocks), offset, num_bytes, header)
             self._staging.lend(slot)
         self._transport.expect(peer, tag, slot, self._staging.slot_bytes)
         return True
@@ -182,9 +185,10 @@ class KvReceiver:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
+            self._is_called = True  # it is here
             self._take_in(self._transport.poll())
             self._await_copies()
-            events, self._events, self._has_news = self._events, [], False
+            events, self._events, self._is_called = self._events, [], False
         return events
 
     def slots(self) -> list[KvSlot]:
@@ -197,7 +201,8 @@ class KvReceiver:
         """Do once what parts need compiled on a GPU, with block 0, which is nobody's. Before the first part."""
         if self._staging.device.type == "cuda":
             for num_bytes in {self.layout.block_bytes, self.layout.block_bytes // self.layout.num_layers}:
-                self._copies.scatter(0, [0], 0, num_bytes, None)
+                self._copies.aim(0, [0], 0, num_bytes, None)
+                self._copies.scatter(0)
                 self._copies.synchronize()
                 block_checksums(self._staging.memory(0)[:num_bytes].view(1, num_bytes))
 
@@ -219,10 +224,10 @@ class KvReceiver:
         try:
             with self._lock, self._copies.on_device():
                 self._take_in(self._transport.poll(messages_only=True))
-                is_news, self._has_news = self._has_news or self._transport.has_lost_peer, False
+                if self._transport.has_lost_peer:
+                    self._call_engine()
         except Exception as error:  # noqa: BLE001 - the engine's to fail with, not the transport's
-            self._failure, is_news = error, True
-        if is_news:
+            self._failure = error
             self._wake_engine()
 
     def _take_in(self, events: list[TransportEvent]) -> None:
@@ -242,37 +247,48 @@ class KvReceiver:
 
     def _tell(self, event: ReceiverEvent) -> None:
         self._events.append(event)
-        self._has_news |= not isinstance(event, PartLanded) or self._may_go_on(event.lease)
+        if not isinstance(event, PartLanded):
+            self._call_engine()
 
-    def _may_go_on(self, lease: int) -> bool:
-        """Whether its engine may: it can expect more parts of it, or misses none."""
-        return lease in self._partial or all(plan.lease != lease for plan in self._plans.values())
+    def _call_engine(self) -> None:
+        if not self._is_called:
+            self._is_called = True
+            self._wake_engine()
 
     def _arrived(self, slot: int, data: bytes) -> ReceiverEvent:
         began, plan = time.monotonic(), self._plans.pop(slot)
         self._staging.reclaim(slot)
         try:
-            header = PartHeader.parse(data)
-            if header.drain or plan.withdrawn:
+            is_plain = data == plan.header and not plan.withdrawn and not self.verify
+            if not is_plain and not self._is_wanted(slot, plan, data):
                 self._staging.give_back(slot)
                 return PartUnused(*plan.name)
-            header.require(plan.lease, plan.part, len(plan.blocks), plan.offset, plan.num_bytes, self._digest)
-            self._check(self._staging.memory(slot), header)
         except TransferError as error:
             self._staging.give_back(slot)
             return PartRefused(*plan.name, error)
         self._landing.append(slot)
         self._unawaited = slot
-        self._copies.scatter(slot, plan.blocks, plan.offset, plan.num_bytes, plan.not_before)
+        if plan.lease in self._partial or all(other.lease != plan.lease for other in self._plans.values()):
+            self._call_engine()  # it can expect more of the lease, or misses none; it comes when the copy is launched
+        self._copies.scatter(slot)
         if self._partial:
             self._copies.when_done(slot, self._wake_engine)  # somebody may wait for a slot
-        return PartLanded(*plan.name, header.payload_bytes, time.monotonic() - began)
+        return PartLanded(*plan.name, plan.num_blocks * plan.num_bytes, time.monotonic() - began)
 
     def _await_copies(self) -> None:
         """On the engine's thread. Copies are made one after the other: whoever waits for the last waits for all."""
-        if self._unawaited is not None:
+        if self._unawaited is not None and not self._copies.is_done(self._unawaited):
             self._copies.hold_up(self._unawaited)
-            self._unawaited = None
+        self._unawaited = None
+
+    def _is_wanted(self, slot: int, plan: _Plan, data: bytes) -> bool:
+        """Whether it is to land. Raises TransferError for what is not the part, or is damaged."""
+        header = PartHeader.parse(data)
+        if header.drain or plan.withdrawn:
+            return False
+        header.require(plan.lease, plan.part, plan.num_blocks, plan.offset, plan.num_bytes, self._digest)
+        self._check(self._staging.memory(slot), header)
+        return True
 
     def _check(self, slot: Tensor, header: PartHeader) -> None:
         """Compare checksums. Waits for a GPU, some tens of microseconds: who asks for them pays for them."""

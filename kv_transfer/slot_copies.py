@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels.block_checksum import block_checksums
-from baton_kernels.block_copy import PoolMoves
+from baton_kernels.block_copy import Move, PoolMoves
 from kv_transfer.carrier import DONE, Native, OnDevice, Target
 from kv_transfer.parts import MAX_PIECES
 from kv_transfer.staging import Staging
@@ -42,6 +42,7 @@ class SlotCopies:
         on_gpu = device.type == "cuda"
         ids = torch.empty((staging.num_slots, self.most_pieces), dtype=torch.int64, pin_memory=on_gpu)
         self._ids, self._numbers = list(ids), list(ids.numpy())  # the same memory
+        self._aimed: dict[int, tuple[Move, Mark]] = {}  # by slot
         self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
         events: Any = torch.cuda.Event
         self._done = [events(blocking=not in_haste) for _ in range(staging.num_slots)] if on_gpu else []
@@ -69,7 +70,7 @@ class SlotCopies:
         to its byte `checksums_at`. placed: what to take for the slot, as `Transport.place` gives it."""
         self._numbers[slot][: len(blocks)] = blocks
         memory = self._staging.memory(slot) if placed is None else placed.memory
-        self._moves.gather(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
+        self._moves.gather(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)()
         if checksums_at is not None:
             with torch.cuda.stream(self._stream):
                 pieces = self._pool[:, offset : offset + piece_bytes]
@@ -81,21 +82,21 @@ class SlotCopies:
         self.hold_up(slot)
         return launched
 
-    def scatter(
-        self,
-        slot: int,
-        blocks: Sequence[int],
-        offset: int,
-        piece_bytes: int,
-        not_before: Mark,
-    ) -> Native:
-        """The slot's beginning over the bytes [offset, offset + piece_bytes) of each block, once what `not_before`
-        marks is done. On any thread, also one that launches no steps."""
+    def aim(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> None:
+        """Make ready to `scatter` the slot, whose last copy is done: its beginning over the bytes [offset, offset +
+        piece_bytes) of each block, once what `not_before` marks is done."""
         self._numbers[slot][: len(blocks)] = blocks
+        memory = self._staging.memory(slot)
+        move = self._moves.scatter(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
+        is_passed = not_before is None or not_before.query()
+        self._aimed[slot] = move, None if is_passed else not_before
+
+    def scatter(self, slot: int) -> Native:
+        """As it was aimed. On any thread, also one that launches no steps."""
+        move, not_before = self._aimed.pop(slot)
         if not_before is not None:
             self._stream.wait_event(not_before)
-        memory = self._staging.memory(slot)
-        self._moves.scatter(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
+        move()
         return self._launched(slot)
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:

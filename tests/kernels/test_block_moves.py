@@ -96,9 +96,9 @@ def test_moves_of_one_pool_again_and_again(block_bytes: int, device: str, kernel
             args = num_blocks, first, end - first, staging, stream
             ids[:num_blocks] = torch.tensor(named)
             if isinstance(gathering, PoolMoves):
-                gathering.gather(ids, *args)
+                gathering.gather(ids, *args)()
             else:
-                gathering.move(True, ids, *args)
+                gathering.ready(True, ids, *args)()
             synchronize(device)
             pieces = staging[: num_blocks * (end - first)].view(num_blocks, -1)
             assert torch.equal(pieces, source[named, first:end])
@@ -106,9 +106,9 @@ def test_moves_of_one_pool_again_and_again(block_bytes: int, device: str, kernel
             assert bool((staging[pieces.numel() :] == 77).all())
             ids[:num_blocks] = torch.tensor(places)
             if isinstance(scattering, PoolMoves):
-                scattering.scatter(ids, *args)
+                scattering.scatter(ids, *args)()
             else:
-                scattering.move(False, ids, *args)
+                scattering.ready(False, ids, *args)()
             synchronize(device)
             assert torch.equal(target, expected)
 
@@ -143,15 +143,15 @@ def test_a_move_that_was_seen_before_is_launched_as_the_first_was(gathers: bool,
     with patch.object(kernel, "_move_kernel", Recorder()) as recorder:
         moves = kernel.PoolMoves(pool)
         for offset, size, start in ((0, 96, 0), (32, 32, 0), (32, 32, 8), (33, 31, 1)):
-            moves.move(gathers, ids, 1, offset, size, memory[start:], None)
+            moves.ready(gathers, ids, 1, offset, size, memory[start:], None)()
         for offset, size, start in ((0, 96, 16), (64, 32, 32), (0, 32, 24), (49, 31, 33), (32, 32, 0)):
-            kernel.PoolMoves(pool).move(gathers, ids, 2, offset, size, memory[start:], None)
+            kernel.PoolMoves(pool).ready(gathers, ids, 2, offset, size, memory[start:], None)()
             num_compiled = recorder.num_compiled
-            moves.move(gathers, ids, 2, offset, size, memory[start:], stream)
+            moves.ready(gathers, ids, 2, offset, size, memory[start:], stream)()
             usual, prepared = recorder.launches[-2:]
             assert prepared == (*usual[:-1], 7)
             assert recorder.num_compiled == num_compiled
-        moves.move(gathers, ids, 1, 1, 31, memory, None)  # another alignment: not seen before
+        moves.ready(gathers, ids, 1, 1, 31, memory, None)()  # another alignment: not seen before
         assert recorder.num_compiled == num_compiled + 1
 
 

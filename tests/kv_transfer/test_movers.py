@@ -32,9 +32,9 @@ class Side:
     """A process with a mover. `halves` is what both halves of each block of a receiver's pool should be full of.
     `woken`: its engine was."""
 
-    def __init__(self, hub: MemoryHub, name: str, is_sender: bool, stage: type[Staging] = Staging) -> None:
+    def __init__(self, hub: MemoryHub, name: str, is_sender: bool) -> None:
         self.name = name
-        self.staging = stage(NUM_SLOTS, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cpu")
+        self.staging = Staging(NUM_SLOTS, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cpu")
         self.woken = threading.Event()
         self.transport = MemoryTransport(hub, name, self.staging, self.woken.set)
         self.pool = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
@@ -280,13 +280,16 @@ def test_the_engine_is_woken_for_a_part_only_if_it_could_go_on(hub_pair: tuple[S
 
     assert expect(1, 0)
     assert wakes(1, 0), "more parts may be expected"
+    assert [event.part for event in receiver.mover.poll()] == [0]
     assert expect(1, 1)
     assert expect(1, 2)
     assert expect(1, 3, is_last=True)
     assert not wakes(1, 2), "others are missing"
     assert not wakes(1, 1), "one is missing"
     assert wakes(1, 3), "all are here"
-    assert [event.part for event in receiver.mover.poll()] == [0, 2, 1, 3]
+    assert expect(2, 0, is_last=True)
+    assert not wakes(2, 0), "it has been woken"
+    assert [event.part for event in receiver.mover.poll()] == [2, 1, 3, 0]
 
 
 def test_the_engine_is_woken_for_a_slot_only_if_a_lease_waits_for_one(hub_pair: tuple[Side, Side]) -> None:
@@ -352,26 +355,19 @@ def test_copies_of_what_is_sent_together_begin_before_any_is_pushed(
     assert device.said[4:] == ["copy 2", "push 2"]
 
 
-class Slow(Staging):
-    """Holds up a landing: the second to ask for a slot's memory, after the delivery."""
+def test_a_lease_does_not_end_in_the_midst_of_a_landing(
+    hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = hub_pair
+    copies, is_landing, go_on = receiver.mover._copies, threading.Event(), threading.Event()
+    scatter = copies.scatter
 
-    def __init__(self, *sizes: Any) -> None:
-        super().__init__(*sizes)
-        self.num_asked, self.landing, self.go_on = 0, threading.Event(), threading.Event()
+    def scatter_slowly(slot: int) -> Native:
+        is_landing.set()
+        assert go_on.wait(DEADLINE_S)
+        return scatter(slot)
 
-    def memory(self, slot: int) -> torch.Tensor:
-        self.num_asked += 1
-        if self.num_asked == 2:
-            self.landing.set()
-            assert self.go_on.wait(DEADLINE_S)
-        return super().memory(slot)
-
-
-def test_a_lease_does_not_end_in_the_midst_of_a_landing() -> None:
-    hub = MemoryHub()
-    sender, receiver = linked(Side(hub, "sender", True), Side(hub, "receiver", False, Slow))
-    staging = receiver.staging
-    assert isinstance(staging, Slow)
+    monkeypatch.setattr(copies, "scatter", scatter_slowly)
 
     def end() -> None:
         receiver.mover.withdraw(1)
@@ -379,13 +375,13 @@ def test_a_lease_does_not_end_in_the_midst_of_a_landing() -> None:
 
     assert receiver.mover.expect(sender.name, 1, 0, [4])
     assert sender.mover.send(receiver.name, 1, 0, [3])
-    landing, ending = threading.Thread(target=hub.deliver_all), threading.Thread(target=end)
+    landing, ending = threading.Thread(target=sender.transport.hub.deliver_all), threading.Thread(target=end)
     landing.start()
-    assert staging.landing.wait(DEADLINE_S)
+    assert is_landing.wait(DEADLINE_S)
     ending.start()
     ending.join(0.2)
     assert ending.is_alive()
-    staging.go_on.set()
+    go_on.set()
     for thread in (landing, ending):
         thread.join(DEADLINE_S)
     assert receiver.pool[4].unique().tolist() == [77]

@@ -37,13 +37,18 @@ class LateCopies(SlotCopies):
     def __init__(self, model: FakeModel, staging: Staging, part_blocks: int) -> None:
         super().__init__(staging, model.pool_bytes, part_blocks, in_haste=False)
         self._model = model
+        self._marks: dict[int, Mark] = {}  # by slot
 
     def mark(self) -> Mark:
         return self._model.mark()
 
-    def scatter(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> Native:
-        self._model.reach(not_before)
-        return super().scatter(slot, blocks, offset, piece_bytes, None)
+    def aim(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> None:
+        self._marks[slot] = not_before
+        super().aim(slot, blocks, offset, piece_bytes, None)
+
+    def scatter(self, slot: int) -> Native:
+        self._model.reach(self._marks.pop(slot))
+        return super().scatter(slot)
 
 
 class Node:

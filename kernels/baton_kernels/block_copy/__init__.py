@@ -3,7 +3,7 @@ staging memory on the same device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -51,9 +51,13 @@ def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: BlockIds) -> None
         _implementation(pool_bytes).scatter_blocks(src, pool_bytes, on_device(block_ids, pool_bytes.device))
 
 
+Move = Callable[[], None]
+
+
 class PoolMoves:
     """`gather_blocks` and `scatter_blocks` of one pool, over and over: what is the same each time is done once. On a
-    GPU the host needs longer to launch a move than the GPU for the move. One thread at a time.
+    GPU the host needs longer to launch a move than the GPU for the move. So `gather` and `scatter` make it ready, and
+    to call what they return launches it; the ids may change until then. On any thread.
 
     pool_bytes: [num_blocks, block_bytes], uint8. `block_ids`: [num_blocks or more], int64, as in `BlockIds`. `staging`:
     uint8, one-dimensional; its first num_blocks * piece_bytes bytes are the pieces, which are bytes [offset, offset +
@@ -68,21 +72,21 @@ class PoolMoves:
 
     def gather(
         self, block_ids: Tensor, num_blocks: int, offset: int, piece_bytes: int, staging: Tensor, stream: Any
-    ) -> None:
+    ) -> Move:
         self._check(block_ids, num_blocks, offset, piece_bytes, staging)
-        if num_blocks:
-            self._moves.move(True, block_ids, num_blocks, offset, piece_bytes, staging, stream)
+        move: Move = self._moves.ready(True, block_ids, num_blocks, offset, piece_bytes, staging, stream)
+        return move
 
     def scatter(
         self, block_ids: Tensor, num_blocks: int, offset: int, piece_bytes: int, staging: Tensor, stream: Any
-    ) -> None:
+    ) -> Move:
         """No id twice."""
         self._check(block_ids, num_blocks, offset, piece_bytes, staging)
-        if num_blocks:
-            self._moves.move(False, block_ids, num_blocks, offset, piece_bytes, staging, stream)
+        move: Move = self._moves.ready(False, block_ids, num_blocks, offset, piece_bytes, staging, stream)
+        return move
 
     def _check(self, block_ids: Tensor, num_blocks: int, offset: int, piece_bytes: int, staging: Tensor) -> None:
-        assert 0 <= num_blocks <= block_ids.numel()
+        assert 0 < num_blocks <= block_ids.numel()
         assert 0 <= offset <= offset + piece_bytes <= self._block_bytes
         assert num_blocks * piece_bytes <= staging.numel()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +68,7 @@ class PoolMoves:
         self._on_device = torch.cuda.device_of(pool_bytes)
         self._found: dict[tuple[bool, int, int, int], tuple[Any, int, tuple[Any, ...]]] = {}
 
-    def move(
+    def ready(
         self,
         gathers: bool,
         block_ids: Tensor,
@@ -75,28 +77,36 @@ class PoolMoves:
         piece_bytes: int,
         staging: Tensor,
         stream: Any,
-    ) -> None:
-        pool_at, staging_at = self._address + offset, staging.data_ptr()
+    ) -> Callable[[], None]:
+        # Of a tensor Triton would ask the driver whether the device can read it, which takes as long as the launch.
+        pool_at, staging_at, ids_at = self._address + offset, staging.data_ptr(), block_ids.data_ptr()
         like = (gathers, piece_bytes, pool_at % ALIGNMENT, staging_at % ALIGNMENT)
         if (found := self._found.get(like)) is None:
             columns = self._pool[:, offset : offset + piece_bytes]
             rows = staging[: num_blocks * piece_bytes].view(num_blocks, piece_bytes)
-            with torch.cuda.stream(stream):
-                self._find(like, (columns, rows) if gathers else (rows, columns), block_ids, num_blocks)
-            return
+            ends = (columns, rows) if gathers else (rows, columns)
+            return partial(self._find, like, ends, block_ids, num_blocks, stream)
         compiled, num_programs, constants = found
         places = (pool_at, staging_at) if gathers else (staging_at, pool_at)
+        arguments = *places, ids_at, ids_at, *constants
+        return partial(self._launch, compiled[num_blocks, num_programs, 1], arguments, stream.cuda_stream)
+
+    def _launch(self, launch: Callable[..., None], arguments: tuple[Any, ...], stream: int) -> None:
         with self._on_device:
-            compiled[num_blocks, num_programs, 1](
-                *places, block_ids, block_ids, *constants, stream=stream.cuda_stream
-            )  # fmt: skip
+            launch(*arguments, stream=stream)
 
     def _find(
-        self, like: tuple[bool, int, int, int], ends: tuple[Tensor, Tensor], block_ids: Tensor, num_blocks: int
+        self,
+        like: tuple[bool, int, int, int],
+        ends: tuple[Tensor, Tensor],
+        block_ids: Tensor,
+        num_blocks: int,
+        stream: Any,
     ) -> None:
-        """The first of its kind goes the usual way, on the current stream."""
+        """The first of its kind goes the usual way."""
         source_ids, target_ids = (block_ids, None) if like[0] else (None, block_ids)
-        compiled, num_programs, constants = _move(*ends, source_ids, target_ids, num_blocks)
+        with torch.cuda.stream(stream):
+            compiled, num_programs, constants = _move(*ends, source_ids, target_ids, num_blocks)
         if compiled is not None:  # Triton's interpreter compiles nothing
             self._found[like] = compiled, num_programs, constants
 

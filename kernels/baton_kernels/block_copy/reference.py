@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ class PoolMoves:
     def __init__(self, pool_bytes: Tensor) -> None:
         self._pool = pool_bytes
 
-    def move(
+    def ready(
         self,
         gathers: bool,
         block_ids: Tensor,
@@ -38,10 +40,9 @@ class PoolMoves:
         piece_bytes: int,
         staging: Tensor,
         stream: Any,
-    ) -> None:
+    ) -> Callable[[], None]:
         columns = self._pool[:, offset : offset + piece_bytes]
         rows = staging[: num_blocks * piece_bytes].view(num_blocks, piece_bytes)
         if gathers:
-            gather_blocks(columns, block_ids[:num_blocks], rows)
-        else:
-            scatter_blocks(rows, columns, block_ids[:num_blocks])
+            return partial(gather_blocks, columns, block_ids[:num_blocks], rows)
+        return partial(scatter_blocks, rows, columns, block_ids[:num_blocks])
