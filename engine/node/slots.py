@@ -4,9 +4,10 @@
     slots            =  link bandwidth x ROUND_TRIP_S / bytes of a part
 
 A part costs a kernel launch and several wake-ups on either side beside its bytes, so smaller ones waste the link; with
-larger ones gather, wire and scatter of neighbouring parts overlap less. 2048 tokens of an 8B model take 1.0 to 1.1 ms
-over NVLink in 2, 3 or 4 parts, and 1.3 in 6 (H200, `ipc`). A slot is taken from the gather until the peer's next credit
-could use it, which is a round trip of the control stream, and prompts of several nodes arrive at once.
+larger ones gather, wire and scatter of neighbouring parts overlap less. 2048 tokens of an 8B model take 0.95 to 0.99 ms
+over NVLink in 3 parts, 1.0 in 2 or 4, and 1.25 or more in 6 (H200, `ipc`). A slot is taken from the gather until the
+peer's next credit could use it, which is a round trip of the control stream, and prompts of several nodes arrive at
+once.
 """
 
 from __future__ import annotations
