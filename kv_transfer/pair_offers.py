@@ -22,7 +22,6 @@ class Offers:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._grants: dict[tuple[str, int], Grant] = {}
-        self._placed: dict[tuple[str, int], Grant] = {}  # and neither announced nor pushed
         self._cut: dict[tuple[str, int], Grant] = {}
 
     # ---- any thread ----
@@ -39,15 +38,14 @@ class Offers:
                 return None
             del self._grants[key]
             grant.placed = True
-            self._placed[key] = grant
-            return Target(grant.target.memory, grant.target.ring, partial(self._announce, key, num_bytes))
+            return Target(grant.target.memory, grant.target.ring, partial(self._announce, peer, tag, grant, num_bytes))
 
-    def _announce(self, key: tuple[str, int], num_bytes: int, header: bytes) -> None:
+    def _announce(self, peer: str, tag: int, grant: Grant, num_bytes: int, header: bytes) -> None:
         """Say BEGIN, unless its link has been cut: the connection's last words are said then."""
         with self._changed:
-            if (grant := self._placed.pop(key, None)) is not None:
+            if (peer, tag) not in self._cut:
                 grant.announced = True
-                grant.channel.send(Kind.BEGIN, key[1], num_bytes, header)
+                grant.channel.send(Kind.BEGIN, tag, num_bytes, header)
 
     # ---- the transport's thread ----
 
@@ -60,14 +58,12 @@ class Offers:
         """Offer it no more."""
         with self._changed:
             self._grants.pop((peer, tag), None)
-            self._placed.pop((peer, tag), None)
 
     def cut(self, peer: str, grants: dict[int, Grant]) -> dict[int, Grant]:
         """The link is gone that these belong to, by tag: no more of them is offered. Those that are stored to."""
         with self._changed:
             for tag in grants:
                 self._grants.pop((peer, tag), None)
-                self._placed.pop((peer, tag), None)
             placed = {tag: grant for tag, grant in grants.items() if grant.placed}
             self._cut |= {(peer, tag): grant for tag, grant in placed.items()}
         return placed

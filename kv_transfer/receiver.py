@@ -16,6 +16,7 @@ from baton.audit import KvSlot
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton_kernels.block_checksum import block_checksums
+from baton_kernels.block_copy import Move
 from kv_transfer.parts import PartHeader, part_blocks_for, tag_of
 from kv_transfer.sender import PartFailed
 from kv_transfer.slot_copies import Mark, SlotCopies
@@ -62,8 +63,8 @@ ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerLost
 
 
 class _Plan(NamedTuple):
-    """Where a part goes: over the bytes [offset, offset + num_bytes) of each block that its slot is aimed at. header:
-    what comes with it, if it has no checksums."""
+    """Where a part goes: over the bytes [offset, offset + num_bytes) of each of its blocks. land: launches that.
+    header: what comes with it, if it has no checksums."""
 
     peer: str
     lease: int
@@ -71,6 +72,7 @@ class _Plan(NamedTuple):
     num_blocks: int
     offset: int
     num_bytes: int
+    land: Move
     header: bytes
     withdrawn: bool = False
 
@@ -163,9 +165,9 @@ class KvReceiver:
                 return False
             if is_last:
                 self._partial.remove(lease)
-            self._copies.aim(slot, blocks, offset, num_bytes, not_before)
+            land = self._copies.scatter(slot, blocks, offset, num_bytes, not_before)
             header = PartHeader(lease, part, len(blocks), offset, num_bytes, self._digest).pack()
-            self._plans[slot] = _Plan(peer, lease, part, len(blocks), offset, num_bytes, header)
+            self._plans[slot] = _Plan(peer, lease, part, len(blocks), offset, num_bytes, land, header)
             self._staging.lend(slot)
         self._transport.expect(peer, tag, slot, self._staging.slot_bytes)
         return True
@@ -201,8 +203,7 @@ class KvReceiver:
         """Do once what parts need compiled on a GPU, with block 0, which is nobody's. Before the first part."""
         if self._staging.device.type == "cuda":
             for num_bytes in {self.layout.block_bytes, self.layout.block_bytes // self.layout.num_layers}:
-                self._copies.aim(0, [0], 0, num_bytes, None)
-                self._copies.scatter(0)
+                self._copies.scatter(0, [0], 0, num_bytes, None)()
                 self._copies.synchronize()
                 block_checksums(self._staging.memory(0)[:num_bytes].view(1, num_bytes))
 
@@ -270,7 +271,7 @@ class KvReceiver:
         self._unawaited = slot
         if plan.lease in self._partial or all(other.lease != plan.lease for other in self._plans.values()):
             self._call_engine()  # it can expect more of the lease, or misses none; it comes when the copy is launched
-        self._copies.scatter(slot)
+        plan.land()
         if self._partial:
             self._copies.when_done(slot, self._wake_engine)  # somebody may wait for a slot
         return PartLanded(*plan.name, plan.num_blocks * plan.num_bytes, time.monotonic() - began)

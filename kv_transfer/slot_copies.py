@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ class SlotCopies:
         on_gpu = device.type == "cuda"
         ids = torch.empty((staging.num_slots, self.most_pieces), dtype=torch.int64, pin_memory=on_gpu)
         self._ids, self._numbers = list(ids), list(ids.numpy())  # the same memory
-        self._aimed: dict[int, tuple[Move, Mark]] = {}  # by slot
         self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
         events: Any = torch.cuda.Event
         self._done = [events(blocking=not in_haste) for _ in range(staging.num_slots)] if on_gpu else []
@@ -82,22 +82,15 @@ class SlotCopies:
         self.hold_up(slot)
         return launched
 
-    def aim(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> None:
-        """Make ready to `scatter` the slot, whose last copy is done: its beginning over the bytes [offset, offset +
-        piece_bytes) of each block, once what `not_before` marks is done."""
+    def scatter(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> Move:
+        """A copy of the slot's beginning over the bytes [offset, offset + piece_bytes) of each block, once what
+        `not_before` marks is done. It is only made ready, since nobody waits yet: to call it launches it, on any
+        thread, also one that launches no steps. The slot's last copy is done."""
         self._numbers[slot][: len(blocks)] = blocks
         memory = self._staging.memory(slot)
         move = self._moves.scatter(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
         is_passed = not_before is None or not_before.query()
-        self._aimed[slot] = move, None if is_passed else not_before
-
-    def scatter(self, slot: int) -> Native:
-        """As it was aimed. On any thread, also one that launches no steps."""
-        move, not_before = self._aimed.pop(slot)
-        if not_before is not None:
-            self._stream.wait_event(not_before)
-        move()
-        return self._launched(slot)
+        return partial(self._scatter, slot, move, None if is_passed else not_before)
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:
         """For a thread whose current device may be another: within, it is this one."""
@@ -130,6 +123,12 @@ class SlotCopies:
         """Wait for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _scatter(self, slot: int, move: Move, not_before: Mark) -> None:
+        if not_before is not None:
+            self._stream.wait_event(not_before)
+        move()
+        self._launched(slot)
 
     def _launched(self, slot: int) -> Native:
         if self._stream is None:

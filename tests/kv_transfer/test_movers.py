@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from baton.errors import TransferError
+from baton_kernels.block_copy import Move
 from kv_transfer.carrier import Native, Target
 from kv_transfer.memory import MemoryHub, MemoryTransport, Transfer
 from kv_transfer.parts import PartHeader, slot_bytes_for, untag
@@ -362,10 +363,15 @@ def test_a_lease_does_not_end_in_the_midst_of_a_landing(
     copies, is_landing, go_on = receiver.mover._copies, threading.Event(), threading.Event()
     scatter = copies.scatter
 
-    def scatter_slowly(slot: int) -> Native:
-        is_landing.set()
-        assert go_on.wait(DEADLINE_S)
-        return scatter(slot)
+    def scatter_slowly(*where: Any) -> Move:
+        move = scatter(*where)
+
+        def slow() -> None:
+            is_landing.set()
+            assert go_on.wait(DEADLINE_S)
+            move()
+
+        return slow
 
     monkeypatch.setattr(copies, "scatter", scatter_slowly)
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 from baton.audit import KvUse
 from baton.messages import GenerationDefaults, NodeInfo, NodeRole, WorkId
+from baton_kernels.block_copy import Move
 from decode_node.core import DecodeCore
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.node.events import Event
-from kv_transfer.carrier import Native
 from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
@@ -37,18 +37,18 @@ class LateCopies(SlotCopies):
     def __init__(self, model: FakeModel, staging: Staging, part_blocks: int) -> None:
         super().__init__(staging, model.pool_bytes, part_blocks, in_haste=False)
         self._model = model
-        self._marks: dict[int, Mark] = {}  # by slot
 
     def mark(self) -> Mark:
         return self._model.mark()
 
-    def aim(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> None:
-        self._marks[slot] = not_before
-        super().aim(slot, blocks, offset, piece_bytes, None)
+    def scatter(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> Move:
+        move = super().scatter(slot, blocks, offset, piece_bytes, None)
 
-    def scatter(self, slot: int) -> Native:
-        self._model.reach(self._marks.pop(slot))
-        return super().scatter(slot)
+        def late() -> None:
+            self._model.reach(not_before)
+            move()
+
+        return late
 
 
 class Node:
