@@ -59,6 +59,13 @@ def wire_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield rig
 
 
+@pytest.fixture(params=_on_cpu(["ipc"]) + _on_gpus(["ipc"]))
+def ipc_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Over what stores straight into the peer's slots."""
+    with _rig(*request.param) as rig:
+        yield rig
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _hosts() -> Iterator[None]:
     yield

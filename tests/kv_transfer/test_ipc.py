@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import os
-import signal
 import struct
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from baton.errors import TransferError
 from kv_transfer import create, staging_for
-from kv_transfer.bell import NOBODYS_WORD, Words
 from kv_transfer.host_memory import CHUNK_BYTES, REGION_BYTES, HostMemory, shared_empty
-from kv_transfer.ipc import IpcCarrier, IpcTransport
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_poll import pause_s
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
-from tests.kv_transfer.rig import Rig, rig_of
-from tests.kv_transfer.rig_node import DEADLINE_S, arrived, header_of
+from tests.kv_transfer.granted import LATE, OLD, STORED, granted_pair
+from tests.kv_transfer.rig import Rig
+from tests.kv_transfer.rig_node import arrived
 
 SLOT_BYTES = 4096
-OLD, STORED, LATE = 0x11, 0x22, 0x33
 
 
 # ---- host memory ----
@@ -112,27 +106,8 @@ def test_who_cannot_be_reached_is_refused_when_connected() -> None:
 # ---- stored straight into the slot at the peer ----
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    if request.param and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    with rig_of("ipc", request.param) as rig:
-        yield rig
-
-
-def granted_pair(rig: Rig) -> tuple[Any, Any, int, int]:
-    """Two nodes, a slot of each, and the receiver's granted for tag 1."""
-    sender, receiver = rig.node("raw"), rig.node("raw")
-    rig.link(sender, receiver)
-    source, target = sender.call("fill", OLD), receiver.call("fill", 0)
-    receiver.call("post", sender.name, 1, target)
-    while not sender.call("place", receiver.name, 1, STORED):
-        pass  # a grant that takes longer than `place` waits
-    return sender, receiver, source, target
-
-
-def test_what_is_stored_arrives_when_it_is_pushed(rig: Rig) -> None:
-    sender, receiver, source, target = granted_pair(rig)
+def test_what_is_stored_arrives_when_it_is_pushed(ipc_rig: Rig) -> None:
+    sender, receiver, source, target = granted_pair(ipc_rig)
     assert receiver.call("values", target) == {STORED}
     assert receiver.call("pending_events") == []
     sender.call("push", receiver.name, 1, source)
@@ -142,8 +117,8 @@ def test_what_is_stored_arrives_when_it_is_pushed(rig: Rig) -> None:
     assert not sender.call("place", receiver.name, 1, LATE)
 
 
-def test_what_is_pushed_early_arrives_when_the_stores_are_over(rig: Rig) -> None:
-    sender, receiver, source, target = granted_pair(rig)
+def test_what_is_pushed_early_arrives_when_the_stores_are_over(ipc_rig: Rig) -> None:
+    sender, receiver, source, target = granted_pair(ipc_rig)
     sender.call("push_early", receiver.name, 1, source)
     sender.call("store", LATE)
     assert receiver.call("pending_events") == []
@@ -154,202 +129,11 @@ def test_what_is_pushed_early_arrives_when_the_stores_are_over(rig: Rig) -> None
     assert receiver.call("values", target) == {LATE}
 
 
-# ---- and rung for ----
-
-
-def heard_all(sender: Any, receiver: Any, tag: int) -> None:
-    """A part whose slots are new goes the usual way, behind all that the sender has said so far; nothing else ends."""
-    source, target = sender.call("fill", OLD), receiver.call("fill", 0)
-    sender.call("push", receiver.name, tag, source)
-    receiver.call("post", sender.name, tag, target)
-    assert receiver.call("wait", 1) == [arrived(sender.name, tag, target)]
-    assert sender.call("wait", 1) == [Sent(receiver.name, tag, source)]
-    assert receiver.call("pending_events") == sender.call("pending_events") == []
-
-
-def test_the_bell_is_enough_for_a_part_to_arrive(rig: Rig) -> None:
-    sender, receiver, source, target = granted_pair(rig)
-    assert sender.call("told", "bell=True")
-    sender.call("push_early", receiver.name, 1, source)
-    heard_all(sender, receiver, 2)
-    sender.call("ring")
-    assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
-    assert receiver.call("values", target) == {STORED}
-    assert sender.call("pending_events") == []
-    sender.call("end_stores")
-    assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
-    heard_all(sender, receiver, 3)
-
-
-def test_a_part_that_has_rung_arrives_only_with_its_header(rig: Rig) -> None:
-    sender, receiver, source, target = granted_pair(rig)
-    sender.call("ring")
-    heard_all(sender, receiver, 2)
-    sender.call("push_early", receiver.name, 1, source)
-    assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
-    sender.call("end_stores")
-    assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
-
-
-def test_a_part_that_is_announced_and_has_rung_is_there_before_it_is_pushed(rig: Rig) -> None:
-    sender, receiver, source, target = granted_pair(rig)
-    sender.call("announce", 1)
-    heard_all(sender, receiver, 2)
-    sender.call("ring")
-    assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
-    assert receiver.call("values", target) == {STORED}
-    sender.call("push", receiver.name, 1, source)
-    assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
-    heard_all(sender, receiver, 3)
-
-
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_what_is_announced_when_it_has_been_cut_off_is_not_heard(rig: Rig, who: str) -> None:
-    rig.cuts = True
-    sender, receiver, source, target = granted_pair(rig)
-    (receiver if who == "receiver" else sender).call("disconnect", (sender if who == "receiver" else receiver).name)
-    assert isinstance(receiver.call("wait", 1)[0], Failed)
-    lost = receiver if who == "sender" else sender
-    assert isinstance(lost.call("wait", 1)[0], PeerLost)
-    sender.call("announce", 1)
-    rig.link(sender, receiver)
-    sender.call("push", receiver.name, 1, source)
-    assert isinstance(sender.call("wait", 1)[0], Failed)
-    receiver.call("post", sender.name, 2, target)
-    arrives_when_it_rings(sender, receiver, source, target)
-    sender.call("end_stores")
-    receiver.call("wait_for_old_memory")
-
-
-def test_what_a_peer_said_before_it_died_counts_whichever_of_its_connections_ends_first() -> None:
-    stagings = [staging_for("ipc", 1, SLOT_BYTES, "cpu") for _ in range(2)]
-    here, there = (IpcTransport(staging, lambda: None) for staging in stagings)
-    for one, other, name in ((here, there, "there"), (there, here, "here")):
-        one.connect(name, other.info())
-    slots = []
-    for staging in stagings:
-        slot = staging.take()
-        assert slot is not None
-        staging.lend(slot)
-        slots.append(slot)
-    here.expect("there", 1, slots[0], SLOT_BYTES)
-    while (placed := there.place("here", 1, SLOT_BYTES)) is None:
-        pass
-    goes_on = threading.Event()
-
-    def hear_of_the_end() -> None:
-        assert goes_on.wait(DEADLINE_S)
-        links = here._pair._links
-        outward = links._links["there"].out
-        assert outward is not None
-        links._lose(outward)
-
-    here._pair.call(hear_of_the_end)
-    placed.memory.fill_(STORED)
-    placed.announce(header_of(1))
-    placed.ring(None)
-    goes_on.set()
-    events: list[object] = []
-    while len(events) < 2:
-        events += here.poll()
-    assert [type(event) for event in events] == [Arrived, PeerLost]
-    there.push("here", 1, slots[1], SLOT_BYTES, header_of(1))
-    for transport in (there, here):
-        transport.close()
-
-
-def arrives_when_it_rings(sender: Any, receiver: Any, source: int, target: int) -> None:
-    """Tag 2, which has been granted: stored and pushed it is not there yet."""
-    while not sender.call("place", receiver.name, 2, LATE):
-        pass
-    sender.call("push_early", receiver.name, 2, source)
-    heard_all(sender, receiver, 3)
-    sender.call("ring")
-    assert receiver.call("wait", 1) == [arrived(sender.name, 2, target)]
-
-
-def test_what_rang_for_an_earlier_part_of_the_slot_says_nothing(rig: Rig) -> None:
-    sender, receiver, source, target = granted_pair(rig)
-    sender.call("ring")
-    sender.call("push", receiver.name, 1, source)
-    assert receiver.call("wait", 1) == [arrived(sender.name, 1, target)]
-    assert sender.call("wait", 1) == [Sent(receiver.name, 1, source)]
-    receiver.call("post", sender.name, 2, target)
-    arrives_when_it_rings(sender, receiver, source, target)
-    sender.call("end_stores")
-
-
-@pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_what_rings_when_it_has_been_cut_off_is_not_heard(rig: Rig, who: str) -> None:
-    rig.cuts = True
-    sender, receiver, source, target = granted_pair(rig)
-    sender.call("push_early", receiver.name, 1, source)
-    (receiver if who == "receiver" else sender).call("disconnect", (sender if who == "receiver" else receiver).name)
-    assert isinstance(receiver.call("wait", 1)[0], Failed)
-    lost = receiver if who == "sender" else sender
-    assert isinstance(lost.call("wait", 1)[0], PeerLost)
-    rig.link(sender, receiver)
-    assert sender.call("told", "no bell") == []
-    receiver.call("post", sender.name, 2, target)  # the same slot, with other memory and another word
-    sender.call("ring")
-    sender.call("end_stores")
-    assert isinstance(sender.call("wait", 1)[0], Failed)
-    arrives_when_it_rings(sender, receiver, source, target)
-    receiver.call("wait_for_old_memory")
-
-
-def test_what_has_rung_and_is_never_pushed_does_not_arrive(rig: Rig) -> None:
-    rig.cuts = True
-    sender, receiver, source, _ = granted_pair(rig)
-    sender.call("ring")
-    sender.call("disconnect", receiver.name)
-    assert [type(event) for event in receiver.call("wait", 2)] == [Failed, PeerLost]
-    sender.call("push", receiver.name, 1, source)
-    assert isinstance(sender.call("wait", 1)[0], Failed)
-    receiver.call("wait_for_old_memory")
-
-
-@pytest.mark.parametrize("rings", [True, False])
-def test_of_a_sender_that_dies_what_rang_has_arrived(rig: Rig, rings: bool) -> None:
-    """All of it is there, and its header; that the sender has not lived to say so, END, makes no difference to it."""
-    sender, receiver, source, target = granted_pair(rig)
-    address = receiver.call("info")
-    receiver.signal(signal.SIGSTOP)
-    sender.call("push_early", receiver.name, 1, source)
-    sender.call("connect", receiver.name, address)  # it is; by the time of the answer BEGIN has gone
-    if rings:
-        sender.call("ring")
-    sender.kill()
-    receiver.signal(signal.SIGCONT)
-    ended = receiver.call("wait", 2)
-    assert [type(event) for event in ended] == [Arrived if rings else Failed, PeerLost]
-    if rings:
-        assert ended[0] == arrived(sender.name, 1, target)
-        assert receiver.call("values", target) == {STORED}
-    receiver.call("wait_for_old_memory")
-
-
-def test_where_there_is_no_bell_parts_arrive_all_the_same() -> None:
-    staging, words = staging_for("ipc", 1, SLOT_BYTES, "cpu"), Words(3)
-    assert [words.take() for _ in range(3)] == [1, 2, NOBODYS_WORD]
-    carrier = IpcCarrier(staging)
-    place = bytearray(carrier.memory)
-    assert carrier.sending("peer", bytes(place), print).has_bell
-    place[16 + 16] ^= 1  # the inode of the words
-    way = carrier.sending("peer", bytes(place), print)
-    assert not way.has_bell
-    target = way.reach(bytes(place), SLOT_BYTES, 1)
-    target.memory.fill_(STORED)
-    target.ring(None)
-    assert int(staging.memory(0).min()) == STORED
-    assert not carrier.has_rung(staging.memory(0), 1)
-
-
 # ---- what it costs, and how it ends ----
 
 
-def test_nobody_spins_for_stores_that_take_long_or_for_nothing(rig: Rig) -> None:
-    sender, receiver, source, _ = granted_pair(rig)
+def test_nobody_spins_for_stores_that_take_long_or_for_nothing(ipc_rig: Rig) -> None:
+    sender, receiver, source, _ = granted_pair(ipc_rig)
     window_s = 0.4
     assert max(node.call("spun_s", window_s) for node in (sender, receiver)) < 1e-3
     sender.call("push_early", receiver.name, 1, source)
@@ -360,9 +144,9 @@ def test_nobody_spins_for_stores_that_take_long_or_for_nothing(rig: Rig) -> None
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_what_is_cut_off_when_pushed_early_ends_with_its_stores(rig: Rig, who: str) -> None:
-    rig.cuts = True
-    sender, receiver, source, target = granted_pair(rig)
+def test_what_is_cut_off_when_pushed_early_ends_with_its_stores(ipc_rig: Rig, who: str) -> None:
+    ipc_rig.cuts = True
+    sender, receiver, source, target = granted_pair(ipc_rig)
     sender.call("push_early", receiver.name, 1, source)
     (receiver if who == "receiver" else sender).call("disconnect", (sender if who == "receiver" else receiver).name)
     assert isinstance(receiver.call("wait", 1)[0], Failed)
@@ -379,9 +163,9 @@ def test_what_is_cut_off_when_pushed_early_ends_with_its_stores(rig: Rig, who: s
     receiver.call("wait_for_old_memory")
 
 
-def test_who_closes_while_stores_hang_is_told_all_the_same(rig: Rig) -> None:
-    rig.cuts = True
-    sender, receiver, source, _ = granted_pair(rig)
+def test_who_closes_while_stores_hang_is_told_all_the_same(ipc_rig: Rig) -> None:
+    ipc_rig.cuts = True
+    sender, receiver, source, _ = granted_pair(ipc_rig)
     sender.call("push_early", receiver.name, 1, source)
     sender.call("close")
     assert isinstance(sender.call("wait", 1)[0], Failed)
@@ -394,9 +178,9 @@ def test_the_longer_nothing_happens_the_longer_are_the_pauses() -> None:
     assert [pause_s(idle_s, True) for idle_s in (6e-3, 0.5, 60)] == [1e-3, 0.05, 0.1]
 
 
-def test_what_is_not_granted_in_time_goes_the_other_way(rig: Rig) -> None:
-    sender, receiver = rig.node("raw"), rig.node("raw")
-    rig.link(sender, receiver)
+def test_what_is_not_granted_in_time_goes_the_other_way(ipc_rig: Rig) -> None:
+    sender, receiver = ipc_rig.node("raw"), ipc_rig.node("raw")
+    ipc_rig.link(sender, receiver)
     assert not sender.call("place", receiver.name, 1, STORED)
     source, target = sender.call("fill", OLD), receiver.call("fill", 0)
     sender.call("push", receiver.name, 1, source)
@@ -407,9 +191,9 @@ def test_what_is_not_granted_in_time_goes_the_other_way(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_memory_that_is_stored_to_serves_nobody_else_until_that_is_over(rig: Rig, who: str) -> None:
-    rig.cuts = True
-    sender, receiver, source, target = granted_pair(rig)
+def test_memory_that_is_stored_to_serves_nobody_else_until_that_is_over(ipc_rig: Rig, who: str) -> None:
+    ipc_rig.cuts = True
+    sender, receiver, source, target = granted_pair(ipc_rig)
     if who == "sender":
         sender.call("disconnect", receiver.name)
         failed, lost = receiver.call("wait", 2)
@@ -419,7 +203,7 @@ def test_memory_that_is_stored_to_serves_nobody_else_until_that_is_over(rig: Rig
         (failed,) = receiver.call("wait", 1)
         assert isinstance(sender.call("wait", 1)[0], PeerLost)
     assert isinstance(failed, Failed)
-    rig.link(sender, receiver)
+    ipc_rig.link(sender, receiver)
     receiver.call("refill", target, 0)
     receiver.call("post", sender.name, 2, target)  # the same slot, with other memory
     assert receiver.call("old_memory_is_over") == [False]
@@ -437,8 +221,8 @@ def test_memory_that_is_stored_to_serves_nobody_else_until_that_is_over(rig: Rig
     assert receiver.call("values", target) == {STORED}
 
 
-def test_a_receiver_that_dies_leaves_its_memory_to_who_stores_there(rig: Rig) -> None:
-    sender, receiver, source, _ = granted_pair(rig)
+def test_a_receiver_that_dies_leaves_its_memory_to_who_stores_there(ipc_rig: Rig) -> None:
+    sender, receiver, source, _ = granted_pair(ipc_rig)
     receiver.kill()
     assert isinstance(sender.call("wait", 1)[0], PeerLost)
     sender.call("store", LATE)
@@ -447,16 +231,16 @@ def test_a_receiver_that_dies_leaves_its_memory_to_who_stores_there(rig: Rig) ->
     assert sender.call("values", source) == {OLD}
 
 
-def test_a_sender_that_dies_while_it_stores_gives_the_memory_back(rig: Rig) -> None:
-    sender, receiver, _, _ = granted_pair(rig)
+def test_a_sender_that_dies_while_it_stores_gives_the_memory_back(ipc_rig: Rig) -> None:
+    sender, receiver, _, _ = granted_pair(ipc_rig)
     sender.kill()
     assert [type(event) for event in receiver.call("wait", 2)] == [Failed, PeerLost]
     receiver.call("wait_for_old_memory")
 
 
-def test_a_sender_that_closes_while_it_stores_ends_it_with_failed(rig: Rig) -> None:
-    rig.cuts = True
-    sender, receiver, source, _ = granted_pair(rig)
+def test_a_sender_that_closes_while_it_stores_ends_it_with_failed(ipc_rig: Rig) -> None:
+    ipc_rig.cuts = True
+    sender, receiver, source, _ = granted_pair(ipc_rig)
     sender.call("close")
     sender.call("push", receiver.name, 1, source)
     assert isinstance(sender.call("wait", 1)[0], Failed)
