@@ -318,7 +318,8 @@ class DecodeCore:
     def load(self) -> Load:
         engine, blocks = self.engine, self.engine.blocks
         waiting = engine.num_waiting + self._reservations.num_waiting
-        return Load(waiting, engine.num_running, blocks.num_free + blocks.num_cached, blocks.num_total)
+        num_free = blocks.num_free + blocks.num_cached
+        return Load(waiting, engine.num_running, num_free, blocks.num_total, self._stopping)
 
     @property
     def idle(self) -> bool:

@@ -13,11 +13,14 @@ from baton.address import HostPort
 from baton.channels import CHANNEL_OPTIONS
 
 RECONNECT_MS = 100
+WHOLE_CLUSTER = "baton.v1.Cluster"
+"""The name under which the router's health service says whether all kinds of nodes are there."""
 ASK_TIMEOUT_S = 5.0
 
 
 async def wait_until_serving(grpc_address: HostPort) -> None:
-    """Until the router says that requests will be answered: it tells, nobody asks again and again. Sets no deadline.
+    """Until the router says that requests will be answered, and nothing is missing: it tells, nobody asks again and
+    again. Sets no deadline.
 
     A router that is not up yet, or that dies meanwhile, is waited for.
     """
@@ -28,10 +31,10 @@ async def wait_until_serving(grpc_address: HostPort) -> None:
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
     ]
     async with grpc.aio.insecure_channel(str(grpc_address), options=options) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub, question = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=WHOLE_CLUSTER)
         while True:
             try:
-                async for answer in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+                async for answer in stub.Watch(question, wait_for_ready=True):
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError as error:
@@ -40,13 +43,16 @@ async def wait_until_serving(grpc_address: HostPort) -> None:
 
 
 def why_not_ready(http_address: HostPort) -> str | None:
-    """The router's own words. None: it is ready."""
+    """The router's own words. None: it is ready, and nothing is missing."""
     connection = http.client.HTTPConnection(http_address.host, http_address.port, timeout=ASK_TIMEOUT_S)
     try:
         connection.request("GET", "/ready")
         answer = connection.getresponse()
         body = answer.read()
-        return None if answer.status == http.client.OK else str(json.loads(body)["error"]["message"])
+        said = json.loads(body)
+        if answer.status != http.client.OK:
+            return str(said["error"]["message"])
+        return None if said["status"] == "ready" else str(said["status"])
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         return f"the router gives no answer at {http_address}: {error}"
     finally:

@@ -173,7 +173,7 @@ class PrefillCore:
     def load(self) -> Load:
         waiting, blocks = self.engine.num_waiting, self.engine.blocks
         running = len(self._outgoing.works()) - waiting
-        return Load(waiting, running, blocks.num_free + blocks.num_cached, blocks.num_total)
+        return Load(waiting, running, blocks.num_free + blocks.num_cached, blocks.num_total, self._stopping)
 
     @property
     def idle(self) -> bool:

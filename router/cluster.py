@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from baton.address import HostPort
 from baton.messages import NodeRole
@@ -14,6 +15,23 @@ from router.models import Models
 from router.nodes import NodeLink
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """`why_not`: no request would be answered; `degraded`: it would, but not in the way that is meant. Both for a
+    person; None: nothing is missing."""
+
+    why_not: str | None
+    degraded: str | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.why_not is None
+
+    @property
+    def status(self) -> str:
+        return self.why_not or (f"ready, degraded: {self.degraded}" if self.degraded else "ready")
 
 
 class Cluster:
@@ -31,8 +49,8 @@ class Cluster:
         self.links = [NodeLink(address, role, epoch, dispatcher, models, self._changed) for address, role in roles]
         self._dispatcher = dispatcher
         self._tasks: list[asyncio.Task[None]] = []
-        self._watchers: list[Callable[[bool], None]] = []
-        self._said: str | None = ""
+        self._watchers: list[Callable[[Readiness], None]] = []
+        self._said = ""
         self._draining = False
 
     def start(self) -> None:
@@ -40,9 +58,9 @@ class Cluster:
         self._tasks = [asyncio.create_task(link.run(), name=f"node {link.address}") for link in self.links]
         self._changed()
 
-    def watch(self, watcher: Callable[[bool], None]) -> None:
+    def watch(self, watcher: Callable[[Readiness], None]) -> None:
         self._watchers.append(watcher)
-        watcher(self.why_not_ready() is None)
+        watcher(self.readiness())
 
     def drain(self) -> None:
         """No longer ready, while what runs is finished."""
@@ -55,13 +73,16 @@ class Cluster:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def why_not_ready(self) -> str | None:
-        """For a person: what is missing, and what is wrong with each node that is not in use. None: ready."""
+    def readiness(self) -> Readiness:
+        """What is missing, with what is wrong with each node that is not in use."""
         if self._draining:
-            return "the router is shutting down"
-        reason = self._dispatcher.why_not_ready()
-        if reason is None:
-            return None
+            return Readiness("the router is shutting down")
+        if reason := self._dispatcher.why_not_ready():
+            return Readiness(self._with_problems(reason))
+        degraded = self._dispatcher.why_degraded()
+        return Readiness(None, self._with_problems(degraded) if degraded else None)
+
+    def _with_problems(self, reason: str) -> str:
         problems = [f"{link.role.value} node {link.address}: {link.problem}" for link in self.links if link.problem]
         return f"{reason} ({'; '.join(problems)})" if problems else reason
 
@@ -71,9 +92,9 @@ class Cluster:
         return {(role.value, state): states[role.value, state] for role in NodeRole for state in ("up", "down")}
 
     def _changed(self) -> None:
-        reason = self.why_not_ready()
-        if reason and reason != self._said:
-            log.warning("not ready: %s", reason)
-        self._said = reason
+        readiness = self.readiness()
+        if readiness.status not in ("ready", self._said):
+            log.warning("%s%s", "" if readiness.ready else "not ready: ", readiness.status)
+        self._said = readiness.status
         for watcher in self._watchers:
-            watcher(reason is None)
+            watcher(readiness)

@@ -2,14 +2,15 @@
 
 No sockets and no clock: the front ends and the node streams carry messages to and from it, and tests race it in every
 order. The rules it keeps: tokens and ends count only from the current attempt; a gap in a sample's indexes fails the
-attempt; whatever is lost becomes attempt + 1, a Prefill of prompt and output so far; each request ends exactly once,
-after all that was accepted of it has been told.
+attempt; whatever is lost becomes attempt + 1, a Prefill of prompt and output so far; what no node can take at the
+moment waits for one; each request ends exactly once, after all that was accepted of it has been told.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.deadlines import Deadlines
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -19,6 +20,7 @@ from baton.errors import (
     Overloaded,
     PeerLost,
     RequestCancelled,
+    TransferError,
 )
 from baton.messages import (
     Abort,
@@ -44,12 +46,15 @@ from router.life import (
     SampleLife,
     SampleOut,
     TokensOut,
+    Unplaced,
     Work,
     WorkState,
 )
 from router.placement import Placement, Pool
+from router.waiting import WaitingForNode
 
 MAX_ATTEMPTS = 4
+MAX_LOST_NODES = 2
 """A request that lost this many nodes is more likely the cause than the victim."""
 
 
@@ -72,33 +77,47 @@ Action = ToNode | Emit
 
 class RouterCore:
     """All live requests of one router. `epoch` names this router's life; `max_requests` 0 means no limit;
-    `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what these sample is told at once, or
-    when the decode node goes on with it."""
+    `max_waiting`: how many requests, or single samples of them, may wait for a node; `with_prefill`: it has prefill
+    nodes, now or later; `first_token`: whether what these sample is told at once, or when the decode node goes on with
+    it."""
 
     def __init__(
-        self, epoch: int, max_requests: int = 0, with_prefill: bool = True, first_token: FirstToken = "prefill"
+        self,
+        epoch: int,
+        max_requests: int = 0,
+        with_prefill: bool = True,
+        first_token: FirstToken = "prefill",
+        max_waiting: int = 1024,
     ) -> None:
         self.epoch = epoch
         self.pool = Pool(with_prefill)
         self._max_requests = max_requests
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
+        self._deadlines: Deadlines[str] = Deadlines()
         self._owner: dict[WorkId, RequestLife] = {}
+        self._waiting = WaitingForNode(max_waiting)
         self._actions: list[Action] = []
 
     # ---- what the world tells ----
 
     def node_up(self, info: NodeInfo, now: float) -> None:
-        """A node is subscribed: work may be placed there."""
+        """A node is subscribed: work may be placed there, and what waits for a node first of all."""
         self.pool.add(info)
+        self._place_waiting(now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. What depended on it goes to the next attempt."""
-        self.pool.remove(incarnation)
+        node = self.pool.remove(incarnation)
+        what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
+        stopped = node is not None and node.load.draining  # nobody's fault
         for life in list(self._requests.values()):
-            for work in list(life.works.values()):
-                if work.id in life.works and work.depends_on(incarnation):  # one failure can end all the request's work
-                    self._fail(life, work, NodeUnavailable(f"node {incarnation} lost: {reason}"), now, {incarnation})
+            works = [work for work in life.works.values() if work.depends_on(incarnation)]
+            if not stopped and (works or incarnation in life.blamed):
+                life.lost[incarnation] = f"{what}: {reason}"
+            for work in works:
+                if work.id in life.works:  # one failure can end all the request's work
+                    self._fail(life, work, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation})
 
     def node_load(self, incarnation: str, load: Load) -> None:
         if node := self.pool.get(incarnation):
@@ -107,33 +126,40 @@ class RouterCore:
     def why_not_ready(self) -> str | None:
         return self.pool.why_not_ready()
 
+    def why_degraded(self, now: float) -> str | None:
+        return self.pool.why_degraded(now)
+
     @property
     def num_requests(self) -> int:
         return len(self._requests)
 
     def states(self) -> list[WorkState]:
         """The states of all live work, for metrics."""
-        return [work.state for life in self._requests.values() for work in life.works.values()]
+        placed = [work.state for life in self._requests.values() for work in life.works.values()]
+        return placed + [WorkState.UNPLACED] * len(self._waiting)
 
     def state_of(self, request_id: str) -> WorkState | None:
         """The least advanced state of the request's live work. None: not live."""
         life = self._requests.get(request_id)
-        order = list(WorkState)
-        return min((w.state for w in life.works.values()), key=order.index, default=None) if life else None
+        if life is None:
+            return None
+        states = [work.state for work in life.works.values()] + [WorkState.UNPLACED for _ in life.unplaced]
+        return min(states, key=list(WorkState).index, default=None)
 
     # ---- what the client wants ----
 
     def submit(self, request: RoutedRequest, now: float) -> None:
-        """Place a new request. Raises InvalidRequest, Overloaded or NodeUnavailable when it cannot be placed now."""
+        """Place a new request, or have it wait for a node. Raises InvalidRequest; Overloaded; NodeUnavailable when the
+        nodes that are here do not fit together, or too many wait already."""
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         if self._max_requests and len(self._requests) >= self._max_requests:
             raise Overloaded(f"{self._max_requests} requests are in flight")
         samples = [SampleLife(i) for i in range(request.n)]
         life = RequestLife(request, now, now + request.deadline_s, samples)
-        placement = self.pool.choose(life.avoid)
+        self._place_or_wait(Unplaced(life, samples, request.request_id, 0), self.pool.choose(life.avoid, now), now)
         self._requests[request.request_id] = life
-        self._place(life, samples, request.request_id, 0, placement, now)
+        self._deadlines.set(request.request_id, life.deadline)
 
     def stop_sample(self, request_id: str, sample: int, now: float) -> None:
         """A stop string ended the sample: tokens past it are neither wanted nor counted."""
@@ -150,6 +176,8 @@ class RouterCore:
                 else:
                     self._abort(work)
                     self._retire(life, work)
+        for waiting in [w for w in life.unplaced if all(s.ended for s in w.samples)]:
+            self._waiting.remove(waiting)
         self._end_if_done(life, now)
 
     def cancel(self, request_id: str, now: float) -> None:
@@ -157,16 +185,28 @@ class RouterCore:
         if life := self._requests.get(request_id):
             self._end(life, RequestCancelled("the client went away"), now)
 
+    def stop(self, now: float) -> None:
+        """End all that is live: the router stops."""
+        for life in list(self._requests.values()):
+            self._end(life, NodeUnavailable("the server was stopped before the request had finished"), now)
+
     # ---- time ----
 
     def next_deadline(self) -> float | None:
-        return min((life.deadline for life in self._requests.values()), default=None)
+        return self._deadlines.next()
 
     def tick(self, now: float) -> None:
-        for life in list(self._requests.values()):
-            if life.deadline <= now:
-                error = DeadlineExceeded(f"not finished within {life.request.deadline_s:g} s")
-                self._end(life, error, now)
+        for request_id in self._deadlines.due(now):
+            life = self._requests[request_id]
+            self._end(life, self._overdue(life), now)
+
+    def _overdue(self, life: RequestLife) -> BatonError:
+        """What ends a request whose time is up: it is the nodes' fault if there was none to run it."""
+        waited = f"within {life.request.deadline_s:g} s"
+        if life.works or not life.unplaced:
+            return DeadlineExceeded(f"not finished {waited}")
+        why = [error.message for error in (life.unplaced[0].error,) if error] + [self.why_not_ready() or "no node"]
+        return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")
 
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
@@ -192,6 +232,8 @@ class RouterCore:
                 if not work.handed_off:
                     self._prefilled(life, work)
                     work.handed_off = True
+                    if work.decode:
+                        self.pool.faults.worked((work.prefill, work.decode))
                     life.timings.handed_off(handed_off)
                     self._after_progress(life, work, now)
             case Adopted() as adopted:
@@ -260,7 +302,12 @@ class RouterCore:
 
     def _ended(self, life: RequestLife, work: Work, error: BatonError | None, incarnation: str, now: float) -> None:
         if error is not None:
-            self._fail(life, work, error, now, _suspects(work, error, incarnation))
+            suspects = work.suspects(error, incarnation)
+            if isinstance(error, PeerLost):
+                life.blamed |= suspects
+            if isinstance(error, TransferError) and work.decode:
+                self.pool.faults.failed((work.prefill, work.decode), error.message, now)
+            self._fail(life, work, error, now, suspects)
         elif not work.unfinished:
             if incarnation == work.decode and not work.handed_off:
                 self._to_node(work.prefill, Abort(work.id))  # its last word is still under way and says nothing new
@@ -309,6 +356,27 @@ class RouterCore:
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
         self._to_node(work.prefill, life.prefill(work, target, now))
 
+    def _place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
+        """Raises NodeUnavailable when there is no place, nor one to wait."""
+        if placement is None:
+            self._waiting.add(task, self.why_not_ready() or "no node")
+        else:
+            self._place(task.life, task.samples, task.key, task.attempt, placement, now)
+
+    def _place_waiting(self, now: float) -> None:
+        """A node has come: who waits for one is placed, in order of arrival."""
+        for task in self._waiting.tasks():
+            try:
+                placement = self.pool.choose(task.life.avoid, now)
+            except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
+                task.error = misfit
+                return
+            if placement is None:
+                return
+            self._waiting.remove(task)
+            samples = [sample for sample in task.samples if not sample.ended]
+            self._place(task.life, samples, task.key, task.attempt, placement, now)
+
     def _fail(
         self,
         life: RequestLife,
@@ -328,6 +396,8 @@ class RouterCore:
             self._end_if_done(life, now)
             return
         life.avoid |= suspects or set()
+        if life.is_poisonous(MAX_LOST_NODES):
+            error, retry = InternalError(f"given up, since nodes were lost that ran it: {life.losses}"), False
         if not (retry or error.retryable) or work.id.attempt + 1 >= MAX_ATTEMPTS:
             self._end(life, error, now)
             return
@@ -342,21 +412,24 @@ class RouterCore:
     ) -> None:
         """Raises NodeUnavailable; and the error itself where it is Overloaded and there is nobody else to ask, so that
         the client comes again later."""
-        placement = self.pool.choose(life.avoid)
-        if isinstance(error, Overloaded) and placement.last.info.incarnation in life.avoid:
+        placement = self.pool.choose(life.avoid, now)
+        if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in life.avoid):
             raise error
         whole = len(group) == len(lost.samples)
         key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
-        self._place(life, group, key, lost.id.attempt + 1, placement, now)
+        self._place_or_wait(Unplaced(life, group, key, lost.id.attempt + 1, error), placement, now)
 
     def _end_if_done(self, life: RequestLife, now: float) -> None:
-        if not life.works:
+        if not life.works and not life.unplaced:
             self._end(life, None, now)
 
     def _end(self, life: RequestLife, error: BatonError | None, now: float) -> None:
         for work in list(life.works.values()):
             self._abort(work)
             self._retire(life, work)
+        for task in list(life.unplaced):
+            self._waiting.remove(task)
+        self._deadlines.discard(life.request.request_id)
         if self._requests.pop(life.request.request_id, None):
             for sample in life.samples:
                 self._release(life, sample, now)
@@ -383,12 +456,3 @@ class RouterCore:
 
     def _emit(self, life: RequestLife, event: RequestEvent) -> None:
         self._actions.append(Emit(life.request.request_id, event))
-
-
-def _suspects(work: Work, error: BatonError, speaker: str) -> set[str]:
-    """The nodes to keep the next attempt away from. One that lost its peer blames the other; else a decode node speaks
-    for itself, and a prefill node for both, since it passes on what it was refused with."""
-    both = {work.prefill, work.decode or work.prefill}
-    if isinstance(error, PeerLost):
-        return both - {speaker} or both
-    return {speaker} if speaker == work.decode else both

@@ -99,6 +99,9 @@ class Dispatcher:
     def why_not_ready(self) -> str | None:
         return self._core.why_not_ready()
 
+    def why_degraded(self) -> str | None:
+        return self._core.why_degraded(time.monotonic())
+
     def num_requests_by_state(self) -> dict[str, int]:
         """Live work by state, states without any included."""
         states = Counter(state.value for state in self._core.states())
@@ -109,9 +112,9 @@ class Dispatcher:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Cancel what is still live."""
-        for request_id in list(self._sinks):
-            self.cancel(request_id)
+        """End what is still live: its clients are told that the server was stopped."""
+        self._core.stop(time.monotonic())
+        self._carry_out()
         if self._timer:
             self._timer.cancel()
 

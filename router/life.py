@@ -7,13 +7,15 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
-from baton.errors import BatonError
+from baton.errors import BatonError, PeerLost
 from baton.messages import Adopted, DecodeTarget, HandedOff, Prefill, Sample, SampleEnd, TokenLogprobs, Tokens, WorkId
 from baton.sampling import FinishReason, SamplingParams
 
 
 class WorkState(enum.Enum):
-    """Where one attempt stands.
+    """Where one attempt stands. UNPLACED: there is no node for it at the moment.
+
+        (UNPLACED) --a node comes--> QUEUED
 
         QUEUED --Started--> PREFILLING --first token--> HANDING_OFF --Adopted--> DECODING --End--> (gone)
            |                    |                            |                      |
@@ -24,6 +26,7 @@ class WorkState(enum.Enum):
     token left to the decode node, the client hears of an attempt's tokens in DECODING, or when their sample ends.
     """
 
+    UNPLACED = "unplaced"
     QUEUED = "queued"
     PREFILLING = "prefilling"
     HANDING_OFF = "handing_off"
@@ -160,6 +163,25 @@ class Work:
             return False
         return not self.handed_off or self.state is not WorkState.DECODING or any(s.early for s in self.samples)
 
+    def suspects(self, error: BatonError, speaker: str) -> set[str]:
+        """The nodes to keep the next attempt away from. One that lost its peer blames the other; else a decode node
+        speaks for itself, and a prefill node for both, since it passes on what it was refused with."""
+        both = {self.prefill, self.decode or self.prefill}
+        if isinstance(error, PeerLost):
+            return both - {speaker} or both
+        return {speaker} if speaker == self.decode else both
+
+
+@dataclass(slots=True, eq=False)
+class Unplaced:
+    """Samples of a request that wait for a node: what their next attempt will be, and why the one before failed."""
+
+    life: RequestLife
+    samples: list[SampleLife]
+    key: str
+    attempt: int
+    error: BatonError | None = None
+
 
 @dataclass(slots=True)
 class RequestLife:
@@ -170,9 +192,22 @@ class RequestLife:
     deadline: float
     samples: list[SampleLife]
     works: dict[WorkId, Work] = field(default_factory=dict)
+    unplaced: list[Unplaced] = field(default_factory=list)
     timings: RequestTimings = field(default_factory=RequestTimings)
     avoid: set[str] = field(default_factory=set)  # nodes that failed it
+    blamed: set[str] = field(default_factory=set)  # those of them that their peers took for lost
+    lost: dict[str, str] = field(default_factory=dict)  # nodes that went away with it, and how
     told: bool = False  # its client has a token
+
+    def is_poisonous(self, max_lost: int) -> bool:
+        """Whether so many nodes went away while they ran it. One whose peer alone has said so counts too, beside one
+        that is known to be lost: the peer often hears of it first, and by then the next node would have it."""
+        return bool(self.lost) and len(self.lost.keys() | self.blamed) >= max_lost
+
+    @property
+    def losses(self) -> str:
+        """For a person."""
+        return "; ".join(self.lost.values())
 
     def groups(self, samples: list[SampleLife]) -> list[list[SampleLife]]:
         """Samples that one Prefill can carry: all together while none has output, else one each."""

@@ -17,7 +17,8 @@ import grpc.aio
 from baton.address import HostPort
 from baton.channels import CHANNEL_OPTIONS
 from baton.errors import BatonError, NodeUnavailable
-from baton.messages import Abort, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.messages import Abort, Load, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.silence import until_silent
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import read_node_info, read_node_message, write_router_message
 from router.dispatcher import Dispatcher
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
 SILENCE_TIMEOUT_S = 5.0
-"""A node sends its load every second; one that is silent for this long hangs."""
+"""A node sends its load every half second; one that is silent for so long, while we listen, hangs."""
 LAST_WORD_S = 0.5
 """For a stream that cannot be written to any more to say why."""
 FIRST_BACKOFF_S = 0.1
@@ -70,7 +71,7 @@ class NodeLink:
             except (BatonError, grpc.aio.AioRpcError, TimeoutError) as error:
                 problem = _reason(error)
             except Exception as error:  # a boundary: one node's oddities must not cost the others
-                log.exception("node_address=%s our own mistake", self.address)
+                log.exception("node_address=%s internal error", self.address)
                 problem = repr(error)
             self._set_problem(problem)
             backoff_s = FIRST_BACKOFF_S if was_up else min(2 * backoff_s, LAST_BACKOFF_S)
@@ -130,15 +131,16 @@ class NodeLink:
 
     async def _listen(self, call: _Call, incarnation: str) -> str:
         """Pass on what the node says until its stream ends, breaks or goes silent; returns which."""
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(SILENCE_TIMEOUT_S) as silence:
+            async with until_silent(SILENCE_TIMEOUT_S) as silence:
                 wire: Any
                 while (wire := await call.read()) is not EOF:
-                    silence.reschedule(loop.time() + SILENCE_TIMEOUT_S)
+                    silence.heard()
                     message = read_node_message(wire)
                     if not isinstance(message, Subscribed):
                         self._dispatcher.node_said(incarnation, message)
+                    if isinstance(message, Load) and message.draining:
+                        self._set_problem("is stopping, and finishes what it has")
         except TimeoutError:
             return f"silent for {SILENCE_TIMEOUT_S:g} s"
         except (BatonError, grpc.aio.AioRpcError) as error:

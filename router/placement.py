@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
+from router.pair_faults import PairFaults
 
 
 @dataclass(slots=True)
@@ -45,12 +47,15 @@ class Placement:
         return self.decode or self.prefill
 
 
-def mismatch(prefill: Node, decode: Node) -> str | None:
+def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
     """Why the two cannot exchange blocks. None: they can."""
     try:
-        prefill.info.layout.require_same(decode.info.layout, decode.info.node_id)
+        prefill.layout.require_same(decode.layout, decode.node_id)
     except LayoutMismatch as error:
         return f"LayoutMismatch {error.message}"
+    spoken, understood = ([e.transport for e in info.endpoints] for info in (prefill, decode))
+    if spoken and understood and not set(spoken) & set(understood):
+        return f"transport {', '.join(spoken)} of {prefill.node_id} != {', '.join(understood)} of {decode.node_id}"
     return None
 
 
@@ -58,8 +63,10 @@ class Pool:
     """The nodes that a router may use now, by incarnation. `with_prefill`: prefill nodes are meant to be among them."""
 
     def __init__(self, with_prefill: bool = True) -> None:
+        self.faults = PairFaults()
         self._with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}
+        self._misfits: dict[tuple[str, str], str | None] = {}  # by the incarnations of a prefill and a decode node
         self._num_placed = 0
 
     def add(self, info: NodeInfo) -> None:
@@ -68,32 +75,52 @@ class Pool:
             node.info = info
         else:
             self._nodes[info.incarnation] = Node(info, Load())
+        self._compare()
 
-    def remove(self, incarnation: str) -> None:
-        self._nodes.pop(incarnation, None)
+    def remove(self, incarnation: str) -> Node | None:
+        self.faults.forget(incarnation)
+        removed = self._nodes.pop(incarnation, None)
+        self._compare()
+        return removed
 
     def get(self, incarnation: str) -> Node | None:
         return self._nodes.get(incarnation)
 
     def role(self, role: NodeRole) -> list[Node]:
-        return [n for n in self._nodes.values() if n.info.role is role]
+        """Those that take new work."""
+        return [n for n in self._nodes.values() if n.info.role is role and not n.load.draining]
 
-    def choose(self, avoid: set[str]) -> Placement:
-        """The least busy pair that fits; a decode node alone when no prefill node is left. Nodes in `avoid` only if
-        there is no other. Raises NodeUnavailable, saying why."""
-        pairs = [(p, d) for p in self.role(NodeRole.PREFILL) for d in self.role(NodeRole.DECODE) if not mismatch(p, d)]
+    def _compare(self) -> None:
+        """All prefill nodes with all decode nodes: once for each change of the pool, not for each request."""
+        roles = ([n.info for n in self._nodes.values() if n.info.role is role] for role in NodeRole)
+        self._misfits = {(p.incarnation, d.incarnation): mismatch(p, d) for p, d in itertools.product(*roles)}
+
+    # ---- where to ----
+
+    def choose(self, avoid: set[str], now: float) -> Placement | None:
+        """The least busy pair that fits and works; else a decode node alone. Nodes in `avoid` only if there is no
+        other. None: there is no node for it at the moment. Raises NodeUnavailable, saying why, when the nodes that are
+        here do not fit together, which waiting does not mend."""
+        prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
+        if not decodes:
+            return None
+        fitting = self._fitting(prefills, decodes)
+        if prefills and not fitting:
+            raise NodeUnavailable(self.why_not_ready() or "no node")
 
         def cost(pair: tuple[Node, Node]) -> tuple[object, ...]:
             prefill, decode = pair
             failed = sum(n.info.incarnation in avoid for n in pair)
             return failed, prefill.backlog, prefill.busy, decode.busy, prefill.info.node_id, decode.info.node_id
 
-        if pairs:
+        if pairs := [(p, d) for p, d in fitting if not self.faults.is_out(_key(p, d), now)]:
             return Placement(*min(pairs, key=cost))
-        if self.role(NodeRole.PREFILL) or not self.role(NodeRole.DECODE):
-            raise NodeUnavailable(self.why_not_ready() or "no node")
-        alone = self.role(NodeRole.DECODE)
-        return Placement(min(alone, key=lambda n: (n.info.incarnation in avoid, n.backlog, n.busy)), None)
+        return Placement(min(decodes, key=lambda n: (n.info.incarnation in avoid, n.backlog, n.busy)), None)
+
+    def _fitting(self, prefills: list[Node], decodes: list[Node]) -> list[tuple[Node, Node]]:
+        return [(p, d) for p in prefills for d in decodes if self._misfits[_key(p, d)] is None]
+
+    # ---- what it was given ----
 
     def place(self, placement: Placement, num_tokens: int) -> None:
         """A prompt of so many tokens goes there. To be followed by `prefilled` and `ended`, once each."""
@@ -112,15 +139,28 @@ class Pool:
         if node := self._nodes.get(incarnation):
             node.to_decode -= num_tokens
 
+    # ---- for a person ----
+
     def why_not_ready(self) -> str | None:
-        """None when a request can be prefilled on one node and decoded on another, or by one of decode nodes that are
-        meant to be alone; else what is missing."""
+        """Why no request would be answered. None: it would."""
         prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
-        missing = ["no prefill node"] if self._with_prefill and not prefills else []
-        missing += ["no decode node"] if not decodes else []
-        if missing or not prefills:
-            return " and ".join(missing) or None
-        reasons = [mismatch(p, d) for p in prefills for d in decodes]
-        if None in reasons:
+        if not decodes:
+            return "no prefill node and no decode node" if self._with_prefill and not prefills else "no decode node"
+        if not prefills or self._fitting(prefills, decodes):
             return None
-        return f"no decode node: {reasons[0]}"
+        return f"no decode node: {self._misfits[_key(prefills[0], decodes[0])]}"
+
+    def why_degraded(self, now: float) -> str | None:
+        """Why requests are answered in another way than is meant: decode nodes compute prompts, or nodes do not work
+        with one another. None: nothing is missing."""
+        prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
+        reasons = ["no prefill node"] if self._with_prefill and not prefills else []
+        for pair in itertools.product(prefills, decodes):
+            key = _key(*pair)
+            if reason := self._misfits[key] or self.faults.why_out(key, now):
+                reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
+        return "; ".join(reasons) or None
+
+
+def _key(prefill: Node, decode: Node) -> tuple[str, str]:
+    return prefill.info.incarnation, decode.info.incarnation

@@ -21,7 +21,7 @@ from baton.settings import flag_name
 from baton.telemetry import RouterMetrics, new_registry
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.accounts import Accounts
-from router.cluster import Cluster
+from router.cluster import Cluster, Readiness
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
 from router.grpc_service import GenerationService
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 EPOCH_BITS = 63
 _SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
+WHOLE_CLUSTER = "baton.v1.Cluster"
+"""A name of the health service: SERVING while nothing is missing, not even what a request can do without."""
 _IDLE_S = 75
 """For connections without a request: longer than most clients keep theirs, so that none reuses one just closed."""
 _CLOSE_S = 1.0
@@ -56,7 +58,9 @@ class RouterServer:
         epoch = secrets.randbits(EPOCH_BITS)
         self.models = Models()
         accounts = Accounts(metrics, self._model_name)
-        core = RouterCore(epoch, settings.max_num_requests, bool(settings.prefill), settings.first_token)
+        core = RouterCore(
+            epoch, settings.max_num_requests, bool(settings.prefill), settings.first_token, settings.max_waiting
+        )
         self.dispatcher = Dispatcher(core, accounts)
         self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode)
         self._service = Service(self.dispatcher, self.models, settings.request_timeout)
@@ -64,7 +68,7 @@ class RouterServer:
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
         self.app = create_app(GenerateRoutes(self._service, limits), status)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # known to grpc, not to its stubs
-        self._ready = False
+        self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -104,7 +108,7 @@ class RouterServer:
         await asyncio.shield(self._http_task)
 
     def why_not_ready(self) -> str | None:
-        return self.cluster.why_not_ready()
+        return self.cluster.readiness().why_not
 
     def _model_name(self) -> str:
         try:
@@ -134,7 +138,7 @@ class RouterServer:
             port = self._grpc.add_insecure_port(str(address))
         except RuntimeError as error:
             raise StartError(f"{flag_name('grpc')}: {address} cannot be had: it is in use, or not ours") from error
-        await self._set_health(False)
+        await self._set_health(Readiness("starting"))
         await self._grpc.start()
         return HostPort(address.host, port)
 
@@ -150,21 +154,23 @@ class RouterServer:
             timeout_graceful_shutdown=int(self._settings.drain_timeout + _CLOSE_S) + 1,
         )
 
-    def _readiness(self, ready: bool) -> None:
+    def _readiness(self, readiness: Readiness) -> None:
         """The cluster's watcher."""
-        if ready is self._ready:
+        if readiness == self._told:
             return
-        self._ready = ready
-        if ready:
-            log.info("ready http://%s grpc=%s", self.http_address, self.grpc_address)
-        task = asyncio.create_task(self._set_health(ready))
+        if readiness.ready and not (self._told and self._told.ready):
+            log.info("%s http://%s grpc=%s", readiness.status, self.http_address, self.grpc_address)
+        self._told = readiness
+        task = asyncio.create_task(self._set_health(readiness))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _set_health(self, ready: bool) -> None:
+    async def _set_health(self, readiness: Readiness) -> None:
         status = health_pb2.HealthCheckResponse
-        for name in ("", *_SERVICES):
-            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
+        whole = readiness.ready and readiness.degraded is None
+        serving = {"": readiness.ready, **dict.fromkeys(_SERVICES, readiness.ready), WHOLE_CLUSTER: whole}
+        for name, serves in serving.items():
+            await self._health.set(name, status.SERVING if serves else status.NOT_SERVING)
 
 
 class _HttpServer(uvicorn.Server):

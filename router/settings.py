@@ -37,6 +37,9 @@ class RouterSettings(Settings):
     max_num_requests: int = Field(
         4096, ge=0, description="requests in flight; more are refused with 429; 0 is no limit"
     )
+    max_waiting: int = Field(
+        1024, ge=0, description="requests that may wait while there is no node to run them; more are refused with 503"
+    )
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="size of a request's body, bytes")
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments on a stream that has nothing to say yet"

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from baton.errors import InvalidRequest
+from baton.silence import until_silent
 
 M = TypeVar("M")
 
@@ -66,21 +67,31 @@ class Stream(Generic[M]):
 async def read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None], silence_s: float | None) -> str:
     """Hand each message to `handle` until the stream ends; returns why it did.
 
-    With `silence_s`, so long without a message is an end too. `handle` raises InvalidRequest for a message that makes
-    no sense, which is another.
+    With `silence_s`, so long without a message is an end too, by a clock that runs only while we listen. `handle`
+    raises InvalidRequest for a message that makes no sense, which is another.
     """
-    while True:
-        try:
-            async with asyncio.timeout(silence_s):
+    if silence_s is None:
+        return await _read_all(read, handle)
+    try:
+        async with until_silent(silence_s) as silence:
+
+            async def read_and_note() -> Any:
                 message = await read()
-        except TimeoutError:
-            return f"silent for {silence_s:g} s"
-        if message is EOF:
-            return ENDED
+                silence.heard()
+                return message
+
+            return await _read_all(read_and_note, handle)
+    except TimeoutError:
+        return f"silent for {silence_s:g} s"
+
+
+async def _read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None]) -> str:
+    while (message := await read()) is not EOF:
         try:
             handle(message)
         except InvalidRequest as error:
             return f"malformed message: {error.message}"
+    return ENDED
 
 
 async def first_end(*sides: Coroutine[Any, Any, str]) -> str:

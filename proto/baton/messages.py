@@ -192,12 +192,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a node is doing, sent with every heartbeat."""
+    """What a node is doing, sent with every heartbeat. `draining`: it finishes what it has and takes nothing new."""
 
     num_waiting: int = 0
     num_running: int = 0
     num_blocks_free: int = 0
     num_blocks_total: int = 0
+    draining: bool = False
 
 
 # ---- prefill -> decode ----

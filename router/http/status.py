@@ -33,9 +33,11 @@ class StatusRoutes:
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> JSONResponse:
-        """Requests can be answered; else why not."""
-        reason = self._cluster.why_not_ready()
-        return response_to(NodeUnavailable(reason)) if reason else JSONResponse({"status": "ready"})
+        """Requests can be answered, be it not in the way that is meant; else why not."""
+        readiness = self._cluster.readiness()
+        if readiness.why_not:
+            return response_to(NodeUnavailable(readiness.why_not))
+        return JSONResponse({"status": readiness.status})
 
     async def metrics(self) -> Response:
         self._metrics.set_requests(self._dispatcher.num_requests_by_state())

@@ -199,7 +199,14 @@ class Router(Member):
         super().__init__(name, "router.main", [*own, *nodes, *flags], folder, ports[0].address)
 
     def wait_ready(self) -> None:
+        """Until requests are answered, and no kind of node is missing."""
+
+        def why_not() -> str | None:
+            status = self.page("/ready").json()
+            return None if status == {"status": "ready"} else f"{self.name}: {status}"
+
         self.wait_page("/ready")
+        wait_until(why_not)
 
     def wait_nodes(self, prefill: int, decode: int) -> None:
         """Until so many nodes are in use."""

@@ -38,13 +38,13 @@ class Router:
         self.grpc = str(self.server.grpc_address)
 
     async def ready(self, wanted: bool = True) -> None:
-        """Wait until it is ready; or until it is not."""
-        await self.until(lambda: (self.server.why_not_ready() is None) is wanted)
+        """Wait until it is ready, and nothing is missing; or until it is not."""
+        await self.until(lambda: (self.server.cluster.readiness().status == "ready") is wanted)
 
     async def until(self, holds: Callable[[], object]) -> None:
         """Wait for nodes to come or go, from the router's view."""
         changed = asyncio.Event()
-        self.server.cluster.watch(lambda ready: changed.set())
+        self.server.cluster.watch(lambda _: changed.set())
         async with asyncio.timeout(PATIENCE_S):
             while not holds():
                 changed.clear()

@@ -122,6 +122,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self._works: dict[WorkId, asyncio.Task[None]] = {}
         self._stopped_samples: set[tuple[WorkId, int]] = set()
         self.silent = False
+        self.draining = False
         self.num_sent_tokens = 0
         self.num_sessions = 0
         self.tokenizer_fetches = 0
@@ -180,7 +181,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
                     async with asyncio.timeout(HEARTBEAT_S):
                         message = await session.outgoing.get()
                 except TimeoutError:
-                    message = wire.write_node_message(Load())
+                    message = wire.write_node_message(Load(draining=self.draining))
                 if not self.silent:
                     await context.write(message)
         finally:

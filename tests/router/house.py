@@ -13,6 +13,7 @@ LAYOUT = KvLayout(1, 1, 8, 8, 16, "float32", 0, 1, 1024, "f")
 
 
 def info(name: str, role: NodeRole) -> NodeInfo:
+    """A node whose name is its incarnation too."""
     return NodeInfo(
         role=role,
         incarnation=name,
@@ -35,8 +36,14 @@ def info(name: str, role: NodeRole) -> NodeInfo:
 class House:
     """A router with its nodes, and all that it has sent and emitted."""
 
-    def __init__(self, *names: str, with_prefill: bool = True, first_token: FirstToken = "prefill") -> None:
-        self.core = RouterCore(1, with_prefill=with_prefill, first_token=first_token)
+    def __init__(
+        self,
+        *names: str,
+        with_prefill: bool = True,
+        first_token: FirstToken = "prefill",
+        max_waiting: int = 100,
+    ) -> None:
+        self.core = RouterCore(1, with_prefill=with_prefill, first_token=first_token, max_waiting=max_waiting)
         self.sent: list[ToNode] = []
         self.emitted: list[Emit] = []
         for name in names:

@@ -15,7 +15,10 @@ def test_decode_nodes_that_are_meant_to_be_alone_are_enough() -> None:
     house.core.node_up(info("d1", NodeRole.DECODE), 0.0)
     assert house.core.why_not_ready() is None
     assert house.submit().decode is None
-    assert House("d1").core.why_not_ready() == "no prefill node"
+    assert house.core.why_degraded(0.0) is None
+    alone = House("d1")
+    assert alone.core.why_not_ready() is None
+    assert alone.core.why_degraded(0.0) == "no prefill node"
     assert House().core.why_not_ready() == "no prefill node and no decode node"
 
 
@@ -43,7 +46,7 @@ def test_overloaded_and_then_nobody_left_is_an_end_too() -> None:
     house.core.pool.remove("p1")
     house.core.pool.remove("d1")
     house.say("p1", first, End(Overloaded("full")))
-    assert house.end is not None
+    assert isinstance(house.end, Overloaded)
 
 
 def test_our_own_bug_is_not_tried_again() -> None:

@@ -304,16 +304,18 @@ class End(_message.Message):
     def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "num_blocks_free", "num_blocks_total")
+    __slots__ = ("num_waiting", "num_running", "num_blocks_free", "num_blocks_total", "draining")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
     num_running: int
     num_blocks_free: int
     num_blocks_total: int
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ...) -> None: ...
+    draining: bool
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class PrefillMessage(_message.Message):
     __slots__ = ("hello", "reserve", "commit", "release", "heartbeat")

@@ -94,9 +94,8 @@ def write_node_message(message: NodeToRouter) -> node_pb2.NodeMessage:
     match message:
         case tuple():
             return node_pb2.NodeMessage(updates=write_updates(message))
-        case Load(waiting, running, free, total):
-            wire = node_pb2.Load(num_waiting=waiting, num_running=running, num_blocks_free=free, num_blocks_total=total)
-            return node_pb2.NodeMessage(load=wire)
+        case Load() as load:
+            return node_pb2.NodeMessage(load=_write_load(load))
         case Subscribed(incarnation, version):
             return node_pb2.NodeMessage(
                 subscribed=node_pb2.Subscribed(protocol_version=version, incarnation=incarnation)
@@ -110,11 +109,22 @@ def read_node_message(wire: node_pb2.NodeMessage) -> NodeToRouter:
             return tuple(read_update(update) for update in wire.updates.updates)
         case "load":
             load = wire.load
-            return Load(load.num_waiting, load.num_running, load.num_blocks_free, load.num_blocks_total)
+            blocks = load.num_blocks_free, load.num_blocks_total
+            return Load(load.num_waiting, load.num_running, *blocks, load.draining)
         case "subscribed":
             return Subscribed(wire.subscribed.incarnation, wire.subscribed.protocol_version)
         case _:
             raise InvalidRequest("a node's message of no known kind")
+
+
+def _write_load(load: Load) -> node_pb2.Load:
+    return node_pb2.Load(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_blocks_free=load.num_blocks_free,
+        num_blocks_total=load.num_blocks_total,
+        draining=load.draining,
+    )
 
 
 def write_updates(updates: Iterable[Update]) -> node_pb2.Updates:

@@ -1,0 +1,52 @@
+"""Notices a peer that says nothing, by a clock that runs only while this process listens.
+
+A process that stood still (a blocked event loop, a stopped or swapped-out process) has heard nobody, and must not take
+that for everybody's silence. So silence is counted in slices, each of which counts once however long it took: after a
+stall of a minute a peer has been silent for one slice more, and what it said meanwhile is read before the next one ends
+(the local health awareness of Lifeguard, Dadgar, Phillips and Currey 2018, arXiv 1707.00788).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+NUM_SLICES = 10
+
+
+class SilenceWatch:
+    """Ends `timeout` once `heard` has not been called for so many slices. Asyncio thread only."""
+
+    def __init__(self, timeout: asyncio.Timeout, limit_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout = timeout
+        self._slice_s = limit_s / NUM_SLICES
+        self._num_silent = 0
+        self._timer = self._loop.call_later(self._slice_s, self._slice_ended)
+
+    def heard(self) -> None:
+        """The peer has said something. Called for each message: it costs next to nothing."""
+        self._num_silent = 0
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _slice_ended(self) -> None:
+        self._num_silent += 1
+        if self._num_silent >= NUM_SLICES:
+            self._timeout.reschedule(self._loop.time())
+        else:
+            self._timer = self._loop.call_later(self._slice_s, self._slice_ended)
+
+
+@contextlib.asynccontextmanager
+async def until_silent(limit_s: float) -> AsyncIterator[SilenceWatch]:
+    """Raises TimeoutError out of the body when nothing was `heard` for `limit_s` seconds in which this process could
+    have heard it."""
+    async with asyncio.timeout(None) as timeout:
+        watch = SilenceWatch(timeout, limit_s)
+        try:
+            yield watch
+        finally:
+            watch.stop()

@@ -1,0 +1,44 @@
+"""Silence is a peer's, and not our own deafness."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from baton.silence import NUM_SLICES, until_silent
+
+LIMIT_S = 0.2
+
+
+async def test_silence_ends_the_body() -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with until_silent(LIMIT_S):
+            await asyncio.Event().wait()
+    assert time.monotonic() - began >= LIMIT_S * 0.9
+
+
+async def test_each_word_is_heard() -> None:
+    async with until_silent(LIMIT_S) as silence:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 2 * LIMIT_S
+        while loop.time() < end:
+            silence.heard()
+            await asyncio.sleep(0)
+
+
+async def test_whoever_stood_still_has_heard_nobody() -> None:
+    """However long it was, it counts as one slice."""
+    said = asyncio.Event()
+    async with until_silent(LIMIT_S) as silence:
+        asyncio.get_running_loop().call_later(LIMIT_S / NUM_SLICES / 2, said.set)
+        stand_still(3 * LIMIT_S)
+        await said.wait()
+        silence.heard()
+
+
+def stand_still(seconds: float) -> None:
+    """What a long call without an await does to the event loop."""
+    time.sleep(seconds)
