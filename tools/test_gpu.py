@@ -1,0 +1,63 @@
+"""What `make test-gpu` runs: the tests marked gpu, several processes at once, since most of their time is compilers'.
+
+What measures the GPU has it to itself, first; then the folders below run beside one another, and all other tests beside
+them. Ends with one line that counts them all, and one for each reason why tests were skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ALONE = ("tests/engine/test_memory.py", "tests/benchmarks")
+TOGETHER = ("tests/kernels/test_paged_attention_kernels.py", "tests/kernels", "tests/kv_transfer")
+TIMEOUT_S = 1200.0
+NO_TESTS = 5
+"""pytest's exit code where nothing was selected."""
+
+_SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.MULTILINE)
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+
+
+def main(extra: list[str]) -> int:
+    """`extra` goes to pytest. 0: all that ran has passed."""
+    began = time.monotonic()
+    groups = [[*ALONE]]
+    for number, path in enumerate((*TOGETHER, "tests")):
+        others = [*ALONE, *TOGETHER[:number]]
+        groups.append([path, *(f"--ignore={other}" for other in others if other.startswith(path + "/"))])
+    done = [run(groups[0], extra)]
+    with ThreadPoolExecutor(len(groups)) as pool:
+        done += pool.map(lambda group: run(group, extra), groups[1:])
+    output = "\n".join(text for _, text in done)
+    counts: Counter[str] = Counter()
+    for _, text in done:
+        counts.update({word.rstrip("s"): int(count) for count, word in _COUNT.findall(text.strip().splitlines()[-1])})
+    skips: Counter[str] = Counter()
+    for count, reason in _SKIPPED.findall(output):
+        skips[reason] += int(count)
+    for reason, count in skips.most_common():
+        print(f"{count} skipped: {reason}")
+    total = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    print(f"{total} in {time.monotonic() - began:.0f} s")
+    return 0 if all(code in (0, NO_TESTS) for code, _ in done) and counts["passed"] else 1
+
+
+def run(paths: list[str], extra: list[str]) -> tuple[int, str]:
+    """pytest's exit code, and what it printed, which is passed on when it has ended."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *extra, *paths]
+    process = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False
+    )
+    print(process.stdout, flush=True)
+    return process.returncode, process.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
