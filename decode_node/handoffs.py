@@ -10,8 +10,10 @@ from weakref import WeakValueDictionary
 import grpc
 
 from baton import wire
+from baton.cluster_secret import HANDOFF, NotTrusted, admit
 from baton.errors import BatonError, InvalidRequest
-from baton.messages import Hello
+from baton.messages import Auth, Hello
+from baton.trust import Trust
 from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
 from engine.node.handoff_stream import (
     DECODE_CODEC,
@@ -38,10 +40,13 @@ class HandoffServer:
     what this node says of itself.
     """
 
-    def __init__(self, hello: Hello, transport: PeerTransport, post: Post, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, hello: Hello, transport: PeerTransport, post: Post, trust: Trust, *, silence_s: float = SILENCE_S
+    ) -> None:
         self._hello = hello
         self._transport = transport
         self._post = post
+        self._trust = trust
         self._silence_s = silence_s
         self._streams: dict[str, HandoffStream] = {}
         self._opened: dict[str, int] = {}  # peer -> number of the PeerOpened of its stream
@@ -74,13 +79,32 @@ class HandoffServer:
     async def _read_hello(self, context: Context) -> Hello:
         try:
             async with asyncio.timeout(HELLO_S):
-                first = await context.read()
-            said = wire.read_prefill_message(first) if first is not EOF else None
+                incarnation, said = await self._admit(context)
         except (TimeoutError, InvalidRequest):
             said = None
+        except NotTrusted as error:
+            log.warning("refused a prefill node from=%s reason=%s", context.peer(), error.message)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
         if not isinstance(said, Hello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a handoff stream opens with Hello")
+        if incarnation not in (None, said.incarnation):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the prefill node has proved to be another incarnation"
+            )
         return said
+
+    async def _admit(self, context: Context) -> tuple[str | None, wire.FromPrefill | None]:
+        """The incarnation that the peer has proved, if it must, and what it says then. Raises NotTrusted,
+        InvalidRequest."""
+
+        async def say(message: Auth) -> None:
+            await context.write(wire.write_decode_message(message))
+
+        async def hear() -> wire.FromPrefill | None:
+            message = await context.read()
+            return wire.read_prefill_message(message) if message is not EOF else None
+
+        return await admit(self._trust.secret, HANDOFF, self._hello.incarnation, "the prefill node", say, hear)
 
     async def _talk(self, context: Context, theirs: Hello) -> None:
         peer, reason = theirs.incarnation, "cancelled"

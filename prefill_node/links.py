@@ -9,9 +9,11 @@ from typing import Any
 import grpc
 
 from baton import wire
-from baton.channels import CHANNEL_OPTIONS
+from baton.channels import open_channel
+from baton.cluster_secret import HANDOFF, prove
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
-from baton.messages import DecodeTarget, Hello, PrefillToDecode, Reserve
+from baton.messages import Auth, DecodeTarget, Hello, PrefillToDecode, Reserve
+from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
 from engine.node.handoff_stream import (
@@ -45,6 +47,7 @@ class DecodeLinks:
         hello: Hello,
         transport: PeerTransport,
         post: Post,
+        trust: Trust,
         *,
         idle_s: float = IDLE_S,
         silence_s: float = SILENCE_S,
@@ -52,6 +55,7 @@ class DecodeLinks:
         self._hello = hello
         self._transport = transport
         self._post = post
+        self._trust = trust
         self._idle_s = idle_s
         self._silence_s = silence_s
         self._links: dict[str, HandoffStream] = {}
@@ -103,7 +107,7 @@ class DecodeLinks:
 
     async def _talk(self, link: HandoffStream, target: DecodeTarget) -> str:
         """Open the stream and use it to its end; returns why it ended, or could not be opened."""
-        async with grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(target.address, self._trust.tls) as channel:
             call = node_pb2_grpc.DecodeNodeStub(channel).Handoff()  # type: ignore[no-untyped-call]
             try:
                 async with asyncio.timeout(HELLO_S):
@@ -129,9 +133,18 @@ class DecodeLinks:
             target_incarnation=target.incarnation,
             part_blocks=self._hello.part_blocks,
         )
-        await call.write(wire.write_prefill_message(hello))
-        answer = await call.read()
-        theirs = wire.read_decode_message(answer) if answer is not EOF else None
+
+        async def say(message: Auth | Hello) -> None:
+            await call.write(wire.write_prefill_message(message))
+
+        async def hear() -> wire.FromDecode | None:
+            answer = await call.read()
+            return wire.read_decode_message(answer) if answer is not EOF else None
+
+        if self._trust.secret is not None:
+            await prove(self._trust.secret, HANDOFF, hello.incarnation, say, hear)
+        await say(hello)
+        theirs = await hear()
         if not isinstance(theirs, Hello):
             raise InvalidRequest("the decode node did not answer with Hello")
         if theirs.error is not None:

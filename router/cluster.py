@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from baton.address import HostPort
 from baton.messages import NodeRole
+from baton.trust import Trust
 from router.dispatcher import Dispatcher
 from router.models import Models
 from router.nodes import NodeLink
@@ -26,9 +27,12 @@ class Cluster:
         models: Models,
         prefill: Sequence[HostPort],
         decode: Sequence[HostPort],
+        trust: Trust,
     ) -> None:
         roles = [(address, NodeRole.PREFILL) for address in prefill] + [(a, NodeRole.DECODE) for a in decode]
-        self.links = [NodeLink(address, role, epoch, dispatcher, models, self._changed) for address, role in roles]
+        self.links = [
+            NodeLink(address, role, epoch, dispatcher, models, self._changed, trust) for address, role in roles
+        ]
         self._dispatcher = dispatcher
         self._tasks: list[asyncio.Task[None]] = []
         self._watchers: list[Callable[[bool], None]] = []

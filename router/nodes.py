@@ -1,6 +1,6 @@
 """The streams to the nodes: one session each, opened again whenever it ends.
 
-connect -> Describe -> (GetTokenizer) -> Session: Subscribe, Subscribed, work and updates -> lost -> back-off
+connect -> Describe -> (GetTokenizer) -> Session: (Auth), Subscribe, Subscribed, work and updates -> lost -> back-off
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import grpc
 import grpc.aio
 
 from baton.address import HostPort
-from baton.channels import CHANNEL_OPTIONS
+from baton.channels import open_channel
+from baton.cluster_secret import SESSION, prove
 from baton.errors import BatonError, NodeUnavailable
-from baton.messages import Abort, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.messages import Abort, Auth, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import read_node_info, read_node_message, write_router_message
 from router.dispatcher import Dispatcher
@@ -48,6 +50,7 @@ class NodeLink:
         dispatcher: Dispatcher,
         models: Models,
         changed: Callable[[], None],
+        trust: Trust,
     ) -> None:
         self.address = address
         self.role = role
@@ -56,6 +59,7 @@ class NodeLink:
         self._dispatcher = dispatcher
         self._models = models
         self._changed = changed
+        self._trust = trust
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -78,7 +82,7 @@ class NodeLink:
 
     async def _connect_once(self) -> None:
         """One session, from the connection to its end. Always raises: _SessionLost when the node had been in use."""
-        async with grpc.aio.insecure_channel(str(self.address), options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(str(self.address), self._trust.tls) as channel:
             status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
             if info.role is not self.role:
@@ -102,9 +106,17 @@ class NodeLink:
             call.cancel()
 
     async def _subscribe(self, call: _Call, info: NodeInfo) -> None:
-        await call.write(write_router_message(Subscribe(self._epoch, info.incarnation)))
-        wire: Any = await call.read()
-        answer = None if wire is EOF else read_node_message(wire)
+        async def say(message: Auth | Subscribe) -> None:
+            await call.write(write_router_message(message))
+
+        async def hear() -> Any:
+            wire: Any = await call.read()
+            return None if wire is EOF else read_node_message(wire)
+
+        if self._trust.secret is not None:
+            await prove(self._trust.secret, SESSION, str(self._epoch), say, hear)
+        await say(Subscribe(self._epoch, info.incarnation))
+        answer = await hear()
         if not isinstance(answer, Subscribed) or answer.incarnation != info.incarnation:
             raise NodeUnavailable("did not confirm the subscription")
 
@@ -137,7 +149,7 @@ class NodeLink:
                 while (wire := await call.read()) is not EOF:
                     silence.reschedule(loop.time() + SILENCE_TIMEOUT_S)
                     message = read_node_message(wire)
-                    if not isinstance(message, Subscribed):
+                    if not isinstance(message, Subscribed | Auth):
                         self._dispatcher.node_said(incarnation, message)
         except TimeoutError:
             return f"silent for {SILENCE_TIMEOUT_S:g} s"

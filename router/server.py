@@ -58,7 +58,8 @@ class RouterServer:
         accounts = Accounts(metrics, self._model_name)
         core = RouterCore(epoch, settings.max_num_requests, bool(settings.prefill), settings.first_token)
         self.dispatcher = Dispatcher(core, accounts)
-        self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode)
+        trust = settings.trust()
+        self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode, trust)
         self._service = Service(self.dispatcher, self.models, settings.request_timeout)
         limits = HttpLimits(settings.max_body_bytes, settings.keep_alive_interval)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
@@ -69,6 +70,8 @@ class RouterServer:
 
     async def start(self) -> None:
         """Open both ports, then connect to the nodes in the background. Raises StartError."""
+        for doubt in self._settings.doubts(listen=None):
+            log.warning(doubt)
         listener = _listen(self._settings.http)
         self.http_address = HostPort(self._settings.http.host, listener.getsockname()[1])
         try:

@@ -7,11 +7,12 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.settings import ConnectAddresses, ListenAddress, Settings
+from baton.settings import ConnectAddresses, ListenAddress
+from baton.trust import ClusterSettings
 from router.life import FirstToken
 
 
-class RouterSettings(Settings):
+class RouterSettings(ClusterSettings):
     """Takes requests over HTTP and gRPC, and has them answered by prefill and decode nodes. Needs no model folder."""
 
     prog: ClassVar[str] = "baton-router"

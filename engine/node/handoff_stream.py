@@ -1,6 +1,7 @@
 """What both ends of a handoff stream do alike: introduce themselves, carry messages, notice silence.
 
 prefill node                decode node
+  | <- Auth, both ways ----> |  where there is a cluster secret (`baton.cluster_secret`)
   | -- Hello ---------------> |  version, incarnation and layout are checked, transport connected
   | <---------------- Hello - |  or one with the error that refuses the peer
   |    transport connected    |
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable, TransferError
-from baton.messages import CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, WorkId
+from baton.messages import Auth, CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, WorkId
 from engine.node.events import Event, FromPeer
 from engine.node.streams import HEARTBEAT_S, Stream, first_end, read_all
 
@@ -84,8 +85,8 @@ class HandoffStream(Stream[Any]):
 
         def receive(message: Any) -> None:
             said = self._codec.read(message)
-            if isinstance(said, Hello):
-                raise InvalidRequest("a second Hello")
+            if isinstance(said, Hello | Auth):
+                raise InvalidRequest(f"a second {type(said).__name__}")
             if not isinstance(said, Heartbeat):
                 self._note(said)
                 post(FromPeer(self.peer, said))

@@ -1,6 +1,7 @@
 """Routers' sessions: the one way to place work on a node, and the way its answers go back.
 
 router                      node
+  | <- Auth, both ways ------> |   where there is a cluster secret (`baton.cluster_secret`)
   | -- Subscribe ------------> |   version and incarnation are checked
   | <------------ Subscribed - |   the role has SessionOpened before any work
   | -- Prefill, Abort -------> |
@@ -21,10 +22,12 @@ from typing import Any
 import grpc
 
 from baton import PROTOCOL_VERSION, wire
+from baton.cluster_secret import SESSION, NotTrusted, admit
 from baton.errors import BatonError, InvalidRequest
 from baton.messages import (
     Abort,
     Adopted,
+    Auth,
     End,
     HandedOff,
     Load,
@@ -36,6 +39,7 @@ from baton.messages import (
     WorkId,
 )
 from baton.telemetry import NodeMetrics
+from baton.trust import Trust
 from baton.v1 import node_pb2
 from engine.node.events import Event, FromRouter, SessionLost, SessionOpened, ToRouter
 from engine.node.loop import Turn
@@ -66,12 +70,18 @@ class Sessions:
     """
 
     def __init__(
-        self, incarnation: str, post: Callable[[Event], int], metrics: NodeMetrics, max_deadline_s: float
+        self,
+        incarnation: str,
+        post: Callable[[Event], int],
+        metrics: NodeMetrics,
+        max_deadline_s: float,
+        trust: Trust,
     ) -> None:
         self._incarnation = incarnation
         self._post = post
         self._metrics = metrics
         self._max_deadline_s = max_deadline_s
+        self._trust = trust
         self._by_epoch: dict[int, _Session] = {}
         self._load: Load | None = None  # until the first turn
 
@@ -112,12 +122,16 @@ class Sessions:
         """The epoch of a subscriber that fits. Ends the call for any other."""
         try:
             async with asyncio.timeout(HELLO_S):
-                first = await context.read()
-            said = wire.read_router_message(first) if first is not EOF else None
+                epoch, said = await self._admit(context)
         except (TimeoutError, InvalidRequest):
             said = None
+        except NotTrusted as error:
+            log.warning("refused a router from=%s reason=%s", context.peer(), error.message)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
         if not isinstance(said, Subscribe):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session opens with Subscribe")
+        if epoch not in (None, str(said.router_epoch)):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the router has proved to be of another epoch")
         if said.protocol_version != PROTOCOL_VERSION:
             text = f"protocol version {said.protocol_version}, this node speaks {PROTOCOL_VERSION}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
@@ -125,6 +139,18 @@ class Sessions:
             text = f"this is incarnation {self._incarnation}, not {said.target_incarnation}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         return said.router_epoch
+
+    async def _admit(self, context: Context) -> tuple[str | None, wire.RouterToNode | None]:
+        """The epoch that the router has proved, if it must, and what it says then. Raises NotTrusted, InvalidRequest."""
+
+        async def say(message: Auth) -> None:
+            await context.write(wire.write_node_message(message))
+
+        async def hear() -> wire.RouterToNode | None:
+            message = await context.read()
+            return wire.read_router_message(message) if message is not EOF else None
+
+        return await admit(self._trust.secret, SESSION, self._incarnation, "the router", say, hear)
 
     def _open(self, epoch: int) -> _Session:
         if old := self._by_epoch.get(epoch):
@@ -159,8 +185,8 @@ class Sessions:
                 self._post(FromRouter(session.epoch, capped))
             case Abort():
                 self._post(FromRouter(session.epoch, said))
-            case Subscribe():
-                raise InvalidRequest("a second Subscribe")
+            case Subscribe() | Auth():
+                raise InvalidRequest(f"a second {type(said).__name__}")
 
     def _refuse(self, session: _Session, message: node_pb2.RouterMessage, error: BatonError) -> None:
         """A Prefill that makes no sense ends as that request's failure; anything else ends the session."""

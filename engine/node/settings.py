@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from baton.address import HostPort
 from baton.messages import NodeRole
-from baton.settings import ListenAddress, Settings, Sizes
+from baton.settings import ListenAddress, Sizes
+from baton.trust import ClusterSettings
 
 GIB = 1024**3
 METRICS_PORT_OFFSET = 1000
@@ -21,7 +22,7 @@ _BATCHED_TOKENS = 2048
 _GPU_LAYER_GROUPS = 4
 
 
-class NodeSettings(Settings):
+class NodeSettings(ClusterSettings):
     """What a prefill node and a decode node take alike."""
 
     gpu_batched_tokens: ClassVar[int] = _BATCHED_TOKENS

@@ -16,10 +16,11 @@ from prometheus_client import CollectorRegistry
 from baton import PROTOCOL_VERSION
 from baton.address import HostPort
 from baton.audit import OK, KvAudit
-from baton.channels import SERVER_OPTIONS
+from baton.channels import SERVER_OPTIONS, bind
 from baton.errors import DeadlineExceeded
 from baton.messages import Hello, NodeInfo
 from baton.telemetry import MetricsServer, NodeMetrics, new_registry
+from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from engine.node.audit import verdict
 from engine.node.errors import StartupError
@@ -55,7 +56,7 @@ class RoleSide:
     """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and keeps its streams."""
 
     service: str
-    serve: Callable[[grpc.aio.Server, Sessions, Hello, PeerTransport, Post], Peers]
+    serve: Callable[[grpc.aio.Server, Sessions, Hello, PeerTransport, Post, Trust], Peers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,11 @@ class Node:
     async def start(self) -> None:
         """Raises StartupError for an address that cannot be had or an engine that fails meanwhile, and what `warm_up`
         raises."""
+        for doubt in self._settings.doubts(self._settings.listen):
+            log.warning(doubt)
+        trust = self._settings.trust()
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        port = self._bind(self._settings.listen)
+        port = self._bind(self._settings.listen, trust)
         self.address = self._settings.advertised(port)
         info = dataclasses.replace(self._parts.info, address=str(self.address))
         registry = new_registry()
@@ -107,11 +111,11 @@ class Node:
         self._metrics = NodeMetrics(registry, info.served_model_name, info.role)
         self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
         limit = self._settings.request_timeout
-        self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, max_deadline_s=limit)
+        self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limit, trust)
         self._peers = self._side.serve(
-            self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post
+            self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post, trust
         )
-        status = NodeStatus(info, self._parts.tokenizer, self._audit)
+        status = NodeStatus(info, self._parts.tokenizer, self._audit if trust.secret is None else None)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
         self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
@@ -170,9 +174,9 @@ class Node:
             protocol_version=PROTOCOL_VERSION,
         )
 
-    def _bind(self, listen: HostPort) -> int:
+    def _bind(self, listen: HostPort, trust: Trust) -> int:
         try:
-            return int(self._server.add_insecure_port(str(listen)))
+            return bind(self._server, str(listen), trust.tls)
         except RuntimeError:
             raise StartupError(f"--listen: cannot listen on {listen} (address in use, or not this machine's)") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -20,10 +21,15 @@ PIECE_BYTES = 1024 * 1024
 
 
 class NodeStatus(node_pb2_grpc.NodeStatusServicer):
-    """`tokenizer` is the text of a tokenizer.json, whose digest `info` carries. `audit` raises a BatonError."""
+    """`tokenizer` is the text of a tokenizer.json, whose digest `info` carries. `audit` raises a BatonError; None: it
+    is not for whoever asks.
 
-    def __init__(self, info: NodeInfo, tokenizer: bytes, audit: Callable[[], Awaitable[KvAudit]]) -> None:
-        self._info = wire.write_node_info(info)
+    Where the node takes KV bytes is said in its Hello alone.
+    """
+
+    def __init__(self, info: NodeInfo, tokenizer: bytes, audit: Callable[[], Awaitable[KvAudit]] | None) -> None:
+        endpoints = tuple(dataclasses.replace(endpoint, address=b"") for endpoint in info.endpoints)
+        self._info = wire.write_node_info(dataclasses.replace(info, endpoints=endpoints))
         self._tokenizer = tokenizer
         self._audit = audit
 
@@ -41,6 +47,9 @@ class NodeStatus(node_pb2_grpc.NodeStatusServicer):
             yield node_pb2.TokenizerChunk(digest=digest, data=self._tokenizer[start : start + PIECE_BYTES])
 
     async def AuditKv(self, request: node_pb2.AuditKvRequest, context: Context) -> node_pb2.KvAudit:  # noqa: N802
+        if self._audit is None:
+            text = "this node has a cluster secret, and shows its memory at /debug/kv of its metrics port only"
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
         try:
             audit = await self._audit()
         except BatonError as error:

@@ -1,7 +1,8 @@
 """A node's KV memory at one moment: every block and every staging slot, who has it, and since when.
 
 Taken on the engine's thread between two turns, so that all of it belongs together. `/debug/kv` and the `AuditKv` call
-both show a `KvAudit`; ages are seconds, counted by the node's own clock.
+both show a `KvAudit`; ages are seconds, counted by the node's own clock. Neither shows a router's epoch, which is what
+a session is opened by.
 """
 
 from __future__ import annotations
@@ -96,4 +97,6 @@ def _plain(value: object) -> object:
     """What JSON shows of our own types: an enum's value, a dataclass's fields."""
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, WorkId):
+        return {"request_id": value.request_id, "attempt": value.attempt}
     return {name: getattr(value, name) for name in type(value).__dataclass_fields__}  # type: ignore[attr-defined]

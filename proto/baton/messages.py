@@ -54,6 +54,18 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+# ---- who speaks ----
+
+
+@dataclass(frozen=True, slots=True)
+class Auth:
+    """A step of proving that one knows the cluster secret (`cluster_secret`), either way, ahead of all else."""
+
+    name: str = ""
+    nonce: bytes = b""
+    proof: bytes = b""
+
+
 # ---- router -> node ----
 
 

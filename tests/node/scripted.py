@@ -15,7 +15,8 @@ import grpc
 from baton import wire
 from baton.address import HostPort
 from baton.audit import KvAudit, KvSlot
-from baton.channels import CHANNEL_OPTIONS
+from baton.channels import open_channel
+from baton.cluster_secret import SESSION, ClusterSecret, prove
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton.messages import (
@@ -207,7 +208,7 @@ async def running(
     await node.start()
     info = dataclasses.replace(info_for(role, incarnation, layout), address=str(node.address))
     try:
-        async with grpc.aio.insecure_channel(str(node.address), options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(str(node.address), node._settings.trust().tls) as channel:
             yield Running(node, scripted, loop, transport, info, channel)
     finally:
         assert await node.stop()
@@ -216,11 +217,14 @@ async def running(
 class RouterStream:
     """A router's end of a session."""
 
-    def __init__(self, stub: Any, subscribe: Subscribe | None) -> None:
+    def __init__(self, stub: Any, subscribe: Subscribe | None, secret: ClusterSecret | None = None) -> None:
         self.call = stub.Session()
         self._subscribe = subscribe
+        self._secret = secret
 
     async def __aenter__(self) -> RouterStream:
+        if self._secret and self._subscribe:
+            await prove(self._secret, SESSION, str(self._subscribe.router_epoch), self.send, self.read)
         if self._subscribe:
             await self.send(self._subscribe)
         return self

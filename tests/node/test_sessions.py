@@ -9,6 +9,7 @@ from baton import PROTOCOL_VERSION
 from baton.errors import InvalidRequest, RequestCancelled
 from baton.messages import Abort, End, Load, NodeRole, Subscribed, Tokens, Update, WorkId
 from baton.telemetry import NodeMetrics, new_registry
+from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from engine.node import sessions
@@ -162,7 +163,7 @@ async def test_deadlines_are_capped_by_the_node():
 
 async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_next():
     posted = []
-    hub = Sessions("i1", lambda event: posted.append(event) or len(posted), metrics(), 10.0)
+    hub = Sessions("i1", lambda event: posted.append(event) or len(posted), metrics(), 10.0, Trust())
     session_ = hub._open(1)
 
     def turn(num_handled):

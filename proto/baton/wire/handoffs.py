@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.errors import InvalidRequest
 from baton.messages import (
+    Auth,
     Commit,
     CommitReply,
     Credit,
@@ -19,8 +20,8 @@ from baton.messages import (
 from baton.v1 import node_pb2
 from baton.wire import values
 
-FromPrefill = Hello | Heartbeat | PrefillToDecode
-FromDecode = Hello | Heartbeat | DecodeToPrefill
+FromPrefill = Auth | Hello | Heartbeat | PrefillToDecode
+FromDecode = Auth | Hello | Heartbeat | DecodeToPrefill
 
 
 def write_prefill_message(message: FromPrefill) -> node_pb2.PrefillMessage:
@@ -35,6 +36,8 @@ def write_prefill_message(message: FromPrefill) -> node_pb2.PrefillMessage:
             return node_pb2.PrefillMessage(release=node_pb2.Release(lease=lease, work=values.write_work(work)))
         case Hello():
             return node_pb2.PrefillMessage(hello=write_hello(message))
+        case Auth():
+            return node_pb2.PrefillMessage(auth=values.write_auth(message))
 
 
 def read_prefill_message(wire: node_pb2.PrefillMessage) -> FromPrefill:
@@ -50,6 +53,8 @@ def read_prefill_message(wire: node_pb2.PrefillMessage) -> FromPrefill:
             return Release(wire.release.lease, values.read_work(wire.release.work))
         case "hello":
             return read_hello(wire.hello)
+        case "auth":
+            return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a prefill node's message of no known kind")
 
@@ -70,6 +75,8 @@ def write_decode_message(message: FromDecode) -> node_pb2.DecodeMessage:
             return node_pb2.DecodeMessage(commit_reply=reply)
         case Hello():
             return node_pb2.DecodeMessage(hello=write_hello(message))
+        case Auth():
+            return node_pb2.DecodeMessage(auth=values.write_auth(message))
 
 
 def read_decode_message(wire: node_pb2.DecodeMessage) -> FromDecode:
@@ -89,6 +96,8 @@ def read_decode_message(wire: node_pb2.DecodeMessage) -> FromDecode:
             return CommitReply(said.lease, values.read_work(said.work), error)
         case "hello":
             return read_hello(wire.hello)
+        case "auth":
+            return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a decode node's message of no known kind")
 

@@ -96,7 +96,7 @@ def _write_holder(holder: KvHolder) -> node_pb2.KvHolder:
         kind=holder.kind,
         state=holder.state,
         use=holder.use.value,
-        work=values.write_work(holder.work),
+        work=common_pb2.WorkId(request_id=holder.work.request_id, attempt=holder.work.attempt),
         samples=holder.samples,
         lease=holder.lease,
         peer=holder.peer,

@@ -8,6 +8,7 @@ from baton.errors import InvalidRequest
 from baton.messages import (
     Abort,
     Adopted,
+    Auth,
     DecodeTarget,
     End,
     HandedOff,
@@ -24,8 +25,8 @@ from baton.messages import (
 from baton.v1 import node_pb2
 from baton.wire import values
 
-RouterToNode = Subscribe | Prefill | Abort
-NodeToRouter = Subscribed | Load | tuple[Update, ...]
+RouterToNode = Auth | Subscribe | Prefill | Abort
+NodeToRouter = Auth | Subscribed | Load | tuple[Update, ...]
 """A tuple is all that one engine step has to tell one router."""
 
 
@@ -38,6 +39,8 @@ def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
         case Subscribe(epoch, target, version):
             wire = node_pb2.Subscribe(protocol_version=version, router_epoch=epoch, target_incarnation=target)
             return node_pb2.RouterMessage(subscribe=wire)
+        case Auth():
+            return node_pb2.RouterMessage(auth=values.write_auth(message))
 
 
 def read_router_message(wire: node_pb2.RouterMessage) -> RouterToNode:
@@ -50,6 +53,8 @@ def read_router_message(wire: node_pb2.RouterMessage) -> RouterToNode:
         case "subscribe":
             said = wire.subscribe
             return Subscribe(said.router_epoch, said.target_incarnation, said.protocol_version)
+        case "auth":
+            return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a router's message of no known kind")
 
@@ -101,6 +106,8 @@ def write_node_message(message: NodeToRouter) -> node_pb2.NodeMessage:
             return node_pb2.NodeMessage(
                 subscribed=node_pb2.Subscribed(protocol_version=version, incarnation=incarnation)
             )
+        case Auth():
+            return node_pb2.NodeMessage(auth=values.write_auth(message))
 
 
 def read_node_message(wire: node_pb2.NodeMessage) -> NodeToRouter:
@@ -113,6 +120,8 @@ def read_node_message(wire: node_pb2.NodeMessage) -> NodeToRouter:
             return Load(load.num_waiting, load.num_running, load.num_blocks_free, load.num_blocks_total)
         case "subscribed":
             return Subscribed(wire.subscribed.incarnation, wire.subscribed.protocol_version)
+        case "auth":
+            return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a node's message of no known kind")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import BatonError, InvalidRequest, from_code
 from baton.layout import KvLayout
-from baton.messages import Sample, TokenLogprobs, TransportEndpoint, WorkId
+from baton.messages import Auth, Sample, TokenLogprobs, TransportEndpoint, WorkId
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import common_pb2, node_pb2
 
@@ -61,6 +61,14 @@ def read_seconds(value: float, param: str) -> float:
     if not 0.0 <= value < math.inf:
         raise InvalidRequest(f"{param} must be 0 or more seconds, not {value}", param)
     return value
+
+
+def write_auth(auth: Auth) -> node_pb2.Auth:
+    return node_pb2.Auth(name=auth.name, nonce=auth.nonce, proof=auth.proof)
+
+
+def read_auth(wire: node_pb2.Auth) -> Auth:
+    return Auth(wire.name, wire.nonce, wire.proof)
 
 
 def write_work(work: WorkId) -> common_pb2.WorkId:
