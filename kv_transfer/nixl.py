@@ -101,6 +101,8 @@ class NixlSending:
     def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
         carrier, agent = self._carrier, self._carrier.agent
         carrier.register(memory)
+        if len(place) < _PLACE.size:
+            raise TransferError(f"a slot is named by {_PLACE.size} bytes or more, not {len(place)}")
         address, device = _PLACE.unpack_from(place)
         try:
             if metadata := place[_PLACE.size :]:

@@ -41,7 +41,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
-from kv_transfer.host import boot_id
+from kv_transfer.host import LOOPBACK, boot_id, net_devices
 from kv_transfer.staging import Staging
 from kv_transfer.threaded import ThreadedTransport
 from kv_transfer.transport import CONNECT_S, TransportEvent
@@ -64,12 +64,20 @@ of CUDA: loading takes 0.4 s or more instead of 0.04 (openucx/ucx#11211). Ours a
 class UcxTransport(ThreadedTransport):
     """A `Transport` over UCX, on a thread of its own. The staging outlives it.
 
-    interface: devices as in UCX_NET_DEVICES; None: the operator's UCX_NET_DEVICES, or all. Raises TransferError when
-    UCX cannot be used.
+    interface: devices as in UCX_NET_DEVICES; None: the operator's UCX_NET_DEVICES, or those of `host` (`net_devices`).
+    Raises TransferError when UCX cannot be used.
+
+    UCX takes whoever connects to its port for a peer, and an address that it is given for another worker's: to both
+    there is no more than the network, and the checksum in an address is not a signature. So addresses are to come from
+    peers that have proved who they are.
     """
 
-    def __init__(self, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> None:
+    def __init__(
+        self, staging: Staging, wake: Callable[[], None], interface: str | None = None, host: str = LOOPBACK
+    ) -> None:
         super().__init__(wake)
+        if interface is None and "UCX_NET_DEVICES" not in os.environ:
+            interface = net_devices(host)
         thread, self._version = _load(staging, _options(staging, interface), self._emit, self._ring)
         self._machine = boot_id()
         self._begin(thread, pack_address(self._version, self._machine, thread.start()))

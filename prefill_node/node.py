@@ -24,7 +24,8 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
     slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
     staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)
-    transport = kv_transfer.create(settings.transport, staging, wake, settings.transfer_interface)
+    interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
+    transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
     verify = settings.verify_transfers
     sender = KvSender(transport, staging, built.pool_bytes, built.layout, verify=verify)
     incarnation = new_incarnation()

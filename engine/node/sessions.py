@@ -141,7 +141,8 @@ class Sessions:
         return said.router_epoch
 
     async def _admit(self, context: Context) -> tuple[str | None, wire.RouterToNode | None]:
-        """The epoch that the router has proved, if it must, and what it says then. Raises NotTrusted, InvalidRequest."""
+        """The epoch that the router has proved, if it must, and what it says then. Raises NotTrusted,
+        InvalidRequest."""
 
         async def say(message: Auth) -> None:
             await context.write(wire.write_node_message(message))

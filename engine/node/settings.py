@@ -108,7 +108,9 @@ class NodeSettings(ClusterSettings):
         "nixl (extra [nixl]); nccl (GPUs)",
     )
     transfer_interface: str | None = Field(
-        None, description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0, mlx5_0:1); unset: all"
+        None,
+        description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0, mlx5_0:1); unset: the "
+        "one that has the address of --listen, and RDMA devices",
     )
     kv_link_bandwidth: float | None = Field(
         None,

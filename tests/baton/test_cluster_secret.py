@@ -138,5 +138,5 @@ def test_a_file_has_the_secret_and_errors_name_it(tmp_path):
     path.write_bytes(b"short\n")
     with pytest.raises(ValueError, match="has 5 bytes, and needs 16 or more"):
         read_secret(path)
-    with pytest.raises(ValueError, match="cannot read .*nonesuch: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read .*nonesuch: No such file"):
         read_secret(tmp_path / "nonesuch")

@@ -50,9 +50,11 @@ def a_session(node: Running, subscribe: object, secret: ClusterSecret | None = N
 
 
 async def test_a_router_that_proves_the_secret_has_a_session(secrets):
-    async with running(PREFILL_SIDE, NodeRole.PREFILL, cluster_secret_file=secrets[0]) as node:
-        async with a_session(node, Subscribe(1, "i1"), read_secret(secrets[0])) as router:
-            assert await router.read() == Subscribed("i1")
+    async with (
+        running(PREFILL_SIDE, NodeRole.PREFILL, cluster_secret_file=secrets[0]) as node,
+        a_session(node, Subscribe(1, "i1"), read_secret(secrets[0])) as router,
+    ):
+        assert await router.read() == Subscribed("i1")
 
 
 async def test_who_does_not_prove_it_is_refused_by_name_and_nothing_becomes_of_it(secrets, caplog):
