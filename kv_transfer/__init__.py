@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from baton.cluster_secret import ClusterSecret
-from kv_transfer.host import LOOPBACK, net_devices
+from kv_transfer.host import LOOPBACK
 from kv_transfer.host_memory import shared_empty
 from kv_transfer.memory import MemoryTransport, process_hub
 from kv_transfer.staging import Staging
@@ -62,8 +62,8 @@ def create(
         from kv_transfer.nixl import NixlCarrier
         from kv_transfer.pair import PairTransport
 
-        carrier = NixlCarrier(staging.device, net_devices(host, interface))
-        return PairTransport(staging, wake, carrier, interface, host, secret)
+        nixl_carrier = NixlCarrier(staging.device, interface, host)
+        return PairTransport(staging, wake, nixl_carrier, interface, host, secret)
     if name == "nccl":
         from kv_transfer.nccl import nccl_carrier
         from kv_transfer.pair import PairTransport

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import logging
+import os
 import socket
 import struct
 from pathlib import Path
@@ -77,9 +78,9 @@ def interface_of(address: str) -> str | None:
 
 
 def net_devices(host: str, interface: str | None = None) -> str | None:
-    """What UCX may use, as in UCX_NET_DEVICES: `interface`, or what has the address of `host`, and RDMA devices, which
-    have addresses of their own. None: all. Raises TransferError."""
-    if interface is not None or (address := address_of(host)) is None:
+    """What UCX is to use, as in UCX_NET_DEVICES: `interface`, or what has the address of `host`, and RDMA devices, that
+    have addresses of their own. None: what UCX_NET_DEVICES says, or all. Raises TransferError."""
+    if interface is not None or "UCX_NET_DEVICES" in os.environ or (address := address_of(host)) is None:
         return interface
     chosen = interface_of(address)
     if chosen is None:

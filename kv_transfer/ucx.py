@@ -64,8 +64,7 @@ of CUDA: loading takes 0.4 s or more instead of 0.04 (openucx/ucx#11211). Ours a
 class UcxTransport(ThreadedTransport):
     """A `Transport` over UCX, on a thread of its own. The staging outlives it.
 
-    interface: devices as in UCX_NET_DEVICES; None: the operator's UCX_NET_DEVICES, or those of `host` (`net_devices`).
-    Raises TransferError when UCX cannot be used.
+    interface, host: of the devices that it uses (`net_devices`). Raises TransferError when UCX cannot be used.
 
     UCX takes whoever connects to its port for a peer, and an address that it is given for another worker's: to both
     there is no more than the network, and the checksum in an address is not a signature. So addresses are to come from
@@ -76,9 +75,8 @@ class UcxTransport(ThreadedTransport):
         self, staging: Staging, wake: Callable[[], None], interface: str | None = None, host: str = LOOPBACK
     ) -> None:
         super().__init__(wake)
-        if interface is None and "UCX_NET_DEVICES" not in os.environ:
-            interface = net_devices(host)
-        thread, self._version = _load(staging, _options(staging, interface), self._emit, self._ring)
+        devices = net_devices(host, interface)
+        thread, self._version = _load(staging, _options(staging, devices), self._emit, self._ring)
         self._machine = boot_id()
         self._begin(thread, pack_address(self._version, self._machine, thread.start()))
 
@@ -95,16 +93,16 @@ class UcxTransport(ThreadedTransport):
             return
 
 
-def _options(staging: Staging, interface: str | None) -> dict[str, str]:
-    """What UCX is told; but for RNDV_SCHEME and `interface`, what the operator set as UCX_... goes before."""
+def _options(staging: Staging, devices: str | None) -> dict[str, str]:
+    """What UCX is told; but for RNDV_SCHEME and `devices`, what the operator set as UCX_... goes before."""
     options = {"KEEPALIVE_INTERVAL": _KEEPALIVE}
     if SHARED_MEMORY & set(os.environ.get("UCX_TLS", "").split(",")):
         options["MM_ERROR_HANDLING"] = "y"
     options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
     if staging.device.type == "cpu":
         options["RNDV_SCHEME"] = "am"
-    if interface is not None:
-        options["NET_DEVICES"] = interface
+    if devices is not None:
+        options["NET_DEVICES"] = devices
     return options
 
 
