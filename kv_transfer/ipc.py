@@ -89,6 +89,10 @@ class Copy(Native, Protocol):
     def cut(self) -> None: ...
 
 
+_written_to: list[IpcSending] = []
+"""When its carrier was closed."""
+
+
 class IpcCarrier:
     """Raises TransferError when the slots cannot be mapped by others."""
 
@@ -131,7 +135,9 @@ class IpcCarrier:
             way.advance()
 
     def close(self) -> None:
-        """What is mapped still is being written to."""
+        """What is mapped still is being written to. It stays mapped: memory that is unmapped while a GPU's driver has
+        it registered is registered for good, and what is mapped at its address next cannot be."""
+        _written_to.extend(self._ways)
 
     def place(self, memory: Tensor) -> bytes:
         """Where others find a slot's memory."""
