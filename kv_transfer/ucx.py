@@ -35,6 +35,7 @@ Not fork-safe: neither this process nor its children may use UCX after a fork; s
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -46,10 +47,13 @@ from kv_transfer.staging import Staging
 from kv_transfer.threaded import ThreadedTransport
 from kv_transfer.transport import CONNECT_S, TransportEvent
 from kv_transfer.ucx_address import Version, pack_address, unpack_address
+from kv_transfer.ucx_form import is_worker_address
 from kv_transfer.ucx_path import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from kv_transfer.ucx_thread import UcxThread
+
+log = logging.getLogger(__name__)
 
 _TRIES = 6
 _STALE = "Connection reset by remote peer"
@@ -66,9 +70,9 @@ class UcxTransport(ThreadedTransport):
 
     interface, host: of the devices that it uses (`net_devices`). Raises TransferError when UCX cannot be used.
 
-    UCX takes whoever connects to its port for a peer, and an address that it is given for another worker's: to both
-    there is no more than the network, and the checksum in an address is not a signature. So addresses are to come from
-    peers that have proved who they are.
+    UCX takes whoever connects to its port for a peer, and what it is given for another worker's address: the checksum
+    in that is no signature, and its form (`ucx_form`) is easily had. So addresses are to come from peers that have
+    proved who they are.
     """
 
     def __init__(
@@ -78,10 +82,16 @@ class UcxTransport(ThreadedTransport):
         devices = net_devices(host, interface)
         thread, self._version = _load(staging, _options(staging, devices), self._emit, self._ring)
         self._machine = boot_id()
-        self._begin(thread, pack_address(self._version, self._machine, thread.start()))
+        own = thread.start()
+        self._knows_form = is_worker_address(own)
+        if not self._knows_form:
+            log.warning("addresses of peers are not looked at: UCX gives its own in a form that is not known here")
+        self._begin(thread, pack_address(self._version, self._machine, own))
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
         worker_address, same_host = unpack_address(self._version, self._machine, address, peer)
+        if self._knows_form and not is_worker_address(worker_address):
+            raise TransferError(f"what {peer} sent is no address of a UCX worker")
         deadline = time.monotonic() + timeout_s
         for tries_left in reversed(range(_TRIES)):
             try:
