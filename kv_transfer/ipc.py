@@ -51,7 +51,8 @@ def _read_place(place: bytes) -> _Place:
     """Raises TransferError."""
     if len(place) < _PLACE.size:
         raise TransferError(f"a slot is named by {_PLACE.size} bytes or more, not {len(place)}")
-    return _Place(*_PLACE.unpack_from(place), place[_PLACE.size :])
+    offset, word, words = _PLACE.unpack_from(place)
+    return _Place(offset, word, words, place[_PLACE.size :])
 
 
 class IpcTransport(PairTransport):
