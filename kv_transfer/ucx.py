@@ -80,7 +80,7 @@ class UcxTransport(ThreadedTransport):
     ) -> None:
         super().__init__(wake)
         devices = net_devices(host, interface)
-        thread, self._version = _load(staging, _options(staging, devices), self._emit, self._ring)
+        thread, self._version = _load(staging, _options(staging, devices), interface, self._emit, self._ring)
         self._machine = boot_id()
         own = thread.start()
         self._knows_form = is_worker_address(own)
@@ -117,7 +117,11 @@ def _options(staging: Staging, devices: str | None) -> dict[str, str]:
 
 
 def _load(
-    staging: Staging, options: dict[str, str], emit: Callable[[TransportEvent], None], wake: Callable[[], None]
+    staging: Staging,
+    options: dict[str, str],
+    interface: str | None,
+    emit: Callable[[TransportEvent], None],
+    wake: Callable[[], None],
 ) -> tuple[UcxThread, Version]:
     """The native library is loaded with the first transport, since it must not be there before a fork."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some that go unused
@@ -128,4 +132,4 @@ def _load(
         from kv_transfer.ucx_thread import UcxThread
     except (ImportError, OSError) as error:
         raise TransferError(f"UCX cannot be loaded: {error}") from None
-    return UcxThread(staging, options, emit, wake), ucxx.get_ucx_version()
+    return UcxThread(staging, options, interface, emit, wake), ucxx.get_ucx_version()
