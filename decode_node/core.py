@@ -155,6 +155,8 @@ class DecodeCore:
                 self._prefill_here(epoch, prefill, now)
             case FromRouter(_, Abort() as abort):
                 self._abort(abort, now)
+            case FromPeer(peer, _) if peer not in self._part_blocks:
+                pass  # its stream has ended: nobody is there to be answered
             case FromPeer(peer, Reserve() as reserve):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):

@@ -8,6 +8,7 @@ import logging
 from weakref import WeakValueDictionary
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from baton import wire
 from baton.errors import BatonError, InvalidRequest
@@ -35,13 +36,16 @@ class HandoffServer:
     """Serves one stream for each prefill incarnation. Asyncio thread only.
 
     A second stream of one incarnation takes the first one's place: the peer gave that up before we noticed. `hello` is
-    what this node says of itself.
+    what this node says of itself, `limits` what a message to it keeps to.
     """
 
-    def __init__(self, hello: Hello, transport: PeerTransport, post: Post, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, hello: Hello, transport: PeerTransport, post: Post, limits: wire.Limits, *, silence_s: float = SILENCE_S
+    ) -> None:
         self._hello = hello
         self._transport = transport
         self._post = post
+        self._limits = limits
         self._silence_s = silence_s
         self._streams: dict[str, HandoffStream] = {}
         self._opened: dict[str, int] = {}  # peer -> number of the PeerOpened of its stream
@@ -76,7 +80,7 @@ class HandoffServer:
             async with asyncio.timeout(HELLO_S):
                 first = await context.read()
             said = wire.read_prefill_message(first) if first is not EOF else None
-        except (TimeoutError, InvalidRequest):
+        except (TimeoutError, InvalidRequest, DecodeError):
             said = None
         if not isinstance(said, Hello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a handoff stream opens with Hello")
@@ -84,7 +88,7 @@ class HandoffServer:
 
     async def _talk(self, context: Context, theirs: Hello) -> None:
         peer, reason = theirs.incarnation, "cancelled"
-        stream = self._streams[peer] = HandoffStream(peer, DECODE_CODEC)
+        stream = self._streams[peer] = HandoffStream(peer, DECODE_CODEC, self._limits)
         try:
             error = await self._connect(theirs)
             if error is None:

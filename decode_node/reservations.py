@@ -53,8 +53,8 @@ class Reservations:
         self._keep_s = keep_s
         self._queue: deque[Waiting] = deque()
         self._leases: dict[int, Lease] = {}
-        # Of leases that ended: what a repeated Commit is answered, and until when that is remembered.
-        self._outcomes: OrderedDict[int, tuple[BatonError | None, float]] = OrderedDict()
+        # Of leases that ended: whose they were, what a repeated Commit is answered, and until when that is remembered.
+        self._outcomes: OrderedDict[int, tuple[str, BatonError | None, float]] = OrderedDict()
         self._last_serial = 0
 
     def works(self) -> list[WorkId]:
@@ -202,7 +202,8 @@ class Reservations:
     def _commit(self, peer: str, commit: Commit, now: float) -> BatonError | None:
         lease = self._leases.get(commit.lease)
         if lease is None or lease.peer != peer:
-            return self._outcomes.get(commit.lease, (LEASE_OVER, 0.0))[0]
+            owner, outcome, _ = self._outcomes.get(commit.lease, ("", LEASE_OVER, 0.0))
+            return outcome if owner == peer else LEASE_OVER
         if lease.state is LeaseState.COMMITTED:
             return None
         if not lease.fits(commit):
@@ -250,7 +251,7 @@ class Reservations:
         for lease in [x for x in self._leases.values() if x.deadline <= now]:
             missing = lease.num_parts - len(lease.arrived)
             self._end(lease, TransferTimeout(f"{missing} of {lease.num_parts} parts missing at the deadline"), now)
-        while self._outcomes and next(iter(self._outcomes.values()))[1] <= now:
+        while self._outcomes and next(iter(self._outcomes.values()))[-1] <= now:
             self._outcomes.popitem(last=False)
 
     def _end(self, lease: Lease, error: BatonError, now: float) -> None:
@@ -267,5 +268,5 @@ class Reservations:
         """Nothing is landed for it any more."""
         self._blocks.unpin_write(lease.written)
         del self._leases[lease.serial]
-        self._outcomes[lease.serial] = (outcome, now + self._keep_s)
+        self._outcomes[lease.serial] = (lease.peer, outcome, now + self._keep_s)
         self._engine.num_reserved_seqs -= lease.reserve.num_samples

@@ -30,7 +30,7 @@ def serve(
     server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post
 ) -> HandoffServer:
     """Register the service; the streams from prefill nodes."""
-    handoffs = HandoffServer(hello, transport, post)
+    handoffs = HandoffServer(hello, transport, post, sessions.limits)
     node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)  # type: ignore[no-untyped-call]
     return handoffs
 

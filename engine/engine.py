@@ -140,7 +140,8 @@ class Engine:
     # ---- in ----
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises InvalidRequest, with the numbers, when it can never run."""
+        """Queue a sequence. Raises InvalidRequest, with the numbers, when it can never run. That its token ids are the
+        model's is for whoever read them to see (`wire.Limits`)."""
         self._require_possible(seq)
         self._sequences[seq] = None
         self._scheduler.add(seq)
@@ -339,11 +340,6 @@ class Engine:
         needed = num_blocks_for(seq.num_tokens, self.config.block_size)
         if needed > self.blocks.num_total:
             raise InvalidRequest(f"the prompt needs {needed} KV blocks of {self.blocks.num_total}", "prompt")
-        vocab_size = self.config.vocab_size
-        if not 0 <= min(seq.tokens) <= max(seq.tokens) < vocab_size:
-            raise InvalidRequest(f"token ids must be in [0, {vocab_size})", "prompt")
-        if any(token >= vocab_size for token in seq.sampling.logit_bias):
-            raise InvalidRequest(f"token ids of logit_bias must be in [0, {vocab_size})", "logit_bias")
 
     def holdings(self) -> list[Holding]:
         """Who has blocks here: sequences, those that ended while a launched step names their blocks among them."""

@@ -133,6 +133,7 @@ class Drain:
     work: WorkId
     next_part: int
     credits: int
+    num_parts: int
     closed: bool = False
 
     @property

@@ -37,7 +37,7 @@ class DecodeLinks:
 
     Messages wait in order while a stream is being opened. Each stream's end is told to the role once, as PeerClosed;
     what the role said before it heard that is dropped, and only a Reserve opens a new stream.
-    `hello` is what this node says of itself.
+    `hello` is what this node says of itself, `limits` what a message to it keeps to.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class DecodeLinks:
         hello: Hello,
         transport: PeerTransport,
         post: Post,
+        limits: wire.Limits,
         *,
         idle_s: float = IDLE_S,
         silence_s: float = SILENCE_S,
@@ -52,6 +53,7 @@ class DecodeLinks:
         self._hello = hello
         self._transport = transport
         self._post = post
+        self._limits = limits
         self._idle_s = idle_s
         self._silence_s = silence_s
         self._links: dict[str, HandoffStream] = {}
@@ -85,7 +87,7 @@ class DecodeLinks:
             link.send(message)
 
     def _open(self, target: DecodeTarget) -> HandoffStream:
-        link = self._links[target.incarnation] = HandoffStream(target.incarnation, PREFILL_CODEC)
+        link = self._links[target.incarnation] = HandoffStream(target.incarnation, PREFILL_CODEC, self._limits)
         task = asyncio.create_task(self._run(link, target))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -112,16 +112,16 @@ class Outgoing:
 
     def hear(self, incarnation: str, message: object) -> None:
         peer = self._peers.get(incarnation)
-        if peer is None:
+        if peer is None or not self._parts.is_open(incarnation):
             return
         match message:
             case Grant() as grant:
                 self._granted(peer, grant)
             case Credit(lease, credits):
                 if handoff := peer.leases.get(lease):
-                    handoff.credits = max(handoff.credits, credits)
+                    handoff.credits = min(max(handoff.credits, credits), len(handoff.parts))
                 elif drain := peer.drains.get(lease):
-                    drain.credits = max(drain.credits, credits)
+                    drain.credits = min(max(drain.credits, credits), drain.num_parts)
             case Refuse(work, error):
                 if (handoff := self._handoffs.get(work)) and handoff.target == peer.target:
                     self._finish(handoff, End(error))
@@ -140,15 +140,18 @@ class Outgoing:
         peer.last_lease = grant.lease
         peer.first_lease = peer.first_lease or grant.lease
         handoff = self._handoffs.get(grant.work)
-        if handoff is None or handoff.target != peer.target:
-            peer.drains[grant.lease] = Drain(grant.work, 0, grant.credits)  # it ended while the grant was under way
+        if handoff is None or handoff.grant or not handoff.reserved or handoff.target != peer.target:
+            # It ended while the grant was under way; or nobody asked for it.
+            peer.drains[grant.lease] = Drain(grant.work, 0, grant.credits, grant.num_parts)
             self._outbox.to_decode(peer.target, Release(grant.lease, grant.work))
             return
         handoff.grant, handoff.credits = grant, grant.credits
         handoff.parts = self._parts.plan(handoff, grant)
         peer.leases[grant.lease] = handoff
-        if len(handoff.parts) != grant.num_parts:
-            text = f"{peer.target.incarnation} expects {grant.num_parts} parts, and they are {len(handoff.parts)}"
+        num_parts, num_full = len(handoff.parts), handoff.sequence.num_tokens // self._engine.config.block_size
+        if num_parts != grant.num_parts or grant.num_held_blocks > num_full:
+            told = f"{grant.num_held_blocks} blocks there and {grant.num_parts} parts to come"
+            text = f"{peer.target.incarnation} told of {told}, and they are {num_full} at most and {num_parts}"
             self._finish(handoff, End(TransferError(text)))
 
     def peer_opened(self, incarnation: str, part_blocks: int) -> None:
@@ -241,6 +244,6 @@ class Outgoing:
         if handoff.target and (peer := self._peers.get(handoff.target.incarnation)):
             grant = handoff.grant
             if grant and peer.leases.pop(grant.lease, None) and not handoff.all_gathered:
-                peer.drains[grant.lease] = Drain(grant.work, handoff.next_part, handoff.credits)
+                peer.drains[grant.lease] = Drain(grant.work, handoff.next_part, handoff.credits, grant.num_parts)
             if isinstance(last_word, End) and handoff.reserved:
                 self._outbox.to_decode(handoff.target, Release(grant.lease if grant else 0, handoff.work))

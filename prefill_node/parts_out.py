@@ -22,6 +22,10 @@ class PartsOut:
         self._whole_tokens = whole_tokens
         self.part_blocks: dict[str, int] = {}
 
+    def is_open(self, incarnation: str) -> bool:
+        """Whether the decode node's stream is up."""
+        return incarnation in self.part_blocks
+
     def tail(self, sequence: Sequence) -> tuple[int, int]:
         """From which block on it travels by groups of layers, and by how many. Asked when its first chunk is
         scheduled."""

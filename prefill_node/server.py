@@ -27,7 +27,7 @@ def serve(
 ) -> DecodeLinks:
     """Register the service; the streams to decode nodes."""
     node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillNode(sessions), server)  # type: ignore[no-untyped-call]
-    return DecodeLinks(hello, transport, post)
+    return DecodeLinks(hello, transport, post, sessions.limits)
 
 
 PREFILL_SIDE = RoleSide("baton.v1.PrefillNode", serve)

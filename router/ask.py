@@ -112,7 +112,7 @@ def sampling_params(ask: Ask, model: ServedModel, num_prompt_tokens: int) -> Sam
         max_tokens=_max_tokens(ask, model, num_prompt_tokens),
         min_tokens=ask.min_tokens,
         ignore_eos=ask.ignore_eos,
-        stop_token_ids=ask.stop_token_ids,
+        stop_token_ids=frozenset(ask.stop_token_ids),
         num_logprobs=ask.num_logprobs,
     )
 

@@ -19,7 +19,7 @@ from baton.channels import CHANNEL_OPTIONS
 from baton.errors import BatonError, NodeUnavailable
 from baton.messages import Abort, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
 from baton.v1 import node_pb2, node_pb2_grpc
-from baton.wire import read_node_info, read_node_message, write_router_message
+from baton.wire import Limits, read_node_info, read_node_message, write_router_message
 from router.dispatcher import Dispatcher
 from router.models import Models
 
@@ -114,7 +114,7 @@ class NodeLink:
         self._dispatcher.node_up(info, outgoing.put_nowait)
         log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
         self._set_problem(None)
-        reading = asyncio.create_task(self._listen(call, info.incarnation))
+        reading = asyncio.create_task(self._listen(call, info))
         writing = asyncio.create_task(_write(call, outgoing))
         reason = "the router is closing"
         try:
@@ -128,17 +128,17 @@ class NodeLink:
             self._dispatcher.node_lost(info.incarnation, reason)
         return reason
 
-    async def _listen(self, call: _Call, incarnation: str) -> str:
+    async def _listen(self, call: _Call, info: NodeInfo) -> str:
         """Pass on what the node says until its stream ends, breaks or goes silent; returns which."""
-        loop = asyncio.get_running_loop()
+        loop, limits = asyncio.get_running_loop(), Limits.of(info)
         try:
             async with asyncio.timeout(SILENCE_TIMEOUT_S) as silence:
                 wire: Any
                 while (wire := await call.read()) is not EOF:
                     silence.reschedule(loop.time() + SILENCE_TIMEOUT_S)
-                    message = read_node_message(wire)
+                    message = read_node_message(wire, limits)
                     if not isinstance(message, Subscribed):
-                        self._dispatcher.node_said(incarnation, message)
+                        self._dispatcher.node_said(info.incarnation, message)
         except TimeoutError:
             return f"silent for {SILENCE_TIMEOUT_S:g} s"
         except (BatonError, grpc.aio.AioRpcError) as error:

@@ -11,7 +11,6 @@ router                      node
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import defaultdict
@@ -19,9 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from baton import PROTOCOL_VERSION, wire
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.messages import (
     Abort,
     Adopted,
@@ -62,16 +62,16 @@ class _Session(Stream[Update]):
 class Sessions:
     """All sessions of a node. Asyncio thread only.
 
-    `post` queues an event for the role and returns its number; `max_deadline_s` caps what a router allows a request.
+    `post` queues an event for the role and returns its number; `limits`: what a message to this node keeps to.
     """
 
     def __init__(
-        self, incarnation: str, post: Callable[[Event], int], metrics: NodeMetrics, max_deadline_s: float
+        self, incarnation: str, post: Callable[[Event], int], metrics: NodeMetrics, limits: wire.Limits
     ) -> None:
         self._incarnation = incarnation
         self._post = post
         self._metrics = metrics
-        self._max_deadline_s = max_deadline_s
+        self.limits = limits
         self._by_epoch: dict[int, _Session] = {}
         self._load: Load | None = None  # until the first turn
 
@@ -114,7 +114,7 @@ class Sessions:
             async with asyncio.timeout(HELLO_S):
                 first = await context.read()
             said = wire.read_router_message(first) if first is not EOF else None
-        except (TimeoutError, InvalidRequest):
+        except (TimeoutError, InvalidRequest, DecodeError):
             said = None
         if not isinstance(said, Subscribe):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session opens with Subscribe")
@@ -146,30 +146,29 @@ class Sessions:
 
     def _receive(self, session: _Session, message: node_pb2.RouterMessage) -> None:
         try:
-            said = wire.read_router_message(message)
-        except BatonError as error:
-            self._refuse(session, message, error)
+            said = wire.read_router_message(message, self.limits)
+        except InvalidRequest as error:
+            self._refuse(session, wire.work_of(message), error)
             return
         match said:
             case Prefill(work=work) | Abort(work=work) if work.router_epoch != session.epoch:
                 raise InvalidRequest(f"work of epoch {work.router_epoch} in the session of {session.epoch}")
             case Prefill():
                 self._metrics.received(said)
-                capped = dataclasses.replace(said, deadline_s=min(said.deadline_s, self._max_deadline_s))
-                self._post(FromRouter(session.epoch, capped))
+                self._post(FromRouter(session.epoch, said))
             case Abort():
                 self._post(FromRouter(session.epoch, said))
             case Subscribe():
                 raise InvalidRequest("a second Subscribe")
 
-    def _refuse(self, session: _Session, message: node_pb2.RouterMessage, error: BatonError) -> None:
-        """A Prefill that makes no sense ends as that request's failure; anything else ends the session."""
-        work = message.prefill.work
-        if not work.request_id:
+    def _refuse(self, session: _Session, work: WorkId | None, error: InvalidRequest) -> None:
+        """A message about one request of this router that makes no sense is that request's end, in whatever state it
+        is; any other ends the session."""
+        if work is None or work.router_epoch != session.epoch:
             raise error
-        name = WorkId(work.router_epoch, work.request_id, work.attempt)
-        log.info("refused error=%s", error.message, extra={"request_id": name.request_id})
-        session.put(Update(name, End(error)))
+        log.info("refused error=%s", error.message, extra={"request_id": work.request_id})
+        session.put(Update(work, End(error)))
+        self._post(FromRouter(session.epoch, Abort(work)))
 
     async def _write(self, session: _Session, context: Context) -> str:
         """Updates as they come, and the load."""

@@ -21,6 +21,7 @@ from baton.errors import DeadlineExceeded
 from baton.messages import Hello, NodeInfo
 from baton.telemetry import MetricsServer, NodeMetrics, new_registry
 from baton.v1 import node_pb2_grpc
+from baton.wire import Limits
 from engine.node.audit import verdict
 from engine.node.errors import StartupError
 from engine.node.events import Draining, Role
@@ -106,8 +107,8 @@ class Node:
         self.metrics = self._serve_metrics(registry)
         self._metrics = NodeMetrics(registry, info.served_model_name, info.role)
         self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
-        limit = self._settings.request_timeout
-        self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, max_deadline_s=limit)
+        limits = Limits.of(info, self._settings.request_timeout)
+        self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits)
         self._peers = self._side.serve(
             self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post
         )

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from baton.errors import InvalidRequest
 
@@ -66,8 +67,8 @@ class Stream(Generic[M]):
 async def read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None], silence_s: float | None) -> str:
     """Hand each message to `handle` until the stream ends; returns why it did.
 
-    With `silence_s`, so long without a message is an end too. `handle` raises InvalidRequest for a message that makes
-    no sense, which is another.
+    With `silence_s`, so long without a message is an end too. Bytes that are no message are another, and one that
+    `handle` raises InvalidRequest for.
     """
     while True:
         try:
@@ -75,6 +76,8 @@ async def read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], N
                 message = await read()
         except TimeoutError:
             return f"silent for {silence_s:g} s"
+        except DecodeError:
+            return "malformed message: its bytes are none"
         if message is EOF:
             return ENDED
         try:

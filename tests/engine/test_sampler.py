@@ -176,7 +176,8 @@ def test_bias_is_added_before_penalties() -> None:
 
 @pytest.mark.parametrize(("ignore_eos", "forbidden"), [(False, {EOS, 7}), (True, {7})])
 def test_ends_are_forbidden_until_min_tokens(ignore_eos: bool, forbidden: set[int]) -> None:
-    params = SamplingParams(min_tokens=2, stop_token_ids=(7, 10**6, -1), ignore_eos=ignore_eos, logit_bias={7: 3.0})
+    ends = frozenset({7, 10**6})
+    params = SamplingParams(min_tokens=2, stop_token_ids=ends, ignore_eos=ignore_eos, logit_bias={7: 3.0})
     for output in ((), (4,)):
         got = adjusted(logits(), params, output=output)
         assert {i for i, x in enumerate(got) if x == -math.inf} == forbidden

@@ -29,6 +29,7 @@ from baton.messages import (
 )
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2_grpc
+from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
 from engine.node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
@@ -66,7 +67,7 @@ def with_links(**fields) -> RoleSide:
     """A prefill side whose links have other patience."""
     return RoleSide(
         PREFILL_SIDE.service,
-        lambda server, sessions, hello, transport, post: DecodeLinks(hello, transport, post, **fields),
+        lambda server, sessions, hello, transport, post: DecodeLinks(hello, transport, post, sessions.limits, **fields),
     )
 
 
@@ -180,7 +181,7 @@ async def test_a_node_that_is_not_there_is_a_reason():
 async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reserve_opens_again():
     async with pair() as (p, d):
         posted: list = []
-        links = DecodeLinks(p.node._hello(p.info), p.transport, lambda e: posted.append(e) or len(posted))
+        links = DecodeLinks(p.node._hello(p.info), p.transport, lambda e: posted.append(e) or len(posted), Limits())
 
         def turn(num_handled, *outputs):
             links.deliver(Turn([ToDecode(target(d), o) for o in outputs], num_handled, p.role.state, True, None))
@@ -285,7 +286,7 @@ async def test_a_stream_opens_with_hello_and_has_but_one():
 
 async def test_a_silent_peer_is_given_up():
     def serve(server, sessions, hello, transport, post):
-        handoffs = HandoffServer(hello, transport, post, silence_s=0.2)
+        handoffs = HandoffServer(hello, transport, post, sessions.limits, silence_s=0.2)
         node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)
         return handoffs
 

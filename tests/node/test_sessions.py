@@ -10,6 +10,7 @@ from baton.errors import InvalidRequest, RequestCancelled
 from baton.messages import Abort, End, Load, NodeRole, Subscribed, Tokens, Update, WorkId
 from baton.telemetry import NodeMetrics, new_registry
 from baton.v1 import node_pb2, node_pb2_grpc
+from baton.wire import Limits
 from decode_node.server import DECODE_SIDE
 from engine.node import sessions
 from engine.node.events import FromRouter, SessionLost, SessionOpened, ToRouter
@@ -162,7 +163,7 @@ async def test_deadlines_are_capped_by_the_node():
 
 async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_next():
     posted = []
-    hub = Sessions("i1", lambda event: posted.append(event) or len(posted), metrics(), 10.0)
+    hub = Sessions("i1", lambda event: posted.append(event) or len(posted), metrics(), Limits())
     session_ = hub._open(1)
 
     def turn(num_handled):

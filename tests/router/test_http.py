@@ -103,7 +103,7 @@ async def test_sampling_reaches_the_nodes(client, nodes):
     }
     await client.post("/v1/completions", json={"prompt": [5], "logit_bias": {"17": 3}, **fields})
     sampling = nodes.prefills[0].sampling
-    assert {name: getattr(sampling, name) for name in fields} == {**fields, "stop_token_ids": (9,)}
+    assert {name: getattr(sampling, name) for name in fields} == {**fields, "stop_token_ids": {9}}
     assert sampling.logit_bias == {17: 3.0}
 
 
