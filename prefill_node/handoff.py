@@ -64,6 +64,10 @@ class Handoff:
     def target(self) -> DecodeTarget | None:
         return self.message.decode
 
+    def goes_to(self, peer: DecodePeer) -> bool:
+        """Whatever address its router knows that by."""
+        return self.target is not None and self.target.incarnation == peer.target.incarnation
+
     @property
     def outputs(self) -> dict[int, tuple[int, ...]]:
         """Output tokens of each unfinished sample, the one sampled here included."""

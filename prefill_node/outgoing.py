@@ -123,7 +123,7 @@ class Outgoing:
                 elif drain := peer.drains.get(lease):
                     drain.credits = min(max(drain.credits, credits), drain.num_parts)
             case Refuse(work, error):
-                if (handoff := self._handoffs.get(work)) and handoff.target == peer.target:
+                if (handoff := self._handoffs.get(work)) and handoff.goes_to(peer):
                     self._finish(handoff, End(error))
                 for drain in peer.drains.values():
                     drain.closed |= drain.work == work
@@ -140,7 +140,7 @@ class Outgoing:
         peer.last_lease = grant.lease
         peer.first_lease = peer.first_lease or grant.lease
         handoff = self._handoffs.get(grant.work)
-        if handoff is None or handoff.grant or not handoff.reserved or handoff.target != peer.target:
+        if handoff is None or handoff.grant or not handoff.reserved or not handoff.goes_to(peer):
             # It ended while the grant was under way; or nobody asked for it.
             peer.drains[grant.lease] = Drain(grant.work, 0, grant.credits, grant.num_parts)
             self._outbox.to_decode(peer.target, Release(grant.lease, grant.work))
@@ -232,8 +232,8 @@ class Outgoing:
             self._finish(handoff, End(DeadlineExceeded(f"not handed off within {handoff.message.deadline_s:g} s")))
 
     def _end_peer(self, incarnation: str, reason: str) -> None:
-        target = self._peers[incarnation].target
-        for handoff in [h for h in self._handoffs.values() if h.reserved and h.target == target]:
+        peer = self._peers[incarnation]
+        for handoff in [h for h in self._handoffs.values() if h.reserved and h.goes_to(peer)]:
             self._finish(handoff, End(PeerLost(f"decode node {incarnation}: {reason}")))
 
     def _finish(self, handoff: Handoff, last_word: End | HandedOff) -> None:

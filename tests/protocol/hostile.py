@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from baton import wire
@@ -36,7 +35,7 @@ from kv_transfer.parts import slot_bytes_for
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from tests.protocol.fake_model import VOCAB_SIZE
-from tests.protocol.node import MAX_MODEL_LEN, PART_BLOCKS, Node
+from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS, Node
 from tests.protocol.world import World
 
 EVIL = 666
@@ -50,11 +49,11 @@ uint32 = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 16, 63, 64, 65, 1023, 1024, 2**23
 int32 = st.sampled_from([0, 1, 2, 96, 97, 2**31 - 1, -1, -(2**31)])
 uint64 = st.sampled_from([0, 1, 2, 3, 2**39 - 1, 2**39, 2**62, 2**64 - 1])
 number = st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0, 1e10, 1e300, float("nan"), float("inf"), float("-inf")])
-text = st.sampled_from(["", "x", "x" * 257, "x" * 600, "a\nb"])
+text = st.sampled_from([0, 1, 257, 600]).map(lambda length: "x" * length) | st.just("a\nb")
 seconds = st.sampled_from([0.0, 0.02, 5.0, 1e6]) | number
 in_vocabulary = st.integers(0, VOCAB_SIZE - 1)
 some_tokens = st.lists(in_vocabulary, min_size=1, max_size=16).map(wire.pack_tokens)
-any_tokens = st.sampled_from([b"", b"123", wire.pack_tokens([VOCAB_SIZE]), wire.pack_tokens([2**31, 1]), bytes(4 * 70)])
+any_tokens = st.sampled_from([(), (VOCAB_SIZE,), (2**31, 1), (0,) * 70]).map(wire.pack_tokens) | st.just(b"123")
 work = st.builds(
     common_pb2.WorkId,
     router_epoch=st.just(EVIL),
@@ -64,10 +63,10 @@ work = st.builds(
 
 
 def mostly(make: Callable[..., Any], sense: dict[str, Any], nonsense: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """`make` with fields that make sense, but for up to two that need not."""
-    spoilt = st.sets(st.sampled_from(sorted(nonsense)), max_size=2)
-    changed = spoilt.flatmap(lambda names: st.fixed_dictionaries({name: nonsense[name] for name in sorted(names)}))
-    return st.builds(lambda good, bad: make(**{**good, **bad}), st.fixed_dictionaries(sense), changed)
+    """`make` with fields that make sense; in every second case but for one or two, which need not."""
+    other = st.one_of([st.tuples(st.just(name), values) for name, values in nonsense.items()])
+    spoilt = st.just([]) | st.lists(other, min_size=1, max_size=2)
+    return st.builds(lambda good, bad: make(**{**good, **dict(bad)}), st.fixed_dictionaries(sense), spoilt)
 
 
 sampling = mostly(
@@ -84,90 +83,86 @@ sampling = mostly(
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), number),
         **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "num_logprobs"), int32),
         "logit_bias": st.dictionaries(int32, number, max_size=2),
-        "stop_token_ids": st.lists(int32, max_size=3) | st.just([3] * 2000),
+        "stop_token_ids": st.lists(int32, max_size=3) | st.just(2000).map(lambda length: [3] * length),
         "seed": uint64,
     },
 )
 
 
-def samples(outputs: st.SearchStrategy[bytes]) -> st.SearchStrategy[Any]:
+def _samples(outputs: st.SearchStrategy[bytes]) -> st.SearchStrategy[Any]:
     one = st.builds(common_pb2.Sample, index=st.integers(0, 3), output_tokens=outputs)
     return st.lists(one, min_size=1, max_size=3, unique_by=lambda sample: sample.index)
 
 
 any_samples = st.lists(st.builds(common_pb2.Sample, index=uint32, output_tokens=some_tokens | any_tokens), max_size=3)
+HERE, THERE = "here", "there"  # the node that is spoken to, and our decode node: `HostileWorld.say` has their names
 
-
-def prefill(target: str, decodes: list[str]) -> st.SearchStrategy[node_pb2.RouterMessage]:
-    decode = st.sampled_from(decodes).map(lambda peer: node_pb2.DecodeTarget(address=peer, incarnation=peer))
-    sense = {
+prefill = mostly(
+    node_pb2.Prefill,
+    {
         "work": work,
-        "target_incarnation": st.just(target),
+        "target_incarnation": st.just(HERE),
         "prompt_tokens": some_tokens,
-        "samples": samples(st.just(b"")),
+        "samples": _samples(st.just(b"")),
         "sampling": sampling,
         "deadline_s": st.just(1e6),
-        "decode": decode,
-    }
-    nonsense = {
+        "decode": st.sampled_from([THERE, EVIL_DECODE]).map(
+            lambda peer: node_pb2.DecodeTarget(address=peer, incarnation=peer)
+        ),
+    },
+    {
         "target_incarnation": text,
         "prompt_tokens": any_tokens,
         "samples": any_samples,
         "deadline_s": seconds,
         "cache_salt": text,
         "decode": st.none() | st.builds(node_pb2.DecodeTarget, address=text, incarnation=text),
-    }
-    return mostly(node_pb2.Prefill, sense, nonsense).map(lambda said: node_pb2.RouterMessage(prefill=said))
-
+    },
+).map(lambda said: node_pb2.RouterMessage(prefill=said))
 
 abort = st.builds(node_pb2.Abort, work=work, samples=st.lists(st.integers(0, 3) | uint32, max_size=3)).map(
     lambda said: node_pb2.RouterMessage(abort=said)
 )
+from_router = st.one_of(prefill, prefill, abort)
 
 
-def reserve(target: str) -> st.SearchStrategy[node_pb2.PrefillMessage]:
-    num_tokens = st.integers(1, 16)
-    sense = {
+def _name_blocks(said: node_pb2.Reserve) -> node_pb2.PrefillMessage:
+    """As many as are full, unless that is spoilt already."""
+    if not said.block_hashes and said.num_tokens <= MAX_MODEL_LEN:
+        said.block_hashes = b"".join(bytes([i]) * 32 for i in range(said.num_tokens // BLOCK_SIZE))
+    return node_pb2.PrefillMessage(reserve=said)
+
+
+reserve = mostly(
+    node_pb2.Reserve,
+    {
         "work": work,
-        "target_incarnation": st.just(target),
+        "target_incarnation": st.just(HERE),
+        "num_tokens": st.integers(1, 16),
         "num_samples": st.integers(1, 3),
         "deadline_s": st.just(1e6),
         "max_total_tokens": st.integers(18, 40),
         "layer_groups": st.integers(0, 2),
         "grouped_from_block": st.integers(0, 3),
-    }
-    nonsense = {
-        **dict.fromkeys(
-            ("num_tokens", "num_samples", "max_total_tokens", "layer_groups", "grouped_from_block"), uint32
-        ),
+    },
+    {
+        **dict.fromkeys(("num_tokens", "num_samples", "max_total_tokens"), uint32),
+        **dict.fromkeys(("layer_groups", "grouped_from_block"), uint32),
         "target_incarnation": text,
-        "block_hashes": st.sampled_from([b"", b"x" * 31, b"x" * 64, b"x" * 3200]),
+        "block_hashes": st.sampled_from([31, 64, 3200]).map(bytes),
         "deadline_s": seconds,
-    }
-    named = mostly(node_pb2.Reserve, sense, nonsense)
-    return st.builds(_with_hashes, named, num_tokens, st.integers(0, 3))
+    },
+).map(_name_blocks)
 
-
-def _with_hashes(said: node_pb2.Reserve, num_tokens: int, name: int) -> node_pb2.PrefillMessage:
-    """As many as there are full blocks, unless it is spoilt already."""
-    said.num_tokens = said.num_tokens or num_tokens
-    if not said.block_hashes and said.num_tokens <= MAX_MODEL_LEN:
-        said.block_hashes = b"".join(bytes([name, i]) * 16 for i in range(said.num_tokens // 4))
-    return node_pb2.PrefillMessage(reserve=said)
-
-
-def commit(granted: Grant | None, num_tokens: int) -> st.SearchStrategy[node_pb2.PrefillMessage]:
-    """For a lease, if there is one."""
-    prompt = st.lists(in_vocabulary, min_size=num_tokens, max_size=num_tokens).map(wire.pack_tokens)
-    sense = {
-        "lease": st.just(granted.lease if granted else 1),
-        "work": st.just(wire.write_work(granted.work)) if granted else work,
-        "prompt_tokens": prompt,
-        "samples": samples(st.just(wire.pack_tokens([5]))),
+commit = mostly(
+    node_pb2.Commit,
+    {
+        "target_incarnation": st.just(HERE),
+        "samples": _samples(st.just(wire.pack_tokens([5]))),
         "sampling": sampling,
         "deadline_s": st.just(1e6),
-    }
-    nonsense = {
+    },
+    {
         "lease": uint64,
         "work": work,
         "prompt_tokens": any_tokens | some_tokens,
@@ -175,31 +170,23 @@ def commit(granted: Grant | None, num_tokens: int) -> st.SearchStrategy[node_pb2
         "deadline_s": seconds,
         "age_s": seconds,
         "cache_salt": text,
-    }
-    return mostly(node_pb2.Commit, sense, nonsense).map(lambda said: node_pb2.PrefillMessage(commit=said))
+    },
+).map(lambda said: node_pb2.PrefillMessage(commit=said))
 
+release = st.builds(node_pb2.Release, lease=uint64, work=work).map(lambda said: node_pb2.PrefillMessage(release=said))
+from_prefill = st.one_of(reserve, reserve, commit, commit, release)
 
-release = st.builds(node_pb2.Release, lease=uint64, work=work).map(lambda r: node_pb2.PrefillMessage(release=r))
-
-
-def from_decode(works: list[Any], leases: list[int]) -> st.SearchStrategy[node_pb2.DecodeMessage]:
-    """About work and leases that may be known; also about others'."""
-    about, lease = st.sampled_from(works), st.sampled_from(leases) | uint64
-    few = st.integers(0, 6)
-    error = st.builds(common_pb2.Error, code=st.integers(0, 12), message=text)
-    count = few | uint32
-    grant = st.builds(
-        node_pb2.Grant, work=about, lease=lease, num_held_blocks=few | uint32, num_parts=count, credits=count
-    )
-    return st.one_of(
-        grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
-        grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
-        st.builds(node_pb2.Credit, lease=lease, credits=count).map(lambda said: node_pb2.DecodeMessage(credit=said)),
-        st.builds(node_pb2.Refuse, work=about, error=error).map(lambda said: node_pb2.DecodeMessage(refuse=said)),
-        st.builds(node_pb2.CommitReply, lease=lease, work=about, error=st.none() | error).map(
-            lambda said: node_pb2.DecodeMessage(commit_reply=said)
-        ),
-    )
+_few = st.integers(0, 6) | st.integers(0, 6) | uint32
+_lease = st.integers(1, 9) | uint64
+_error = st.none() | st.builds(common_pb2.Error, code=st.integers(0, 12), message=text)
+grant = st.builds(node_pb2.Grant, lease=_lease, num_held_blocks=_few, num_parts=_few, credits=_few)
+from_decode = st.one_of(
+    grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
+    grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
+    st.builds(lambda n, c: node_pb2.DecodeMessage(credit=node_pb2.Credit(lease=n, credits=c)), _lease, _few),
+    st.builds(lambda error: node_pb2.DecodeMessage(refuse=node_pb2.Refuse(error=error)), _error),
+    st.builds(lambda n, e: node_pb2.DecodeMessage(commit_reply=node_pb2.CommitReply(lease=n, error=e)), _lease, _error),
+)
 
 
 # ---- the world that they come to ----
@@ -207,13 +194,13 @@ def from_decode(works: list[Any], leases: list[int]) -> st.SearchStrategy[node_p
 
 class HostileWorld(World):
     """One prefill node and one decode node of ours, and three strangers that they take for their like. `grants`: what
-    the decode node promised the evil prefill node; `num_tokens`: for what it had asked; `reserved`: what the prefill
-    node asks of the evil decode node for."""
+    the decode node promised the evil prefill node; `num_tokens`: for how many it had asked; `reserved`: what the
+    evil decode node is asked for."""
 
     def __init__(self) -> None:
         super().__init__(num_prefill=1, num_decode=1, num_slots=NUM_SLOTS)
         self.grants: dict[int, Grant] = {}
-        self.num_tokens: dict[tuple[int, str], int] = {}
+        self.num_tokens: dict[tuple[str, int], int] = {}
         self.reserved: list[Any] = []
         self.prefill, self.decode = (next(n for n in self.nodes.values() if n.role is role) for role in NodeRole)
         self.run_dry()  # until the router knows them
@@ -236,28 +223,47 @@ class HostileWorld(World):
             node.hear(SessionOpened(EVIL))
             node.hear(PeerOpened(name, PART_BLOCKS))
 
-    def say(self, node: Node, message: Message) -> None:
+    def say(self, node: Node, message: Any, pick: int) -> None:
         """It reaches the node as it would over gRPC: read within the node's limits, and its work's end if it makes no
-        sense."""
-        limits = wire.Limits.of(node.info)
-        parsed = type(message).FromString(message.SerializeToString())
+        sense. What it has not said yet (which work, which lease) is one of those that there are, by `pick`."""
+        self._aim(node, message, pick)
+        parsed, limits = type(message).FromString(message.SerializeToString()), wire.Limits.of(node.info)
+        about = wire.work_of(parsed)
         if isinstance(parsed, node_pb2.RouterMessage):
             try:
-                said: Any = wire.read_router_message(parsed, limits)
+                node.hear(FromRouter(EVIL, wire.read_router_message(parsed, limits)))
             except InvalidRequest:
-                said = Abort(wire.work_of(parsed)) if wire.work_of(parsed) else None
-            event: Any = FromRouter(EVIL, said)
+                if about:
+                    node.hear(FromRouter(EVIL, Abort(about)))
         else:
             peer, codec = (EVIL_PREFILL, DECODE_CODEC) if node is self.decode else (EVIL_DECODE, PREFILL_CODEC)
             try:
-                said = codec.read(parsed, limits)
+                node.hear(FromPeer(peer, codec.read(parsed, limits)))
             except InvalidRequest as error:
-                about = wire.work_of(parsed)
-                said = codec.fail(about, error)[1] if about else None
-            event = FromPeer(peer, said)
-        if said is not None:
-            node.hear(event)
+                if about:
+                    node.hear(FromPeer(peer, codec.fail(about, error)[1]))
         self.settle()
+
+    def _aim(self, node: Node, message: Any, pick: int) -> None:
+        said = getattr(message, message.WhichOneof("kind"))
+        if getattr(said, "target_incarnation", "") == HERE:
+            said.target_incarnation = node.incarnation
+        match said:
+            case node_pb2.Prefill() if said.decode.incarnation == THERE:
+                said.decode.incarnation = said.decode.address = self.decode.incarnation
+            case node_pb2.Reserve():
+                self.num_tokens[said.work.request_id, said.work.attempt] = said.num_tokens
+            case node_pb2.Commit() if self.grants:
+                granted = list(self.grants.values())[pick % len(self.grants)]
+                num_tokens = self.num_tokens.get((granted.work.request_id, granted.work.attempt), 1)
+                said.lease = said.lease or granted.lease
+                said.prompt_tokens = said.prompt_tokens or wire.pack_tokens([pick % VOCAB_SIZE] * min(num_tokens, 99))
+                if not said.HasField("work"):
+                    said.work.CopyFrom(wire.write_work(granted.work))
+            case node_pb2.Grant() | node_pb2.Refuse() | node_pb2.CommitReply():
+                others = [work for client in self.clients.values() for work in client.life.works]
+                works = [*self.reserved[-3:], *others, UNKNOWN]
+                said.work.CopyFrom(wire.write_work(works[pick % len(works)]))
 
     def send_parts(self, lease: int) -> None:
         """All that the evil prefill node may send of a lease: sevens."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from baton.errors import InvalidRequest, PeerLost, RequestCancelled
-from baton.messages import Abort, End, Grant, Refuse, Release, Reserve, WorkId
+from baton.messages import Abort, Commit, End, Grant, Refuse, Release, Reserve, Sample, WorkId
+from baton.sampling import SamplingParams
 from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToPrefill, ToRouter
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.parts import slot_bytes_for
@@ -77,6 +78,36 @@ def test_an_abort_wins_against_a_reserve_that_it_overtook(node: Node, aborted: i
 def test_an_abort_of_an_earlier_attempt_does_not(node: Node) -> None:
     node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, "r", 0))), 0.5)
     assert isinstance(reserve(node)[0], Grant)
+
+
+def test_who_has_no_stream_is_not_heard(node: Node) -> None:
+    node.core.handle(FromPeer("stranger", Reserve(WORK, node.incarnation, 10, (), 1, 60.0, 20)), 1.0)
+    assert answers(node) == []
+    assert isinstance(reserve(node)[0], Grant), "it counted as this work's"
+
+
+def test_a_lease_is_its_prefill_nodes_alone_also_when_it_is_over(node: Node, sender: KvSender) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    for part in range(grant.num_parts):
+        assert sender.send(node.incarnation, grant.lease, part, [1, 2][: 2 - part], checked=True)
+        node.transport.hub.deliver_all()
+        answers(node)
+    node.core.handle(PeerOpened("other", PART_BLOCKS), 1.5)
+    commit = Commit(grant.lease, WORK, node.incarnation, tuple(range(2, 12)), (Sample(0, (5,)),), SamplingParams(), 60.0)
+
+    def committed(peer: str) -> object:
+        node.core.handle(FromPeer(peer, commit), 1.5)
+        (reply,) = [o.message for o in node.core.take_outputs() if isinstance(o, ToPrefill)]
+        return reply.error
+
+    node.model.lied_to = frozenset({EPOCH})  # the blocks are full of sevens
+    assert isinstance(committed("other"), RequestCancelled)
+    assert committed(PEER) is None
+    answers(node)
+    assert node.core.engine.num_running == 1
+    assert committed(PEER) is None
+    assert isinstance(committed("other"), RequestCancelled)
 
 
 def test_leases_of_a_lost_prefill_node_end(node: Node) -> None:

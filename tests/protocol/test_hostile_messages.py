@@ -3,22 +3,28 @@ is any different."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from baton import wire
 from baton.sampling import SamplingParams
 from tests.protocol import hostile
 from tests.protocol.fake_model import VOCAB_SIZE
-from tests.protocol.hostile import EVIL_DECODE, HostileWorld
+from tests.protocol.hostile import HostileWorld
+from tests.protocol.node import Node
 
 PROMPTS = st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=12).map(tuple)
-MESSAGES_PER_RULE = 3
+Said = list[tuple[Any, int]]
+
+
+def some(messages: st.SearchStrategy[Any]) -> st.SearchStrategy[Said]:
+    return st.lists(st.tuples(messages, st.integers(0, 10**6)), min_size=2, max_size=6)
 
 
 class Hostile(RuleBasedStateMachine):
-    """Each rule of a stranger is MESSAGES_PER_RULE messages."""
+    """Each rule of a stranger is some messages."""
 
     world: HostileWorld
 
@@ -31,41 +37,29 @@ class Hostile(RuleBasedStateMachine):
     def submit(self, prompt: tuple[int, ...], n: int, seed: int) -> None:
         self.world.submit(prompt, n, SamplingParams(seed=seed, max_tokens=5))
 
-    @rule(data=st.data())
-    def router_says(self, data: st.DataObject) -> None:
-        world, decode = self.world, self.world.decode.incarnation
-        for _ in range(MESSAGES_PER_RULE):
-            node = data.draw(st.sampled_from([world.prefill, world.decode]))
-            prompts = hostile.prefill(node.incarnation, [decode, EVIL_DECODE])
-            world.say(node, data.draw(st.one_of(prompts, prompts, hostile.abort)))
+    @rule(to_prefill=st.booleans(), said=some(hostile.from_router))
+    def router_says(self, to_prefill: bool, said: Said) -> None:
+        self._say(self.world.prefill if to_prefill else self.world.decode, said)
 
-    @rule(data=st.data())
-    def prefill_node_says(self, data: st.DataObject) -> None:
-        world = self.world
-        for _ in range(MESSAGES_PER_RULE):
-            granted = data.draw(st.sampled_from(list(world.grants.values()) or [None]))
-            num_tokens = world.num_tokens.get(granted.work.key, 3) if granted else 3
-            reserve, commit = hostile.reserve(world.decode.incarnation), hostile.commit(granted, num_tokens)
-            said = data.draw(st.one_of(reserve, reserve, commit, commit, hostile.release))
-            if said.HasField("reserve"):
-                world.num_tokens[said.reserve.work.router_epoch, said.reserve.work.request_id] = said.reserve.num_tokens
-            world.say(world.decode, said)
+    @rule(said=some(hostile.from_prefill))
+    def prefill_node_says(self, said: Said) -> None:
+        self._say(self.world.decode, said)
+
+    @rule(said=some(hostile.from_decode))
+    def decode_node_says(self, said: Said) -> None:
+        self._say(self.world.prefill, said)
+
+    def _say(self, node: Node, said: Said) -> None:
+        for message, pick in said:
+            self.world.say(node, message, pick)
 
     @precondition(lambda self: self.world.grants)
-    @rule(data=st.data())
-    def prefill_node_sends(self, data: st.DataObject) -> None:
-        self.world.send_parts(data.draw(st.sampled_from(list(self.world.grants))))
+    @rule(pick=st.integers(0, 10**6))
+    def prefill_node_sends(self, pick: int) -> None:
+        leases = list(self.world.grants)
+        self.world.send_parts(leases[pick % len(leases)])
 
-    @rule(data=st.data())
-    def decode_node_says(self, data: st.DataObject) -> None:
-        world = self.world
-        for _ in range(MESSAGES_PER_RULE):
-            victims = [work for client in world.clients.values() for work in client.life.works]
-            works = [wire.write_work(work) for work in [*world.reserved[-3:], *victims]]
-            said = hostile.from_decode(works or [wire.write_work(hostile.UNKNOWN)], list(range(1, 9)))
-            world.say(world.prefill, data.draw(said))
-
-    @rule(picks=st.lists(st.integers(0, 10**6), min_size=4, max_size=12))
+    @rule(picks=st.lists(st.integers(0, 10**6), min_size=8, max_size=20))
     def go_on(self, picks: list[int]) -> None:
         for pick in picks:
             if acts := self.world.enabled():
@@ -78,7 +72,7 @@ class Hostile(RuleBasedStateMachine):
     def teardown(self) -> None:
         world = self.world
         world.go_away()
-        world.run_dry()
+        world.run_dry(max_rounds=600)
         world.check_whole()
         for client in world.clients.values():
             assert client.end

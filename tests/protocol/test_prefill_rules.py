@@ -9,6 +9,7 @@ from baton.messages import (
     Abort,
     Commit,
     CommitReply,
+    Credit,
     DecodeTarget,
     End,
     Grant,
@@ -21,7 +22,7 @@ from baton.messages import (
     WorkId,
 )
 from baton.sampling import SamplingParams
-from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToDecode, ToRouter
+from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToDecode, ToRouter
 from kv_transfer.parts import tag_of
 from kv_transfer.staging import SlotOwner
 from tests.protocol.fake_model import NUM_LAYERS
@@ -49,8 +50,8 @@ class Prefilling:
         self.ends: list[End] = []
         self.handed_off: list[HandedOff] = []
 
-    def ask(self, work: WorkId, prompt: tuple[int, ...], max_tokens: int) -> None:
-        target = DecodeTarget("address", self.peer)
+    def ask(self, work: WorkId, prompt: tuple[int, ...], max_tokens: int, address: str = "address") -> None:
+        target = DecodeTarget(address, self.peer)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         prefill = Prefill(work, self.node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
         self.node.core.handle(FromRouter(EPOCH, prefill), 1.0)
@@ -137,6 +138,65 @@ def test_a_decode_node_that_expects_other_parts_gets_none(prefilling: Prefilling
     assert prefilling.said[-1] == Release(1, WORK)
     prefilling.compute(NUM_LAYERS)
     assert prefilling.node.pool_is_whole()
+
+
+def test_routers_may_know_a_decode_node_by_different_addresses(prefilling: Prefilling) -> None:
+    other = WorkId(EPOCH, "other", 1)
+    prefilling.ask(other, (9, 8, 7), max_tokens=5, address="another")
+    while prefilling.node.model.is_busy:
+        prefilling.compute(1)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(other, 7, 0, 1, 1)), 3.0)
+    prefilling.turn()
+    assert any(isinstance(message, Commit) and message.work == other for message in prefilling.said)
+    prefilling.node.core.handle(PeerClosed(prefilling.peer, "died"), 3.5)
+    prefilling.turn()
+    assert len(prefilling.ends) == 2
+    assert prefilling.node.core.idle
+
+
+GRANTED = 1 + NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        Grant(WORK, 2, 0, GRANTED, GRANTED),  # once more, of another lease
+        Grant(WorkId(EPOCH, "unknown", 1), 2, 0, GRANTED, GRANTED),
+    ],
+)
+def test_a_grant_that_nobody_asked_for_is_given_back_and_drained(prefilling: Prefilling, grant: Grant) -> None:
+    prefilling.grant(num_parts=GRANTED)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, grant), 2.0)
+    prefilling.turn()
+    assert prefilling.said[-1] == Release(2, grant.work)
+    assert not prefilling.ends
+
+
+def test_credits_beyond_the_parts_are_none(prefilling: Prefilling) -> None:
+    prefilling.grant(num_parts=GRANTED)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Credit(1, 2**23)), 2.0)
+    prefilling.node.core.handle(FromRouter(EPOCH, Abort(WORK)), 2.0)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Credit(1, 2**23)), 2.0)
+    prefilling.turn()
+    assert prefilling.num_sent == GRANTED
+
+
+def test_a_decode_node_that_holds_more_blocks_than_there_are_gets_nothing(prefilling: Prefilling) -> None:
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(WORK, 1, 2**31, 0, 0)), 1.5)
+    prefilling.turn()
+    (end,) = prefilling.ends
+    assert isinstance(end.error, TransferError)
+
+
+def test_who_has_no_stream_is_not_heard(prefilling: Prefilling) -> None:
+    core = prefilling.node.core
+    core.handle(PeerClosed(prefilling.peer, "died"), 1.5)
+    prefilling.ask(WorkId(EPOCH, "next", 1), (9, 8, 7), max_tokens=5)
+    while prefilling.node.model.is_busy:
+        prefilling.compute(1)
+    core.handle(FromPeer(prefilling.peer, Grant(WorkId(EPOCH, "next", 1), 9, 0, 1, 1)), 3.0)
+    prefilling.turn()
+    assert not any(isinstance(message, Commit) for message in prefilling.said)
 
 
 def test_a_prompt_that_ends_in_the_midst_of_a_step_gives_its_blocks_up_with_the_step(prefilling: Prefilling) -> None:
