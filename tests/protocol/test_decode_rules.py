@@ -94,7 +94,9 @@ def test_a_lease_is_its_prefill_nodes_alone_also_when_it_is_over(node: Node, sen
         node.transport.hub.deliver_all()
         answers(node)
     node.core.handle(PeerOpened("other", PART_BLOCKS), 1.5)
-    commit = Commit(grant.lease, WORK, node.incarnation, tuple(range(2, 12)), (Sample(0, (5,)),), SamplingParams(), 60.0)
+    commit = Commit(
+        grant.lease, WORK, node.incarnation, tuple(range(2, 12)), (Sample(0, (5,)),), SamplingParams(), 60.0
+    )
 
     def committed(peer: str) -> object:
         node.core.handle(FromPeer(peer, commit), 1.5)

@@ -145,7 +145,7 @@ def test_routers_may_know_a_decode_node_by_different_addresses(prefilling: Prefi
     prefilling.ask(other, (9, 8, 7), max_tokens=5, address="another")
     while prefilling.node.model.is_busy:
         prefilling.compute(1)
-    prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(other, 7, 0, 1, 1)), 3.0)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(other, 7, 0, NUM_LAYERS, NUM_LAYERS)), 3.0)
     prefilling.turn()
     assert any(isinstance(message, Commit) and message.work == other for message in prefilling.said)
     prefilling.node.core.handle(PeerClosed(prefilling.peer, "died"), 3.5)
@@ -194,7 +194,7 @@ def test_who_has_no_stream_is_not_heard(prefilling: Prefilling) -> None:
     prefilling.ask(WorkId(EPOCH, "next", 1), (9, 8, 7), max_tokens=5)
     while prefilling.node.model.is_busy:
         prefilling.compute(1)
-    core.handle(FromPeer(prefilling.peer, Grant(WorkId(EPOCH, "next", 1), 9, 0, 1, 1)), 3.0)
+    core.handle(FromPeer(prefilling.peer, Grant(WorkId(EPOCH, "next", 1), 9, 0, NUM_LAYERS, NUM_LAYERS)), 3.0)
     prefilling.turn()
     assert not any(isinstance(message, Commit) for message in prefilling.said)
 
