@@ -18,6 +18,7 @@ from baton.address import HostPort
 from baton.audit import OK, KvAudit
 from baton.channels import SERVER_OPTIONS
 from baton.errors import DeadlineExceeded
+from baton.malformed import RefuseMalformed
 from baton.messages import Hello, NodeInfo
 from baton.telemetry import MetricsServer, NodeMetrics, new_registry
 from baton.v1 import node_pb2_grpc
@@ -99,7 +100,7 @@ class Node:
     async def start(self) -> None:
         """Raises StartupError for an address that cannot be had or an engine that fails meanwhile, and what `warm_up`
         raises."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[RefuseMalformed()], options=SERVER_OPTIONS)
         port = self._bind(self._settings.listen)
         self.address = self._settings.advertised(port)
         info = dataclasses.replace(self._parts.info, address=str(self.address))

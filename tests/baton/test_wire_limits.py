@@ -254,6 +254,7 @@ def test_many_ids_are_refused_before_anything_is_built_of_them() -> None:
     message = prefill()
     message.prefill.prompt_tokens = many
     message.prefill.sampling.stop_token_ids.extend(range(1_000_000))
+    message = node_pb2.RouterMessage.FromString(message.SerializeToString())
     began = time.process_time()
     with pytest.raises(InvalidRequest, match="1000000 tokens are more than 64"):
         wire.read_router_message(message, LIMITS)

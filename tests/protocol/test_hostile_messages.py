@@ -83,7 +83,7 @@ class Hostile(RuleBasedStateMachine):
 
 TestHostile = Hostile.TestCase
 TestHostile.settings = settings(
-    max_examples=50,
+    max_examples=70,
     stateful_step_count=25,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
