@@ -264,6 +264,27 @@ def test_many_ids_are_refused_before_anything_is_built_of_them() -> None:
     assert time.process_time() - began < 0.05
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop_token_ids": frozenset(range(MAX_STOP_TOKEN_IDS + 1))},
+        {"stop_token_ids": frozenset({2**31})},
+        {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)},
+        {"logit_bias": {2**31: 1.0}},
+    ],
+)
+def test_sampling_has_bounds_wherever_it_is_made(params) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**params)
+    assert refused.value.param in params
+
+
+def test_whether_a_token_ends_an_answer_is_looked_up_and_not_searched_for() -> None:
+    message = prefill()
+    message.prefill.sampling.stop_token_ids.extend([3, 1, 2, 1])
+    assert wire.read_router_message(message).sampling.stop_token_ids == frozenset({1, 2, 3})
+
+
 # ---- random bytes ----
 
 READERS = [
