@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 
-class RefuseMalformed(grpc.aio.ServerInterceptor):
+class RefuseMalformed(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # generic in its stubs alone
     """For `grpc.aio.server(interceptors=...)`."""
 
     async def intercept_service(
