@@ -179,7 +179,11 @@ from_prefill = st.one_of(reserve, reserve, commit, commit, release)
 _few = st.integers(0, 6) | st.integers(0, 6) | uint32
 _lease = st.integers(1, 9) | uint64
 _error = st.none() | st.builds(common_pb2.Error, code=st.integers(0, 12), message=text)
-grant = st.builds(node_pb2.Grant, lease=_lease, num_held_blocks=_few, num_parts=_few, credits=_few)
+grant = mostly(
+    node_pb2.Grant,
+    {"lease": st.integers(1, 9), "num_parts": st.just(2), "credits": st.integers(0, 2)},  # as 5 to 8 tokens have
+    {"lease": uint64, "num_held_blocks": _few, "num_parts": _few, "credits": _few},
+)
 from_decode = st.one_of(
     grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
     grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
@@ -222,6 +226,30 @@ class HostileWorld(World):
             transport.connect(node.incarnation, node.transport.info())
             node.hear(SessionOpened(EVIL))
             node.hear(PeerOpened(name, PART_BLOCKS))
+
+    def get_in(self) -> None:
+        """The strangers have a foothold: prompts on their way to the evil decode node, and a lease on ours."""
+        params = common_pb2.SamplingParams(temperature=1.0, top_p=1.0, repetition_penalty=1.0, max_tokens=8)
+        target = node_pb2.DecodeTarget(address=EVIL_DECODE, incarnation=EVIL_DECODE)
+        prompt = wire.pack_tokens(range(2, 9))
+        for name in ("a", "b"):
+            about = common_pb2.WorkId(router_epoch=EVIL, request_id=name)
+            asked = node_pb2.Prefill(
+                work=about,
+                target_incarnation=HERE,
+                prompt_tokens=prompt,
+                samples=[common_pb2.Sample()],
+                sampling=params,
+                deadline_s=1e6,
+                decode=target,
+            )
+            self.say(self.prefill, node_pb2.RouterMessage(prefill=asked), 0)
+        about = common_pb2.WorkId(router_epoch=EVIL, request_id="c")
+        room = node_pb2.Reserve(work=about, target_incarnation=HERE, num_tokens=7, num_samples=2, deadline_s=1e6)
+        room.max_total_tokens = 20
+        self.say(self.decode, _name_blocks(room), 0)
+        for node in (self.prefill, self.decode):
+            self.act(("turn", node.incarnation))
 
     def say(self, node: Node, message: Any, pick: int) -> None:
         """It reaches the node as it would over gRPC: read within the node's limits, and its work's end if it makes no

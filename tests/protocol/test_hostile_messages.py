@@ -31,6 +31,7 @@ class Hostile(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.world = HostileWorld()
+        self.world.get_in()
 
     @precondition(lambda self: len(self.world.clients) < 4)
     @rule(prompt=PROMPTS, n=st.integers(1, 2), seed=st.integers(0, 3))
@@ -83,7 +84,7 @@ class Hostile(RuleBasedStateMachine):
 
 TestHostile = Hostile.TestCase
 TestHostile.settings = settings(
-    max_examples=70,
+    max_examples=50,
     stateful_step_count=25,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
