@@ -1,0 +1,70 @@
+"""Which of many deadlines comes next, without looking at all of them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+_MIN_COMPACTED = 64
+"""A heap that is shorter is not worth the cleaning."""
+
+
+class Deadlines(Generic[K]):
+    """One deadline for each key, in seconds of the caller's clock. Every call costs O(log n) amortized, `next` O(1).
+
+    A heap of (when, serial) with lazy deletion: what was discarded or moved stays in it until it comes to the top, or
+    until the heap is made anew because more than half of it is of that kind.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[K, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._serials = itertools.count()  # so that keys are never compared
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._live
+
+    def set(self, key: K, when: float) -> None:
+        """From now on this is the key's deadline, whichever it had."""
+        self._live[key] = entry = (when, next(self._serials))
+        heapq.heappush(self._heap, (*entry, key))
+        self._clean()
+
+    def discard(self, key: K) -> None:
+        """It has none. Nothing happens if it had none before."""
+        if self._live.pop(key, None) is not None:
+            self._clean()
+
+    def get(self, key: K) -> float | None:
+        entry = self._live.get(key)
+        return entry[0] if entry else None
+
+    def next(self) -> float | None:
+        """The earliest one. None: there is none."""
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> list[K]:
+        """The keys whose deadlines are at or before `now`, earliest first. They have none any more."""
+        due: list[K] = []
+        while self._heap and self._heap[0][0] <= now:
+            due.append(key := self._heap[0][2])
+            del self._live[key]
+            self._clean()
+        return due
+
+    def _clean(self) -> None:
+        """Keep a live one on top, and the heap no longer than twice what is live."""
+        heap, live = self._heap, self._live
+        if len(heap) > max(_MIN_COMPACTED, 2 * len(live)):
+            self._heap = [(*entry, key) for key, entry in live.items()]
+            heapq.heapify(self._heap)
+            return
+        while heap and live.get(heap[0][2]) != heap[0][:2]:
+            heapq.heappop(heap)
