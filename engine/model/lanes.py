@@ -52,7 +52,7 @@ def read_pieces(pieces: list[Piece]) -> None:
         return
     device = pieces[0].target.device
     pieces = sorted(pieces, key=lambda piece: (piece.file, piece.offset))
-    files = {piece.file: os.open(piece.file, os.O_RDONLY) for piece in pieces}
+    files = {file: os.open(file, os.O_RDONLY) for file in {piece.file for piece in pieces}}
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(pieces))
     shared = iter(pieces)  # a list's iterator: next() is one step of the interpreter
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -112,6 +113,13 @@ def test_a_file_that_the_index_does_not_name_is_not_read(llama: Path) -> None:
     shutil.copy(llama / "model.safetensors", llama / "consolidated.safetensors")
     change(llama, model__norm__weight=torch.full((64,), 3.0))
     assert float(directly(llama, torch.float32).get_parameter("model.norm.weight")[0]) == 3.0
+
+
+def test_no_file_stays_open(llama: Path) -> None:
+    """A file was opened for each tensor in it, and closed once."""
+    before = len(os.listdir("/proc/self/fd"))
+    directly(llama, torch.bfloat16)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_files_of_mixed_dtypes(llama: Path) -> None:
