@@ -88,7 +88,8 @@ class HandoffServer:
         try:
             error = await self._connect(theirs)
             if error is None:
-                self._opened[peer] = self._post(PeerOpened(peer, min(self._hello.part_blocks, theirs.part_blocks)))
+                part_blocks = min(self._hello.part_blocks, theirs.part_blocks)
+                self._opened[peer] = self._post(PeerOpened(peer, part_blocks, theirs.node_id))
                 log.info("handoff open peer=%s node=%s", peer, theirs.node_id)
             answer = dataclasses.replace(self._hello, error=error)
             await context.write(wire.write_decode_message(answer))

@@ -30,7 +30,7 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
         receiver,
         incarnation=incarnation,
         max_waiting=settings.max_waiting,
-        keep_s=settings.tombstone_s,
+        max_deadline_s=settings.request_timeout,
     )
 
     def warm_up() -> None:

@@ -151,3 +151,4 @@ class DecodePeer:
     last_lease: int = 0
     leases: dict[int, Handoff] = field(default_factory=dict)
     drains: dict[int, Drain] = field(default_factory=dict)
+    drained: dict[WorkId, int] = field(default_factory=dict)  # the lease of each drain, by its work

@@ -33,7 +33,7 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
         sender,
         incarnation=incarnation,
         max_waiting=settings.max_waiting,
-        keep_s=settings.tombstone_s,
+        max_deadline_s=settings.request_timeout,
         layer_groups=min(built.layer_groups, built.layout.num_layers),
         whole_tokens=WHOLE_TOKENS if built.graph_sizes else 0,
     )

@@ -37,7 +37,7 @@ from baton.messages import (
 )
 from baton.telemetry import NodeMetrics
 from baton.v1 import node_pb2
-from engine.node.events import Event, FromRouter, SessionLost, SessionOpened, ToRouter
+from engine.node.events import CloseSession, Event, FromRouter, SessionLost, SessionOpened, ToRouter
 from engine.node.loop import Turn
 from engine.node.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, Stream, first_end, read_all
 
@@ -85,11 +85,16 @@ class Sessions:
                 self._metrics.sent(output.update)
                 _log(output.update)
                 by_epoch[output.epoch].append(output.update)
+            elif isinstance(output, CloseSession) and (session := self._meant(output.epoch, turn)):
+                session.end(output.reason)
         for epoch, updates in by_epoch.items():
-            session = self._by_epoch.get(epoch)
-            # an older session of the epoch may have been meant: its work is over, the role just does not know yet
-            if session and turn.num_handled >= session.opened:
+            if session := self._meant(epoch, turn):
                 session.put(*updates)
+
+    def _meant(self, epoch: int, turn: Turn) -> _Session | None:
+        """The epoch's session, unless an older one was meant: its work is over, the role just does not know yet."""
+        session = self._by_epoch.get(epoch)
+        return session if session and turn.num_handled >= session.opened else None
 
     async def serve(self, context: Context) -> None:
         """One `Session` call, from Subscribe to its end."""

@@ -156,11 +156,6 @@ class NodeSettings(Settings):
         return self.max_num_batched_tokens or (self.gpu_batched_tokens if on_gpu else _BATCHED_TOKENS)
 
     @property
-    def tombstone_s(self) -> float:
-        """How long a node remembers what is over: twice the longest deadline, so that no late message is news."""
-        return 2 * self.request_timeout
-
-    @property
     def metrics_listen(self) -> HostPort:
         """Port 0 where the default port would be none."""
         port = self.metrics_port

@@ -94,11 +94,13 @@ class Prefill:
 class Abort:
     """End the attempt and all below it, in whatever state; with `samples`, only those samples of this attempt.
 
-    Idempotent; also for unknown work, where it leaves a tombstone for messages still under way.
+    Idempotent; also for unknown work, where it leaves a tombstone for messages still under way: none comes later than
+    `deadline_s` after receipt, what the attempt was allowed. 0: not said.
     """
 
     work: WorkId
     samples: tuple[int, ...] = ()
+    deadline_s: float = 0.0
 
 
 # ---- node -> router ----

@@ -200,12 +200,14 @@ class Prefill(_message.Message):
     def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., decode: _Optional[_Union[DecodeTarget, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("work", "samples")
+    __slots__ = ("work", "samples", "deadline_s")
     WORK_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     work: _common_pb2.WorkId
     samples: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ...) -> None: ...
+    deadline_s: float
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Updates(_message.Message):
     __slots__ = ("updates",)

@@ -33,8 +33,9 @@ def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
     match message:
         case Prefill():
             return node_pb2.RouterMessage(prefill=write_prefill(message))
-        case Abort(work, samples):
-            return node_pb2.RouterMessage(abort=node_pb2.Abort(work=values.write_work(work), samples=samples))
+        case Abort(work, samples, deadline_s):
+            abort = node_pb2.Abort(work=values.write_work(work), samples=samples, deadline_s=deadline_s)
+            return node_pb2.RouterMessage(abort=abort)
         case Subscribe(epoch, target, version):
             wire = node_pb2.Subscribe(protocol_version=version, router_epoch=epoch, target_incarnation=target)
             return node_pb2.RouterMessage(subscribe=wire)
@@ -46,7 +47,8 @@ def read_router_message(wire: node_pb2.RouterMessage) -> RouterToNode:
         case "prefill":
             return read_prefill(wire.prefill)
         case "abort":
-            return Abort(values.read_work(wire.abort.work), tuple(wire.abort.samples))
+            abort = wire.abort
+            return Abort(values.read_work(abort.work), tuple(abort.samples), abort.deadline_s)
         case "subscribe":
             said = wire.subscribe
             return Subscribe(said.router_epoch, said.target_incarnation, said.protocol_version)
