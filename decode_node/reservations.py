@@ -278,8 +278,10 @@ class Reservations:
 
     def end_peer(self, peer: str, name: str, reason: str) -> None:
         """The prefill node is gone: nobody will complete its leases. name: for people."""
-        for holder in [x for x in (*self._queue.values(), *self._leases.values()) if x.peer == peer]:
-            self.end_work(holder.reserve.work, PeerLost(f"prefill node {name}: {reason}"))
+        holders: list[Waiting | Lease] = [*self._queue.values(), *self._leases.values()]
+        for holder in holders:
+            if holder.peer == peer:
+                self.end_work(holder.reserve.work, PeerLost(f"prefill node {name}: {reason}"))
 
     def end_overdue(self, now: float) -> None:
         for work in self._deadlines.due(now):

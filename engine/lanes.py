@@ -1,8 +1,8 @@
 """Which waiting sequence is next, and how much of the pool may be held by those that wait for somebody else.
 
-A sequence that is handed off keeps its blocks until another node has room for it, and that may take as long as it likes.
-So each has a lane, of all that wait for the same, and what a lane's admitted sequences hold until they `leave` it is
-bounded by an equal share of the pool, as long as there are several lanes. A lane that has its share waits, and does not
+A sequence that is handed off keeps its blocks until another node has room for it, which may take as long as it likes.
+So each has a lane, of all that wait for the same node, and what a lane's admitted sequences hold until they `leave` it
+is bounded by an equal share of the pool, where there are several lanes. A lane that has its share waits, and does not
 keep the others waiting.
 """
 

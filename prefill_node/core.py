@@ -35,8 +35,8 @@ from prefill_node.parts_out import PartsOut
 
 
 class PrefillCore:
-    """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; no request has more
-    than `max_deadline_s`. `layer_groups`, `whole_tokens`: see PartsOut."""
+    """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; no request has
+    more than `max_deadline_s`. `layer_groups`, `whole_tokens`: see PartsOut."""
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ from baton.messages import WorkId
 from engine.node.remembered import Remembered
 
 UNDER_WAY_S = 60.0
-"""By how much a tombstone outlives the deadline. A stream that carries nothing for 5 s is ended, as is one that takes so
-long to be opened, so no message is under way for longer than a part of this."""
+"""By how much a tombstone outlives the deadline. A stream that carries nothing for 5 s is ended, as is one that takes
+so long to be opened, so no message is under way for longer than a part of this."""
 
 MAX_LEFT = 1_000_000
 """Tombstones, and samples stopped, that Aborts of one router may leave behind of work that was never heard of: 270

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import shutil
 from pathlib import Path
@@ -117,9 +116,9 @@ def test_a_file_that_the_index_does_not_name_is_not_read(llama: Path) -> None:
 
 def test_no_file_stays_open(llama: Path) -> None:
     """A file was opened for each tensor in it, and closed once."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     directly(llama, torch.bfloat16)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_files_of_mixed_dtypes(llama: Path) -> None:
