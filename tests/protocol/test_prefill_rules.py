@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import TransferError
+from baton.errors import RequestCancelled, TransferError
 from baton.messages import (
     Abort,
     Commit,
@@ -15,15 +15,17 @@ from baton.messages import (
     HandedOff,
     Prefill,
     PrefillToDecode,
+    Refuse,
     Release,
     Reserve,
     Sample,
     WorkId,
 )
 from baton.sampling import SamplingParams
-from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToDecode, ToRouter
+from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToDecode, ToRouter
 from kv_transfer.parts import tag_of
 from kv_transfer.staging import SlotOwner
+from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import NUM_LAYERS
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
@@ -78,14 +80,14 @@ class Prefilling:
             self.node.model.advance()
         self.turn()
 
-    def receive(self, part: int) -> None:
+    def receive(self, part: int, lease: int = 1) -> None:
         """The decode node takes a part of the lease in."""
         self.decode.transport.connect(self.node.incarnation, self.node.transport.info())
-        slot = self.decode.staging.take(SlotOwner(self.node.incarnation, 1, part))
+        slot = self.decode.staging.take(SlotOwner(self.node.incarnation, lease, part))
         assert slot is not None
         self.decode.staging.lend(slot)
         num_bytes = self.decode.staging.slot_bytes
-        self.decode.transport.expect(self.node.incarnation, tag_of(1, part), slot, num_bytes)
+        self.decode.transport.expect(self.node.incarnation, tag_of(lease, part), slot, num_bytes)
         self.hub.deliver_all()
 
     @property
@@ -168,3 +170,62 @@ def test_the_last_word_comes_when_the_last_part_has_left_and_says_when(prefillin
     assert prefilling.node.core.idle
     assert prefilling.node.pool_is_whole()
     assert not prefilling.ends
+
+
+def test_a_decode_node_that_is_full_for_ever_does_not_stop_prompts_for_another() -> None:
+    one = Prefilling()
+    node, core = one.node, one.node.core
+    core.handle(PeerOpened("full", PART_BLOCKS), 0.0)
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+
+    def ask(name: str, peer: str) -> WorkId:
+        work = WorkId(EPOCH, name, 1)
+        prompt = tuple(2 + (len(asked) * 7 + i) % 90 for i in range(4 * BLOCK_SIZE))
+        asked.append(work)
+        target = DecodeTarget(f"{peer}:1", peer)
+        message = Prefill(work, node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
+        core.handle(FromRouter(EPOCH, message), 1.0)
+        return work
+
+    def turns() -> list[WorkId]:
+        """Until nothing moves; whose Reserves were sent."""
+        one.said.clear()
+        for _ in range(200):
+            one.turn()
+            if node.model.is_busy:
+                one.compute(1)
+        return [message.work for message in one.said if isinstance(message, Reserve)]
+
+    asked: list[WorkId] = []
+    ask("first", one.peer)  # who else is there
+    assert turns()
+    for i in range(30):
+        ask(f"full {i}", "full")
+    assert turns() == asked[1:5], "half of 39 blocks, in prompts of four"
+    for i in range(8):
+        work = ask(f"free {i}", one.peer)
+        assert turns() == [work]
+        core.handle(FromPeer(one.peer, Refuse(work, RequestCancelled("done with it"))), 1.5)
+
+
+def test_errors_name_the_decode_nodes_address(prefilling: Prefilling) -> None:
+    prefilling.node.core.handle(PeerClosed(prefilling.peer, "died"), 1.5)
+    prefilling.turn()
+    (end,) = prefilling.ends
+    assert end.error
+    assert end.error.message == "decode node address: died"
+
+
+def test_a_prompt_whose_part_finds_no_slot_goes_on_when_one_is_free() -> None:
+    one, other_lease = Prefilling(), 99
+    core = one.node.core
+    assert isinstance(core, PrefillCore)
+    assert all(core.sender.drain(one.peer, other_lease, part) for part in range(8))
+    one.ask(WORK, PROMPT, max_tokens=5)
+    one.grant(num_parts=1 + NUM_LAYERS)
+    one.compute(NUM_LAYERS)
+    assert core.sender.slots()[0].lease == other_lease
+    for part in range(1 + NUM_LAYERS):
+        one.receive(part, other_lease)
+        one.turn()
+        assert sorted(slot.lease for slot in core.sender.slots()) == [1] * (1 + part) + [other_lease] * (7 - part)
