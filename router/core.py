@@ -263,7 +263,8 @@ class RouterCore:
             self._fail(life, work, error, now, _suspects(work, error, incarnation))
         elif not work.unfinished:
             if incarnation == work.decode and not work.handed_off:
-                self._to_node(work.prefill, Abort(work.id))  # its last word is still under way and says nothing new
+                # its last word is still under way and says nothing new
+                self._to_node(work.prefill, Abort(work.id, (), work.deadline_s))
             self._retire(life, work)
             self._end_if_done(life, now)
         elif incarnation == work.decode and not work.handed_off:
@@ -300,7 +301,8 @@ class RouterCore:
     ) -> None:
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
         work_id = WorkId(self.epoch, key, attempt)
-        work = Work(work_id, samples, prefill.incarnation, decode.incarnation if decode else None)
+        left_s = life.deadline - now
+        work = Work(work_id, samples, prefill.incarnation, decode.incarnation if decode else None, left_s)
         life.works[work_id] = work
         self._owner[work_id] = life
         life.timings.num_attempts = max(life.timings.num_attempts, attempt + 1)
@@ -375,7 +377,7 @@ class RouterCore:
 
     def _abort(self, work: Work, samples: tuple[int, ...] = ()) -> None:
         for incarnation in work.nodes():
-            self._to_node(incarnation, Abort(work.id, samples))
+            self._to_node(incarnation, Abort(work.id, samples, work.deadline_s))
 
     def _to_node(self, incarnation: str, message: Prefill | Abort) -> None:
         if self.pool.get(incarnation):

@@ -64,7 +64,7 @@ prefill = st.builds(
     st.none() | target,
     text,
 )
-abort = st.builds(messages.Abort, work, tokens)
+abort = st.builds(messages.Abort, work, tokens, seconds)
 subscribe = st.builds(messages.Subscribe, uint64, text, uint32)
 router_message = prefill | abort | subscribe
 

@@ -72,7 +72,7 @@ class Soak(World):
             self._disturb()
             self.rest()
             self.advance(self._draw.choice([0.0, 0.2, 1.0]))
-        self.advance(200.0)  # no tombstone of a deadline of 60 s is left, and of unknown work those of two hours
+        self.advance(200.0)  # the longest deadline is 60 s
         self.rest()
         return self._read()
 

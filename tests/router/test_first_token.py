@@ -151,6 +151,6 @@ async def test_a_stop_string_within_the_first_token() -> None:
     assert tokens == TokensOut(0, (5,), ())
     assert isinstance(end, RequestEnd)
     assert end.error is None
-    assert sent[1:] == [("p1", Abort(work)), ("d1", Abort(work))]
+    assert sent[1:] == [(node, Abort(work, (), 60.0)) for node in ("p1", "d1")]
     assert registry.get_sample_value("baton:generation_tokens_total", {"model_name": "m"}) == 1
     dispatcher.close()
