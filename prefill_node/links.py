@@ -115,7 +115,8 @@ class DecodeLinks:
                 return rpc_reason(error)
             except BatonError as error:
                 return describe(error)
-            self._post(PeerOpened(link.peer, min(self._hello.part_blocks, theirs.part_blocks)))
+            part_blocks = min(self._hello.part_blocks, theirs.part_blocks)
+            self._post(PeerOpened(link.peer, part_blocks, theirs.node_id))
             log.info("handoff open peer=%s node=%s address=%s", link.peer, theirs.node_id, target.address)
             return await link.carry(call.read, call.write, self._post, self._silence_s, self._idle_s)
 

@@ -82,8 +82,8 @@ async def test_a_reserve_opens_the_stream_and_messages_pass_in_order_both_ways()
     async with pair() as (p, d):
         p.say(ToDecode(target(d), reserve()), ToDecode(target(d), COMMIT))
         assert [e.message for e in await d.role.saw(FromPeer, 2)] == [reserve(), COMMIT]
-        assert d.role.events[0] == PeerOpened("p1", 4)
-        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4)]
+        assert d.role.events[0] == PeerOpened("p1", 4, "prefill-0")
+        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4, "decode-0")]
         d.say(ToPrefill("p1", GRANT), ToPrefill("p1", Credit(1, 1)), ToPrefill("p1", CommitReply(1, WORK)))
         events = await p.role.saw(FromPeer, 3)
         assert [e.message for e in events] == [GRANT, Credit(1, 1), CommitReply(1, WORK)]
@@ -97,7 +97,8 @@ async def test_parts_have_as_many_blocks_as_fit_on_both_sides(mine, theirs):
     async with pair(part_blocks=theirs) as (p, d):
         p.say(ToDecode(target(d), reserve()))
         for node, peer in ((p, "d1"), (d, "p1")):
-            assert await node.role.saw(PeerOpened) == [PeerOpened(peer, min(mine, theirs))]
+            (opened,) = await node.role.saw(PeerOpened)
+            assert (opened.peer, opened.part_blocks) == (peer, min(mine, theirs))
 
 
 async def test_the_streams_end_is_told_once_on_both_sides():

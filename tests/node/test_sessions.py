@@ -12,7 +12,7 @@ from baton.telemetry import NodeMetrics, new_registry
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from engine.node import sessions
-from engine.node.events import FromRouter, SessionLost, SessionOpened, ToRouter
+from engine.node.events import CloseSession, FromRouter, SessionLost, SessionOpened, ToRouter
 from engine.node.loop import Turn
 from engine.node.sessions import Sessions
 from engine.node.streams import Stream
@@ -172,6 +172,15 @@ async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_
     assert await session_.take(0) == []
     hub.deliver(turn(1))
     assert len(await session_.take(0)) == 1
+
+
+async def test_a_session_that_the_role_closes_ends_and_a_later_one_of_the_epoch_does_not():
+    hub = Sessions("i1", lambda event: 3, metrics(), 10.0)
+    session_ = hub._open(1)
+    for num_handled in (2, 3):
+        assert not session_._end.done()
+        hub.deliver(Turn([CloseSession(1, "too many aborts")], num_handled, Load(), True, None))
+    assert await session_.until_end() == "too many aborts"
 
 
 async def test_a_stream_whose_peer_does_not_read_ends():

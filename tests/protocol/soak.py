@@ -1,5 +1,5 @@
-"""The raced cluster of `world` at work for days of its own clock, without a recount after each act, and its account of
-all that could grow."""
+"""The raced cluster of `world` at work for a day of its own clock, without a recount after each act, and its account
+of all that could grow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
 from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
@@ -42,7 +42,8 @@ class QuickModel(FakeModel):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """At rest. `sizes`: elements of each container of the state machines, by its path; turn_s: median since the last."""
+    """At rest. `sizes`: elements of each container of the state machines, by its path. `turn_s`: the median since the
+    last reading."""
 
     num_requests: int
     resident_bytes: int

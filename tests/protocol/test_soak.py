@@ -1,4 +1,4 @@
-"""After days of requests of every kind a cluster holds what it held after the first hours, and its turns take as long."""
+"""After a day of requests of every kind a cluster holds what it held at its beginning, and its turns take as long."""
 
 from __future__ import annotations
 
