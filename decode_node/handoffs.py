@@ -26,7 +26,7 @@ from engine.node.handoff_stream import (
 )
 from engine.node.loop import Turn
 from engine.node.sessions import Context
-from engine.node.streams import ENDED, EOF, HELLO_S, SILENCE_S
+from engine.node.streams import ENDED, EOF, HELLO_S, SILENCE_S, STOPPED
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class HandoffServer:
     async def close(self) -> None:
         """End all streams; their calls finish within the server's grace."""
         for stream in self._streams.values():
-            stream.end("this node is stopping")
+            stream.end(STOPPED)
 
     async def serve(self, context: Context) -> None:
         """One `Handoff` call, from Hello to its end."""

@@ -25,7 +25,7 @@ from engine.node.handoff_stream import (
     describe,
 )
 from engine.node.loop import Turn
-from engine.node.streams import EOF, HELLO_S, SILENCE_S, rpc_reason
+from engine.node.streams import EOF, HELLO_S, SILENCE_S, STOPPED, rpc_reason
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class DecodeLinks:
     async def close(self) -> None:
         """End all streams. The role hears of each."""
         for link in self._links.values():
-            link.end("this node is stopping")
+            link.end(STOPPED)
         await asyncio.gather(*self._tasks)
 
     def _send(self, target: DecodeTarget, message: PrefillToDecode) -> None:

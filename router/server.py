@@ -18,7 +18,7 @@ from baton.address import HostPort
 from baton.channels import SERVER_OPTIONS
 from baton.errors import NodeUnavailable
 from baton.settings import flag_name
-from baton.telemetry import RouterMetrics, new_registry
+from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.accounts import Accounts
 from router.cluster import Cluster
@@ -51,7 +51,7 @@ class RouterServer:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        registry = new_registry()
+        registry = new_registry(ROUTER)
         metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
         self.models = Models()

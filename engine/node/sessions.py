@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from baton import PROTOCOL_VERSION, wire
+from baton.audit import epoch_name
 from baton.errors import BatonError, InvalidRequest
 from baton.messages import (
     Abort,
@@ -39,7 +40,7 @@ from baton.telemetry import NodeMetrics
 from baton.v1 import node_pb2
 from engine.node.events import Event, FromRouter, SessionLost, SessionOpened, ToRouter
 from engine.node.loop import Turn
-from engine.node.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, Stream, first_end, read_all
+from engine.node.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, STOPPED, Stream, first_end, read_all
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Sessions:
         self._max_deadline_s = max_deadline_s
         self._by_epoch: dict[int, _Session] = {}
         self._load: Load | None = None  # until the first turn
+        self._closing = False
 
     def deliver(self, turn: Turn) -> None:
         """Queue a turn's updates, each for its router; cut off a router that does not read."""
@@ -90,6 +92,12 @@ class Sessions:
             # an older session of the epoch may have been meant: its work is over, the role just does not know yet
             if session and turn.num_handled >= session.opened:
                 session.put(*updates)
+
+    def close(self) -> None:
+        """End all sessions, each after what waits for its router; new ones too."""
+        self._closing = True
+        for session in self._by_epoch.values():
+            session.close(STOPPED)
 
     async def serve(self, context: Context) -> None:
         """One `Session` call, from Subscribe to its end."""
@@ -130,9 +138,11 @@ class Sessions:
         if old := self._by_epoch.get(epoch):
             self._close(old, "a new session of the epoch took its place")
         session = _Session(epoch)
+        if self._closing:
+            session.close(STOPPED)
         self._by_epoch[epoch] = session
         session.opened = self._post(SessionOpened(epoch))
-        log.info("session open epoch=%d", epoch)
+        log.info("session open epoch=%d", epoch_name(epoch))
         return session
 
     def _close(self, session: _Session, reason: str) -> None:
@@ -141,7 +151,7 @@ class Sessions:
             del self._by_epoch[session.epoch]
             self._post(SessionLost(session.epoch))
             self._metrics.lost(session.epoch)
-            log.info("session over epoch=%d reason=%s", session.epoch, reason)
+            log.info("session over epoch=%d reason=%s", epoch_name(session.epoch), reason)
         session.end(reason)
 
     def _receive(self, session: _Session, message: node_pb2.RouterMessage) -> None:
@@ -152,7 +162,7 @@ class Sessions:
             return
         match said:
             case Prefill(work=work) | Abort(work=work) if work.router_epoch != session.epoch:
-                raise InvalidRequest(f"work of epoch {work.router_epoch} in the session of {session.epoch}")
+                raise InvalidRequest("work of another epoch than the session's")
             case Prefill():
                 self._metrics.received(said)
                 capped = dataclasses.replace(said, deadline_s=min(said.deadline_s, self._max_deadline_s))
@@ -184,6 +194,8 @@ class Sessions:
                     await context.write(wire.write_node_message(told))
                 continue
             updates = await session.take(due - now)
+            if not updates and session.closing:
+                return session.closing
             for start in range(0, len(updates), UPDATES_PER_MESSAGE):
                 batch = tuple(updates[start : start + UPDATES_PER_MESSAGE])
                 await context.write(wire.write_node_message(batch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -133,7 +134,14 @@ class NodeSettings(Settings):
         "nodes",
     )
 
-    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+    admin_key_file: Path | None = Field(
+        None,
+        description="file with the key for /debug/kv, /integrity and AuditKv, sent as 'Authorization: Bearer KEY'; "
+        "unset: they answer only to clients on the node's own machine",
+    )
+    drain_timeout: float = Field(
+        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> NodeSettings:

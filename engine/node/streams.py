@@ -19,6 +19,7 @@ SILENCE_S = 5.0
 HELLO_S = 5.0
 """How long a new stream may take to introduce itself."""
 ENDED = "the peer ended the stream"
+STOPPED = "the node was stopped"
 
 
 class Stream(Generic[M]):
@@ -32,6 +33,7 @@ class Stream(Generic[M]):
         self._limit = limit
         self._waiting: list[M] = []
         self._filled = asyncio.Event()
+        self.closing: str | None = None
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def put(self, *messages: M) -> None:
@@ -43,8 +45,8 @@ class Stream(Generic[M]):
             self._filled.set()
 
     async def take(self, timeout_s: float) -> list[M]:
-        """All that waits, in order; after `timeout_s` without anything, an empty list."""
-        if not self._waiting:
+        """All that waits, in order; after `timeout_s` without anything, or when the stream closes, an empty list."""
+        if not self._waiting and self.closing is None:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._filled.wait()
@@ -58,6 +60,11 @@ class Stream(Generic[M]):
         """Have the stream end; the first reason counts."""
         if not self._end.done():
             self._end.set_result(reason)
+
+    def close(self, reason: str) -> None:
+        """Have the stream end for `reason` once its writer, who looks at `closing`, finds that nothing waits."""
+        self.closing = self.closing or reason
+        self._filled.set()
 
     async def until_end(self) -> str:
         return await asyncio.shield(self._end)

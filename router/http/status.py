@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 import baton
 from baton.errors import NodeUnavailable
-from baton.telemetry import RouterMetrics
+from baton.telemetry import RouterMetrics, metrics_page
 from router.cluster import Cluster
 from router.dispatcher import Dispatcher
 from router.http.errors import response_to
@@ -37,11 +37,12 @@ class StatusRoutes:
         reason = self._cluster.why_not_ready()
         return response_to(NodeUnavailable(reason)) if reason else JSONResponse({"status": "ready"})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         self._metrics.set_requests(self._dispatcher.num_requests_by_state())
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        page, kind = metrics_page(self._registry, request.headers.get("accept"))
+        return Response(page, headers={"Content-Type": kind})
 
     async def version(self) -> JSONResponse:
         return JSONResponse({"version": baton.__version__})

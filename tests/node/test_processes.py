@@ -71,9 +71,9 @@ async def test_the_second_time_both_prefix_caches_help(nodes):
 
 async def test_numbers_are_there_for_whoever_scrapes(nodes):
     p, d = nodes
-    assert p.metric("baton:prompt_tokens_total") > 0
+    assert p.metric("baton:node_prompt_tokens_total") > 0
     assert d.metric("baton:kv_transfer_bytes_total") > 0
-    assert d.metric("baton:generation_tokens_total") > 0
+    assert d.metric("baton:node_generation_tokens_total") > 0
     for process in nodes:
         assert process.metric("baton:kv_blocks") == 64
         assert process.page("/health") == "ok\n"

@@ -263,11 +263,11 @@ async def test_metrics(client):
     await client.post("/v1/chat/completions", json=CHAT)
     await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1})
     text = (await client.get("/metrics")).text
-    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="stop"} 1.0' in text
-    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="length"} 1.0' in text
-    assert 'baton:time_to_first_token_seconds_count{model_name="tiny"} 2.0' in text
-    assert 'baton:num_requests{state="decoding"} 0.0' in text
-    assert 'baton:nodes{role="prefill",state="up"} 1.0' in text
+    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="stop",role="router"} 1.0' in text
+    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="length",role="router"} 1.0' in text
+    assert 'baton:time_to_first_token_seconds_count{model_name="tiny",role="router"} 2.0' in text
+    assert 'baton:num_requests{role="router",state="decoding"} 0.0' in text
+    assert 'baton:nodes{node_role="prefill",role="router",state="up"} 1.0' in text
 
 
 async def test_health(client, router, nodes):
