@@ -37,7 +37,9 @@ class OwnSettings(Settings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of each GPU's memory to use, divided among the nodes on it, 1 is all"
     )
-    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+    drain_timeout: float = Field(
+        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+    )
     ready_timeout: float = Field(600.0, gt=0, description="seconds until all must be ready to answer requests")
 
     def node_flags(self) -> list[str]:

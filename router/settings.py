@@ -41,7 +41,9 @@ class RouterSettings(Settings):
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments on a stream that has nothing to say yet"
     )
-    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+    drain_timeout: float = Field(
+        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> RouterSettings:
@@ -51,4 +53,6 @@ class RouterSettings(Settings):
         twice = next((address for address in every if every.count(address) > 1), None)
         if twice:
             raise ValueError(f"--prefill, --decode: {twice} is given twice")
+        if self.http == self.grpc and self.http.port:
+            raise ValueError(f"--http, --grpc: both are {self.http}")
         return self

@@ -147,6 +147,8 @@ class NodeSettings(Settings):
     def _check(self) -> NodeSettings:
         if self.listen.is_wildcard and self.advertise is None:
             raise ValueError(f"--advertise: required with --listen {self.listen}, which nobody can connect to")
+        if self.listen.port and self.metrics_listen == self.listen:
+            raise ValueError(f"--metrics-port: {self.listen.port} is the port of --listen")
         if self.advertise is not None and self.advertise.is_wildcard:
             raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -242,6 +243,13 @@ class RouterStream:
         while not isinstance(message := await self.read(), tuple):
             pass
         return message
+
+    async def rest(self) -> AsyncIterator[wire.NodeToRouter]:
+        """What is left of the session, without how it ended."""
+        async with asyncio.timeout(WAIT_S):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while (message := await self.call.read()) is not grpc.aio.EOF:
+                    yield wire.read_node_message(message)
 
     async def end(self) -> tuple[str, str]:
         """Status and text with which the node ended the session."""

@@ -16,16 +16,26 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton import wire
 from baton.address import HostPort
 from baton.audit import KvSlot, KvUse, epoch_name
-from baton.messages import Load, NodeRole, Subscribed, WorkId
+from baton.channels import CHANNEL_OPTIONS
+from baton.messages import End, Load, NodeRole, Subscribe, Subscribed, Update, WorkId
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from engine.holdings import Holding
 from engine.node.errors import StartupError
-from engine.node.events import Draining
-from engine.node.run import require_free
+from engine.node.events import Draining, ToRouter
+from engine.node.preflight import require_free
 from engine.node.settings import NodeSettings
 from prefill_node.server import PREFILL_SIDE
-from tests.node.scripted import WAIT_S, Running, make_node, running, session
+from tests.node.scripted import (
+    WAIT_S,
+    NotingTransport,
+    RouterStream,
+    Running,
+    info_for,
+    make_node,
+    running,
+    session,
+)
 
 TOKENIZER = bytes(range(256)) * 4096 * 2 + b"end"  # two pieces and a bit
 
@@ -238,6 +248,45 @@ async def test_draining_gives_up_at_its_deadline():
         node.role.is_idle = False
         node.node._settings = NodeSettings(model="none", drain_timeout=0.1)
         assert not await node.node.drain()
+
+
+async def test_who_drains_stays_subscribed_and_then_says_that_it_was_stopped():
+    node, role, loop, _ = make_node(PREFILL_SIDE, NodeRole.PREFILL)
+    await node.start()
+    async with grpc.aio.insecure_channel(str(node.address), options=CHANNEL_OPTIONS) as channel:
+        running = Running(node, role, loop, NotingTransport(), info_for(NodeRole.PREFILL, "i1"), channel)
+        async with session(running) as router:
+            assert await router.read() == Subscribed("i1")
+            role.is_idle = False
+            drain = asyncio.create_task(node.drain())
+            await role.saw(Draining)
+            role.state = Load(num_running=1)
+            loop.wake()
+            while (await router.read()) != role.state:
+                pass
+            assert not drain.done()
+            running.say(ToRouter(1, Update(WorkId(1, "r", 0), End())))
+            role.is_idle = True
+            assert await drain
+            assert await node.stop()
+            said = [message async for message in router.rest()]
+            assert [update.kind for updates in said if isinstance(updates, tuple) for update in updates] == [End()]
+            assert await router.end() == ("ABORTED", "the node was stopped")
+
+
+async def test_at_the_end_of_its_time_a_node_says_that_it_was_stopped():
+    node, role, loop, _ = make_node(DECODE_SIDE, NodeRole.DECODE)
+    await node.start()
+    async with grpc.aio.insecure_channel(str(node.address), options=CHANNEL_OPTIONS) as channel:
+        running = Running(node, role, loop, NotingTransport(), info_for(NodeRole.DECODE, "i1"), channel)
+        stub = node_pb2_grpc.DecodeNodeStub(channel)
+        async with RouterStream(stub, Subscribe(1, "i1")) as router:
+            assert await router.read() == Subscribed("i1")
+            running.role.is_idle = False
+            node._settings = NodeSettings(model="none", drain_timeout=0.0)
+            assert not await node.drain()
+            assert await node.stop()
+            assert await router.end() == ("ABORTED", "the node was stopped")
 
 
 async def test_a_busy_port_is_named():
