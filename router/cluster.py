@@ -34,6 +34,7 @@ class Cluster:
         self._watchers: list[Callable[[bool], None]] = []
         self._said: str | None = ""
         self._draining = False
+        self._was_ready = False
 
     def start(self) -> None:
         """Begin to connect to all nodes, in the background."""
@@ -73,7 +74,9 @@ class Cluster:
     def _changed(self) -> None:
         reason = self.why_not_ready()
         if reason and reason != self._said:
-            log.warning("not ready: %s", reason)
+            level = logging.WARNING if self._was_ready and not self._draining else logging.INFO
+            log.log(level, "not ready: %s", reason)
+        self._was_ready = self._was_ready or reason is None
         self._said = reason
         for watcher in self._watchers:
             watcher(reason is None)

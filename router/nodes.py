@@ -52,6 +52,7 @@ class NodeLink:
         self.address = address
         self.role = role
         self.problem: str | None = "not reached yet"
+        self._reached = False
         self._epoch = epoch
         self._dispatcher = dispatcher
         self._models = models
@@ -81,6 +82,7 @@ class NodeLink:
         async with grpc.aio.insecure_channel(str(self.address), options=CHANNEL_OPTIONS) as channel:
             status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
+            self._reached = True
             if info.role is not self.role:
                 raise NodeUnavailable(f"is a {info.role.value} node, but configured under --{self.role.value}")
             tokenizer = await self._models.tokenizer(info, lambda: _fetch_tokenizer(status, info))
@@ -150,7 +152,8 @@ class NodeLink:
             return
         self.problem = problem
         if problem:
-            log.warning("node_address=%s role=%s not in use: %s", self.address, self.role.value, problem)
+            level = logging.WARNING if self._reached else logging.INFO  # whoever starts later is nothing to warn of
+            log.log(level, "node_address=%s role=%s not in use: %s", self.address, self.role.value, problem)
         self._changed()
 
 

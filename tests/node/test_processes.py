@@ -31,7 +31,7 @@ def nodes(checkpoint):
             process.wait_ready()
         yield started
     finally:
-        numbers = (signal.SIGTERM, signal.SIGINT)
+        numbers = (signal.SIGHUP, signal.SIGINT)
         codes = [process.stop(number) for process, number in zip(started, numbers, strict=True)]
     assert codes == [0, 0], "".join(started[0].lines + started[1].lines)
 
@@ -77,6 +77,11 @@ async def test_numbers_are_there_for_whoever_scrapes(nodes):
     for process in nodes:
         assert process.metric("baton:kv_blocks") == 64
         assert process.page("/health") == "ok\n"
+
+
+def test_a_healthy_start_warns_of_nothing(nodes):
+    lines = [line for process in nodes for line in process.lines]
+    assert [line for line in lines if "level=info" not in line] == []
 
 
 def test_a_start_that_cannot_work_ends_with_one_line(checkpoint, tmp_path):
