@@ -32,7 +32,10 @@ class OwnSettings(Settings):
         "auto", description="where the nodes compute; auto: cuda where there is one"
     )
     cpu_threads: int | None = Field(
-        None, ge=1, description="threads that compute on a CPU, of each node; unset: an equal share of the cores"
+        None,
+        ge=1,
+        le=1024,
+        description="threads that compute on a CPU, of each node; unset: an equal share of the cores",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of each GPU's memory to use, divided among the nodes on it, 1 is all"

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
+_POOL_ADVICE = (
+    "--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override, --max-num-seqs: lower what was set, "
+    "the KV pool and its tables do not fit"
+)
 _NULL_BLOCK = 1
 """The pool's block 0, which no request gets."""
 
@@ -102,7 +106,7 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
     model, probed = _load(settings, path, device, limits.max_model_len)
     config = _with_pool(settings, limits, model, probed)
     layer_groups = settings.layer_groups(device.type == "cuda")
-    with out_of_memory("--gpu-memory-utilization: lower it, the KV pool does not fit"):
+    with out_of_memory(_POOL_ADVICE):
         runner = TorchModelRunner(model, config, probed, wake=wake, layer_groups=layer_groups)
     return Built(
         engine=Engine(config, runner),

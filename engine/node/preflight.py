@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import socket
 
 from baton.address import HostPort
@@ -24,6 +25,7 @@ def check(settings: NodeSettings) -> None:
     _check_model(settings)
     _check_device(settings)
     _check_transport(settings)
+    _check_pool(settings)
 
 
 def require_free(flag: str, listen: HostPort) -> None:
@@ -71,6 +73,16 @@ def _check_transport(settings: NodeSettings) -> None:
     module, extra = _PACKAGES.get(transport, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise StartupError(f"--transport: {transport} needs the package {module}: pip install 'baton-serve[{extra}]'")
+
+
+def _check_pool(settings: NodeSettings) -> None:
+    """On a CPU, where memory that there is not is only missed once it is written to."""
+    told = settings.kv_cache_memory_bytes
+    if told is None or (settings.device != "cpu" and num_gpus()):
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if told > there:
+        raise StartupError(f"--kv-cache-memory-bytes: {told} are more than this machine's {there}")
 
 
 def num_gpus() -> int:

@@ -63,7 +63,9 @@ class NodeSettings(Settings):
         description="how weights are loaded: safetensors: straight from the files or not at all; auto: through "
         "transformers where their names are not the model's own; dummy: random ones, for benchmarks",
     )
-    cpu_threads: int | None = Field(None, ge=1, description="threads that compute on a CPU; unset: torch's choice")
+    cpu_threads: int | None = Field(
+        None, ge=1, le=1024, description="threads that compute on a CPU; unset: torch's choice"
+    )
     seed: int = Field(0, description="of torch's generators; requests carry seeds of their own")
 
     max_model_len: int | None = Field(

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.settings import flag_name
+from decode_node.node import make_parts
 from decode_node.settings import DecodeSettings
 from engine.checkpoint import EMBEDDED
 from engine.model import loader
@@ -88,6 +89,16 @@ def test_it_is_told_before_weights_load(checkpoint, tmp_path, monkeypatch, field
     monkeypatch.setattr(loader, "load_model", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(ValueError, match=text):
         build(settings(folder, **fields))
+
+
+def test_slots_that_do_not_fit_are_named_by_their_flags(checkpoint):
+    with pytest.raises(ValueError, match="--kv-slots, --kv-slot-blocks: lower them"):
+        make_parts(settings(checkpoint, num_gpu_blocks_override=40, kv_slot_blocks=10**8), lambda: None)
+
+
+def test_a_pool_that_does_not_fit_is_named_by_its_flags(checkpoint):
+    with pytest.raises(ValueError, match=r"--num-gpu-blocks-override, .* lower what was set"):
+        build(settings(checkpoint, num_gpu_blocks_override=10**10))
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

@@ -70,6 +70,12 @@ def test_a_gpu_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert told(folder, transport="nccl", device="cpu").startswith("--transport: nccl moves KV between GPUs")
 
 
+def test_a_pool_beyond_this_machines_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 0)
+    assert told(folder, kv_cache_memory_bytes=10**15).startswith("--kv-cache-memory-bytes: 1000000000000000 are more")
+    preflight.check(NodeSettings(model=str(folder), kv_cache_memory_bytes=10**6))
+
+
 def test_a_transports_package_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(preflight._PACKAGES, "nixl", ("no_such_package", "nixl"))
     assert told(folder, transport="nixl").endswith("needs the package no_such_package: pip install 'baton-serve[nixl]'")

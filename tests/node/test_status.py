@@ -139,6 +139,34 @@ async def test_the_audit_lists_every_block_and_slot():
         assert through_json(message) == through_json(page)
 
 
+async def test_with_an_admin_key_it_is_needed_for_every_look(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, admin_key_file=key) as node:
+        page = node.node.metrics.address
+        for path in ("/debug/kv", "/integrity"):
+            assert (await asyncio.to_thread(fetch, page, path))[0] == 401
+        assert (await asyncio.to_thread(fetch, page, "/health"))[0] == 200
+        stub = node_pb2_grpc.NodeStatusStub(node.channel)
+        for metadata in ([], [("authorization", "Bearer wrong")]):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S, metadata=metadata)
+            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        said = [("authorization", "Bearer secret")]
+        answer = await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S, metadata=said)
+        assert answer.node_id == "prefill-0"
+
+
+async def test_an_audit_for_a_stranger_is_refused(monkeypatch):
+    monkeypatch.setattr("baton.telemetry.admin.is_loopback", lambda host: False)
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
+        stub = node_pb2_grpc.NodeStatusStub(node.channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="--admin-key-file") as error:
+            await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S)
+        assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert await stub.Describe(node_pb2.DescribeRequest(), timeout=WAIT_S)
+
+
 def fill(node: Running) -> None:
     """Of three blocks one is being sent, one cached, one free."""
     role = node.role
