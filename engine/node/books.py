@@ -23,9 +23,9 @@ R = TypeVar("R")
 Show = Callable[[KvAudit], Iterator[R]]
 """Shows an account in pieces of which each takes a millisecond or so."""
 
-REST = 20
+REST = 30
 MIN_REST_S = 0.1
-_SHOWING_REST = 9
+_SHOWING_REST = 19
 """The interpreter runs one thread at a time: of a millisecond in which an account is shown the engine has nothing."""
 _STOP_S = 5.0
 
