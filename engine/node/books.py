@@ -27,7 +27,7 @@ REST = 30
 MIN_REST_S = 0.1
 _SHOWING_REST = 19
 """The interpreter runs one thread at a time: of a millisecond in which an account is shown the engine has nothing."""
-_STOP_S = 5.0
+_STOP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,24 @@ def test_every_sample_says_who_tells_and_no_name_is_told_by_both_sides() -> None
     assert shared == {"baton:build_info"}
 
 
+async def test_what_clients_send_names_no_series(client: httpx.AsyncClient) -> None:
+    async def names() -> set[str]:
+        text = (await client.get("/metrics")).text
+        return {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+
+    async def ask(i: int) -> None:
+        wish = {"model": f"model-{i}", "prompt": "hello", "max_tokens": 1, "user": f"user-{i}"}
+        await client.post("/v1/completions", json=wish, headers={"X-Request-Id": f"id-{i}"})
+        await client.post("/v1/completions", json=wish | {"model": "tiny", "stop": [f"stop-{i}"]})
+        await client.get(f"/page-{i}")
+
+    await ask(0)
+    before = await names()
+    for i in range(1, 6):
+        await ask(i)
+    assert await names() == before
+
+
 # ---- with a real Prometheus ----
 
 
