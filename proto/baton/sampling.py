@@ -74,3 +74,9 @@ class SamplingParams:
 def _check(holds: bool, param: str, value: object, rule: str) -> None:
     if not holds:  # also catches NaN: every comparison with it is false
         raise InvalidRequest(f"{param} {rule}, not {value}", param)
+
+
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+"""Entries; OpenAI's API takes 300."""
+MAX_CACHE_SALT_CHARS = 256
