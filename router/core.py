@@ -71,16 +71,12 @@ Action = ToNode | Emit
 
 
 class RouterCore:
-    """All live requests of one router. `epoch` names this router's life; `max_requests` 0 means no limit;
-    `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what these sample is told at once, or
-    when the decode node goes on with it."""
+    """All live requests of one router. `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or
+    later; `first_token`: whether what these sample is told at once, or when the decode node goes on with it."""
 
-    def __init__(
-        self, epoch: int, max_requests: int = 0, with_prefill: bool = True, first_token: FirstToken = "prefill"
-    ) -> None:
+    def __init__(self, epoch: int, with_prefill: bool = True, first_token: FirstToken = "prefill") -> None:
         self.epoch = epoch
         self.pool = Pool(with_prefill)
-        self._max_requests = max_requests
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._owner: dict[WorkId, RequestLife] = {}
@@ -124,11 +120,9 @@ class RouterCore:
     # ---- what the client wants ----
 
     def submit(self, request: RoutedRequest, now: float) -> None:
-        """Place a new request. Raises InvalidRequest, Overloaded or NodeUnavailable when it cannot be placed now."""
+        """Place a new request. Raises InvalidRequest or NodeUnavailable when it cannot be placed now."""
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
-        if self._max_requests and len(self._requests) >= self._max_requests:
-            raise Overloaded(f"{self._max_requests} requests are in flight")
         samples = [SampleLife(i) for i in range(request.n)]
         life = RequestLife(request, now, now + request.deadline_s, samples)
         placement = self.pool.choose(life.avoid)

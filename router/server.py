@@ -19,8 +19,9 @@ from baton.channels import SERVER_OPTIONS
 from baton.errors import NodeUnavailable
 from baton.settings import flag_name
 from baton.telemetry import RouterMetrics, new_registry
-from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.v1 import generation_pb2
 from router.accounts import Accounts
+from router.admission import Admission
 from router.cluster import Cluster
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
@@ -38,6 +39,8 @@ EPOCH_BITS = 63
 _SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
 _IDLE_S = 75
 """For connections without a request: longer than most clients keep theirs, so that none reuses one just closed."""
+_MAX_BODIES = 32
+"""So many of the largest bodies may be coming in at once."""
 _CLOSE_S = 1.0
 """For connections to end after their requests have."""
 
@@ -56,10 +59,18 @@ class RouterServer:
         epoch = secrets.randbits(EPOCH_BITS)
         self.models = Models()
         accounts = Accounts(metrics, self._model_name)
-        core = RouterCore(epoch, settings.max_num_requests, bool(settings.prefill), settings.first_token)
+        core = RouterCore(epoch, bool(settings.prefill), settings.first_token)
         self.dispatcher = Dispatcher(core, accounts)
         self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode)
-        self._service = Service(self.dispatcher, self.models, settings.request_timeout)
+        self.admission = Admission(
+            settings.max_num_requests,
+            settings.max_num_prompt_tokens,
+            _MAX_BODIES * settings.max_body_bytes,
+            on_refused=lambda error: accounts.refused(error, 0.0),
+        )
+        self._service = Service(
+            self.dispatcher, self.models, settings.request_timeout, self.admission, settings.max_num_samples
+        )
         limits = HttpLimits(settings.max_body_bytes, settings.keep_alive_interval)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
         self.app = create_app(GenerateRoutes(self._service, limits), status)
@@ -96,6 +107,7 @@ class RouterServer:
         for wait in waits:
             wait.cancel()
         self.dispatcher.close()
+        self._service.close()
         await asyncio.gather(*ending)
         await self.cluster.close()
 
@@ -123,9 +135,7 @@ class RouterServer:
         self._grpc = grpc.aio.server(
             options=[*SERVER_OPTIONS, ("grpc.max_receive_message_length", self._settings.max_body_bytes)]
         )
-        generation_pb2_grpc.add_GenerationServicer_to_server(  # type: ignore[no-untyped-call]  # generated
-            GenerationService(self._service), self._grpc
-        )
+        self._grpc.add_generic_rpc_handlers((GenerationService(self._service).handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)

@@ -34,10 +34,14 @@ class RouterSettings(Settings):
         "behind it; decode, when that goes on with the request, and the handoff counts to the time to first token",
     )
     request_timeout: float = Field(600.0, gt=0, description="seconds that a request may take, from receipt to its end")
-    max_num_requests: int = Field(
-        4096, ge=0, description="requests in flight; more are refused with 429; 0 is no limit"
+    max_num_requests: int = Field(4096, ge=0, description="prompts in flight; more are refused with 429; 0 is no limit")
+    max_num_prompt_tokens: int = Field(
+        16 * 2**20, ge=0, description="tokens of all prompts in flight; more are refused with 429; 0 is no limit"
     )
-    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="size of a request's body, bytes")
+    max_num_samples: int = Field(1024, ge=1, description="answers to one request, prompts times n; more are a 400")
+    max_body_bytes: int = Field(
+        8 * 2**20, ge=1024, description="size of a request's body or message, bytes; larger ones are a 413"
+    )
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments on a stream that has nothing to say yet"
     )

@@ -45,8 +45,6 @@ def describe_validation(error: ValidationError) -> InvalidRequest:
     """The first thing that is wrong with a body, in one sentence that names the field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     text = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"The request body is not valid JSON: {text.removeprefix('Invalid JSON: ')}")
     where = ".".join(str(part) for part in first["loc"])
     return InvalidRequest(f"{where}: {text}" if where else text, str(first["loc"][0]) if first["loc"] else None)
 

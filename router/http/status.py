@@ -23,10 +23,10 @@ class StatusRoutes:
         self._metrics = metrics
         self._registry = registry
         self.routes = APIRouter()
-        self.routes.add_api_route("/health", self.health, methods=["GET"])
-        self.routes.add_api_route("/ready", self.ready, methods=["GET"])
+        self.routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
+        self.routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
         self.routes.add_api_route("/metrics", self.metrics, methods=["GET"])
-        self.routes.add_api_route("/version", self.version, methods=["GET"])
+        self.routes.add_api_route("/version", self.version, methods=["GET", "HEAD"])
 
     async def health(self) -> JSONResponse:
         """The process lives."""
