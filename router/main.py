@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import uvloop
 
+from baton.open_files import raise_open_files
 from baton.settings import parse
 from baton.telemetry import configure_logging
-from router.server import RouterServer, StartError
+from router.edge import StartError
+from router.server import RouterServer
 from router.settings import RouterSettings
 
 EXIT_FAILED = 1
@@ -22,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. Exits with 1 when it cannot start."""
     settings = parse(RouterSettings, argv)
     configure_logging(settings.logging_level(), settings.node_id or f"router-{settings.http.port}")
+    raise_open_files()
     try:
         uvloop.run(_serve(settings))
     except StartError as error:

@@ -25,6 +25,7 @@ import uvloop
 from baton.address import HostPort
 from baton.errors import BatonError
 from baton.messages import NodeRole
+from baton.open_files import raise_open_files
 from baton.telemetry import configure_logging
 from engine.node.errors import StartupError
 from engine.node.loop import NodeLoop
@@ -46,6 +47,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     transformers would take seconds.
     """
     configure_logging(settings.logging_level(), settings.name(role))
+    raise_open_files()
     try:
         code = _run(settings, side, import_parts)
     except StartupError as error:
