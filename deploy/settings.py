@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from baton.address import HostPort
-from baton.settings import ListenAddress, Settings, flag_name
+from baton.settings import ListenAddress, Settings, env_name, flag_name
 from engine.node.settings import NodeSettings
 from router.settings import RouterSettings
 
@@ -48,18 +48,28 @@ class OwnSettings(Settings):
         """Flags for the router, likewise."""
         return list(_flags(self, _HANDED_ON_TO_ROUTER))
 
+    def router_env(self) -> dict[str, str]:
+        """What the router is told by its environment: command lines are for all to read."""
+        keys = [key.get_secret_value() for key in getattr(self, _SECRET, ())]
+        return {env_name(_SECRET): " ".join(keys)} if keys else {}
+
 
 _PER_PROCESS = {"listen", "advertise", "metrics_port", "node_id"}
 
 
+_BETWEEN_MACHINES = {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"}
+"""A cluster on one machine is asked, also by `baton-up` itself, without TLS."""
+
+
 def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:
-    skipped = {"config", *_PER_PROCESS} | OwnSettings.model_fields.keys()
+    skipped = {"config", *_PER_PROCESS, *_BETWEEN_MACHINES} | OwnSettings.model_fields.keys()
     return {name: field for name, field in settings.model_fields.items() if name not in skipped}
 
 
+_SECRET = "api_key"
 _SHARED = ("log_level", "drain_timeout")
 _HANDED_ON_TO_NODES = ("device", *_handed_on(NodeSettings), *_SHARED)
-_HANDED_ON_TO_ROUTER = (*_handed_on(RouterSettings), *_SHARED)
+_HANDED_ON_TO_ROUTER = (*(name for name in _handed_on(RouterSettings) if name != _SECRET), *_SHARED)
 
 _FIELDS: Any = {
     name: (field.annotation, field) for name, field in (_handed_on(NodeSettings) | _handed_on(RouterSettings)).items()

@@ -26,26 +26,30 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`num_cached_tokens`: prompt tokens that the prefill node did not compute."""
+    """`num_cached_tokens`: prompt tokens that the prefill node did not compute; None: not for this client to know."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
 
 
 class Generation:
     """Runs from `start` until all its parts ended, one failed, or `close`. One consumer calls `next`.
 
     Tokens become text when they arrive, not when the client reads: a slow reader does not delay the stop string that
-    frees the nodes.
+    frees the nodes. What a slow reader has not taken waits as one delta for each answer. Without `tells_timings` the
+    client learns neither the timings nor what was cached.
     """
 
-    def __init__(self, request_id: str, dispatcher: Dispatcher, parts: Sequence[Part]) -> None:
+    def __init__(
+        self, request_id: str, dispatcher: Dispatcher, parts: Sequence[Part], tells_timings: bool = True
+    ) -> None:
         self.request_id = request_id
         self.parts = parts
         self._dispatcher = dispatcher
         self._live: set[str] = set()
-        self._waiting: list[Delta] = []
+        self._tells_timings = tells_timings
+        self._waiting: dict[int, Delta] = {}  # by answer, in the order of their first
         self._error: BatonError | None = None
         self._something = asyncio.Event()
 
@@ -77,7 +81,7 @@ class Generation:
                     await self._something.wait()
             except TimeoutError:
                 return []
-        deltas, self._waiting = self._waiting, []
+        deltas, self._waiting = list(self._waiting.values()), {}
         if not deltas and self._error is not None:
             raise self._error
         return deltas
@@ -92,12 +96,16 @@ class Generation:
         return Usage(
             num_prompt_tokens=sum(len(part.request.prompt_tokens) for part in self.parts),
             num_completion_tokens=sum(answer.num_tokens for part in self.parts for answer in part.answers),
-            num_cached_tokens=sum(part.timings.num_cached_tokens for part in self.parts if part.timings),
+            num_cached_tokens=sum(part.timings.num_cached_tokens for part in self.parts if part.timings)
+            if self._tells_timings
+            else None,
         )
 
     @property
-    def timings(self) -> RequestTimings:
-        """Of the prompt that took longest, among those that have ended."""
+    def timings(self) -> RequestTimings | None:
+        """Of the prompt that took longest, among those that have ended; None: not for this client to know."""
+        if not self._tells_timings:
+            return None
         return max((p.timings for p in self.parts if p.timings), key=lambda t: t.total_s, default=RequestTimings())
 
     def take(self, part: Part, event: RequestEvent) -> None:
@@ -146,11 +154,8 @@ class Generation:
         )
 
     def _put(self, delta: Delta) -> None:
-        """A reader that lags gets neighbouring deltas of an answer as one."""
-        if self._waiting and self._waiting[-1].index == delta.index:
-            self._waiting[-1] = join((self._waiting[-1], delta))
-        else:
-            self._waiting.append(delta)
+        waiting = self._waiting.get(delta.index)
+        self._waiting[delta.index] = delta if waiting is None else join((waiting, delta))
 
     def _fail(self, error: BatonError) -> None:
         if self._error is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -16,6 +17,7 @@ from baton.telemetry import request_scope
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from router.answer import Delta
+from router.api_keys import ApiKeys, salted
 from router.ask import Ask
 from router.generation import Generation
 from router.life import RequestTimings
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 R = TypeVar("R")
 
+_ABORT_S = 1.0
+
 _OPTIONAL = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "max_tokens", "timeout_s"),
@@ -35,8 +39,12 @@ _OPTIONAL = (
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, service: Service) -> None:
+    """`write_timeout_s`: so long each message may wait for its client to read; then the call ends."""
+
+    def __init__(self, service: Service, keys: ApiKeys | None = None, write_timeout_s: float = 30.0) -> None:
         self._service = service
+        self._keys = keys
+        self._write_timeout_s = write_timeout_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
         """GenerationStarted, deltas, GenerationFinished; or an error status. The call's own deadline holds too."""
@@ -48,9 +56,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await context.send_initial_metadata((("x-request-id", request_id),))
             model = self._service.models.get(request.model)
             ask = self._ask(model, request, request_id, context.time_remaining())
-            generation = await self._service.generate(model, ask, received)
+            tenant = self._keys and self._keys.check(authorization_of(context.invocation_metadata()))
+            generation = await self._service.generate(model, salted(ask, tenant or None), received)
             try:
-                await _send(generation, model, context)
+                await self._send(generation, model, context)
             finally:
                 generation.close()
 
@@ -82,6 +91,25 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             return pb.DetokenizeResponse(text=model.tokenizer.decode(tokens, skip_special_tokens=False))
 
         return await _answered("Detokenize", context, run, time.monotonic())
+
+    async def _send(self, generation: Generation, model: ServedModel, context: Context) -> None:
+        """Raises RequestCancelled when the client does not read."""
+        usage, rid = generation.usage, generation.request_id
+
+        async def write(response: pb.GenerateResponse) -> None:
+            try:
+                async with asyncio.timeout(self._write_timeout_s):
+                    await context.write(response)
+            except TimeoutError:
+                raise RequestCancelled(f"the client did not read for {self._write_timeout_s:g} s") from None
+
+        started = pb.GenerationStarted(num_prompt_tokens=usage.num_prompt_tokens, model=model.name)
+        await write(pb.GenerateResponse(request_id=rid, started=started))
+        while not generation.done:
+            for delta in await generation.next():
+                await write(pb.GenerateResponse(request_id=rid, delta=_delta(delta)))
+        finished = pb.GenerationFinished(usage=_usage(generation), timings=_timings(generation.timings))
+        await write(pb.GenerateResponse(request_id=rid, finished=finished))
 
     def _ask(self, model: ServedModel, request: pb.GenerateRequest, request_id: str, left_s: float | None) -> Ask:
         """Raises InvalidRequest. `left_s`: until the call's own deadline."""
@@ -124,17 +152,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 raise InvalidRequest("there is no input: give a prompt, prompt_tokens or a chat", "input")
 
 
-async def _send(generation: Generation, model: ServedModel, context: Context) -> None:
-    usage, rid = generation.usage, generation.request_id
-    started = pb.GenerationStarted(num_prompt_tokens=usage.num_prompt_tokens, model=model.name)
-    await context.write(pb.GenerateResponse(request_id=rid, started=started))
-    while not generation.done:
-        for delta in await generation.next():
-            await context.write(pb.GenerateResponse(request_id=rid, delta=_delta(delta)))
-    finished = pb.GenerationFinished(usage=_usage(generation), timings=_timings(generation.timings))
-    await context.write(pb.GenerateResponse(request_id=rid, finished=finished))
-
-
 async def _answered(method: str, context: Context, run: Callable[[], Awaitable[R]], received: float) -> R:
     """What `run` returns; its errors become the call's status."""
     error: BatonError
@@ -153,8 +170,17 @@ async def _answered(method: str, context: Context, run: Callable[[], Awaitable[R
         return result
     _log_end(method, error.grpc_status, received)
     retry = (("retry-after", str(RETRY_AFTER_S)),) if error.retryable else ()
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message, retry)
+    try:
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(grpc.StatusCode[error.grpc_status], error.message, retry)
+    except TimeoutError:  # the client does not read what was written before; it gets both when it does
+        raise asyncio.CancelledError from None
     raise error  # abort raises; this tells the type checker
+
+
+def authorization_of(metadata: Iterable[Any] | None) -> str:
+    """What the call says as HTTP's header of that name; empty for nothing."""
+    return str(dict(metadata or ()).get("authorization", ""))
 
 
 def _log_end(method: str, status: str, received: float) -> None:
@@ -187,11 +213,13 @@ def _usage(generation: Generation) -> pb.Usage:
     return pb.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_completion_tokens=usage.num_completion_tokens,
-        num_cached_tokens=usage.num_cached_tokens,
+        num_cached_tokens=usage.num_cached_tokens or 0,
     )
 
 
-def _timings(timings: RequestTimings) -> pb.Timings:
+def _timings(timings: RequestTimings | None) -> pb.Timings | None:
+    if timings is None:
+        return None
     return pb.Timings(
         queue_s=timings.queue_s,
         prefill_s=timings.prefill_s,

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import Iterator
-
-import grpc.aio
-import uvicorn
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from baton.address import HostPort
-from baton.channels import SERVER_OPTIONS
 from baton.errors import NodeUnavailable
 from baton.settings import flag_name
 from baton.telemetry import RouterMetrics, new_registry
-from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.accounts import Accounts
 from router.cluster import Cluster
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
+from router.edge import StartError, make_edge
+from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
 from router.http.app import create_app
 from router.http.generate import GenerateRoutes, HttpLimits
+from router.http.limits import Bodies
+from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.models import Models
 from router.service import Service
@@ -35,22 +30,19 @@ from router.settings import RouterSettings
 log = logging.getLogger(__name__)
 
 EPOCH_BITS = 63
-_SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
-_IDLE_S = 75
-"""For connections without a request: longer than most clients keep theirs, so that none reuses one just closed."""
 _CLOSE_S = 1.0
 """For connections to end after their requests have."""
 
 
-class StartError(Exception):
-    """The router cannot start; the text is one line that names the flag."""
-
-
 class RouterServer:
-    """`start`, then serve on the event loop until `stop`. `http_address` and `grpc_address` are known after `start`."""
+    """`start`, then serve on the event loop until `stop`. `http_address` and `grpc_address` are known after `start`.
+
+    Raises StartError at construction for files that cannot be used.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
+        self._edge = make_edge(settings)
         registry = new_registry()
         metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
@@ -59,11 +51,11 @@ class RouterServer:
         core = RouterCore(epoch, settings.max_num_requests, bool(settings.prefill), settings.first_token)
         self.dispatcher = Dispatcher(core, accounts)
         self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode)
-        self._service = Service(self.dispatcher, self.models, settings.request_timeout)
-        limits = HttpLimits(settings.max_body_bytes, settings.keep_alive_interval)
+        self._service = Service(self.dispatcher, self.models, settings.request_timeout, settings.timings)
+        bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
+        limits = HttpLimits(bodies, settings.keep_alive_interval)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
-        self.app = create_app(GenerateRoutes(self._service, limits), status)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # known to grpc, not to its stubs
+        self.app = create_app(GenerateRoutes(self._service, limits), status, self._edge.access)
         self._ready = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -76,10 +68,17 @@ class RouterServer:
         except StartError:
             listener.close()
             raise
-        self._http = _HttpServer(self._http_config())
+        drain_s = self._settings.drain_timeout + _CLOSE_S
+        self._http = HttpServer(self.app, self._edge.limits, self._edge.tls, drain_s)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         await self._http_up()
-        log.info("listening http=%s grpc=%s", self.http_address, self.grpc_address)
+        log.info(
+            "listening %s=%s grpc=%s max_connections=%d",
+            self._scheme,
+            self.http_address,
+            self.grpc_address,
+            self._edge.limits.max_connections,
+        )
         self.cluster.start()
         self.cluster.watch(self._readiness)
 
@@ -106,6 +105,10 @@ class RouterServer:
     def why_not_ready(self) -> str | None:
         return self.cluster.why_not_ready()
 
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._edge.tls is None else "https"
+
     def _model_name(self) -> str:
         try:
             return self.models.get(None).name
@@ -120,35 +123,15 @@ class RouterServer:
             await self._http_task
 
     async def _start_grpc(self) -> HostPort:
-        self._grpc = grpc.aio.server(
-            options=[*SERVER_OPTIONS, ("grpc.max_receive_message_length", self._settings.max_body_bytes)]
-        )
-        generation_pb2_grpc.add_GenerationServicer_to_server(  # type: ignore[no-untyped-call]  # generated
-            GenerationService(self._service), self._grpc
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._grpc)
-        address = self._settings.grpc
+        settings, edge = self._settings, self._edge
+        limits = GrpcLimits(edge.limits, settings.max_body_bytes, settings.max_num_requests, settings.request_timeout)
+        service = GenerationService(self._service, edge.keys, settings.write_timeout)
+        self._grpc = GrpcServer(service, limits, edge.keys)
+        address = settings.grpc
         try:
-            port = self._grpc.add_insecure_port(str(address))
+            return await self._grpc.start(address, edge.credentials)
         except RuntimeError as error:
             raise StartError(f"{flag_name('grpc')}: {address} cannot be had: it is in use, or not ours") from error
-        await self._set_health(False)
-        await self._grpc.start()
-        return HostPort(address.host, port)
-
-    def _http_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
-            self.app,
-            lifespan="off",
-            log_config=None,
-            log_level=logging.WARNING,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=_IDLE_S,
-            timeout_graceful_shutdown=int(self._settings.drain_timeout + _CLOSE_S) + 1,
-        )
 
     def _readiness(self, ready: bool) -> None:
         """The cluster's watcher."""
@@ -156,31 +139,10 @@ class RouterServer:
             return
         self._ready = ready
         if ready:
-            log.info("ready http://%s grpc=%s", self.http_address, self.grpc_address)
-        task = asyncio.create_task(self._set_health(ready))
+            log.info("ready %s://%s grpc=%s", self._scheme, self.http_address, self.grpc_address)
+        task = asyncio.create_task(self._grpc.set_health(ready))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _set_health(self, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for name in ("", *_SERVICES):
-            await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
-
-
-class _HttpServer(uvicorn.Server):
-    """Uvicorn without its signal handlers: the process has its own. `up` is set once connections are taken."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _listen(address: HostPort) -> socket.socket:

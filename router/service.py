@@ -24,12 +24,15 @@ INLINE_CHARS = 16_384
 
 
 class Service:
-    """`request_timeout_s` bounds each request, from its receipt."""
+    """`request_timeout_s` bounds each request, from its receipt. `tells_timings`: see Generation."""
 
-    def __init__(self, dispatcher: Dispatcher, models: Models, request_timeout_s: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, models: Models, request_timeout_s: float, tells_timings: bool = True
+    ) -> None:
         self.models = models
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
+        self._tells_timings = tells_timings
         self._serial = itertools.count()
 
     def render_chat(
@@ -66,7 +69,7 @@ class Service:
         """
         prompts = await self.tokenize(model, ask.prompts, ask.add_special_tokens)
         parts = [self._part(model, ask, prompt, i * ask.n) for i, prompt in enumerate(prompts)]
-        generation = Generation(ask.request_id, self._dispatcher, parts)
+        generation = Generation(ask.request_id, self._dispatcher, parts, self._tells_timings)
         generation.start(received)
         log.debug("placed prompts=%d n=%d", len(prompts), ask.n)
         return generation

@@ -7,11 +7,12 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.settings import ConnectAddresses, ListenAddress, Settings
+from baton.settings import ConnectAddresses, ListenAddress
+from router.edge_settings import EdgeSettings
 from router.life import FirstToken
 
 
-class RouterSettings(Settings):
+class RouterSettings(EdgeSettings):
     """Takes requests over HTTP and gRPC, and has them answered by prefill and decode nodes. Needs no model folder."""
 
     prog: ClassVar[str] = "baton-router"
@@ -37,7 +38,6 @@ class RouterSettings(Settings):
     max_num_requests: int = Field(
         4096, ge=0, description="requests in flight; more are refused with 429; 0 is no limit"
     )
-    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="size of a request's body, bytes")
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments on a stream that has nothing to say yet"
     )

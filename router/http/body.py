@@ -11,30 +11,31 @@ from starlette.requests import ClientDisconnect
 
 from baton.errors import RequestCancelled
 from router.http.errors import describe_validation
+from router.http.limits import Bodies
 
 B = TypeVar("B", bound=BaseModel)
 
-_PATIENCE = 8
-"""So many times the limit is read and thrown away: a client that is cut off while it sends does not see why."""
 
-
-async def read_body(request: Request, kind: type[B], max_bytes: int) -> B:
-    """The body as `kind`, whatever its content type says. Raises InvalidRequest, HTTPException 413, or RequestCancelled
-    for a client that leaves before it has said all."""
+async def read_body(request: Request, kind: type[B], bodies: Bodies) -> B:
+    """The body as `kind`, whatever its content type says. Raises InvalidRequest, Overloaded, HTTPException 413, or
+    RequestCancelled for a client that leaves before it has said all."""
+    if int(request.headers.get("content-length", 0)) > bodies.max_bytes:  # a number: the parser has seen to it
+        raise _too_large(bodies)
     body = bytearray()
-    size = 0
-    try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size <= max_bytes:
+    with bodies.reading() as take:
+        try:
+            async for piece in request.stream():
+                if len(body) + len(piece) > bodies.max_bytes:
+                    raise _too_large(bodies)
+                take(len(piece))
                 body += piece
-            elif size > _PATIENCE * max_bytes:
-                break
-    except ClientDisconnect:
-        raise RequestCancelled("the client left before all of its request had come") from None
-    if size > max_bytes:
-        raise HTTPException(413, f"The request body is larger than {max_bytes} bytes.")
-    try:
-        return kind.model_validate_json(bytes(body))
-    except ValidationError as error:
-        raise describe_validation(error) from None
+        except ClientDisconnect:
+            raise RequestCancelled("the client left before all of its request had come") from None
+        try:
+            return kind.model_validate_json(bytes(body))
+        except ValidationError as error:
+            raise describe_validation(error) from None
+
+
+def _too_large(bodies: Bodies) -> HTTPException:
+    return HTTPException(413, f"The request body is larger than {bodies.max_bytes} bytes.")

@@ -9,9 +9,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from router.api_keys import salted
 from router.ask import Ask
 from router.generation import Generation
 from router.http.body import read_body
+from router.http.limits import Bodies
 from router.http.logprobs import token_text
 from router.http.responses import EventResponse, WholeResponse
 from router.http.schemas import (
@@ -30,7 +32,7 @@ from router.service import Service
 class HttpLimits:
     """`keep_alive_s`: how often a comment goes out on a stream with nothing to say."""
 
-    max_body_bytes: int = 32 * 2**20
+    bodies: Bodies
     keep_alive_s: float = 5.0
 
 
@@ -48,7 +50,7 @@ class GenerateRoutes:
         self.routes.add_api_route("/detokenize", self.detokenize, methods=["POST"])
 
     async def chat(self, request: Request) -> Response:
-        body = await read_body(request, ChatRequest, self._limits.max_body_bytes)
+        body = await read_body(request, ChatRequest, self._limits.bodies)
         body.check()
         model = self._service.models.get(body.model)
         prompt = self._chat_prompt(model, body)
@@ -57,7 +59,7 @@ class GenerateRoutes:
         return await self._respond(request, model, body, body.ask(request_id, prompt), shape)
 
     async def completion(self, request: Request) -> Response:
-        body = await read_body(request, CompletionRequest, self._limits.max_body_bytes)
+        body = await read_body(request, CompletionRequest, self._limits.bodies)
         body.check()
         model = self._service.models.get(body.model)
         ask = body.ask(request.state.request_id)
@@ -72,7 +74,7 @@ class GenerateRoutes:
         return JSONResponse(self._described(self._service.models.get(name)))
 
     async def tokenize(self, request: Request) -> JSONResponse:
-        body = await read_body(request, TokenizeRequest, self._limits.max_body_bytes)
+        body = await read_body(request, TokenizeRequest, self._limits.bodies)
         model = self._service.models.get(body.model)
         text = body.text if body.messages is None else self._chat_prompt(model, body)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
@@ -82,14 +84,16 @@ class GenerateRoutes:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> JSONResponse:
-        body = await read_body(request, DetokenizeRequest, self._limits.max_body_bytes)
+        body = await read_body(request, DetokenizeRequest, self._limits.bodies)
         model = self._service.models.get(body.model)
         return JSONResponse({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def _respond(
         self, request: Request, model: ServedModel, body: GenerationFields, ask: Ask, shape: Shape
     ) -> Response:
-        generation: Generation = await self._service.generate(model, ask, request.state.received)
+        generation: Generation = await self._service.generate(
+            model, salted(ask, request.state.tenant), request.state.received
+        )
         if body.stream:
             return EventResponse(generation, shape, body.stream_options, self._limits.keep_alive_s)
         return WholeResponse(generation, shape)

@@ -112,7 +112,7 @@ class EventResponse(Response):
         if self._include_usage:
             chunks.append(self._shape.usage_chunk(self._generation.usage))
         if chunks:
-            chunks[-1]["timings"] = timings_of(self._generation.timings)
+            chunks[-1].update(timings_of(self._generation.timings))
         return b"".join(map(_event, chunks))
 
 
