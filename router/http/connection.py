@@ -216,6 +216,8 @@ class Connection(HttpToolsProtocol):
             self._stop_read_timer()
             self._read_timer = self._later(LINGER_S, self.transport.abort)
         else:
+            if self._reading is not _Reading.NOTHING:
+                self._unset_keepalive_if_required()  # the next has begun
             self._watch()
 
     def pause_writing(self) -> None:
