@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
@@ -62,8 +62,8 @@ class EdgeSettings(Settings):
         None, description="certificate for TLS on both ports, with its chain; unset: no TLS"
     )
     ssl_ca_certs: Path | None = Field(None, description="certificates that those of clients must be signed by")
-    ssl_cert_reqs: Literal[0, 1, 2] = Field(
-        0, description="certificates of clients: 0 not asked for, 1 checked if there is one, 2 required"
+    ssl_cert_reqs: int = Field(
+        0, ge=0, le=2, description="certificates of clients: 0 not asked for, 1 checked if there is one, 2 required"
     )
 
     allowed_origins: Names = Field((), description="origins of web pages that may ask (CORS), * for any; unset: none")

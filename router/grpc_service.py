@@ -173,7 +173,7 @@ async def _answered(method: str, context: Context, run: Callable[[], Awaitable[R
     try:
         async with asyncio.timeout(_ABORT_S):
             await context.abort(grpc.StatusCode[error.grpc_status], error.message, retry)
-    except TimeoutError:  # the client does not read what was written before; it gets both when it does
+    except (TimeoutError, grpc.aio.InternalError):  # it does not read what was written before, or has left
         raise asyncio.CancelledError from None
     raise error  # abort raises; this tells the type checker
 

@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 MAX_URL_BYTES = 8 * 1024
 MAX_PIPELINED = 64
 """Requests that wait behind one that is being answered. Clients hardly ever do that."""
-LINGER_S = 2.0
-"""So long a client that was refused may go on sending: one that is cut off while it sends does not see why."""
 _MAX_TURNED_AWAY = 128
 """Connections beyond the limit that are told so, at once; they need descriptors too."""
 _HEADER_COST = 32
@@ -214,7 +212,7 @@ class Connection(HttpToolsProtocol):
             self._close_in_time()
         elif self._reading is _Reading.BODY and self.cycle.response_complete:
             self._stop_read_timer()
-            self._read_timer = self._later(LINGER_S, self.transport.abort)
+            self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
         else:
             if self._reading is not _Reading.NOTHING:
                 self._unset_keepalive_if_required()  # the next has begun
@@ -251,7 +249,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._read_timer = self._later(LINGER_S, self.transport.abort)
+        self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
 
     def _leave_running(self) -> bool:
         """Tell the request that is being answered that its client has left. Returns whether its answer had begun."""

@@ -22,6 +22,8 @@ class ConnectionLimits:
     `max_header_bytes`: the request line and all headers, each with 32 bytes beside its text, as HTTP/2 counts them.
     `header_timeout_s`, `body_timeout_s`: from the first byte of a request's head or body to the last.
     `write_timeout_s`: so long an answer may wait for its client to read. `idle_timeout_s`: between requests.
+    `linger_s`: so long a client that was refused may go on sending, as one that is cut off while it sends does not see
+    why.
     """
 
     max_connections: int = 8192
@@ -30,6 +32,7 @@ class ConnectionLimits:
     body_timeout_s: float = 60.0
     write_timeout_s: float = 30.0
     idle_timeout_s: float = 75.0
+    linger_s: float = 2.0
 
 
 class LimitLog:

@@ -26,7 +26,7 @@ def on_uvloop(test):
 
 
 def echoing():
-    return serving(echo, max_header_bytes=4096)
+    return serving(echo, max_header_bytes=4096, linger_s=0.3)
 
 
 # ---- sizes ----
@@ -329,7 +329,7 @@ async def test_a_request_answered_early_may_end_and_the_next_come():
 
 @on_uvloop
 async def test_one_that_goes_on_is_cut_off():
-    async with serving(refuse) as port, peer(port) as client:
+    async with serving(refuse, linger_s=0.3) as port, peer(port) as client:
         await client.send(b"POST /a HTTP/1.1\r\ncontent-length: 999999999999\r\n\r\n")
         assert (await client.answer())[0] == 401
         async with asyncio.timeout(PATIENCE_S):
