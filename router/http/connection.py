@@ -68,9 +68,9 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, {}, loop)
         self._gate = gate
         self._limits = gate.limits
+        self.url = b""
         self._reading = _Reading.NOTHING
-        self._head_bytes = 0
-        self._unparsed_bytes = 0  # fed since the parser last made something of it
+        self._overhead_bytes = 0  # fed since the last head or piece of a body ended: all else has no end of its own
         self._running: RequestResponseCycle | None = None  # `cycle` is the newest; with pipelining they differ
         self._refused = False
         self._turned_away = False
@@ -119,7 +119,7 @@ class Connection(HttpToolsProtocol):
         if self._refused:
             return
         self._unset_keepalive_if_required()
-        self._unparsed_bytes += len(data)
+        self._overhead_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -131,51 +131,45 @@ class Connection(HttpToolsProtocol):
             else:
                 self._refuse(400, f"This is not a valid HTTP/1.1 request: {cause or error}")
             return
-        if self._unparsed_bytes > self._limits.max_header_bytes:
-            self._refuse(431, self._too_large())
-            return
-        self._watch()
+        if self._overhead_bytes > self._limits.max_header_bytes:
+            refusal = self._too_large()
+            self._refuse(refusal.status, refusal.message)
+        elif self._reading is not _Reading.NOTHING or self.cycle is None or self.cycle.response_complete:
+            self._watch()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._begin(_Reading.HEAD)
-        self._head_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        if len(self.url) > MAX_URL_BYTES:
-            raise _Refused(414, f"The request's address is longer than {MAX_URL_BYTES} bytes.")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._unparsed_bytes = 0
-        self._head_bytes += len(name) + len(value) + _HEADER_COST
-        if self._head_bytes + len(self.url) > self._limits.max_header_bytes:
-            raise _Refused(431, self._too_large())
 
     def on_headers_complete(self) -> None:
+        head_bytes = len(self.url) + sum([len(name) + len(value) + _HEADER_COST for name, value in self.headers])
+        if head_bytes > self._limits.max_header_bytes or len(self.url) > MAX_URL_BYTES:
+            raise self._too_large()
         if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
             raise _Refused(400, "There is no WebSocket here: answers are streamed as server-sent events.")
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(400, f"more than {MAX_PIPELINED} requests at once on one connection")
         super().on_headers_complete()
-        self._unparsed_bytes = 0
+        self._overhead_bytes = 0
         self._begin(_Reading.BODY)
 
     def on_body(self, body: bytes) -> None:
-        self._unparsed_bytes = 0
+        self._overhead_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._begin(_Reading.NOTHING)
 
-    def _too_large(self) -> str:
-        return f"The request's headers are larger than {self._limits.max_header_bytes} bytes."
+    def _too_large(self) -> _Refused:
+        if len(self.url) > MAX_URL_BYTES:
+            return _Refused(414, f"The request's address is longer than {MAX_URL_BYTES} bytes.")
+        return _Refused(431, f"The request's headers are larger than {self._limits.max_header_bytes} bytes.")
 
     def _begin(self, reading: _Reading) -> None:
         self._reading = reading
-        self._stop_read_timer()
+        if self._read_timer is not None:
+            self._stop_read_timer()
 
     def _watch(self) -> None:
         """Start the clock for what the client has yet to send, unless it runs, or we are the ones to move."""
@@ -213,9 +207,8 @@ class Connection(HttpToolsProtocol):
         elif self._reading is _Reading.BODY and self.cycle.response_complete:
             self._stop_read_timer()
             self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
-        else:
-            if self._reading is not _Reading.NOTHING:
-                self._unset_keepalive_if_required()  # the next has begun
+        elif self._reading is not _Reading.NOTHING:  # the next has begun
+            self._unset_keepalive_if_required()
             self._watch()
 
     def pause_writing(self) -> None:
