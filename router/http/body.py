@@ -15,11 +15,15 @@ from router.http.limits import Bodies
 
 B = TypeVar("B", bound=BaseModel)
 
+_MAX_DIGITS = 19
+"""Of 64 bits. `int` refuses thousands of zeros."""
+
 
 async def read_body(request: Request, kind: type[B], bodies: Bodies) -> B:
     """The body as `kind`, whatever its content type says. Raises InvalidRequest, Overloaded, HTTPException 413, or
     RequestCancelled for a client that leaves before it has said all."""
-    if int(request.headers.get("content-length", 0)) > bodies.max_bytes:  # a number: the parser has seen to it
+    announced = request.headers.get("content-length", "0")  # digits: the parser has seen to it
+    if len(announced) > _MAX_DIGITS or int(announced) > bodies.max_bytes:
         raise _too_large(bodies)
     body = bytearray()
     with bodies.reading() as take:

@@ -231,7 +231,8 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Say why, once, in place of an answer that has not begun; then only wait for the client to have read it."""
-        log.info("refused status=%d client=%s: %s", status, self.client, message)
+        level = logging.DEBUG if self._turned_away else logging.INFO  # those have one line for all
+        log.log(level, "refused status=%d client=%s: %s", status, self.client, message)
         self._refused = True
         self._stop_read_timer()
         self.pipeline.clear()

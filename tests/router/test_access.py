@@ -19,6 +19,7 @@ from router.edge import StartError
 from router.settings import RouterSettings
 from tests.router.conftest import Router
 from tests.router.http_shapes import CHAT, error_of
+from tests.router.http_wire import peer
 
 NODES = ("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2")
 KEYS = (SecretStr("sk-one"), SecretStr("sk-two"))
@@ -290,6 +291,12 @@ async def test_bodies_have_a_limit_alone_and_together(nodes, caplog):
         more.set()
         assert (await first).status_code == 200
         assert (await client.post("/v1/completions", content=b" " * 3500 + b'{"prompt": "x"}')).status_code == 200
+
+
+async def test_a_length_of_thousands_of_digits_is_too_long(router):
+    async with peer(router.server.http_address.port) as client:
+        await client.send(b"POST /tokenize HTTP/1.1\r\ncontent-length: " + b"0" * 5000 + b"2\r\n\r\n{}")
+        assert (await client.answer())[0] == 413
 
 
 async def test_a_host_that_is_none_breaks_nothing(client):
