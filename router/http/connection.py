@@ -139,19 +139,21 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._begin(_Reading.HEAD)
+        self._reading = _Reading.HEAD
 
     def on_headers_complete(self) -> None:
         head_bytes = len(self.url) + sum([len(name) + len(value) + _HEADER_COST for name, value in self.headers])
         if head_bytes > self._limits.max_header_bytes or len(self.url) > MAX_URL_BYTES:
             raise self._too_large()
+        if self._read_timer is not None:
+            self._stop_read_timer()
         if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
             raise _Refused(400, "There is no WebSocket here: answers are streamed as server-sent events.")
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(400, f"more than {MAX_PIPELINED} requests at once on one connection")
         super().on_headers_complete()
         self._overhead_bytes = 0
-        self._begin(_Reading.BODY)
+        self._reading = _Reading.BODY
 
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes = 0
@@ -159,17 +161,14 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._begin(_Reading.NOTHING)
+        self._reading = _Reading.NOTHING
+        if self._read_timer is not None:
+            self._stop_read_timer()
 
     def _too_large(self) -> _Refused:
         if len(self.url) > MAX_URL_BYTES:
             return _Refused(414, f"The request's address is longer than {MAX_URL_BYTES} bytes.")
         return _Refused(431, f"The request's headers are larger than {self._limits.max_header_bytes} bytes.")
-
-    def _begin(self, reading: _Reading) -> None:
-        self._reading = reading
-        if self._read_timer is not None:
-            self._stop_read_timer()
 
     def _watch(self) -> None:
         """Start the clock for what the client has yet to send, unless it runs, or we are the ones to move."""
