@@ -42,6 +42,9 @@ TEST_LIMIT_S = 60
 """For one test, which then fails."""
 RUN_LIMIT_S = 180
 """For all tests of an entry, which are then killed."""
+SURVIVED = "SURVIVED"
+CANNOT_RUN = (3, 4, 5, 99)
+"""Pytest's own errors, no tests among them, and that of `_become_pytest`."""
 OPTIONS = [
     *("-x", "-q", "-m", "not gpu and not full", f"--timeout={TEST_LIMIT_S}"),
     *("-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin"),
@@ -136,15 +139,25 @@ class Run:
 
     def __init__(self, tree: Path, tests: Sequence[str]) -> None:
         self.output = tree / ".mutants.out"
-        self.deadline = time.monotonic() + RUN_LIMIT_S
+        self.begun = time.monotonic()
+        self.deadline = self.begun + RUN_LIMIT_S
         self.pid = os.fork()
         if self.pid == 0:
             _become_pytest(tree, tests, self.output)
         self.fd = os.pidfd_open(self.pid)
 
+    @property
+    def has_ended(self) -> bool:
+        return bool(select.select([self.fd], [], [], 0)[0])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or its time has."""
+        return self.has_ended or time.monotonic() >= self.deadline
+
     def finish(self) -> int | None:
         """Pytest's exit status; None where it had to be killed. Whatever it has started is ended too."""
-        ended, _, _ = select.select([self.fd], [], [], 0)
+        ended = self.has_ended
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -194,38 +207,44 @@ class Tree:
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def wait(runs: Iterable[Run]) -> None:
+def wait(runs: Sequence[Run]) -> None:
     """Until one has ended or is to be killed."""
-    runs = list(runs)
     limit = max(0.0, min(run.deadline for run in runs) - time.monotonic())
     select.select([run.fd for run in runs], [], [], limit)
 
 
 def survivors(trees: list[Tree], mutations: Sequence[Mutation]) -> list[Mutation]:
     """Those that no test saw. Prints each result as it comes."""
-    todo, busy, free = list(enumerate(mutations, 1)), dict[Tree, tuple[Run, Mutation, float]](), list(trees)
+    todo, busy, free = list(enumerate(mutations, 1)), dict[Tree, tuple[Run, Mutation]](), list(trees)
     alive = []
-    while todo or busy:
-        while todo and free:
-            number, mutation = todo.pop(0)
-            tree = free.pop()
-            tree.mutate(mutation, number)
-            busy[tree] = Run(tree.path, mutation.tests), mutation, time.monotonic()
-        wait(run for run, _, _ in busy.values())
-        for tree, (run, mutation, begun) in list(busy.items()):
-            if not select.select([run.fd], [], [], 0)[0] and time.monotonic() < run.deadline:
-                continue
-            status = run.finish()
-            if status not in (None, 0, 1, 2) and status is not None and status >= 0:
-                raise SystemExit(f"{mutation}: pytest said {status}\n{run.output.read_text()[-2000:]}")
-            if status == 0:
-                alive.append(mutation)
-            verdict = "SURVIVED" if status == 0 else "killed" if status is not None else "hung"
-            print(f"{verdict:8} {time.monotonic() - begun:5.1f} s  {mutation}", flush=True)
-            tree.restore()
-            del busy[tree]
-            free.append(tree)
+    try:
+        while todo or busy:
+            while todo and free:
+                number, mutation = todo.pop(0)
+                tree = free.pop()
+                tree.mutate(mutation, number)
+                busy[tree] = Run(tree.path, mutation.tests), mutation
+            wait([run for run, _ in busy.values()])
+            for tree, (run, mutation) in [(tree, it) for tree, it in busy.items() if it[0].is_over]:
+                del busy[tree]
+                if verdict(run, mutation) == SURVIVED:
+                    alive.append(mutation)
+                tree.restore()
+                free.append(tree)
+    finally:
+        for run, _ in busy.values():
+            run.finish()
     return alive
+
+
+def verdict(run: Run, mutation: Mutation) -> str:
+    """What became of it, which is printed. Raises SystemExit where pytest could not run the tests at all."""
+    status, took_s = run.finish(), time.monotonic() - run.begun
+    if status in CANNOT_RUN:
+        raise SystemExit(f"{mutation}: pytest said {status}\n{run.output.read_text()[-2000:]}")
+    said = "hung" if status is None else SURVIVED if status == 0 else "killed"
+    print(f"{said:8} {took_s:5.1f} s  {mutation}", flush=True)
+    return said
 
 
 def report(mutations: Sequence[Mutation], alive: Sequence[Mutation]) -> float:
@@ -264,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     for name in PRELOADED:
         importlib.import_module(name)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of all blocks
     with tempfile.TemporaryDirectory(prefix="baton-mutants-") as folder:
         trees = [Tree(Path(folder) / str(job)) for job in range(options.jobs)]
         for tree in trees:
@@ -271,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         first = Run(trees[0].path, sorted({test for mutation in mutations for test in mutation.tests}))
         first.deadline += 3600
         wait([first])
-        if status := first.finish():
+        if (status := first.finish()) != 0:
             print(first.output.read_text()[-4000:], f"the tests do not pass as it is: pytest said {status}", sep="\n")
             return 2
         return 0 if report(mutations, survivors(trees, mutations)) >= ENOUGH else 1

@@ -23,7 +23,7 @@ from tests.protocol.fake_model import expected_output
 from tests.protocol.network import EPOCH
 from tests.protocol.node import MAX_MODEL_LEN, MAX_NUM_SEQS
 
-WANT = [expected_output(PROMPT, SAMPLING, sample, MAX_MODEL_LEN)[0] for sample in range(4)]
+WANT = [expected_output(PROMPT, SAMPLING, sample, MAX_MODEL_LEN)[0] for sample in range(MAX_NUM_SEQS)]
 
 
 @pytest.fixture
