@@ -18,6 +18,7 @@ takes seconds and nothing of ours.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -30,8 +31,9 @@ import tempfile
 import time
 import tomllib
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +46,7 @@ RUN_LIMIT_S = 180
 """For all tests of an entry, which are then killed."""
 SURVIVED = "SURVIVED"
 CANNOT_RUN = (3, 4, 5, 99)
-"""Pytest's own errors, no tests among them, and that of `_become_pytest`."""
+"""Pytest's own errors, no tests among them, and that of `_become`."""
 OPTIONS = [
     *("-x", "-q", "-m", "not gpu and not full", f"--timeout={TEST_LIMIT_S}"),
     *("-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin"),
@@ -137,13 +139,16 @@ def copy_tree(to: Path) -> None:
 class Run:
     """A run of tests in a tree, in a process group of its own."""
 
-    def __init__(self, tree: Path, tests: Sequence[str]) -> None:
+    def __init__(self, tree: Path, tests: Sequence[str], instead: Callable[[], object] | None = None) -> None:
+        """`instead`: what to do in its place."""
         self.output = tree / ".mutants.out"
         self.begun = time.monotonic()
         self.deadline = self.begun + RUN_LIMIT_S
         self.pid = os.fork()
         if self.pid == 0:
-            _become_pytest(tree, tests, self.output)
+            _become(instead or partial(_run_pytest, tree, tests), self.output)
+        with contextlib.suppress(OSError):  # the child does so too: whoever comes first
+            os.setpgid(self.pid, self.pid)
         self.fd = os.pidfd_open(self.pid)
 
     @property
@@ -158,33 +163,35 @@ class Run:
     def finish(self) -> int | None:
         """Pytest's exit status; None where it had to be killed. Whatever it has started is ended too."""
         ended = self.has_ended
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and left nobody
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it has ended, and left nobody
         os.close(self.fd)
         _, status = os.waitpid(self.pid, 0)
         return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _become_pytest(tree: Path, tests: Sequence[str], output: Path) -> None:
-    """Never returns."""
+def _become(task: Callable[[], object], output: Path) -> None:
+    """Do it, in a group of its own, with nothing of the parent's but its modules. Never returns."""
     try:
         os.setpgid(0, 0)
         out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        os.chdir(tree)
-        paths = [str(tree), str(tree / "proto"), str(tree / "kernels")]
-        sys.path[:] = paths + [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT / "tools")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-        import pytest
-
-        os._exit(pytest.main([*OPTIONS, *tests]))
+        task()
     except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
         traceback.print_exc()
-        os._exit(99)
+    os._exit(CANNOT_RUN[-1])
+
+
+def _run_pytest(tree: Path, tests: Sequence[str]) -> None:
+    os.chdir(tree)
+    paths = [str(tree), str(tree / "proto"), str(tree / "kernels")]
+    sys.path[:] = paths + [path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT / "tools")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    import pytest
+
+    os._exit(pytest.main([*OPTIONS, *tests]))
 
 
 class Tree:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.errors import CacheExhausted
 from engine.block_manager import BlockManager, BlockState
+from tests.machines import machine
 
 BLOCK_SIZE = 4
 
@@ -144,7 +144,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.blocks.num_free + self.blocks.num_cached == self.blocks.num_total
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+BlockManagerMachine.TestCase.settings = machine(max_examples=150, steps=40)
 TestBlockManager = BlockManagerMachine.TestCase
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.audit import KvSlot
 from kv_transfer.staging import NOBODY, SlotOwner, SlotState, Staging
+from tests.machines import machine
 
 SLOT_BYTES = 64
 
@@ -100,7 +100,7 @@ class StagingMachine(RuleBasedStateMachine):
 
 
 TestStagingMachine = StagingMachine.TestCase
-TestStagingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStagingMachine.settings = machine(max_examples=60, steps=40)
 
 
 def test_integrity_is_broken_by_a_slot_that_is_free_twice() -> None:
