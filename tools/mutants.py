@@ -49,7 +49,16 @@ CANNOT_RUN = (3, 4, 5, 99)
 """Pytest's own errors, no tests among them, and that of `_become`."""
 OPTIONS = [
     *("-x", "-q", "-m", "not gpu and not full", f"--timeout={TEST_LIMIT_S}"),
-    *("-p", "no:cacheprovider", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin"),
+    *(
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "pytest_asyncio.plugin",
+        "-p",
+        "pytest_timeout",
+        "-p",
+        "_hypothesis_pytestplugin",
+    ),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # it is imported already
 ]
 PRELOADED = (

@@ -33,7 +33,9 @@ def test_a_difference_in_any_field_is_named(field: str) -> None:
         (5, 0, [(0, 5)]),
     ],
 )
-def test_groups_of_layers_cover_each_layer_once(num_layers: int, num_groups: int, groups: list[tuple[int, int]]) -> None:
+def test_groups_of_layers_cover_each_layer_once(
+    num_layers: int, num_groups: int, groups: list[tuple[int, int]]
+) -> None:
     assert layer_groups_of(num_layers, num_groups) == groups
 
 

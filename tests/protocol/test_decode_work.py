@@ -106,10 +106,12 @@ def test_leases_end_with_their_routers_session(decoding: Decoding) -> None:
 
 
 def test_leases_end_with_their_prefill_nodes_transport(decoding: Decoding) -> None:
-    decoding.reserve()
+    decoding.reserve(n=MAX_NUM_SEQS)
+    decoding.reserve(named(1))  # waits
     decoding.hub.kill(PEER)
     decoding.turn()
     assert ends(decoding) == [PeerLost]
+    assert refusals(decoding) == [PeerLost, PeerLost]
     assert decoding.core.idle
     assert decoding.node.pool_is_whole()
 
@@ -312,6 +314,8 @@ def test_samples_that_are_stopped_before_their_parts_are_in_never_run(
     decoding.commit(decoding.grants[0], first_tokens(0, 1))
     decoding.hear(FromRouter(EPOCH, Abort(WORK, stopped)))
     decoding.send(decoding.grants[0])
+    decoding.turn()
+    assert decoding.core.engine.num_running == 2 - len(stopped)
     decoding.run()
     assert decoding.output(1) == []
     assert decoding.output(0) == ([] if 0 in stopped else WANT[0][1:])

@@ -77,3 +77,25 @@ def test_a_node_heard_of_twice_keeps_what_it_was_given() -> None:
     place(house, "a")
     house.core.node_up(info("d1", NodeRole.DECODE), 0.0)
     assert place(house, "b") == "d2"
+
+
+def test_of_two_equally_far_behind_the_one_that_got_its_prompt_earlier_is_further() -> None:
+    house = House("d1", "d2", with_prefill=False)
+    assert [place(house, "a"), place(house, "b")] == ["d1", "d2"]
+    say(house, "d1", "a", Tokens(0, 0, (5,)), OVER, End())
+    assert place(house, "c") == "d1"
+    assert place(house, "e") == "d2"
+
+
+def test_a_prompt_goes_where_it_is_computed_first_however_much_runs_there() -> None:
+    house = House("p1", "p2", "d1")
+    house.core.node_load("p1", Load(0, 4, 9, 9))
+    assert [place(house, "a"), place(house, "b")] == ["p2", "p1"]
+
+
+def test_decode_nodes_share_what_is_generated() -> None:
+    house = House("p1", "d1", "d2")
+    for name, num_tokens in (("a", 30), ("b", 10), ("c", 10)):
+        place(house, name, num_tokens)
+    targets = [prefill.decode for _, prefill in house.prefills]
+    assert [target.incarnation for target in targets if target] == ["d1", "d2", "d2"]

@@ -1,4 +1,4 @@
-"""The table of mutations fits the tree, and breaks each rule of the protocol; `make mutants` says whether tests see it."""
+"""The table of mutations fits the tree and has each rule of the protocol. Whether tests see them, `make mutants` says."""
 
 from __future__ import annotations
 
