@@ -1,4 +1,4 @@
-"""The table of mutations fits the tree and has each rule of the protocol. Whether tests see them, `make mutants` says."""
+"""The table of mutations fits, and has each rule of the protocol; whether tests see them says `make mutants`."""
 
 from __future__ import annotations
 
