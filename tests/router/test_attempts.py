@@ -100,6 +100,14 @@ def test_a_repeat_is_cut_off_with_its_logprobs() -> None:
     assert events == [TokensOut(0, (5, 6), logprobs[:2]), TokensOut(0, (7, 8), logprobs[2:])]
 
 
+def test_what_comes_next_does_not_wait_for_the_prefill_nodes_last_word() -> None:
+    house = House("p1", "d1")
+    prefill = house.submit()
+    house.say("p1", prefill, Tokens(0, 0, (5,)))
+    house.say("d1", prefill, ADOPTED, Tokens(0, 1, (6,)))
+    assert house.told == [(0, 5), (0, 6)]
+
+
 def test_an_end_that_overtakes_tokens_waits_for_them() -> None:
     house = House("p1", "d1")
     prefill = house.submit()
