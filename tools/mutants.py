@@ -288,7 +288,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    mutations = [m for m in load() if m.folder.startswith(options.folder) and options.only in str(m)]
+    mutations = [m for m in load() if options.folder in ("", m.folder) and options.only in str(m)]
     if wrong := list(stale(mutations)):
         print("\n".join(wrong), f"{len(wrong)} entries do not fit the tree", sep="\n")
         return 2

@@ -206,3 +206,9 @@ def test_addresses_that_are_none(text):
 def test_settings_import_without_torch():
     code = "import sys; sys.modules['torch'] = None; import baton.settings, baton.telemetry, baton.wire"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_flag_wins_over_the_file(config):
+    path = config("max-num-seqs: 3\nlow: 2\n")
+    settings = parse(Example, ["--config", path, "--max-num-seqs", "5"])
+    assert (settings.max_num_seqs, settings.low) == (5, 2)

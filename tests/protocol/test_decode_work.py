@@ -97,6 +97,7 @@ def test_leases_end_with_their_routers_session(decoding: Decoding) -> None:
     decoding.reserve()
     decoding.hear(SessionLost(EPOCH))
     decoding.turn()
+    assert not decoding.told, "nobody listens"
     assert refusals(decoding) == [RequestCancelled]
     assert decoding.node.pool_is_whole()
     decoding.commit(decoding.grants[0], first_tokens(0))
