@@ -45,8 +45,10 @@ TEST_LIMIT_S = 60
 RUN_LIMIT_S = 180
 """For all tests of an entry, which are then killed."""
 SURVIVED = "SURVIVED"
-CANNOT_RUN = (3, 4, 5, 99)
-"""Pytest's own errors, no tests among them, and that of `_become`."""
+CANNOT_RUN = (4, 5)
+"""Pytest's exit status for arguments that it does not understand, and for no tests."""
+BROKE = 99
+"""The exit status of a run that did not come to pytest's."""
 OPTIONS = [
     *("-x", "-q", "-m", "not gpu and not full", f"--timeout={TEST_LIMIT_S}"),
     *(
@@ -190,7 +192,7 @@ def _become(task: Callable[[], object], output: Path) -> None:
         task()
     except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
         traceback.print_exc()
-    os._exit(CANNOT_RUN[-1])
+    os._exit(BROKE)
 
 
 def _run_pytest(tree: Path, tests: Sequence[str]) -> None:

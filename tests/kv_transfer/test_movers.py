@@ -293,6 +293,17 @@ def test_the_engine_is_woken_for_a_part_only_if_it_could_go_on(hub_pair: tuple[S
     assert [event.part for event in receiver.mover.poll()] == [2, 1, 3, 0]
 
 
+def test_the_engine_is_woken_for_a_credit_that_is_not_used(hub_pair: tuple[Side, Side]) -> None:
+    sender, receiver = hub_pair
+    for part in (0, 1):
+        assert receiver.mover.expect(sender.name, 1, part, [part], is_last=part == 1)
+    assert not receiver.woken.is_set()
+    assert sender.mover.drain(receiver.name, 1, 0)
+    sender.transport.hub.deliver_all()
+    assert receiver.woken.is_set()
+    assert receiver.mover.poll() == [PartUnused(sender.name, 1, 0)]
+
+
 def test_the_engine_is_woken_for_a_slot_only_if_a_lease_waits_for_one(hub_pair: tuple[Side, Side]) -> None:
     sender, receiver = hub_pair
     for part in range(NUM_SLOTS):
