@@ -229,9 +229,10 @@ def test_whatever_happens_only_what_was_sent_lands(seed: int) -> None:
 def test_who_asks_for_checksums_takes_no_part_without(hub_pair: tuple[Side, Side]) -> None:
     sender, receiver = hub_pair
     receiver.mover.verify = True
+    sender.pool[3, HALF:] = 7  # not what the first half has
     for lease, checked in ((1, False), (2, True)):
-        assert receiver.mover.expect(sender.name, lease, 0, [2], 0, HALF)
-        assert sender.mover.send(receiver.name, lease, 0, [3], 0, HALF, checked)
+        assert receiver.mover.expect(sender.name, lease, 0, [2], HALF, HALF)
+        assert sender.mover.send(receiver.name, lease, 0, [3], HALF, HALF, checked)
     sender.transport.hub.deliver_all()
     plain, checked_part = receiver.mover.poll()
     assert isinstance(plain, PartRefused)
