@@ -30,7 +30,7 @@ async def drain_one_of_two(attack: Attack) -> str:
         for _ in range(NUM_REQUESTS):
             try:
                 answer = await connection.stream("/v1/completions", {"prompt": "abc", "max_tokens": 4})
-                attempts[int(answer.timings.get("num_attempts", 0))] += 1
+                attempts[int(answer.timings.get("attempts", 0))] += 1
             except RequestFailed:
                 failed += 1
     status, _ = await get(attack.http, "/ready")

@@ -248,8 +248,9 @@ async def commit_foreign_bias(attack: Attack) -> str:
 
     beyond = {attack.vocab_size + 40: 100.0}
     told = await _commit(attack, bias=beyond, max_tokens=1500, meanwhile=meanwhile())
-    changed = sum(answer != alone for answer in neighbours)
-    return f"{told}; {changed} of {len(neighbours)} neighbours' answers changed"
+    lost = sum(answer.startswith("none") for answer in neighbours)
+    changed = sum(answer != alone for answer in neighbours) - lost
+    return f"{told}; of {len(neighbours)} neighbours' answers {changed} changed, {lost} lost"
 
 
 async def _answer_of(attack: Attack) -> str:
