@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/proto:$(CURDIR)/kernels
 
-.PHONY: help setup check test test-full test-gpu demo bench stubs clean
+.PHONY: help setup check test test-full test-gpu mutants demo bench stubs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ test-full: setup ## all of every matrix of which `test` runs a choice
 
 test-gpu: ## the tests marked gpu, with whatever python has torch with CUDA (PYTHON=...)
 	@$(PYTHON) tools/test_gpu.py
+
+mutants: setup ## break the code, one place at a time, and see whether its tests see it: a quarter of an hour
+	@$(BIN)/python tools/mutants.py --jobs 2
 
 demo: setup ## a cluster on this machine, shown at work
 	@$(BIN)/python -m deploy.demo

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.audit import KvAudit
+from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded, NodeUnavailable, Overloaded, RequestCancelled
 from baton.messages import (
     Abort,
@@ -58,28 +59,37 @@ class Running:
     """A request in this node's engine: the sequence of each live sample (one for all until a local prompt forks)."""
 
     work: WorkId
-    deadline: float
     received: float
     sequences: dict[int, Sequence] = field(default_factory=dict)
 
 
 class DecodeCore:
-    """Owned by the engine's thread, and owner of engine and receiver. `max_waiting` bounds each queue; `keep_s` is how
-    long tombstones and commit outcomes are kept: longer than the longest deadline."""
+    """Owned by the engine's thread, and owner of engine and receiver. `max_waiting` bounds each queue; no request has
+    more than `max_deadline_s`. A turn costs what an event or a step has touched, whatever else is here."""
 
     def __init__(
-        self, engine: Engine, receiver: KvReceiver, *, incarnation: str, max_waiting: int = 4096, keep_s: float = 7200.0
+        self,
+        engine: Engine,
+        receiver: KvReceiver,
+        *,
+        incarnation: str,
+        max_waiting: int = 4096,
+        max_deadline_s: float = 3600.0,
     ) -> None:
         self.engine = engine
         self.receiver = receiver
         self._incarnation = incarnation
         self._max_waiting = max_waiting
-        self._fences = Fences(keep_s)
+        self._max_deadline_s = max_deadline_s
+        self._fences = Fences(max_deadline_s)
         self._outbox = Outbox()
-        self._reservations = Reservations(engine, receiver, self._outbox, max_waiting=max_waiting, keep_s=keep_s)
+        self._reservations = Reservations(
+            engine, receiver, self._outbox, max_waiting=max_waiting, max_deadline_s=max_deadline_s
+        )
         self._running: dict[WorkId, Running] = {}
+        self._deadlines = Deadlines[WorkId]()  # of those that run
         self._adopted: dict[WorkId, Lease] = {}  # of those that run, whose first step has not begun
-        self._part_blocks: dict[str, int] = {}  # with the prefill nodes whose streams are up
+        self._peers: dict[str, PeerOpened] = {}  # prefill nodes whose streams are up
         self._stopping = False
         self._plan = Plan()
         self._launch_at: float | None = None  # when the next step is to be launched, if that is waited for
@@ -93,7 +103,7 @@ class DecodeCore:
         if not self.engine.has_room:
             self._take_results(self.engine.compute(Plan(), wait=False))
         self._reservations.grant_waiting(now)
-        for lease in self._reservations.take_adoptable(now):
+        for lease in self._reservations.take_adoptable():
             self._adopt(lease, now)
         due = self.engine.launch_at
         self._launch_at = due if due is not None and now < due else None
@@ -125,19 +135,19 @@ class DecodeCore:
                 case PartLanded():
                     self._reservations.part_landed(event, now)
                 case PartRefused(_, lease, _, error):
-                    self._reservations.part_refused(lease, error, now)
+                    self._reservations.part_refused(lease, error)
                 case PartUnused():
                     pass  # its slot is free
                 case PartFailed(_, lease, part, reason):
-                    self._reservations.part_failed(lease, part, reason, now)
+                    self._reservations.part_failed(lease, part, reason)
                 case PeerLost(peer, reason):
-                    self._reservations.end_peer(peer, reason, now)
+                    self._reservations.end_peer(peer, self._name_of(peer), reason)
                     self._outbox.add(ClosePeer(peer, reason))
 
     def _end_overdue(self, now: float) -> None:
         self._reservations.end_overdue(now)
-        for running in [r for r in self._running.values() if r.deadline <= now]:
-            self._end_running(running, DeadlineExceeded("not finished by its deadline"))
+        for work in self._deadlines.due(now):
+            self._end_running(self._running[work], DeadlineExceeded("not finished by its deadline"))
         self._fences.expire(now)
 
     # ---- events in ----
@@ -150,56 +160,65 @@ class DecodeCore:
             case SessionLost(epoch):
                 self._outbox.epochs.discard(epoch)
                 for work in [w for w in self._works() if w.router_epoch == epoch]:
-                    self._end_work(work, RequestCancelled("the router's stream ended"), now)
+                    self._end_work(work, RequestCancelled("the router's stream ended"))
             case FromRouter(epoch, Prefill() as prefill):
                 self._prefill_here(epoch, prefill, now)
             case FromRouter(_, Abort() as abort):
                 self._abort(abort, now)
+            case FromPeer(peer, _) if peer not in self._peers:
+                pass  # its stream has ended: nobody is there to be answered
             case FromPeer(peer, Reserve() as reserve):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):
                 self._reservations.commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
-                self._reservations.release(peer, release, now)
-            case PeerOpened(peer, part_blocks):
-                self._part_blocks[peer] = part_blocks
+                self._reservations.release(peer, release)
+            case PeerOpened(peer) as opened:
+                self._peers[peer] = opened
             case PeerClosed(peer, reason):
-                self._part_blocks.pop(peer, None)
-                self._reservations.end_peer(peer, reason, now)
+                self._reservations.end_peer(peer, self._name_of(peer), reason)
+                self._peers.pop(peer, None)
             case Draining():
                 self._stopping = True
 
-    def _admit(self, work: WorkId, now: float) -> bool:
-        """Whether the work is news. Then attempts before it end."""
-        if not self._fences.admit(work, now):
+    def _name_of(self, peer: str) -> str:
+        opened = self._peers.get(peer)
+        return opened.name if opened and opened.name else peer
+
+    def _admit(self, work: WorkId, now: float, deadline_s: float) -> bool:
+        """Whether the work is news. Then the attempt before it ends, if it is still here."""
+        last = self._fences.last(work)
+        if not self._fences.admit(work, now, deadline_s):
             return False
-        for older in [w for w in self._works() if w.key == work.key]:
-            self._end_work(older, RequestCancelled(f"attempt {work.attempt} took its place"), now)
+        if last:
+            self._end_work(last, RequestCancelled(f"attempt {work.attempt} took its place"))
         return True
 
     def _check(self, target_incarnation: str) -> None:
         if target_incarnation != self._incarnation:
-            raise NodeUnavailable(f"this is incarnation {self._incarnation}, not {target_incarnation}")
+            raise NodeUnavailable("the decode node was started anew")
         if self._stopping:
             raise NodeUnavailable("the decode node is stopping")
 
     def _reserve(self, peer: str, reserve: Reserve, now: float) -> None:
         work = reserve.work
-        if not self._admit(work, now):
-            if work not in self._works():  # else it is a repeat of one that is being served
+        if not self._admit(work, now, reserve.deadline_s):
+            if (
+                work not in self._running and work not in self._reservations
+            ):  # else it is a repeat of one that is being served
                 self._outbox.to_prefill(peer, Refuse(work, RequestCancelled("the attempt is over")))
             return
         try:
             self._check(reserve.target_incarnation)
             if work.router_epoch not in self._outbox.epochs:
                 raise NodeUnavailable("the request's router is not subscribed to the decode node")
-            self._reservations.reserve(peer, self._part_blocks[peer], reserve, now)
+            self._reservations.reserve(peer, self._peers[peer].part_blocks, reserve, now)
         except BatonError as error:
             self._outbox.to_prefill(peer, Refuse(work, error))
 
     def _prefill_here(self, epoch: int, prefill: Prefill, now: float) -> None:
         work = prefill.work
-        if epoch not in self._outbox.epochs or not self._admit(work, now):
+        if epoch not in self._outbox.epochs or not self._admit(work, now, prefill.deadline_s):
             return  # a repeat, or fenced: whoever sent it has its answer or wants none
         try:
             self._check(prefill.target_incarnation)
@@ -210,8 +229,8 @@ class DecodeCore:
         except BatonError as error:
             self._outbox.to_router(work, End(error))
             return
-        sequences = dict.fromkeys(sequence.samples, sequence)
-        self._running[work] = Running(work, now + prefill.deadline_s, now, sequences)
+        deadline = now + min(prefill.deadline_s, self._max_deadline_s)
+        self._run(Running(work, now, dict.fromkeys(sequence.samples, sequence)), deadline)
 
     # ---- running ----
 
@@ -240,8 +259,12 @@ class DecodeCore:
         )
         sequence.take_names(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
         adopted = self.engine.adopt(sequence, outputs, lease.spares[:needed])
-        self._running[work] = Running(work, lease.deadline, now, {s.samples[0]: s for s in adopted})
+        self._run(Running(work, now, {s.samples[0]: s for s in adopted}), lease.deadline)
         self._adopted[work] = lease
+
+    def _run(self, running: Running, deadline: float) -> None:
+        self._running[running.work] = running
+        self._deadlines.set(running.work, deadline)
 
     def _tell_started(self, now: float) -> None:
         for sequence in self._plan.started:
@@ -279,19 +302,23 @@ class DecodeCore:
     def _abort(self, abort: Abort, now: float) -> None:
         work = abort.work
         if not abort.samples:
-            self._fences.fence(work, now)
-            for known in [w for w in self._works() if w.key == work.key and w.attempt <= work.attempt]:
-                self._end_work(known, RequestCancelled("aborted by the router"), now)
+            last = self._fences.last(work)
+            if not self._fences.fence(work, now, abort.deadline_s):
+                self._outbox.close_session(work.router_epoch, "too many aborts of work that is not known here")
+            if last and last.attempt <= work.attempt:
+                self._end_work(last, RequestCancelled("aborted by the router"))
             return
-        self._fences.stop_samples(work, abort.samples, now)
+        if not self._fences.stop_samples(work, abort.samples, now, abort.deadline_s):
+            self._outbox.close_session(work.router_epoch, "too many aborts of single samples")
         running = self._running.get(work)
         for sample in abort.samples:
             sequence = running.sequences.get(sample) if running else None
             if running and sequence and len(sequence.samples) == 1:
                 self._drop_sample(running, sample)
 
-    def _end_work(self, work: WorkId, error: BatonError, now: float) -> None:
-        self._reservations.end_work(work, error, now)
+    def _end_work(self, work: WorkId, error: BatonError) -> None:
+        """Wherever it is; nothing happens if it is not here."""
+        self._reservations.end_work(work, error)
         if running := self._running.get(work):
             self._end_running(running, error)
 
@@ -303,14 +330,14 @@ class DecodeCore:
 
     def _forget(self, work: WorkId) -> None:
         del self._running[work]
+        self._deadlines.discard(work)
         self._adopted.pop(work, None)
 
     # ---- what the shell asks ----
 
     def next_deadline(self) -> float | None:
-        deadlines = [r.deadline for r in self._running.values()]
-        others = (self._reservations.next_deadline(), self._launch_at)
-        return min([*deadlines, *(other for other in others if other is not None)], default=None)
+        times = (self._deadlines.next(), self._reservations.next_deadline(), self._launch_at)
+        return min((when for when in times if when is not None), default=None)
 
     def take_outputs(self) -> list[Output]:
         return self._outbox.take()
@@ -323,7 +350,7 @@ class DecodeCore:
 
     @property
     def idle(self) -> bool:
-        return not self._works()
+        return not self._running and not len(self._reservations)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where blocks, slots, leases and sequences disagree. For tests and the audit."""

@@ -8,10 +8,13 @@ import logging
 from weakref import WeakValueDictionary
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from baton import wire
+from baton.cluster_secret import HANDOFF, NotTrusted, admit
 from baton.errors import BatonError, InvalidRequest
-from baton.messages import Hello
+from baton.messages import Auth, Hello
+from baton.trust import Trust
 from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
 from engine.node.handoff_stream import (
     DECODE_CODEC,
@@ -26,7 +29,7 @@ from engine.node.handoff_stream import (
 )
 from engine.node.loop import Turn
 from engine.node.sessions import Context
-from engine.node.streams import ENDED, EOF, HELLO_S, SILENCE_S
+from engine.node.streams import ENDED, EOF, HELLO_S, SILENCE_S, STOPPED
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +38,24 @@ class HandoffServer:
     """Serves one stream for each prefill incarnation. Asyncio thread only.
 
     A second stream of one incarnation takes the first one's place: the peer gave that up before we noticed. `hello` is
-    what this node says of itself.
+    what this node says of itself, `limits` what a message to it keeps to.
     """
 
-    def __init__(self, hello: Hello, transport: PeerTransport, post: Post, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        transport: PeerTransport,
+        post: Post,
+        trust: Trust,
+        limits: wire.Limits,
+        *,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self._hello = hello
         self._transport = transport
         self._post = post
+        self._trust = trust
+        self._limits = limits
         self._silence_s = silence_s
         self._streams: dict[str, HandoffStream] = {}
         self._opened: dict[str, int] = {}  # peer -> number of the PeerOpened of its stream
@@ -59,7 +73,7 @@ class HandoffServer:
     async def close(self) -> None:
         """End all streams; their calls finish within the server's grace."""
         for stream in self._streams.values():
-            stream.end("this node is stopping")
+            stream.end(STOPPED)
 
     async def serve(self, context: Context) -> None:
         """One `Handoff` call, from Hello to its end."""
@@ -74,21 +88,41 @@ class HandoffServer:
     async def _read_hello(self, context: Context) -> Hello:
         try:
             async with asyncio.timeout(HELLO_S):
-                first = await context.read()
-            said = wire.read_prefill_message(first) if first is not EOF else None
-        except (TimeoutError, InvalidRequest):
+                incarnation, said = await self._admit(context)
+        except (TimeoutError, InvalidRequest, DecodeError):
             said = None
+        except NotTrusted as error:
+            log.warning("refused a prefill node from=%s reason=%s", context.peer(), error.message)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
         if not isinstance(said, Hello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a handoff stream opens with Hello")
+        if incarnation not in (None, said.incarnation):
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the prefill node has proved to be another incarnation"
+            )
         return said
+
+    async def _admit(self, context: Context) -> tuple[str | None, wire.FromPrefill | None]:
+        """The incarnation that the peer has proved, if it must, and what it says then. Raises NotTrusted,
+        InvalidRequest."""
+
+        async def say(message: Auth) -> None:
+            await context.write(wire.write_decode_message(message))
+
+        async def hear() -> wire.FromPrefill | None:
+            message = await context.read()
+            return wire.read_prefill_message(message) if message is not EOF else None
+
+        return await admit(self._trust.secret, HANDOFF, self._hello.incarnation, "the prefill node", say, hear)
 
     async def _talk(self, context: Context, theirs: Hello) -> None:
         peer, reason = theirs.incarnation, "cancelled"
-        stream = self._streams[peer] = HandoffStream(peer, DECODE_CODEC)
+        stream = self._streams[peer] = HandoffStream(peer, DECODE_CODEC, self._limits)
         try:
             error = await self._connect(theirs)
             if error is None:
-                self._opened[peer] = self._post(PeerOpened(peer, min(self._hello.part_blocks, theirs.part_blocks)))
+                part_blocks = min(self._hello.part_blocks, theirs.part_blocks)
+                self._opened[peer] = self._post(PeerOpened(peer, part_blocks, theirs.node_id))
                 log.info("handoff open peer=%s node=%s", peer, theirs.node_id)
             answer = dataclasses.replace(self._hello, error=error)
             await context.write(wire.write_decode_message(answer))

@@ -7,9 +7,10 @@ parts have come or failed. Blocks that parts go into are pinned until then: the 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from baton.audit import KvUse
+from baton.deadlines import Deadlines
 from baton.errors import (
     BatonError,
     CacheExhausted,
@@ -27,7 +28,9 @@ from baton.messages import Commit, CommitReply, Credit, End, Grant, Refuse, Rele
 from decode_node.leases import Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
+from engine.node.fences import UNDER_WAY_S
 from engine.node.outbox import Outbox
+from engine.node.remembered import Remembered
 from kv_transfer.parts import plan_parts
 from kv_transfer.receiver import KvReceiver, PartLanded
 
@@ -40,26 +43,42 @@ LEASE_OVER = RequestCancelled("the lease is over")
 
 
 class Reservations:
-    """Uses the engine's blocks and the receiver's slots; tells prefill nodes and routers through `outbox`."""
+    """Uses the engine's blocks and the receiver's slots; tells prefill nodes and routers through `outbox`.
+
+    Work is here once, as a Reserve that waits or as a lease. A turn costs what an event has touched, however many they
+    are. No deadline is beyond `max_deadline_s`."""
 
     def __init__(
-        self, engine: Engine, receiver: KvReceiver, outbox: Outbox, *, max_waiting: int, keep_s: float
+        self, engine: Engine, receiver: KvReceiver, outbox: Outbox, *, max_waiting: int, max_deadline_s: float
     ) -> None:
         self._engine = engine
         self._blocks = engine.blocks
         self._receiver = receiver
         self._outbox = outbox
         self._max_waiting = max_waiting
-        self._keep_s = keep_s
-        self._queue: deque[Waiting] = deque()
-        self._leases: dict[int, Lease] = {}
-        # Of leases that ended: what a repeated Commit is answered, and until when that is remembered.
-        self._outcomes: OrderedDict[int, tuple[BatonError | None, float]] = OrderedDict()
+        self._max_deadline_s = max_deadline_s
+        self._queue: OrderedDict[WorkId, Waiting] = OrderedDict()
+        self._leases: dict[int, Lease] = {}  # by serial
+        self._lease_of: dict[WorkId, Lease] = {}  # the same
+        self._deadlines = Deadlines[WorkId]()  # of both
+        self._short: dict[int, Lease] = {}  # leases with parts that no slot is posted for
+        self._may_post = False  # a part of theirs has come
+        self._num_free_slots = 0  # when they were last looked at
+        self._ready: list[Lease] = []  # committed, with nothing missing; or they ended since
+        # Of leases that ended: whose they were, and what a repeated Commit is answered, for as long as it may come.
+        self._outcomes = Remembered[int, tuple[str, BatonError | None]]()
         self._last_serial = 0
 
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._leases)
+
+    def __contains__(self, work: WorkId) -> bool:
+        """Whether it waits or has a lease."""
+        return work in self._queue or work in self._lease_of
+
     def works(self) -> list[WorkId]:
-        """All work that waits or has a lease."""
-        return [x.reserve.work for x in self._holders()]
+        """All of it."""
+        return [*self._queue, *self._lease_of]
 
     def holdings(self) -> list[Holding]:
         """The blocks that each lease holds, and those of them that its parts go into."""
@@ -85,10 +104,7 @@ class Reservations:
         return len(self._queue)
 
     def next_deadline(self) -> float | None:
-        return min((x.deadline for x in self._holders()), default=None)
-
-    def _holders(self) -> list[Waiting | Lease]:
-        return [*self._queue, *self._leases.values()]
+        return self._deadlines.next()
 
     # ---- reserve, grant ----
 
@@ -107,15 +123,25 @@ class Reservations:
             raise CacheExhausted(f"{needed} KV blocks are needed and the decode node has {total}")
         if not 1 <= reserve.layer_groups <= self._receiver.layout.num_layers:
             raise InvalidRequest(f"{reserve.layer_groups} groups of layers", "layer_groups")
-        self._queue.append(Waiting(reserve, peer, part_blocks, now + reserve.deadline_s))
+        deadline = now + min(reserve.deadline_s, self._max_deadline_s)
+        self._queue[reserve.work] = Waiting(reserve, peer, part_blocks, deadline)
+        self._deadlines.set(reserve.work, deadline)
 
     def grant_waiting(self, now: float) -> None:
         """First come, first served; preempted requests, which are older, before all of them. Then new slots."""
-        while self._queue and not self._engine.has_preempted and self._grant(self._queue[0], now):
-            self._queue.popleft()
-        for lease in self._leases.values():
+        while self._queue and not self._engine.has_preempted and self._grant(next(iter(self._queue.values())), now):
+            self._queue.popitem(last=False)
+        if self._short:
+            self._share_slots()
+
+    def _share_slots(self) -> None:
+        """Slots for leases that are short of them, if some are free or parts have come since."""
+        if not self._may_post and self._receiver.num_free_slots == self._num_free_slots:
+            return
+        for lease in list(self._short.values()):
             if self._post_receives(lease):
                 self._outbox.to_prefill(lease.peer, Credit(lease.serial, lease.credits))
+        self._may_post, self._num_free_slots = False, self._receiver.num_free_slots
 
     def _num_blocks(self, reserve: Reserve) -> int:
         """All full blocks, and one for each sample to write into."""
@@ -157,7 +183,7 @@ class Reservations:
             mark=self._receiver.mark(),
             block_size=self._blocks.block_size,
         )
-        self._leases[lease.serial] = lease
+        self._leases[lease.serial] = self._lease_of[reserve.work] = self._short[lease.serial] = lease
         self._blocks.pin_write(lease.written)
         self._engine.num_reserved_seqs += reserve.num_samples
         self._post_receives(lease)
@@ -176,6 +202,8 @@ class Reservations:
             if not receiver.expect(lease.peer, lease.serial, lease.credits, *where, is_last):
                 break
             lease.credits += 1
+        if lease.credits == lease.num_parts:
+            del self._short[lease.serial]
         return lease.credits > before
 
     # ---- parts, commit ----
@@ -186,14 +214,16 @@ class Reservations:
             lease.arrived.add(part.part)
             lease.transfer_bytes += part.num_bytes
             lease.last_arrived, lease.landed = now - part.landing_s, now
+            self._may_post = True
+            self._note_if_ready(lease)
 
-    def part_refused(self, serial: int, error: TransferError, now: float) -> None:
+    def part_refused(self, serial: int, error: TransferError) -> None:
         if lease := self._leases.get(serial):
-            self._end(lease, error, now)
+            self._end(lease, error)
 
-    def part_failed(self, serial: int, part: int, reason: str, now: float) -> None:
+    def part_failed(self, serial: int, part: int, reason: str) -> None:
         if lease := self._leases.get(serial):
-            self._end(lease, PeerLost(f"part {part} did not arrive: {reason}"), now)
+            self._end(lease, PeerLost(f"part {part} did not arrive: {reason}"))
 
     def commit(self, peer: str, commit: Commit, now: float) -> None:
         """Make the lease's request this node's, and answer; a repeat gets the same answer."""
@@ -202,70 +232,87 @@ class Reservations:
     def _commit(self, peer: str, commit: Commit, now: float) -> BatonError | None:
         lease = self._leases.get(commit.lease)
         if lease is None or lease.peer != peer:
-            return self._outcomes.get(commit.lease, (LEASE_OVER, 0.0))[0]
+            owner, outcome = self._outcomes.get(commit.lease) or ("", LEASE_OVER)
+            return outcome if owner == peer else LEASE_OVER
         if lease.state is LeaseState.COMMITTED:
             return None
         if not lease.fits(commit):
             error = InternalError(f"the commit of {commit.work} does not fit lease {lease.serial}")
-            self._end(lease, error, now)
+            self._end(lease, error)
             return error
         lease.state, lease.commit, lease.committed = LeaseState.COMMITTED, commit, now
-        lease.deadline = now + commit.deadline_s
+        # The same deadline, said again later: it may be earlier by what the Reserve took to come, and never later.
+        lease.deadline = min(lease.deadline, now + commit.deadline_s)
+        self._deadlines.set(commit.work, lease.deadline)
+        self._note_if_ready(lease)
         return None
 
-    def take_adoptable(self, now: float) -> list[Lease]:
+    def _note_if_ready(self, lease: Lease) -> None:
+        if lease.state is LeaseState.COMMITTED and lease.complete:
+            self._ready.append(lease)
+
+    def take_adoptable(self) -> list[Lease]:
         """Leases whose KV is all here and whose request is this node's. The caller owns their blocks now."""
-        ready = [x for x in self._leases.values() if x.state is LeaseState.COMMITTED and x.complete]
+        ready, self._ready = [lease for lease in self._ready if lease.serial in self._leases], []
         for lease in ready:
-            self._forget(lease, None, now)
+            self._forget(lease, None)
         return ready
 
     # ---- ends ----
 
-    def release(self, peer: str, release: Release, now: float) -> None:
+    def release(self, peer: str, release: Release) -> None:
         """The prefill node has no use for it; it tells the router itself, and hears that no credit will follow."""
-        for waiting in [w for w in self._queue if (w.peer, w.reserve.work) == (peer, release.work)]:
-            self._queue.remove(waiting)
-        for lease in [x for x in self._leases.values() if (x.peer, x.reserve.work) == (peer, release.work)]:
-            self._give_back(lease, LEASE_OVER, now)
+        waiting, lease = self._queue.get(release.work), self._lease_of.get(release.work)
+        if waiting and waiting.peer == peer:
+            self._leave_queue(waiting)
+        if lease and lease.peer == peer:
+            self._give_back(lease, LEASE_OVER)
             self._outbox.to_prefill(peer, Refuse(release.work, LEASE_OVER))
 
-    def end_work(self, work: WorkId, error: BatonError, now: float) -> None:
+    def end_work(self, work: WorkId, error: BatonError) -> None:
         """End what waits or is leased for the work; the prefill node is told, and drains its granted parts."""
-        for waiting in [w for w in self._queue if w.reserve.work == work]:
-            self._queue.remove(waiting)
+        if waiting := self._queue.get(work):
+            self._leave_queue(waiting)
             self._outbox.to_prefill(waiting.peer, Refuse(work, error))
-        for lease in [x for x in self._leases.values() if x.reserve.work == work]:
-            self._end(lease, error, now)
+        if lease := self._lease_of.get(work):
+            self._end(lease, error)
 
-    def end_peer(self, peer: str, reason: str, now: float) -> None:
-        """The prefill node is gone: nobody will complete its leases."""
-        for work in [x.reserve.work for x in self._holders() if x.peer == peer]:
-            self.end_work(work, PeerLost(f"prefill node {peer}: {reason}"), now)
+    def end_peer(self, peer: str, name: str, reason: str) -> None:
+        """The prefill node is gone: nobody will complete its leases. name: for people."""
+        holders: list[Waiting | Lease] = [*self._queue.values(), *self._leases.values()]
+        for holder in holders:
+            if holder.peer == peer:
+                self.end_work(holder.reserve.work, PeerLost(f"prefill node {name}: {reason}"))
 
     def end_overdue(self, now: float) -> None:
-        for waiting in [w for w in self._queue if w.deadline <= now]:
-            error = DeadlineExceeded(f"no room on the decode node within {waiting.reserve.deadline_s:g} s")
-            self.end_work(waiting.reserve.work, error, now)
-        for lease in [x for x in self._leases.values() if x.deadline <= now]:
-            missing = lease.num_parts - len(lease.arrived)
-            self._end(lease, TransferTimeout(f"{missing} of {lease.num_parts} parts missing at the deadline"), now)
-        while self._outcomes and next(iter(self._outcomes.values()))[1] <= now:
-            self._outcomes.popitem(last=False)
+        for work in self._deadlines.due(now):
+            if lease := self._lease_of.get(work):
+                missing = lease.num_parts - len(lease.arrived)
+                self._end(lease, TransferTimeout(f"{missing} of {lease.num_parts} parts missing at the deadline"))
+            else:
+                waited_s = self._queue[work].reserve.deadline_s
+                self.end_work(work, DeadlineExceeded(f"no room on the decode node within {waited_s:g} s"))
+        self._outcomes.expire(now)
 
-    def _end(self, lease: Lease, error: BatonError, now: float) -> None:
-        self._give_back(lease, error, now)
+    def _leave_queue(self, waiting: Waiting) -> None:
+        del self._queue[waiting.reserve.work]
+        self._deadlines.discard(waiting.reserve.work)
+
+    def _end(self, lease: Lease, error: BatonError) -> None:
+        self._give_back(lease, error)
         self._outbox.to_prefill(lease.peer, Refuse(lease.reserve.work, error))
         self._outbox.to_router(lease.reserve.work, End(error))
 
-    def _give_back(self, lease: Lease, outcome: BatonError, now: float) -> None:
+    def _give_back(self, lease: Lease, outcome: BatonError) -> None:
         self._receiver.withdraw(lease.serial)
-        self._forget(lease, outcome, now)
+        self._forget(lease, outcome)
         self._blocks.release([*lease.table, *lease.spares])
 
-    def _forget(self, lease: Lease, outcome: BatonError | None, now: float) -> None:
-        """Nothing is landed for it any more."""
+    def _forget(self, lease: Lease, outcome: BatonError | None) -> None:
+        """Nothing is landed for it any more. Its peer may repeat the Commit until its deadline."""
         self._blocks.unpin_write(lease.written)
-        del self._leases[lease.serial]
-        self._outcomes[lease.serial] = (outcome, now + self._keep_s)
+        del self._leases[lease.serial], self._lease_of[lease.reserve.work]
+        self._short.pop(lease.serial, None)
+        self._deadlines.discard(lease.reserve.work)
+        self._outcomes.keep(lease.serial, (lease.peer, outcome), lease.deadline + UNDER_WAY_S)
         self._engine.num_reserved_seqs -= lease.reserve.num_samples

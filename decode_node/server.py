@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.messages import Hello
+from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.handoffs import HandoffServer
 from engine.node.handoff_stream import PeerTransport, Post
@@ -27,10 +28,10 @@ class DecodeNode(node_pb2_grpc.DecodeNodeServicer):
 
 
 def serve(
-    server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post
+    server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post, trust: Trust
 ) -> HandoffServer:
     """Register the service; the streams from prefill nodes."""
-    handoffs = HandoffServer(hello, transport, post)
+    handoffs = HandoffServer(hello, transport, post, trust, sessions.limits)
     node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)  # type: ignore[no-untyped-call]
     return handoffs
 

@@ -109,4 +109,4 @@ def _router(settings: OwnSettings, http: HostPort, grpc: HostPort, ports: Mappin
         f"--http={http}",
         f"--grpc={grpc}",
     )
-    return Child("router", "router.main", arguments)
+    return Child("router", "router.main", arguments, settings.router_env())

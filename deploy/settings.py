@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from baton.address import HostPort
-from baton.settings import ListenAddress, Settings, flag_name
+from baton.settings import ListenAddress, Settings, env_name, flag_name
 from engine.node.settings import NodeSettings
 from router.settings import RouterSettings
 
@@ -32,12 +32,17 @@ class OwnSettings(Settings):
         "auto", description="where the nodes compute; auto: cuda where there is one"
     )
     cpu_threads: int | None = Field(
-        None, ge=1, description="threads that compute on a CPU, of each node; unset: an equal share of the cores"
+        None,
+        ge=1,
+        le=1024,
+        description="threads that compute on a CPU, of each node; unset: an equal share of the cores",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of each GPU's memory to use, divided among the nodes on it, 1 is all"
     )
-    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+    drain_timeout: float = Field(
+        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+    )
     ready_timeout: float = Field(600.0, gt=0, description="seconds until all must be ready to answer requests")
 
     def node_flags(self) -> list[str]:
@@ -48,18 +53,28 @@ class OwnSettings(Settings):
         """Flags for the router, likewise."""
         return list(_flags(self, _HANDED_ON_TO_ROUTER))
 
+    def router_env(self) -> dict[str, str]:
+        """What the router is told by its environment: command lines are for all to read."""
+        keys = [key.get_secret_value() for key in getattr(self, _SECRET, ())]
+        return {env_name(_SECRET): " ".join(keys)} if keys else {}
+
 
 _PER_PROCESS = {"listen", "advertise", "metrics_port", "node_id"}
 
 
+_BETWEEN_MACHINES = {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"}
+"""A cluster on one machine is asked, also by `baton-up` itself, without TLS."""
+
+
 def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:
-    skipped = {"config", *_PER_PROCESS} | OwnSettings.model_fields.keys()
+    skipped = {"config", *_PER_PROCESS, *_BETWEEN_MACHINES} | OwnSettings.model_fields.keys()
     return {name: field for name, field in settings.model_fields.items() if name not in skipped}
 
 
+_SECRET = "api_key"
 _SHARED = ("log_level", "drain_timeout")
 _HANDED_ON_TO_NODES = ("device", *_handed_on(NodeSettings), *_SHARED)
-_HANDED_ON_TO_ROUTER = (*_handed_on(RouterSettings), *_SHARED)
+_HANDED_ON_TO_ROUTER = (*(name for name in _handed_on(RouterSettings) if name != _SECRET), *_SHARED)
 
 _FIELDS: Any = {
     name: (field.annotation, field) for name, field in (_handed_on(NodeSettings) | _handed_on(RouterSettings)).items()

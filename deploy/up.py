@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ import grpc.aio
 
 from baton.address import HostPort
 from baton.settings import flag_name, parse
+from baton.signals import stop_signals
 from deploy.lines import NamedLines
 from deploy.plan import NodePorts, node_names, plan, this_machine
 from deploy.ports import HeldPort, PortTaken
@@ -62,7 +62,7 @@ class _Cluster:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = loop.create_future()
         self._kill = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal)
         lines = NamedLines(sys.stderr, [OURS, *(child.name for child in self._children)])
         self._supervisor = Supervisor(self._children, lines, cannot_start=self._on_cannot_start)

@@ -124,13 +124,14 @@ class Engine:
         """Since when the oldest launched step is being computed, by the engine's clock. None: none is in flight."""
         return self._pace.busy_since
 
-    def num_layers_computed(self, seq: Sequence) -> int:
-        """How many layers of a launched step that computes the sequence's last token have their KV, and so that of all
-        earlier tokens: steps are computed in order. 0: no such step is in flight, or nobody knows."""
+    def layers_computed(self) -> dict[Sequence, int]:
+        """Of each sequence whose last token a launched step computes: how many layers have its KV, and so that of all
+        earlier tokens, since steps are computed in order. Not in it: nobody knows of any."""
+        computed: dict[Sequence, int] = {}
         for launched in self._in_flight:
-            if any(chunk.sequence is seq and chunk.samples_token for chunk in launched.chunks):
-                return launched.step.num_layers_done()
-        return 0
+            if num_layers := launched.step.num_layers_done():
+                computed |= dict.fromkeys((c.sequence for c in launched.chunks if c.samples_token), num_layers)
+        return computed
 
     @property
     def has_preempted(self) -> bool:
@@ -140,7 +141,8 @@ class Engine:
     # ---- in ----
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises InvalidRequest, with the numbers, when it can never run."""
+        """Queue a sequence. Raises InvalidRequest, with the numbers, when it can never run. That its token ids are the
+        model's is for whoever read them to see (`wire.Limits`)."""
         self._require_possible(seq)
         self._sequences[seq] = None
         self._scheduler.add(seq)
@@ -175,6 +177,7 @@ class Engine:
         if seq.state is SequenceState.FINISHED:
             return
         self._scheduler.remove(seq)
+        self._scheduler.leave_lane(seq)
         self._runner.forget(seq)
         self._sequences.pop(seq, None)
         table, seq.block_table = seq.block_table, []
@@ -183,6 +186,10 @@ class Engine:
         else:
             self.blocks.release(table)
         seq.move_to(SequenceState.FINISHED)
+
+    def leave_lane(self, seq: Sequence) -> None:
+        """What the sequence's lane stands for has come: its blocks do not count to the lane's share any more."""
+        self._scheduler.leave_lane(seq)
 
     # ---- step ----
 
@@ -339,11 +346,6 @@ class Engine:
         needed = num_blocks_for(seq.num_tokens, self.config.block_size)
         if needed > self.blocks.num_total:
             raise InvalidRequest(f"the prompt needs {needed} KV blocks of {self.blocks.num_total}", "prompt")
-        vocab_size = self.config.vocab_size
-        if not 0 <= min(seq.tokens) <= max(seq.tokens) < vocab_size:
-            raise InvalidRequest(f"token ids must be in [0, {vocab_size})", "prompt")
-        if any(token >= vocab_size for token in seq.sampling.logit_bias):
-            raise InvalidRequest(f"token ids of logit_bias must be in [0, {vocab_size})", "logit_bias")
 
     def holdings(self) -> list[Holding]:
         """Who has blocks here: sequences, those that ended while a launched step names their blocks among them."""

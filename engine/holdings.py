@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.audit import KvBlock, KvHolder, KvUse
+from baton.audit import KvBlock, KvHolder, KvUse, without_epoch
 from baton.messages import WorkId
 from engine.block_manager import BlockManager, BlockState
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Blocks that somebody has, each as often as it is listed; the fields are those of `KvHolder`.
+    """Blocks that somebody has, each as often as it is listed; the fields are those of `KvHolder`, but for the epoch.
 
     `since_s` is a time of the role's clock.
     """
@@ -29,8 +29,8 @@ class Holding:
     peer: str = ""
 
     def holder(self, now: float) -> KvHolder:
-        age_s = now - self.since_s
-        return KvHolder(self.kind, self.state, self.use, self.work, self.samples, self.lease, self.peer, age_s)
+        age_s, work = now - self.since_s, without_epoch(self.work)
+        return KvHolder(self.kind, self.state, self.use, work, self.samples, self.lease, self.peer, age_s)
 
 
 def recount(blocks: BlockManager, holdings: Iterable[Holding]) -> None:

@@ -79,7 +79,7 @@ class Sampler:
         self._floats[:, row] = temperature, p.top_p, p.min_p, *penalties
         self._bias[row] = _entries(list(p.logit_bias), list(p.logit_bias.values()))
         ends = {*p.stop_token_ids, *(() if p.ignore_eos else self._eos_token_ids)} if p.min_tokens else ()
-        known = [token for token in ends if 0 <= token < self._counts.shape[1]]
+        known = [token for token in ends if token < self._counts.shape[1]]
         self._ends[row] = _entries(known, [-np.inf] * len(known))
         if penalized:
             self._count_known(row, prompt_tokens, output_tokens)

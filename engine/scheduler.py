@@ -10,12 +10,12 @@ step more whenever somebody generates.
 from __future__ import annotations
 
 import bisect
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from baton.layout import num_blocks_for
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
+from engine.lanes import Lanes
 from engine.sequence import Sequence, SequenceState
 from engine.step import Chunk
 
@@ -32,8 +32,9 @@ class Plan:
 class Scheduler:
     """Owns the queues and the running set; allocates blocks for what it schedules.
 
-    - A waiting sequence is admitted when all blocks of its tokens can be had, after its prefix hit. One that does not
-      fit blocks those behind it: nobody starves.
+    - A waiting sequence is admitted when its lane has room and all blocks of its tokens can be had, after its prefix
+      hit. One for which there are too few blocks keeps all behind it waiting, so nobody starves; one whose lane has its
+      share keeps that lane waiting.
     - Only generating sequences ask for more blocks. When there are none, the youngest running sequence gives back all
       of its own and is computed anew later, before anything that still waits. Sequences to hand off never do: a
       prefill node promised their blocks to a transfer.
@@ -44,8 +45,8 @@ class Scheduler:
         self._config = config
         self._blocks = blocks
         self._running: dict[Sequence, None] = {}
-        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self._preempted: list[Sequence] = []  # by arrival; all go before `_waiting`
+        self._lanes = Lanes(blocks.num_total, config.block_size)  # with those that wait
+        self._preempted: list[Sequence] = []  # by arrival; all go before them
 
     @property
     def num_running(self) -> int:
@@ -53,7 +54,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._preempted)
+        return len(self._lanes) + len(self._preempted)
 
     @property
     def num_preempted(self) -> int:
@@ -66,7 +67,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue it behind all others."""
-        self._waiting[seq] = None
+        self._lanes.add(seq)
 
     def add_running(self, seq: Sequence) -> None:
         """Take in a sequence that has its blocks."""
@@ -82,9 +83,13 @@ class Scheduler:
     def remove(self, seq: Sequence) -> None:
         """Forget it, wherever it is; its blocks are the caller's to release."""
         self._running.pop(seq, None)
-        self._waiting.pop(seq, None)
+        self._lanes.remove(seq)
         if seq in self._preempted:
             self._preempted.remove(seq)
+
+    def leave_lane(self, seq: Sequence) -> None:
+        """Its blocks are not held for somebody else any more."""
+        self._lanes.leave(seq)
 
     def schedule(self, may_preempt: bool = True) -> Plan:
         """Choose the chunks of a step. Allocates, evicts and preempts; every chunk must then be launched.
@@ -149,10 +154,11 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         while self._has_room(budget) and self.num_waiting and self.num_free_seqs > 0:
-            seq = self._preempted[0] if self._preempted else next(iter(self._waiting))
-            if not self._allocate_all(seq):
+            seq = self._preempted[0] if self._preempted else self._lanes.first()
+            if seq is None or not self._allocate_all(seq):
                 return
             self.remove(seq)
+            self._lanes.hold(seq)
             self.add_running(seq)
             if seq.started_s is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
@@ -191,11 +197,11 @@ class Scheduler:
             covered = len(seq.block_table) * block_size
             assert seq.num_launched_tokens <= covered, f"{seq.work}: KV outside its table"
             assert covered < total + block_size, f"{seq.work}: its table is too long"
-        for seq in (*self._waiting, *self._preempted):
+        for seq in (*self._lanes, *self._preempted):
             assert seq.state is SequenceState.WAITING
             assert not seq.in_flight
             assert not seq.block_table, f"{seq.work} waits and holds blocks"
-        assert len({*self._running, *self._waiting, *self._preempted}) == self.num_running + self.num_waiting
+        assert len({*self._running, *self._lanes, *self._preempted}) == self.num_running + self.num_waiting
 
 
 def _arrival(seq: Sequence) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash, next_hash, root_hash
@@ -44,7 +44,7 @@ class Sequence:
     `tokens` is prompt + output, the prompt alone when not given; only the engine appends to it. `samples` are the
     indexes of the request's answers that it stands for: several share one prefill, and fork when their first tokens
     differ. `hand_off`: park after the prompt, with its blocks held, instead of generating. `arrived_s` orders
-    preemption: the youngest goes first.
+    preemption: the youngest goes first. `lane`: what it may have to wait for with its blocks held, see `engine.lanes`.
     """
 
     work: WorkId
@@ -55,6 +55,7 @@ class Sequence:
     hand_off: bool = False
     cache_salt: str = ""
     arrived_s: float = 0.0
+    lane: Hashable = None
 
     # The engine's own; read, but not written, by others (but see Engine.adopt for block_table).
     block_table: list[int] = field(default_factory=list)

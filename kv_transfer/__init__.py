@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from baton.cluster_secret import ClusterSecret
+from kv_transfer.host import LOOPBACK
 from kv_transfer.host_memory import shared_empty
 from kv_transfer.memory import MemoryTransport, process_hub
 from kv_transfer.staging import Staging
@@ -30,33 +32,44 @@ def staging_for(name: str, num_slots: int, slot_bytes: int, device: torch.device
     return Staging(num_slots, slot_bytes, device, allocate=shared_empty if shared else None)
 
 
-def create(name: str, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> Transport:
+def create(
+    name: str,
+    staging: Staging,
+    wake: Callable[[], None],
+    interface: str | None = None,
+    host: str = LOOPBACK,
+    secret: ClusterSecret | None = None,
+) -> Transport:
     """The transport of that name, over `staging` as `staging_for` makes it; `wake` is called, on any thread, when
     `poll` has something.
 
-    interface: what carries the bytes, as in UCX_NET_DEVICES; None leaves the choice to the transport. Raises
-    TransferError when the machine lacks what the transport needs, ValueError for a name that is none of TRANSPORTS.
+    interface: what carries the bytes, as in UCX_NET_DEVICES; None: the network interface that has the address of
+    `host`, or all for one that stands for all. secret: what both ends of a connection must prove to know, where the
+    transport has connections of its own. Raises TransferError when the machine lacks what the transport needs,
+    ValueError for a name that is none of TRANSPORTS.
     """
     if name in ("ucx", "nixl") and not staging.is_exportable:
         log.warning("no CUDA IPC transport=%s reason=slots are in expandable segments (PYTORCH_CUDA_ALLOC_CONF)", name)
     if name == "ucx":
         from kv_transfer.ucx import UcxTransport  # loads a native library, which must not happen before a fork
 
-        return UcxTransport(staging, wake, interface)
+        return UcxTransport(staging, wake, interface, host)
     if name == "ipc":
         from kv_transfer.ipc import IpcTransport
 
-        return IpcTransport(staging, wake, interface)
+        return IpcTransport(staging, wake, interface, host, secret)
     if name == "nixl":
         from kv_transfer.nixl import NixlCarrier
         from kv_transfer.pair import PairTransport
 
-        return PairTransport(staging, wake, NixlCarrier(staging.device, interface), interface)
+        nixl_carrier = NixlCarrier(staging.device, interface, host)
+        return PairTransport(staging, wake, nixl_carrier, interface, host, secret)
     if name == "nccl":
         from kv_transfer.nccl import nccl_carrier
         from kv_transfer.pair import PairTransport
 
-        return PairTransport(staging, wake, nccl_carrier(staging.device, interface), interface)
+        group_carrier = nccl_carrier(staging.device, interface, host)
+        return PairTransport(staging, wake, group_carrier, interface, host, secret)
     if name == "memory":
         return MemoryTransport(process_hub(), uuid.uuid4().hex, staging, wake)
     raise ValueError(f"transport {name!r} is none of {', '.join(TRANSPORTS)}")

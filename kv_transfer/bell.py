@@ -29,6 +29,14 @@ def number_of(tag: int) -> int:
     return tag + 1
 
 
+def open_words(region: bytes) -> Tensor:
+    """Another process's, mapped: [num_words * WORD_BYTES], uint8. Raises TransferError."""
+    memory = HostMemory().open(region)
+    if len(memory) % WORD_BYTES:
+        raise TransferError(f"{len(memory)} bytes are no words")
+    return memory
+
+
 def _words_of(memory: Tensor) -> memoryview:
     """uint8 as words, each of which is read and written at once. The view keeps the memory."""
     return memory.numpy().data.cast("B").cast("Q")
@@ -53,7 +61,9 @@ class Words:
 
 
 class Bell(Protocol):
-    """A peer's words, mapped."""
+    """A peer's words, mapped. `num_words`: there are no others."""
+
+    num_words: int
 
     def ring(self, word: int, number: int, stream: Any) -> None:
         """Write the number there once what is queued on that torch.cuda.Stream is done (None, on a CPU: now). On any
@@ -70,7 +80,8 @@ class HostBell:
         """Raises TransferError, also on processors that may let others see the number before the bytes."""
         if platform.machine() != "x86_64":
             raise TransferError(f"{platform.machine()} does not keep the order of stores")
-        self._words = _words_of(HostMemory().open(region))
+        self._words = _words_of(open_words(region))
+        self.num_words = len(self._words)
 
     def ring(self, word: int, number: int, stream: Any) -> None:
         self._words[word] = number

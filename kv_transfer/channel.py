@@ -20,6 +20,7 @@ class Kind(enum.IntEnum):
     HELLO  (whom it takes the other for, who it is)   --->
                                                <---   WELCOME
     OPEN   (this connection it is, of several)        --->
+                                               <---   PROOF   where there is a cluster secret
                                                <---   GRANT   a receive is posted
     NOTE   (the carrier's own)                        --->
     BEGIN  (the header) the bytes move now            --->
@@ -41,6 +42,7 @@ class Kind(enum.IntEnum):
     LONG = 8
     BYE = 9
     STRAY = 10
+    PROOF = 11
 
 
 _KINDS = frozenset(Kind)
@@ -110,11 +112,15 @@ class Channel:
             self.lost = True
 
     def receive(self) -> list[Frame]:
-        """All frames that are here."""
+        """The frames that are here; of more than a MiB the first, so that who sends without end keeps nobody else from
+        being heard."""
         try:
-            while data := self.socket.recv(_READ):
+            while len(self._inbox) <= _MOST + _HEAD.size:
+                data = self.socket.recv(_READ)
+                if not data:
+                    self.lost = True
+                    break
                 self._inbox += data
-            self.lost = True
         except BlockingIOError:
             pass
         except OSError:

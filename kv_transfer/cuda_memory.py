@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.bell import NOBODYS_WORD, WORD_BYTES
+from kv_transfer.bell import NOBODYS_WORD, WORD_BYTES, open_words
 from kv_transfer.carrier import OnDevice
-from kv_transfer.host_memory import HostMemory
 
 _HANDLE_BYTES = 64
 _SIZE = struct.Struct("<Q")
@@ -127,6 +126,8 @@ class CudaMemory:
     def open(self, region: bytes) -> Tensor:
         """Map another process's allocation: [num_bytes], uint8, to torch a tensor on this process's own device, which
         can reach it. Raises TransferError, also where that GPU is out of its reach."""
+        if len(region) != _HANDLE_BYTES + _SIZE.size:
+            raise TransferError(f"an allocation is named by {_HANDLE_BYTES + _SIZE.size} bytes, not {len(region)}")
         handle, (size,) = region[:_HANDLE_BYTES], _SIZE.unpack(region[_HANDLE_BYTES:])
         try:
             address = self._driver.open_handle(handle)
@@ -146,7 +147,7 @@ class CudaMemory:
         """A peer's, the same however often it is asked for, since an earlier connection to it may be open yet; to be
         closed as often. Raises TransferError."""
         if (bell := self._bells.get(region)) is None:
-            words = HostMemory().open(region)
+            words = open_words(region)
             bell = CudaBell(self._driver, self._device, self._stream, words, lambda: self._bells.pop(region))
             self._bells[region] = bell
         bell.num_users += 1
@@ -172,6 +173,7 @@ class CudaBell:
         self, driver: _Driver, device: torch.device, stream: Any, words: Tensor, closed: Callable[[], object]
     ) -> None:
         self.num_users = 0
+        self.num_words = len(words) // WORD_BYTES
         self._driver = driver
         self._device = device
         self._words = words

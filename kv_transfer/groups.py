@@ -19,7 +19,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import (
 
 from baton.errors import TransferError
 from kv_transfer.carrier import Native, Note, Target
+from kv_transfer.host import LOOPBACK, listen_on
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +56,17 @@ MakeGroup = Callable[[Store, int], Group]
 
 
 class GroupCarrier:
-    """Groups made by `make`, which meet at a store in the sender's process."""
+    """Groups made by `make`, which meet at a store in the sender's process, on the address (None: all) of `host`."""
 
     memory = b""
 
-    def __init__(self, kind: str, version: str, device: torch.device, make: MakeGroup) -> None:
+    def __init__(
+        self, kind: str, version: str, device: torch.device, make: MakeGroup, host: str | None = LOOPBACK
+    ) -> None:
         self.kind = kind
         self.version = version
         self.device = device
+        self._host = host
         self._make = make
         self._lanes: list[Lane] = []
         self._closed: list[Lane] = []  # some may be ending their group still
@@ -70,7 +74,7 @@ class GroupCarrier:
     def start(self, name: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._store = _store("localhost", 0, is_master=True)
+        self._store = _serve_store(self._host)
 
     def sending(self, peer: str, memory: bytes, note: Note) -> GroupSending:
         return GroupSending(self._lane(), note, self._store)
@@ -241,8 +245,10 @@ class GroupReceiving:
     def hear(self, note: bytes) -> None:
         try:
             port, prefix = json.loads(note)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise TransferError("the peer does not say where its group meets") from None
+        if self._lane.is_joining or type(port) is not int or not 0 < port <= 65535 or not isinstance(prefix, str):
+            raise TransferError("the peer's group meets nowhere")
         self._lane.join(lambda: PrefixStore(prefix, _store(self._host, port)), _RECEIVER)
 
     def abort(self) -> None:
@@ -252,9 +258,16 @@ class GroupReceiving:
         self._lane.close()
 
 
-def _store(host: str, port: int, is_master: bool = False) -> TCPStore:
+def _serve_store(host: str | None) -> TCPStore:
+    """Torch by itself would listen on all addresses. Raises TransferError."""
+    listener = listen_on(host)
+    port = listener.getsockname()[1]
+    return _store(host or LOOPBACK, port, is_master=True, master_listen_fd=listener.detach())
+
+
+def _store(host: str, port: int, **more: Any) -> TCPStore:
     try:
-        return TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S))
+        return TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=JOIN_S), **more)
     except Exception as error:  # noqa: BLE001 - of many classes
         raise TransferError(f"no store at {host}:{port}: {error}") from None
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
+import logging
+import os
 import socket
 import struct
 from pathlib import Path
 
 from baton.errors import TransferError
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _IPV6 = Path("/proc/net/if_inet6")
@@ -37,6 +44,50 @@ def hosts_of(interface: str | None) -> tuple[str, ...]:
     chosen = (interface,) if interface in names else names
     found = [host for name in chosen if (host := _ipv4(name))]
     return tuple(found + _ipv6(chosen))
+
+
+def address_of(host: str, interface: str | None = None) -> str | None:
+    """What to listen on, in digits: the first address of the network interface, where there is one of that name, else
+    the host's. None: all of this machine. Raises TransferError."""
+    if interface in network_interfaces():
+        if not (found := hosts_of(interface)):
+            raise TransferError(f"network interface {interface} has no address")
+        return found[0]
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise TransferError(f"{host} has no address: {error}") from None
+    return None if ipaddress.ip_address(address).is_unspecified else address
+
+
+def listen_on(address: str | None) -> socket.socket:
+    """At a port that is free; None: on all addresses. Raises TransferError."""
+    both = address is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in (address or "") else socket.AF_INET
+    try:
+        return socket.create_server((address or "", 0), family=family, backlog=128, dualstack_ipv6=both)
+    except OSError as error:
+        raise TransferError(f"cannot listen on {address or 'any address'}: {error}") from None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has that address. None: it is not to be found by it."""
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    return next((name for name in network_interfaces() if address in hosts_of(name)), None)
+
+
+def net_devices(host: str, interface: str | None = None) -> str | None:
+    """What UCX is to use, as in UCX_NET_DEVICES: `interface`, or what has the address of `host`, and RDMA devices, that
+    have addresses of their own. None: what UCX_NET_DEVICES says, or all. Raises TransferError."""
+    if interface is not None or "UCX_NET_DEVICES" in os.environ or (address := address_of(host)) is None:
+        return interface
+    chosen = interface_of(address)
+    if chosen is None:
+        log.warning("KV blocks go over all network interfaces: none is found that has %s, --listen", address)
+    elif rdma_devices() and chosen != "lo":
+        return "^" + ",".join(name for name in network_interfaces() if name != chosen)
+    return chosen
 
 
 def _ipv4(interface: str) -> str | None:

@@ -71,6 +71,8 @@ class HostMemory:
     def open(self, region: bytes) -> Tensor:
         """Map another process's region: [num_bytes], uint8. Unmapped with the last tensor that is made of it. Raises
         TransferError."""
+        if len(region) != _REGION.size:
+            raise TransferError(f"a region of memory is named by {_REGION.size} bytes, not {len(region)}")
         pid, number, *wanted = _REGION.unpack(region)
         try:
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -78,6 +80,8 @@ class HostMemory:
                 file = os.fstat(fd)
                 if [file.st_dev, file.st_ino, file.st_size] != wanted:
                     raise OSError("it is another file")
+                if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or not file.st_size:
+                    raise OSError("its length may change")  # and to write beyond it would end this process
                 return torch.frombuffer(mmap.mmap(fd, file.st_size), dtype=torch.uint8)
             finally:
                 os.close(fd)

@@ -16,14 +16,16 @@ import logging
 import struct
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
 from kv_transfer.bell import NOBODYS_WORD, Bell, HostBell, Words, number_of
 from kv_transfer.carrier import DONE, Native, Note, OneSidedReceiving, Target, ring_nobody
 from kv_transfer.cuda_memory import CudaMemory
+from kv_transfer.host import LOOPBACK
 from kv_transfer.host_memory import REGION_BYTES, HostMemory
 from kv_transfer.pair import PairTransport
 from kv_transfer.pair_address import PairAddress
@@ -34,14 +36,38 @@ log = logging.getLogger(__name__)
 
 _PLACE = struct.Struct(f"<QQ{REGION_BYTES}s")
 """Of a slot: where it is in its region, its word and the region of that; the slot's region follows."""
+_MOST_REGIONS = 4096
+"""That a peer may name: a slot has another for each transfer that was cut off."""
+
+
+class _Place(NamedTuple):
+    offset: int
+    word: int
+    words: bytes
+    region: bytes
+
+
+def _read_place(place: bytes) -> _Place:
+    """Raises TransferError."""
+    if len(place) < _PLACE.size:
+        raise TransferError(f"a slot is named by {_PLACE.size} bytes or more, not {len(place)}")
+    offset, word, words = _PLACE.unpack_from(place)
+    return _Place(offset, word, words, place[_PLACE.size :])
 
 
 class IpcTransport(PairTransport):
     """A `PairTransport` within a host. staging: of memory that can be mapped, as `kv_transfer.staging_for` makes it.
     Raises TransferError when it is not."""
 
-    def __init__(self, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> None:
-        super().__init__(staging, wake, IpcCarrier(staging), interface)
+    def __init__(
+        self,
+        staging: Staging,
+        wake: Callable[[], None],
+        interface: str | None = None,
+        host: str = LOOPBACK,
+        secret: ClusterSecret | None = None,
+    ) -> None:
+        super().__init__(staging, wake, IpcCarrier(staging), interface, host, secret)
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
         if PairAddress.unpack(address, peer).boot != self._here.boot:
@@ -62,6 +88,10 @@ class Copy(Native, Protocol):
     def advance(self) -> None: ...
 
     def cut(self) -> None: ...
+
+
+_written_to: list[IpcSending] = []
+"""When its carrier was closed."""
 
 
 class IpcCarrier:
@@ -106,7 +136,9 @@ class IpcCarrier:
             way.advance()
 
     def close(self) -> None:
-        """What is mapped still is being written to."""
+        """What is mapped still is being written to. It stays mapped: memory that is unmapped while a GPU's driver has
+        it registered is registered for good, and what is mapped at its address next cannot be."""
+        _written_to.extend(self._ways)
 
     def place(self, memory: Tensor) -> bytes:
         """Where others find a slot's memory."""
@@ -148,8 +180,10 @@ class IpcSending:
         return copy
 
     def reach(self, place: bytes, num_bytes: int, tag: int) -> Target:
-        _, word, region = _PLACE.unpack_from(place)
-        bell = self._bell(region)
+        at = _read_place(place)
+        word, bell = at.word, self._bell(at.words)
+        if bell is not None and word >= bell.num_words:
+            raise TransferError(f"the peer has {bell.num_words} words, and names {word}")
         ring = ring_nobody if bell is None or word == NOBODYS_WORD else partial(bell.ring, word, number_of(tag))
         return Target(self._slot(place, num_bytes), ring)
 
@@ -159,8 +193,11 @@ class IpcSending:
 
     def _slot(self, place: bytes, num_bytes: int) -> Tensor:
         """Its first bytes, [num_bytes], uint8. Raises TransferError."""
-        region, (offset, *_) = place[_PLACE.size :], _PLACE.unpack_from(place)
+        at = _read_place(place)
+        region, offset = at.region, at.offset
         if region not in self._mapped:
+            if len(self._mapped) >= _MOST_REGIONS:
+                raise TransferError(f"the peer names more than {_MOST_REGIONS} regions of memory")
             self._mapped[region] = self._memory.open(region)
         mapped = self._mapped[region]
         if offset + num_bytes > len(mapped):

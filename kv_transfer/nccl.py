@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from baton.errors import TransferError
 from kv_transfer.carrier import Native, OnDevice
 from kv_transfer.groups import GroupCarrier
-from kv_transfer.host import network_interfaces
+from kv_transfer.host import address_of, interface_of, network_interfaces
 
 _ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",  # no NVLink multicast: two GPUs gain nothing by it
@@ -32,17 +32,18 @@ _ENVIRONMENT = {
 _NEVER = timedelta(days=1000)
 
 
-def nccl_carrier(device: torch.device, interface: str | None) -> GroupCarrier:
-    """Raises TransferError without a GPU, or where torch was built without NCCL."""
+def nccl_carrier(device: torch.device, interface: str | None, host: str) -> GroupCarrier:
+    """interface, host: as for a `PairTransport`. Raises TransferError without a GPU, or a torch without NCCL."""
     if device.type != "cuda" or not torch.distributed.is_nccl_available():
         raise TransferError("NCCL moves bytes between GPUs: it needs one, and a torch that was built with it")
     os.environ |= _ENVIRONMENT
-    if interface in network_interfaces():
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    elif interface:
+    address = address_of(host, interface)
+    if interface and interface not in network_interfaces():
         os.environ["NCCL_IB_HCA"] = f"={interface}"
+    if address is not None and (name := interface_of(address)) is not None:
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
     version = ".".join(str(number) for number in torch.cuda.nccl.version()[:2])  # type: ignore[no-untyped-call]
-    return GroupCarrier("nccl", version, device, lambda store, rank: NcclGroup(device, store, rank))
+    return GroupCarrier("nccl", version, device, lambda store, rank: NcclGroup(device, store, rank), address)
 
 
 class NcclGroup:

@@ -21,23 +21,25 @@ from torch import Tensor
 
 from baton.errors import TransferError
 from kv_transfer.carrier import Native, Note, OneSidedReceiving, Target
+from kv_transfer.host import net_devices
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _PLACE = struct.Struct("<QI")  # address, device
 
 
 class NixlCarrier:
-    """An agent over all slots' memory. Raises TransferError when the package is not installed."""
+    """An agent over all slots' memory. interface, host: as for UCX (`net_devices`); NIXL has one of its own, that heeds
+    its environment alone. Raises TransferError when the package is not installed."""
 
     kind = "nixl"
     memory = b""
 
-    def __init__(self, device: torch.device, interface: str | None) -> None:
+    def __init__(self, device: torch.device, interface: str | None, host: str) -> None:
         self._api, version = _load()
         self.version = ".".join(version.split(".")[:2])
         self.device = device
         self.segment = "VRAM" if device.type == "cuda" else "DRAM"
-        self._interface = interface
+        self._devices = net_devices(host, interface)
         self._registered: dict[int, tuple[Any, Tensor]] = {}  # by address
         self._peers: Counter[str] = Counter()  # connections that may write to them
 
@@ -47,7 +49,9 @@ class NixlCarrier:
             torch.cuda.current_stream().synchronize()  # makes the device's context current on this thread
         config = self._api.nixl_agent_config(enable_prog_thread=False, backends=[])  # its thread would burn a core
         self.agent = self._api.nixl_agent(name, config)
-        self.agent.create_backend("UCX", {"ucx_devices": self._interface} if self._interface else {})
+        if self._devices is not None:
+            os.environ["UCX_NET_DEVICES"] = self._devices  # the parameter `ucx_devices` changes nothing
+        self.agent.create_backend("UCX", {})
 
     def sending(self, peer: str, memory: bytes, note: Note) -> NixlSending:
         self._peers[peer] += 1
@@ -101,6 +105,8 @@ class NixlSending:
     def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
         carrier, agent = self._carrier, self._carrier.agent
         carrier.register(memory)
+        if len(place) < _PLACE.size:
+            raise TransferError(f"a slot is named by {_PLACE.size} bytes or more, not {len(place)}")
         address, device = _PLACE.unpack_from(place)
         try:
             if metadata := place[_PLACE.size :]:

@@ -25,13 +25,12 @@ then, and a receiver hangs up and waits for that. A late write lands in memory t
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Callable
 
-from baton.errors import TransferError
+from baton.cluster_secret import ClusterSecret
 from kv_transfer.carrier import Carrier
-from kv_transfer.host import boot_id, hosts_of
+from kv_transfer.host import LOOPBACK, address_of, boot_id, hosts_of, listen_on
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_thread import PairThread
 from kv_transfer.staging import Staging
@@ -42,21 +41,34 @@ from kv_transfer.transport import CONNECT_S
 class PairTransport(ThreadedTransport):
     """A `Transport` over a carrier, on a thread of its own. The staging outlives it.
 
-    interface: the network interface of the words; None, or an RDMA device: all of this machine. Raises TransferError
-    when there is no such interface, or the carrier cannot start.
+    host: where the words are taken, which "0.0.0.0" and "::" are all addresses of this machine; interface: the network
+    interface that they go over instead, unless it is an RDMA device. secret: what both ends of a connection must prove
+    to know. Raises TransferError when there is no such interface or address, or the carrier cannot start.
     """
 
     def __init__(
-        self, staging: Staging, wake: Callable[[], None], carrier: Carrier, interface: str | None = None
+        self,
+        staging: Staging,
+        wake: Callable[[], None],
+        carrier: Carrier,
+        interface: str | None = None,
+        host: str = LOOPBACK,
+        secret: ClusterSecret | None = None,
     ) -> None:
         super().__init__(wake)
-        hosts = hosts_of(interface)
-        listener = _listen()
+        hosts, address = hosts_of(interface), address_of(host, interface)
+        listener = listen_on(address)
         port = listener.getsockname()[1]
         self._here = PairAddress(
-            uuid.uuid4().hex, carrier.kind, carrier.version, boot_id(), hosts, port, carrier.memory.hex()
+            uuid.uuid4().hex,
+            carrier.kind,
+            carrier.version,
+            boot_id(),
+            hosts if address is None else (address,),
+            port,
+            carrier.memory.hex(),
         )
-        thread = PairThread(staging, carrier, self._here, listener, self._emit, self._ring)
+        thread = PairThread(staging, carrier, self._here, listener, self._emit, self._ring, secret)
         thread.start()
         self._pair = thread
         self._begin(thread, self._here.pack())
@@ -65,14 +77,3 @@ class PairTransport(ThreadedTransport):
         theirs = PairAddress.unpack(address, peer)
         theirs.require_like(self._here, peer)
         self._connect(peer, timeout_s, address, theirs)
-
-
-def _listen() -> socket.socket:
-    """On all addresses, at a port that is free: what is not meant for this process is hung up on."""
-    both = socket.has_dualstack_ipv6()
-    try:
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, backlog=128, dualstack_ipv6=both
-        )
-    except OSError as error:
-        raise TransferError(f"no port to listen on: {error}") from None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
+import re
 from dataclasses import asdict, dataclass
 
 from baton.errors import TransferError
 
 _MAGIC = b"BTNC"
 _SUM_BYTES = 16
+_MOST_BYTES = 64 << 10
+_MOST_HOSTS = 64
+_ID = re.compile(r"[0-9a-f]{32}")
+_HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +37,33 @@ class PairAddress:
 
     @classmethod
     def unpack(cls, address: bytes, who: str) -> PairAddress:
-        """What `pack` made at `who`. Raises TransferError when it is damaged."""
+        """What `pack` made at `who`. Raises TransferError when it is damaged, or makes no sense: the checksum tells
+        that it came whole, and nothing of who made it."""
         data = address[len(_MAGIC) + _SUM_BYTES :]
-        if address[: len(_MAGIC) + _SUM_BYTES] != _MAGIC + _checksum(data):
+        if address[: len(_MAGIC) + _SUM_BYTES] != _MAGIC + _checksum(data) or len(data) > _MOST_BYTES:
             raise TransferError(f"the address of {who} is damaged, or of another transport")
-        fields = json.loads(data)
-        return cls(**fields | {"hosts": tuple(fields["hosts"])})
+        try:
+            fields = json.loads(data)
+            made = cls(**fields | {"hosts": tuple(fields["hosts"])})
+            made._check()
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise TransferError(f"the address of {who} makes no sense: {error}") from None
+        return made
+
+    def _check(self) -> None:
+        """Raises ValueError or TypeError."""
+        if not all(isinstance(text, str) for text in (self.kind, self.version, self.boot, *self.hosts)):
+            raise TypeError("a text is none")
+        if not _ID.fullmatch(self.id) or not _HEX.fullmatch(self.memory):
+            raise ValueError("its name or its memory is not in hexadecimal digits")
+        if type(self.port) is not int or not 0 < self.port <= 65535:
+            raise ValueError("its port is none")
+        if len(self.hosts) > _MOST_HOSTS:
+            raise ValueError(f"it has {len(self.hosts)} addresses")
+        for host in self.hosts:
+            if "%" in host:
+                raise ValueError("a scope means nothing elsewhere")
+            ipaddress.ip_address(host)
 
     def require_like(self, mine: PairAddress, who: str) -> None:
         """Raise TransferError unless both speak the same."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
 from kv_transfer.carrier import Carrier
 from kv_transfer.channel import Channel, Frame, Kind
@@ -25,6 +26,9 @@ from kv_transfer.pair_messages import Messages
 from kv_transfer.pair_poll import Ends
 from kv_transfer.threaded import resolve
 from kv_transfer.transport import PeerLost, TransportEvent
+
+_UNCLAIMED = 256
+"""Who calls and is not named by `connect` is a stranger, or early by a moment."""
 
 
 class Links:
@@ -38,10 +42,11 @@ class Links:
         carrier: Carrier,
         messages: Messages,
         emit: Callable[[TransportEvent], None],
+        secret: ClusterSecret | None,
     ) -> None:
         self._listener = listener
         self._ends = ends
-        self._doors = Doors(here, listener, ends, self._open, self._give_up, self._take_in)
+        self._doors = Doors(here, listener, ends, self._open, self._give_up, self._take_in, secret)
         self._carrier = carrier
         self._messages = messages
         self._emit = emit
@@ -164,6 +169,8 @@ class Links:
         if before := self._unclaimed.pop(remote, None):
             self._leave(before)
         self._unclaimed[remote] = inward
+        if len(self._unclaimed) > _UNCLAIMED:
+            self._leave(self._unclaimed.pop(next(iter(self._unclaimed))))
 
     def _attach(self, link: Link, inward: Inbound) -> None:
         link.inward = inward

@@ -20,6 +20,8 @@ from kv_transfer.staging import Staging
 from kv_transfer.transport import MAX_HEADER_BYTES, Arrived, Failed, Sent, TransportEvent
 
 _GRANT_S = 1e-3
+_MOST_GRANTS = 1 << 16
+"""Open at a time, of one peer: far more than it has slots."""
 
 
 class Messages:
@@ -72,6 +74,8 @@ class Messages:
             self._grant(inward, expect)
 
     def take_grant(self, link: Link, out: Outbound, frame: Frame) -> None:
+        if frame.tag in out.grants or len(out.grants) >= _MOST_GRANTS:
+            raise TransferError("the peer grants more than there can be")
         target = out.sending.reach(frame.payload, frame.num_bytes, frame.tag)
         grant = out.grants[frame.tag] = Grant(frame.num_bytes, frame.payload, target, out.channel)
         if frame.tag in link.pushes:
@@ -85,7 +89,13 @@ class Messages:
         if expect is None and frame.kind is Kind.END:
             return  # what moves the bytes, or the bell, was faster
         is_long = expect is not None and frame.num_bytes > expect.num_bytes
-        if expect is None or is_long != (frame.kind is Kind.LONG) or len(frame.payload) > MAX_HEADER_BYTES:
+        in_turn = expect is not None and expect.granted and expect.begun == (frame.kind is Kind.END)
+        if (
+            expect is None
+            or not in_turn
+            or is_long != (frame.kind is Kind.LONG)
+            or len(frame.payload) > MAX_HEADER_BYTES
+        ):
             inward.channel.lost = True
         elif frame.kind is Kind.LONG:
             del link.expects[frame.tag]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
 from kv_transfer.carrier import DONE, Carrier, Native, Target
 from kv_transfer.pair_address import PairAddress
@@ -37,6 +38,7 @@ class PairThread(TransportThread):
         listener: socket.socket,
         emit: Callable[[TransportEvent], None],
         wake: Callable[[], None],
+        secret: ClusterSecret | None,
     ) -> None:
         super().__init__(carrier.kind, emit, wake)
         self._staging = staging
@@ -46,7 +48,7 @@ class PairThread(TransportThread):
         self._ends: Ends[End] = Ends(self._mailbox, listener)
         self._ready: list[tuple[int, int]] = []
         self._messages = Messages(staging, self._mailbox, self._emit)
-        self._links = Links(here, listener, self._ends, carrier, self._messages, self._emit)
+        self._links = Links(here, listener, self._ends, carrier, self._messages, self._emit, secret)
 
     # ---- from any thread ----
 

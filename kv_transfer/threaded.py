@@ -28,6 +28,9 @@ class TransportThread:
 
     A subclass opens what it needs, has turns until it is stopped, and shuts; all is on the thread but `start`, `call`
     and `stop`. Every operation ends with the thread, however that ends.
+
+    What comes from a peer is checked where it is read, and ends that peer's link. So an exception here is a bug, or a
+    library that has had enough: `failure`, told to who polls, since a node without a transport serves nobody.
     """
 
     connect: Callable[..., None]
@@ -38,6 +41,7 @@ class TransportThread:
         self._emit_event = emit
         self._wake = wake
         self._emitted = False
+        self.failure: Exception | None = None
         self._stopping = False
         self._mailbox = Mailbox()
         self._thread = threading.Thread(target=self._run, name=f"kv-{kind}", daemon=True)
@@ -105,13 +109,15 @@ class TransportThread:
             while not self._stopping:
                 self._turn()
         except Exception as error:  # the thread's boundary: every operation ends with it
-            log.exception("transport thread failed kind=%s", self._kind)
+            log.critical("transport thread failed kind=%s", self._kind, exc_info=error)
+            self.failure = error
             reason, told = f"the {self._kind} thread failed: {error}", False
         try:
             self._shut(reason, told)
         finally:
             self._mailbox.close()
             self._over()
+            self._emitted = self._emitted or self.failure is not None
             self._ring()
 
     def _stop(self) -> None:
@@ -159,6 +165,8 @@ class ThreadedTransport:
         self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
 
     def poll(self, messages_only: bool = False) -> list[TransportEvent]:
+        if (error := self._thread.failure) is not None:
+            raise RuntimeError(f"the transport failed: {error!r}") from error
         with self._events_lock:
             events, self._events = self._events, []
             if messages_only:

@@ -112,7 +112,8 @@ class Transport(Protocol):
 
     def poll(self, messages_only: bool = False) -> list[TransportEvent]:
         """What happened since the last call. messages_only: but for PeerLost, which stays for the next call, or until
-        the peer is connected anew."""
+        the peer is connected anew. Raises RuntimeError when the transport itself has failed, of which `wake` told:
+        then nothing works any more, and the process must end."""
 
     @property
     def has_lost_peer(self) -> bool:

@@ -35,21 +35,25 @@ Not fork-safe: neither this process nor its children may use UCX after a fork; s
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
-from kv_transfer.host import boot_id
+from kv_transfer.host import LOOPBACK, boot_id, net_devices
 from kv_transfer.staging import Staging
 from kv_transfer.threaded import ThreadedTransport
 from kv_transfer.transport import CONNECT_S, TransportEvent
 from kv_transfer.ucx_address import Version, pack_address, unpack_address
+from kv_transfer.ucx_form import is_worker_address
 from kv_transfer.ucx_path import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from kv_transfer.ucx_thread import UcxThread
+
+log = logging.getLogger(__name__)
 
 _TRIES = 6
 _STALE = "Connection reset by remote peer"
@@ -64,18 +68,30 @@ of CUDA: loading takes 0.4 s or more instead of 0.04 (openucx/ucx#11211). Ours a
 class UcxTransport(ThreadedTransport):
     """A `Transport` over UCX, on a thread of its own. The staging outlives it.
 
-    interface: devices as in UCX_NET_DEVICES; None: the operator's UCX_NET_DEVICES, or all. Raises TransferError when
-    UCX cannot be used.
+    interface, host: of the devices that it uses (`net_devices`). Raises TransferError when UCX cannot be used.
+
+    UCX takes whoever connects to its port for a peer, and what it is given for another worker's address: the checksum
+    in that is no signature, and its form (`ucx_form`) is easily had. So addresses are to come from peers that have
+    proved who they are.
     """
 
-    def __init__(self, staging: Staging, wake: Callable[[], None], interface: str | None = None) -> None:
+    def __init__(
+        self, staging: Staging, wake: Callable[[], None], interface: str | None = None, host: str = LOOPBACK
+    ) -> None:
         super().__init__(wake)
-        thread, self._version = _load(staging, _options(staging, interface), self._emit, self._ring)
+        devices = net_devices(host, interface)
+        thread, self._version = _load(staging, _options(staging, devices), interface, self._emit, self._ring)
         self._machine = boot_id()
-        self._begin(thread, pack_address(self._version, self._machine, thread.start()))
+        own = thread.start()
+        self._knows_form = is_worker_address(own)
+        if not self._knows_form:
+            log.warning("addresses of peers are not looked at: UCX gives its own in a form that is not known here")
+        self._begin(thread, pack_address(self._version, self._machine, own))
 
     def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
         worker_address, same_host = unpack_address(self._version, self._machine, address, peer)
+        if self._knows_form and not is_worker_address(worker_address):
+            raise TransferError(f"what {peer} sent is no address of a UCX worker")
         deadline = time.monotonic() + timeout_s
         for tries_left in reversed(range(_TRIES)):
             try:
@@ -87,21 +103,25 @@ class UcxTransport(ThreadedTransport):
             return
 
 
-def _options(staging: Staging, interface: str | None) -> dict[str, str]:
-    """What UCX is told; but for RNDV_SCHEME and `interface`, what the operator set as UCX_... goes before."""
+def _options(staging: Staging, devices: str | None) -> dict[str, str]:
+    """What UCX is told; but for RNDV_SCHEME and `devices`, what the operator set as UCX_... goes before."""
     options = {"KEEPALIVE_INTERVAL": _KEEPALIVE}
     if SHARED_MEMORY & set(os.environ.get("UCX_TLS", "").split(",")):
         options["MM_ERROR_HANDLING"] = "y"
     options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
     if staging.device.type == "cpu":
         options["RNDV_SCHEME"] = "am"
-    if interface is not None:
-        options["NET_DEVICES"] = interface
+    if devices is not None:
+        options["NET_DEVICES"] = devices
     return options
 
 
 def _load(
-    staging: Staging, options: dict[str, str], emit: Callable[[TransportEvent], None], wake: Callable[[], None]
+    staging: Staging,
+    options: dict[str, str],
+    interface: str | None,
+    emit: Callable[[TransportEvent], None],
+    wake: Callable[[], None],
 ) -> tuple[UcxThread, Version]:
     """The native library is loaded with the first transport, since it must not be there before a fork."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some that go unused
@@ -112,4 +132,4 @@ def _load(
         from kv_transfer.ucx_thread import UcxThread
     except (ImportError, OSError) as error:
         raise TransferError(f"UCX cannot be loaded: {error}") from None
-    return UcxThread(staging, options, emit, wake), ucxx.get_ucx_version()
+    return UcxThread(staging, options, interface, emit, wake), ucxx.get_ucx_version()

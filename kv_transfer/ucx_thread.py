@@ -103,12 +103,14 @@ class UcxThread(TransportThread):
         self,
         staging: Staging,
         options: dict[str, str],
+        interface: str | None,
         emit: Callable[[TransportEvent], None],
         wake: Callable[[], None],
     ) -> None:
         super().__init__("ucx", emit, wake)
         self._staging = staging
         self._options = options
+        self._interface = interface  # that must be there
         self._links: dict[str, Link] = {}
         self._parked: list[Link] = []  # disconnected, with sends that UCX has not completed
 
@@ -145,7 +147,7 @@ class UcxThread(TransportThread):
             torch.cuda.set_device(self._staging.device)
             torch.cuda.current_stream().synchronize()  # makes the device's context current on this thread
         context = ucx.UCXContext(self._options)
-        _require_devices(self._options.get("NET_DEVICES", ""), context.info)
+        _require_devices(self._interface or "", context.info)
         self._machine = look(self._staging.device.type == "cuda", self._staging.is_exportable, context.info)
         log.debug("ucx options=%s %s", self._options, self._machine)
         self._worker = ucx.UCXWorker(context)

@@ -35,8 +35,8 @@ from prefill_node.parts_out import PartsOut
 
 
 class PrefillCore:
-    """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; `keep_s` is for
-    how long tombstones are kept: longer than the longest deadline. `layer_groups`, `whole_tokens`: see PartsOut."""
+    """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; no request has
+    more than `max_deadline_s`. `layer_groups`, `whole_tokens`: see PartsOut."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PrefillCore:
         *,
         incarnation: str,
         max_waiting: int = 4096,
-        keep_s: float = 7200.0,
+        max_deadline_s: float = 3600.0,
         layer_groups: int = 1,
         whole_tokens: int = 0,
     ) -> None:
@@ -53,7 +53,8 @@ class PrefillCore:
         self.sender = sender
         self._incarnation = incarnation
         self._max_waiting = max_waiting
-        self._fences = Fences(keep_s)
+        self._max_deadline_s = max_deadline_s
+        self._fences = Fences(max_deadline_s)
         self._outbox = Outbox()
         self._outgoing = Outgoing(engine, PartsOut(engine, sender, layer_groups, whole_tokens), self._outbox)
         self._stopping = False
@@ -92,6 +93,8 @@ class PrefillCore:
     def _take_results(self, result: StepResult) -> None:
         for token in result.sampled:
             self._outgoing.sampled(token)
+        for sequence in result.advanced:
+            self._outgoing.advanced(sequence)
 
     def _take_transfers(self, now: float) -> None:
         for event in self.sender.poll():
@@ -112,8 +115,7 @@ class PrefillCore:
                 self._outbox.epochs.add(epoch)
             case SessionLost(epoch):
                 self._outbox.epochs.discard(epoch)
-                for work in [w for w in self._outgoing.works() if w.router_epoch == epoch]:
-                    self._outgoing.end_work(work, RequestCancelled("the router's stream ended"))
+                self._outgoing.end_epoch(epoch, RequestCancelled("the router's stream ended"))
             case FromRouter(epoch, Prefill() as prefill):
                 self._intake(epoch, prefill, now)
             case FromRouter(_, Abort() as abort):
@@ -129,22 +131,25 @@ class PrefillCore:
 
     def _intake(self, epoch: int, prefill: Prefill, now: float) -> None:
         work = prefill.work
-        if epoch not in self._outbox.epochs or not self._fences.admit(work, now):
+        last = self._fences.last(work)
+        if epoch not in self._outbox.epochs or not self._fences.admit(work, now, prefill.deadline_s):
             return  # a repeat, or fenced: whoever sent it has its answer or wants none
-        for older in [w for w in self._outgoing.works() if w.key == work.key]:
-            self._outgoing.end_work(older, RequestCancelled(f"attempt {work.attempt} took its place"))
+        if last:
+            self._outgoing.end_work(last, RequestCancelled(f"attempt {work.attempt} took its place"))
         try:
             self._check(prefill)
             sequence = make_sequence(prefill, hand_off=True, now=now)
+            if prefill.decode and needs_decode_node(prefill):
+                sequence.lane = prefill.decode.incarnation
             self.engine.add(sequence)
         except BatonError as error:
             self._outbox.to_router(work, End(error))
             return
-        self._outgoing.add(prefill, sequence, now)
+        self._outgoing.add(prefill, sequence, now, now + min(prefill.deadline_s, self._max_deadline_s))
 
     def _check(self, prefill: Prefill) -> None:
         if prefill.target_incarnation != self._incarnation:
-            raise NodeUnavailable(f"this is incarnation {self._incarnation}, not {prefill.target_incarnation}")
+            raise NodeUnavailable("the prefill node was started anew")
         if self._stopping:
             raise NodeUnavailable("this node is stopping")
         if self.engine.num_waiting >= self._max_waiting:
@@ -152,15 +157,17 @@ class PrefillCore:
         if prefill.decode is None and needs_decode_node(prefill):
             raise InvalidRequest("a prefill node needs a decode node for more than one token", "decode")
         if prefill.decode and self._outgoing.is_lost(prefill.decode.incarnation):
-            raise PeerLost(f"decode node {prefill.decode.incarnation} is being disconnected")
+            raise PeerLost(f"decode node {prefill.decode.address} is being disconnected")
 
     def _abort(self, abort: Abort, now: float) -> None:
         if abort.samples:
             return  # the decode node drops them: what is done here, the prompt, is the same without
         work = abort.work
-        self._fences.fence(work, now)
-        for known in [w for w in self._outgoing.works() if w.key == work.key and w.attempt <= work.attempt]:
-            self._outgoing.end_work(known, RequestCancelled("aborted by the router"))
+        last = self._fences.last(work)
+        if not self._fences.fence(work, now, abort.deadline_s):
+            self._outbox.close_session(work.router_epoch, "too many aborts of work that is not known here")
+        if last and last.attempt <= work.attempt:
+            self._outgoing.end_work(last, RequestCancelled("aborted by the router"))
 
     # ---- what the shell asks ----
 
@@ -172,7 +179,7 @@ class PrefillCore:
 
     def load(self) -> Load:
         waiting, blocks = self.engine.num_waiting, self.engine.blocks
-        running = len(self._outgoing.works()) - waiting
+        running = len(self._outgoing) - waiting
         return Load(waiting, running, blocks.num_free + blocks.num_cached, blocks.num_total, self._stopping)
 
     @property

@@ -64,6 +64,10 @@ class Handoff:
     def target(self) -> DecodeTarget | None:
         return self.message.decode
 
+    def goes_to(self, peer: DecodePeer) -> bool:
+        """Whatever address its router knows that by."""
+        return self.target is not None and self.target.incarnation == peer.target.incarnation
+
     @property
     def outputs(self) -> dict[int, tuple[int, ...]]:
         """Output tokens of each unfinished sample, the one sampled here included."""
@@ -133,6 +137,7 @@ class Drain:
     work: WorkId
     next_part: int
     credits: int
+    num_parts: int
     closed: bool = False
 
     @property
@@ -151,3 +156,12 @@ class DecodePeer:
     last_lease: int = 0
     leases: dict[int, Handoff] = field(default_factory=dict)
     drains: dict[int, Drain] = field(default_factory=dict)
+    drained: dict[WorkId, set[int]] = field(default_factory=dict)  # the leases of the drains, by their work
+
+    def forget_drain(self, lease: int) -> None:
+        """No credit of it is left, and none can follow."""
+        work = self.drains.pop(lease).work
+        leases = self.drained[work]
+        leases.discard(lease)
+        if not leases:
+            del self.drained[work]

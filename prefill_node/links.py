@@ -9,9 +9,11 @@ from typing import Any
 import grpc
 
 from baton import wire
-from baton.channels import CHANNEL_OPTIONS
+from baton.channels import open_channel
+from baton.cluster_secret import HANDOFF, prove
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
-from baton.messages import DecodeTarget, Hello, PrefillToDecode, Reserve
+from baton.messages import Auth, DecodeTarget, Hello, PrefillToDecode, Reserve
+from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
 from engine.node.handoff_stream import (
@@ -25,7 +27,7 @@ from engine.node.handoff_stream import (
     describe,
 )
 from engine.node.loop import Turn
-from engine.node.streams import EOF, HELLO_S, SILENCE_S, rpc_reason
+from engine.node.streams import EOF, HELLO_S, SILENCE_S, STOPPED, rpc_reason
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class DecodeLinks:
 
     Messages wait in order while a stream is being opened. Each stream's end is told to the role once, as PeerClosed;
     what the role said before it heard that is dropped, and only a Reserve opens a new stream.
-    `hello` is what this node says of itself.
+    `hello` is what this node says of itself, `limits` what a message to it keeps to.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class DecodeLinks:
         hello: Hello,
         transport: PeerTransport,
         post: Post,
+        trust: Trust,
+        limits: wire.Limits,
         *,
         idle_s: float = IDLE_S,
         silence_s: float = SILENCE_S,
@@ -52,6 +56,8 @@ class DecodeLinks:
         self._hello = hello
         self._transport = transport
         self._post = post
+        self._trust = trust
+        self._limits = limits
         self._idle_s = idle_s
         self._silence_s = silence_s
         self._links: dict[str, HandoffStream] = {}
@@ -71,7 +77,7 @@ class DecodeLinks:
     async def close(self) -> None:
         """End all streams. The role hears of each."""
         for link in self._links.values():
-            link.end("this node is stopping")
+            link.end(STOPPED)
         await asyncio.gather(*self._tasks)
 
     def _send(self, target: DecodeTarget, message: PrefillToDecode) -> None:
@@ -85,7 +91,7 @@ class DecodeLinks:
             link.send(message)
 
     def _open(self, target: DecodeTarget) -> HandoffStream:
-        link = self._links[target.incarnation] = HandoffStream(target.incarnation, PREFILL_CODEC)
+        link = self._links[target.incarnation] = HandoffStream(target.incarnation, PREFILL_CODEC, self._limits)
         task = asyncio.create_task(self._run(link, target))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -103,7 +109,7 @@ class DecodeLinks:
 
     async def _talk(self, link: HandoffStream, target: DecodeTarget) -> str:
         """Open the stream and use it to its end; returns why it ended, or could not be opened."""
-        async with grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(target.address, self._trust.tls) as channel:
             call = node_pb2_grpc.DecodeNodeStub(channel).Handoff()  # type: ignore[no-untyped-call]
             try:
                 async with asyncio.timeout(HELLO_S):
@@ -115,7 +121,8 @@ class DecodeLinks:
                 return rpc_reason(error)
             except BatonError as error:
                 return describe(error)
-            self._post(PeerOpened(link.peer, min(self._hello.part_blocks, theirs.part_blocks)))
+            part_blocks = min(self._hello.part_blocks, theirs.part_blocks)
+            self._post(PeerOpened(link.peer, part_blocks, theirs.node_id))
             log.info("handoff open peer=%s node=%s address=%s", link.peer, theirs.node_id, target.address)
             return await link.carry(call.read, call.write, self._post, self._silence_s, self._idle_s)
 
@@ -129,9 +136,18 @@ class DecodeLinks:
             target_incarnation=target.incarnation,
             part_blocks=self._hello.part_blocks,
         )
-        await call.write(wire.write_prefill_message(hello))
-        answer = await call.read()
-        theirs = wire.read_decode_message(answer) if answer is not EOF else None
+
+        async def say(message: Auth | Hello) -> None:
+            await call.write(wire.write_prefill_message(message))
+
+        async def hear() -> wire.FromDecode | None:
+            answer = await call.read()
+            return wire.read_decode_message(answer) if answer is not EOF else None
+
+        if self._trust.secret is not None:
+            await prove(self._trust.secret, HANDOFF, hello.incarnation, say, hear)
+        await say(hello)
+        theirs = await hear()
         if not isinstance(theirs, Hello):
             raise InvalidRequest("the decode node did not answer with Hello")
         if theirs.error is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import kv_transfer
 from baton.messages import NodeRole, TransportEndpoint
+from engine.model.memory import out_of_memory
 from engine.node.build import build, count, describe, new_incarnation
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
@@ -23,8 +24,10 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     built = build(settings, wake)
     sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
     slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
-    staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)
-    transport = kv_transfer.create(settings.transport, staging, wake, settings.transfer_interface)
+    with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
+        staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)
+    interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
+    transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
     verify = settings.verify_transfers
     sender = KvSender(transport, staging, built.pool_bytes, built.layout, verify=verify)
     incarnation = new_incarnation()
@@ -33,7 +36,7 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
         sender,
         incarnation=incarnation,
         max_waiting=settings.max_waiting,
-        keep_s=settings.tombstone_s,
+        max_deadline_s=settings.request_timeout,
         layer_groups=min(built.layer_groups, built.layout.num_layers),
         whole_tokens=WHOLE_TOKENS if built.graph_sizes else 0,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded, PeerLost, TransferError
 from baton.messages import (
     CommitReply,
@@ -35,20 +36,26 @@ from prefill_node.parts_out import PartsOut
 
 class Outgoing:
     """From a prompt's intake on, also while it waits in the engine's queue. Releases the sequences that the engine was
-    given; tells decode nodes and routers through `outbox`."""
+    given; tells decode nodes and routers through `outbox`. A turn costs what an event or a step has touched, however
+    many prompts are here."""
 
     def __init__(self, engine: Engine, parts: PartsOut, outbox: Outbox) -> None:
         self._engine = engine
         self._parts = parts
         self._outbox = outbox
         self._handoffs: dict[WorkId, Handoff] = {}
+        self._deadlines = Deadlines[WorkId]()
+        self._touched: dict[WorkId, None] = {}  # those that something has happened to since they moved on
+        self._starved: dict[WorkId, None] = {}  # those with a part that no slot was free for
         self._peers: dict[str, DecodePeer] = {}
+        self._draining: dict[tuple[str, int], None] = {}  # peer, lease: drains likewise touched or starved
 
-    def add(self, prefill: Prefill, sequence: Sequence, now: float) -> None:
-        self._handoffs[prefill.work] = Handoff(prefill, sequence, now, now + prefill.deadline_s)
+    def __len__(self) -> int:
+        return len(self._handoffs)
 
-    def works(self) -> list[WorkId]:
-        return list(self._handoffs)
+    def add(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
+        self._handoffs[prefill.work] = Handoff(prefill, sequence, now, deadline)
+        self._deadlines.set(prefill.work, deadline)
 
     @property
     def idle(self) -> bool:
@@ -56,7 +63,7 @@ class Outgoing:
         return not self._handoffs and not any(peer.drains for peer in self._peers.values())
 
     def next_deadline(self) -> float | None:
-        return min((h.deadline for h in self._handoffs.values()), default=None)
+        return self._deadlines.next()
 
     def holdings(self) -> list[Holding]:
         """The engine's, each with the lease on the decode node that its blocks are for, where there is one."""
@@ -76,6 +83,17 @@ class Outgoing:
                 assert handoff.grant
                 assert handoff.grant.lease == lease
                 assert peer.target.incarnation == incarnation
+            by_work = [(work, lease) for work, leases in peer.drained.items() for lease in leases]
+            assert sorted(by_work) == sorted((drain.work, lease) for lease, drain in peer.drains.items())
+        assert len(self._deadlines) == len(self._handoffs)
+        for handoff in self._handoffs.values():
+            self._check_nothing_is_missed(handoff)
+
+    def _check_nothing_is_missed(self, handoff: Handoff) -> None:
+        """Whoever could send a part is going to."""
+        block_size = self._engine.config.block_size
+        if handoff.work not in self._touched.keys() | self._starved.keys():
+            assert not handoff.ready_part(block_size, 0), f"{handoff.work} could go on, and does not"
 
     # ---- what the engine did ----
 
@@ -108,31 +126,39 @@ class Outgoing:
         # The clock's time, not the turn's: on a CPU the turn has computed it.
         self._handoffs[token.sequence.work].sampled(token, self._engine.clock())
 
+    def advanced(self, sequence: Sequence) -> None:
+        """A chunk of the prompt is computed."""
+        self._touch(sequence.work)
+
     # ---- what the decode node says ----
 
     def hear(self, incarnation: str, message: object) -> None:
         peer = self._peers.get(incarnation)
-        if peer is None:
+        if peer is None or not self._parts.is_open(incarnation):
             return
         match message:
             case Grant() as grant:
                 self._granted(peer, grant)
             case Credit(lease, credits):
                 if handoff := peer.leases.get(lease):
-                    handoff.credits = max(handoff.credits, credits)
+                    handoff.credits = min(max(handoff.credits, credits), len(handoff.parts))
+                    self._touch(handoff.work)
                 elif drain := peer.drains.get(lease):
-                    drain.credits = max(drain.credits, credits)
+                    drain.credits = min(max(drain.credits, credits), drain.num_parts)
+                    self._draining[incarnation, lease] = None
             case Refuse(work, error):
-                if (handoff := self._handoffs.get(work)) and handoff.target == peer.target:
+                if (handoff := self._handoffs.get(work)) and handoff.goes_to(peer):
                     self._finish(handoff, End(error))
-                for drain in peer.drains.values():
-                    drain.closed |= drain.work == work
+                for over in peer.drained.get(work, ()):
+                    peer.drains[over].closed = True
+                    self._draining[incarnation, over] = None
             case CommitReply(lease, _, error):
                 if handoff := peer.leases.get(lease):
                     if error:
                         self._finish(handoff, End(error))
                     else:
                         handoff.accepted = True
+                        self._touch(handoff.work)
 
     def _granted(self, peer: DecodePeer, grant: Grant) -> None:
         if grant.lease <= peer.last_lease:
@@ -140,15 +166,20 @@ class Outgoing:
         peer.last_lease = grant.lease
         peer.first_lease = peer.first_lease or grant.lease
         handoff = self._handoffs.get(grant.work)
-        if handoff is None or handoff.target != peer.target:
-            peer.drains[grant.lease] = Drain(grant.work, 0, grant.credits)  # it ended while the grant was under way
+        if handoff is None or handoff.grant or not handoff.reserved or not handoff.goes_to(peer):
+            # It ended while the grant was under way; or nobody asked for it.
+            self._drain(peer, grant.lease, Drain(grant.work, 0, grant.credits, grant.num_parts))
             self._outbox.to_decode(peer.target, Release(grant.lease, grant.work))
             return
         handoff.grant, handoff.credits = grant, grant.credits
         handoff.parts = self._parts.plan(handoff, grant)
         peer.leases[grant.lease] = handoff
-        if len(handoff.parts) != grant.num_parts:
-            text = f"{peer.target.incarnation} expects {grant.num_parts} parts, and they are {len(handoff.parts)}"
+        self._engine.leave_lane(handoff.sequence)
+        self._touch(grant.work)
+        num_parts, num_full = len(handoff.parts), handoff.sequence.num_tokens // self._engine.config.block_size
+        if num_parts != grant.num_parts or grant.num_held_blocks > num_full:
+            told = f"{grant.num_held_blocks} blocks there and {grant.num_parts} parts to come"
+            text = f"decode node {peer.target.address} told of {told}, and they are {num_full} at most and {num_parts}"
             self._finish(handoff, End(TransferError(text)))
 
     def peer_opened(self, incarnation: str, part_blocks: int) -> None:
@@ -171,12 +202,13 @@ class Outgoing:
     def part_sent(self, peer: str, lease: int, flight_s: float, now: float) -> None:
         if (known := self._peers.get(peer)) and (handoff := known.leases.get(lease)):
             handoff.part_sent(now, flight_s)
+            self._touch(handoff.work)
 
     def part_failed(self, peer: str, lease: int, part: int, reason: str) -> None:
         known = self._peers.get(peer)
         if known is None or not known.first_lease or lease < known.first_lease:
             return  # its stream is down, and everything with it has failed already
-        error = PeerLost(f"part {part} did not reach {peer}: {reason}")
+        error = PeerLost(f"part {part} did not reach decode node {known.target.address}: {reason}")
         if handoff := known.leases.get(lease):
             self._finish(handoff, End(error))
         else:
@@ -193,11 +225,38 @@ class Outgoing:
 
     def move_on(self, now: float) -> None:
         """Whatever an event or a step has made possible."""
-        for handoff in list(self._handoffs.values()):
-            self._parts.send(handoff)
-            self._advance(handoff, now)
-        for incarnation, peer in self._peers.items():
-            self._parts.drain(incarnation, peer)
+        layers = self._engine.layers_computed()
+        for sequence in layers:
+            self._touch(sequence.work)
+        moving = self._starved | self._touched if self._parts.has_slot else self._touched
+        self._touched = {}
+        for work in moving:
+            if handoff := self._handoffs.get(work):
+                self._starved.pop(work, None)
+                if not self._parts.send(handoff, layers.get(handoff.sequence, 0)):
+                    self._starved[work] = None
+                self._advance(handoff, now)
+        if self._draining:
+            self._use_up_credits()
+
+    def _touch(self, work: WorkId) -> None:
+        self._touched[work] = None
+
+    def _drain(self, peer: DecodePeer, lease: int, drain: Drain) -> None:
+        peer.drains[lease] = drain
+        peer.drained.setdefault(drain.work, set()).add(lease)
+        self._draining[peer.target.incarnation, lease] = None
+
+    def _use_up_credits(self) -> None:
+        """Of dead leases."""
+        for incarnation, lease in list(self._draining):
+            peer = self._peers.get(incarnation)
+            if peer and (drain := peer.drains.get(lease)):
+                if not self._parts.drain(incarnation, lease, drain):
+                    return  # nor would there be a slot for any other
+                if drain.over:
+                    peer.forget_drain(lease)
+            del self._draining[incarnation, lease]
 
     def _advance(self, handoff: Handoff, now: float) -> None:
         if handoff.state is HandoffState.COMPUTING and handoff.computed is not None:
@@ -220,27 +279,37 @@ class Outgoing:
 
     # ---- ends ----
 
+    def end_epoch(self, epoch: int, error: BatonError) -> None:
+        """End all that one router has here."""
+        for work in [work for work in self._handoffs if work.router_epoch == epoch]:
+            self.end_work(work, error)
+
     def end_work(self, work: WorkId, error: BatonError) -> None:
+        """Nothing happens if it is not here."""
         if handoff := self._handoffs.get(work):
             self._finish(handoff, End(error))
 
     def end_overdue(self, now: float) -> None:
-        for handoff in [h for h in self._handoffs.values() if h.deadline <= now]:
+        for work in self._deadlines.due(now):
+            handoff = self._handoffs[work]
             self._finish(handoff, End(DeadlineExceeded(f"not handed off within {handoff.message.deadline_s:g} s")))
 
     def _end_peer(self, incarnation: str, reason: str) -> None:
-        target = self._peers[incarnation].target
-        for handoff in [h for h in self._handoffs.values() if h.reserved and h.target == target]:
-            self._finish(handoff, End(PeerLost(f"decode node {incarnation}: {reason}")))
+        peer = self._peers[incarnation]
+        for handoff in [h for h in self._handoffs.values() if h.reserved and h.goes_to(peer)]:
+            self._finish(handoff, End(PeerLost(f"decode node {peer.target.address}: {reason}")))
 
     def _finish(self, handoff: Handoff, last_word: End | HandedOff) -> None:
         """The one exit of a handoff: frees its blocks, and tells the router."""
         del self._handoffs[handoff.work]
+        self._deadlines.discard(handoff.work)
+        self._touched.pop(handoff.work, None)
+        self._starved.pop(handoff.work, None)
         self._engine.release(handoff.sequence)
         self._outbox.to_router(handoff.work, last_word)
         if handoff.target and (peer := self._peers.get(handoff.target.incarnation)):
             grant = handoff.grant
             if grant and peer.leases.pop(grant.lease, None) and not handoff.all_gathered:
-                peer.drains[grant.lease] = Drain(grant.work, handoff.next_part, handoff.credits)
+                self._drain(peer, grant.lease, Drain(grant.work, handoff.next_part, handoff.credits, grant.num_parts))
             if isinstance(last_word, End) and handoff.reserved:
                 self._outbox.to_decode(handoff.target, Release(grant.lease if grant else 0, handoff.work))

@@ -8,7 +8,7 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from kv_transfer.parts import Piece, plan_parts
 from kv_transfer.sender import KvSender
-from prefill_node.handoff import DecodePeer, Handoff
+from prefill_node.handoff import Drain, Handoff
 
 
 class PartsOut:
@@ -21,6 +21,10 @@ class PartsOut:
         self._layer_groups = layer_groups
         self._whole_tokens = whole_tokens
         self.part_blocks: dict[str, int] = {}
+
+    def is_open(self, incarnation: str) -> bool:
+        """Whether the decode node's stream is up."""
+        return incarnation in self.part_blocks
 
     def tail(self, sequence: Sequence) -> tuple[int, int]:
         """From which block on it travels by groups of layers, and by how many. Asked when its first chunk is
@@ -38,13 +42,18 @@ class PartsOut:
         tail = handoff.grouped_from_block, handoff.layer_groups
         return plan_parts(self._sender.layout, part_blocks, grant.num_held_blocks, end, *tail)
 
-    def send(self, handoff: Handoff) -> None:
-        """Gather and push what is computed and has a slot at both ends."""
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more part can leave."""
+        return self._sender.num_free_slots > 0
+
+    def send(self, handoff: Handoff, num_layers: int) -> bool:
+        """Gather and push what is computed and has a slot at both ends. num_layers: of the prompt's last chunk, that
+        are computed. False: for one part more no slot is free here."""
         if handoff.grant is None or handoff.target is None:
-            return
+            return True
         blocks, grant, peer = self._engine.blocks, handoff.grant, handoff.target.incarnation
         checked = grant.checksums or self._sender.verify
-        num_layers = self._engine.num_layers_computed(handoff.sequence)
         with self._sender.together():
             while part := handoff.ready_part(blocks.block_size, num_layers):
                 named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
@@ -53,16 +62,17 @@ class PartsOut:
                 sent = self._sender.send(peer, grant.lease, handoff.next_part, named, *extent, checked)
                 blocks.unpin_read(named)
                 if not sent:
-                    return
+                    return False
                 handoff.next_part += 1
+        return True
 
-    def drain(self, incarnation: str, peer: DecodePeer) -> None:
-        """Use up the credits of dead leases."""
-        for lease, drain in list(peer.drains.items()):
-            while drain.next_part < drain.credits and self._sender.drain(incarnation, lease, drain.next_part):
-                drain.next_part += 1
-            if drain.over:
-                del peer.drains[lease]
+    def drain(self, peer: str, lease: int, drain: Drain) -> bool:
+        """Use up the credits of a dead lease. False: for one part more no slot is free here."""
+        while drain.next_part < drain.credits:
+            if not self._sender.drain(peer, lease, drain.next_part):
+                return False
+            drain.next_part += 1
+        return True
 
     def _start_of_last_chunk(self, sequence: Sequence) -> int:
         """The token that it begins with, as far as can be told when the first is scheduled: if nobody else takes of the

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.messages import Hello
+from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from engine.node.handoff_stream import PeerTransport, Post
 from engine.node.sessions import Context, Sessions
@@ -23,11 +24,11 @@ class PrefillNode(node_pb2_grpc.PrefillNodeServicer):
 
 
 def serve(
-    server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post
+    server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post, trust: Trust
 ) -> DecodeLinks:
     """Register the service; the streams to decode nodes."""
     node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillNode(sessions), server)  # type: ignore[no-untyped-call]
-    return DecodeLinks(hello, transport, post)
+    return DecodeLinks(hello, transport, post, trust, sessions.limits)
 
 
 PREFILL_SIDE = RoleSide("baton.v1.PrefillNode", serve)

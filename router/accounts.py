@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from baton.messages import Update
 from baton.telemetry import RouterMetrics
 from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 
@@ -37,9 +36,6 @@ class Accounts:
 
     def retried(self, cause: str) -> None:
         self.metrics.attempts.labels(self._model(), cause).inc()
-
-    def node_said(self, update: Update) -> None:
-        self.metrics.observe(self._model(), update)
 
     def event(self, request_id: str, event: RequestEvent, now: float) -> None:
         account = self._open[request_id]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton.errors import InvalidRequest
-from baton.sampling import SamplingParams
+from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from router.limits import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.models import ServedModel
 
-MAX_N = 128
-"""As in OpenAI's API."""
-MAX_PROMPTS = 2048
-"""In one request, as in OpenAI's API."""
 SEED_SPACE = 2**64
 _DRAWN_SEED_BITS = 63
 _INT32_END = 2**31
+_PROBE_CHARS_PER_TOKEN = 8
+"""Twice what common text has: only a longer one is tokenized at its beginning first."""
 
 T = TypeVar("T")
 
@@ -60,34 +60,76 @@ class Ask:
         """Raises InvalidRequest, naming the parameter."""
         if not self.prompts:
             raise InvalidRequest("there is no prompt", "prompt")
-        if len(self.prompts) > MAX_PROMPTS:
-            raise InvalidRequest(f"there must be at most {MAX_PROMPTS} prompts, not {len(self.prompts)}", "prompt")
         if not 1 <= self.n <= MAX_N:
             raise InvalidRequest(f"n must be in [1, {MAX_N}], not {self.n}", "n")
         if "" in self.stop:
             raise InvalidRequest("stop must not contain an empty string", "stop")
+        _at_most(MAX_STOP_STRINGS, len(self.stop), "stop", "strings")
+        _at_most(MAX_STOP_CHARS, sum(map(len, self.stop)), "stop", "characters together")
+        _at_most(MAX_STOP_TOKEN_IDS, len(self.stop_token_ids), "stop_token_ids", "ids")
+        _at_most(MAX_LOGIT_BIAS, len(self.logit_bias), "logit_bias", "entries")
+        _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
         if any(not 0 <= token < _INT32_END for token in self.stop_token_ids):
             raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise InvalidRequest(f"the timeout must be above 0 seconds, not {self.timeout_s}", "timeout")
 
 
-def check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
-    """Raises InvalidRequest for a prompt that leaves no room for a token, or with ids that the model does not have.
+def _at_most(limit: int, count: int, param: str, what: str) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{param} must have at most {limit} {what}, not {count}", param)
 
-    The wording is vLLM's, which clients know to look for.
+
+def encode(text: str, model: ServedModel, add_special_tokens: bool) -> tuple[int, ...]:
+    """Token ids of a text. Raises ContextTooLong for one that is far too long, without tokenizing all of it.
+
+    How few tokens a text may have does not follow from its characters: a tokenizer may drop some, and thousands of
+    blanks may be one token. But it works from left to right, so that a beginning has nearly as many tokens as it has
+    within the whole; half of the context's length is far more than that "nearly" ever was.
     """
+    beginning = text[: _PROBE_CHARS_PER_TOKEN * model.max_model_len]
+    if len(beginning) < len(text):
+        num_tokens = model.tokenizer.count(beginning)
+        if num_tokens > model.max_model_len + model.max_model_len // 2:
+            raise _too_long(model, f"more than {num_tokens}")
+    return model.tokenizer.encode(text, add_special_tokens)
+
+
+def check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
+    """Raises InvalidRequest for a prompt that leaves no room for a token, or with ids that the model does not have."""
     if not prompt:
         raise InvalidRequest("The prompt is empty: at least one token is needed.", "prompt")
     if len(prompt) >= model.max_model_len:
-        raise ContextTooLong(
-            f"This model's maximum context length is {model.max_model_len} tokens. However, your request has "
-            f"{len(prompt)} input tokens. Please reduce the length of the input messages.",
-            "prompt",
-        )
-    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
-        bad = next(token for token in prompt if not 0 <= token < model.vocab_size)
-        raise InvalidRequest(f"Token id {bad} is out of vocabulary, which has {model.vocab_size} tokens.", "prompt")
+        raise _too_long(model, str(len(prompt)))
+    check_tokens(prompt, model, "prompt")
+
+
+def check_answer(tokens: Sequence[int], model: ServedModel) -> None:
+    """Raises InvalidRequest for tokens that are no text of the model's."""
+    check_num_tokens(len(tokens), model, "tokens")
+    check_tokens(tokens, model, "tokens")
+
+
+def check_num_tokens(num_tokens: int, model: ServedModel, param: str) -> None:
+    """Raises ContextTooLong for more than the context has."""
+    if num_tokens > model.max_model_len:
+        raise _too_long(model, str(num_tokens), param)
+
+
+def check_tokens(tokens: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raises InvalidRequest for ids that the model does not have."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= model.vocab_size):
+        bad = next(token for token in tokens if not 0 <= token < model.vocab_size)
+        raise InvalidRequest(f"Token id {bad} is out of vocabulary, which has {model.vocab_size} tokens.", param)
+
+
+def _too_long(model: ServedModel, num_tokens: str, param: str = "prompt") -> ContextTooLong:
+    """The wording is vLLM's, which clients know to look for."""
+    return ContextTooLong(
+        f"This model's maximum context length is {model.max_model_len} tokens. However, your request has "
+        f"{num_tokens} input tokens. Please reduce the length of the input messages.",
+        param,
+    )
 
 
 def sampling_params(ask: Ask, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
@@ -112,7 +154,7 @@ def sampling_params(ask: Ask, model: ServedModel, num_prompt_tokens: int) -> Sam
         max_tokens=_max_tokens(ask, model, num_prompt_tokens),
         min_tokens=ask.min_tokens,
         ignore_eos=ask.ignore_eos,
-        stop_token_ids=ask.stop_token_ids,
+        stop_token_ids=frozenset(ask.stop_token_ids),
         num_logprobs=ask.num_logprobs,
     )
 

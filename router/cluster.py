@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from baton.address import HostPort
 from baton.messages import NodeRole
+from baton.trust import Trust
 from router.dispatcher import Dispatcher
 from router.models import Models
 from router.nodes import NodeLink
@@ -44,14 +45,18 @@ class Cluster:
         models: Models,
         prefill: Sequence[HostPort],
         decode: Sequence[HostPort],
+        trust: Trust,
     ) -> None:
         roles = [(address, NodeRole.PREFILL) for address in prefill] + [(a, NodeRole.DECODE) for a in decode]
-        self.links = [NodeLink(address, role, epoch, dispatcher, models, self._changed) for address, role in roles]
+        self.links = [
+            NodeLink(address, role, epoch, dispatcher, models, self._changed, trust) for address, role in roles
+        ]
         self._dispatcher = dispatcher
         self._tasks: list[asyncio.Task[None]] = []
         self._watchers: list[Callable[[Readiness], None]] = []
         self._said = ""
         self._draining = False
+        self._was_ready = False
 
     def start(self) -> None:
         """Begin to connect to all nodes, in the background."""
@@ -94,7 +99,9 @@ class Cluster:
     def _changed(self) -> None:
         readiness = self.readiness()
         if readiness.status not in ("ready", self._said):
-            log.warning("%s%s", "" if readiness.ready else "not ready: ", readiness.status)
+            level = logging.WARNING if self._was_ready and not self._draining else logging.INFO
+            log.log(level, "%s%s", "" if readiness.ready else "not ready: ", readiness.status)
+        self._was_ready = self._was_ready or readiness.ready
         self._said = readiness.status
         for watcher in self._watchers:
             watcher(readiness)

@@ -76,22 +76,19 @@ Action = ToNode | Emit
 
 
 class RouterCore:
-    """All live requests of one router. `epoch` names this router's life; `max_requests` 0 means no limit;
-    `max_waiting`: how many requests, or single samples of them, may wait for a node; `with_prefill`: it has prefill
-    nodes, now or later; `first_token`: whether what these sample is told at once, or when the decode node goes on with
-    it."""
+    """All live requests of one router. `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or
+    later; `first_token`: whether what these sample is told at once, or when the decode node goes on with it;
+    `max_waiting`: how many requests, or single samples of them, may wait for a node."""
 
     def __init__(
         self,
         epoch: int,
-        max_requests: int = 0,
         with_prefill: bool = True,
         first_token: FirstToken = "prefill",
         max_waiting: int = 1024,
     ) -> None:
         self.epoch = epoch
         self.pool = Pool(with_prefill)
-        self._max_requests = max_requests
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._deadlines: Deadlines[str] = Deadlines()
@@ -153,8 +150,6 @@ class RouterCore:
         nodes that are here do not fit together, or too many wait already."""
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
-        if self._max_requests and len(self._requests) >= self._max_requests:
-            raise Overloaded(f"{self._max_requests} requests are in flight")
         samples = [SampleLife(i) for i in range(request.n)]
         life = RequestLife(request, now, now + request.deadline_s, samples)
         self._place_or_wait(Unplaced(life, samples, request.request_id, 0), self.pool.choose(life.avoid, now), now)
@@ -310,7 +305,8 @@ class RouterCore:
             self._fail(life, work, error, now, suspects)
         elif not work.unfinished:
             if incarnation == work.decode and not work.handed_off:
-                self._to_node(work.prefill, Abort(work.id))  # its last word is still under way and says nothing new
+                # its last word is still under way and says nothing new
+                self._to_node(work.prefill, Abort(work.id, (), work.deadline_s))
             self._retire(life, work)
             self._end_if_done(life, now)
         elif incarnation == work.decode and not work.handed_off:
@@ -347,7 +343,8 @@ class RouterCore:
     ) -> None:
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
         work_id = WorkId(self.epoch, key, attempt)
-        work = Work(work_id, samples, prefill.incarnation, decode.incarnation if decode else None)
+        left_s = life.deadline - now
+        work = Work(work_id, samples, prefill.incarnation, decode.incarnation if decode else None, left_s)
         life.works[work_id] = work
         self._owner[work_id] = life
         life.timings.num_attempts = max(life.timings.num_attempts, attempt + 1)
@@ -448,7 +445,7 @@ class RouterCore:
 
     def _abort(self, work: Work, samples: tuple[int, ...] = ()) -> None:
         for incarnation in work.nodes():
-            self._to_node(incarnation, Abort(work.id, samples))
+            self._to_node(incarnation, Abort(work.id, samples, work.deadline_s))
 
     def _to_node(self, incarnation: str, message: Prefill | Abort) -> None:
         if self.pool.get(incarnation):

@@ -90,7 +90,6 @@ class Dispatcher:
         now = time.monotonic()
         self._cause = "node_error"
         for update in message:
-            self._accounts.node_said(update)
             self._core.update(incarnation, update, now)
             self._carry_out()  # each by itself: a stop string in it is seen before the token behind it counts
 

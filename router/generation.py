@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError, InternalError
+from router.admission import Admitted
 from router.answer import Answer, Delta, join
 from router.dispatcher import Dispatcher
 from router.life import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut, TokensOut
+from router.offload import Pauses
 
 log = logging.getLogger(__name__)
+
+_MAX_DELTAS = 128
+"""Of one `next`: what becomes of them, 20 logprobs each, must not hold up the event loop."""
 
 
 @dataclass(slots=True)
@@ -26,38 +32,55 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`num_cached_tokens`: prompt tokens that the prefill node did not compute."""
+    """`num_cached_tokens`: prompt tokens that the prefill node did not compute; None: not for this client to know."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
 
 
 class Generation:
     """Runs from `start` until all its parts ended, one failed, or `close`. One consumer calls `next`.
 
     Tokens become text when they arrive, not when the client reads: a slow reader does not delay the stop string that
-    frees the nodes.
+    frees the nodes, and what waits for it is no more than its answer. What was `admitted` is given back when the last
+    part has ended. Without `tells_timings` the client learns neither the timings nor what was cached.
     """
 
-    def __init__(self, request_id: str, dispatcher: Dispatcher, parts: Sequence[Part]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        dispatcher: Dispatcher,
+        parts: Sequence[Part],
+        admitted: Admitted,
+        tells_timings: bool = True,
+    ) -> None:
         self.request_id = request_id
         self.parts = parts
         self._dispatcher = dispatcher
+        self._admitted = admitted
         self._live: set[str] = set()
-        self._waiting: list[Delta] = []
+        self._waiting: deque[Delta] = deque()
+        self._tells_timings = tells_timings
         self._error: BatonError | None = None
         self._something = asyncio.Event()
 
-    def start(self, received: float) -> None:
+    async def start(self, received: float) -> None:
         """Place all prompts. Raises BatonError, and then none is running."""
-        for part in self.parts:
-            try:
+        self._admitted.keep()
+        self._live.update(part.request.request_id for part in self.parts)
+        pause = Pauses()
+        try:
+            for part in self.parts:
                 self._dispatcher.submit(part.request, _Sink(self, part), received)
-            except BatonError:
-                self.close()
-                raise
-            self._live.add(part.request.request_id)
+                await pause()
+                if self._error is not None:  # of a part that was placed before
+                    raise self._error
+        except BaseException:
+            self.close()
+            self._live.clear()  # those that were not placed
+            self._admitted.release()
+            raise
 
     @property
     def done(self) -> bool:
@@ -65,22 +88,24 @@ class Generation:
         return not self._live and not self._waiting and self._error is None
 
     async def next(self, timeout_s: float | None = None) -> list[Delta]:
-        """What came since the last call, in order; waits for something, at most `timeout_s`.
+        """What came since the last call, each answer's in order and as one delta; waits for something, at most
+        `timeout_s`. A reader that lags gets it bit by bit.
 
         Empty when nothing came in time, or when all is done. Raises what ended the request early, after all that came
         before.
         """
-        if not self._waiting and self._error is None and self._live:
+        if self._waiting:
+            await asyncio.sleep(0)  # else a reader that never waits would keep the event loop to itself
+        elif self._error is None and self._live:
             self._something.clear()
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._something.wait()
             except TimeoutError:
                 return []
-        deltas, self._waiting = self._waiting, []
-        if not deltas and self._error is not None:
+        if not self._waiting and self._error is not None:
             raise self._error
-        return deltas
+        return self._take_waiting()
 
     def close(self) -> None:
         """The client left, or has all that it wants. Idempotent."""
@@ -92,12 +117,16 @@ class Generation:
         return Usage(
             num_prompt_tokens=sum(len(part.request.prompt_tokens) for part in self.parts),
             num_completion_tokens=sum(answer.num_tokens for part in self.parts for answer in part.answers),
-            num_cached_tokens=sum(part.timings.num_cached_tokens for part in self.parts if part.timings),
+            num_cached_tokens=sum(part.timings.num_cached_tokens for part in self.parts if part.timings)
+            if self._tells_timings
+            else None,
         )
 
     @property
-    def timings(self) -> RequestTimings:
-        """Of the prompt that took longest, among those that have ended."""
+    def timings(self) -> RequestTimings | None:
+        """Of the prompt that took longest, among those that have ended; None: not for this client to know."""
+        if not self._tells_timings:
+            return None
         return max((p.timings for p in self.parts if p.timings), key=lambda t: t.total_s, default=RequestTimings())
 
     def take(self, part: Part, event: RequestEvent) -> None:
@@ -114,16 +143,18 @@ class Generation:
             case TokensOut(sample, token_ids, logprobs):
                 answer = part.answers[sample]
                 if not answer.ended:
-                    self._put(answer.add(token_ids, logprobs))
+                    self._waiting.append(answer.add(token_ids, logprobs))
                     if answer.ended:
                         self._dispatcher.stop_sample(part.request.request_id, sample)
             case SampleOut(sample, reason, stop_token_id):
                 answer = part.answers[sample]
                 if not answer.ended:
-                    self._put(answer.end(reason, stop_token_id))
+                    self._waiting.append(answer.end(reason, stop_token_id))
             case RequestEnd(error, timings):
                 part.timings = timings
                 self._live.discard(part.request.request_id)
+                if not self._live:
+                    self._admitted.release()
                 self._log_end(part, error, timings)
                 if error is not None:
                     self._fail(error)
@@ -145,12 +176,12 @@ class Generation:
             extra={"request_id": self.request_id},
         )
 
-    def _put(self, delta: Delta) -> None:
-        """A reader that lags gets neighbouring deltas of an answer as one."""
-        if self._waiting and self._waiting[-1].index == delta.index:
-            self._waiting[-1] = join((self._waiting[-1], delta))
-        else:
-            self._waiting.append(delta)
+    def _take_waiting(self) -> list[Delta]:
+        by_answer: dict[int, list[Delta]] = {}
+        for _ in range(min(_MAX_DELTAS, len(self._waiting))):
+            delta = self._waiting.popleft()
+            by_answer.setdefault(delta.index, []).append(delta)
+        return [join(deltas) for deltas in by_answer.values()]
 
     def _fail(self, error: BatonError) -> None:
         if self._error is None:

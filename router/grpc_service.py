@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from baton import wire
 from baton.errors import BatonError, InternalError, InvalidRequest, RequestCancelled
 from baton.telemetry import request_scope
 from baton.v1 import generation_pb2 as pb
-from baton.v1 import generation_pb2_grpc
 from router.answer import Delta
-from router.ask import Ask
+from router.api_keys import ApiKeys, salted
+from router.ask import Ask, check_answer, check_num_tokens, encode
 from router.generation import Generation
+from router.grpc_requests import parse_request
 from router.life import RequestTimings
+from router.limits import MAX_NAME_CHARS, MAX_ROLE_CHARS
 from router.models import ServedModel
 from router.scope import RETRY_AFTER_S, usable_request_id
-from router.service import Service
+from router.service import Service, size_of_chat
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 R = TypeVar("R")
+M = TypeVar("M", bound=Message)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
+
+_ABORT_S = 1.0
 
 _OPTIONAL = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -34,109 +43,189 @@ _OPTIONAL = (
 )
 
 
-class GenerationService(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, service: Service) -> None:
-        self._service = service
+class GenerationService:
+    """`handlers` is what a server adds: requests come as bytes, and are parsed here, bounded. `write_timeout_s`: so
+    long each message may wait for its client to read; then the call ends."""
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # noqa: N802
+    def __init__(self, service: Service, keys: ApiKeys | None = None, write_timeout_s: float = 30.0) -> None:
+        self._service = service
+        self._keys = keys
+        self._write_timeout_s = write_timeout_s
+
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.list_models, response_serializer=pb.ListModelsResponse.SerializeToString
+            ),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(
+                self.tokenize, response_serializer=pb.TokenizeResponse.SerializeToString
+            ),
+            "Detokenize": grpc.unary_unary_rpc_method_handler(
+                self.detokenize, response_serializer=pb.DetokenizeResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def generate(self, data: bytes, context: Context) -> None:
         """GenerationStarted, deltas, GenerationFinished; or an error status. The call's own deadline holds too."""
         received = time.monotonic()
+        request = await _answered("Generate", context, lambda: self._parse(pb.GenerateRequest, data), received, False)
         metadata = dict(context.invocation_metadata() or ())
         request_id = usable_request_id(request.request_id or str(metadata.get("x-request-id", "")))
 
         async def run() -> None:
             await context.send_initial_metadata((("x-request-id", request_id),))
             model = self._service.models.get(request.model)
-            ask = self._ask(model, request, request_id, context.time_remaining())
-            generation = await self._service.generate(model, ask, received)
+            prompt = _Prompt(request, model)
+            with self._service.admit(model, [prompt.size], request.n or 1) as admitted:
+                ask = _ask(request, request_id, await prompt.read(self._service), context.time_remaining())
+                tenant = self._keys and self._keys.check(authorization_of(context.invocation_metadata()))
+                generation = await self._service.generate(model, salted(ask, tenant or None), received, admitted)
             try:
-                await _send(generation, model, context)
+                await self._send(generation, model, context)
             finally:
                 generation.close()
 
         with request_scope(request_id):
             await _answered("Generate", context, run, received)
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
+    async def list_models(self, data: bytes, context: Context) -> pb.ListModelsResponse:
         async def run() -> pb.ListModelsResponse:
             model = self._service.models.get(None)
             return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
 
         return await _answered("ListModels", context, run, time.monotonic())
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+    async def tokenize(self, data: bytes, context: Context) -> pb.TokenizeResponse:
         async def run() -> pb.TokenizeResponse:
+            request = await self._parse(pb.TokenizeRequest, data)
             model = self._service.models.get(request.model)
-            text, special = self._text(model, request)
-            if request.HasField("add_special_tokens"):
-                special = request.add_special_tokens
-            [tokens] = await self._service.tokenize(model, [text], special)
-            return pb.TokenizeResponse(token_ids=wire.pack_tokens(tokens), max_model_len=model.max_model_len)
+            prompt = _Prompt(request, model)
+            with self._service.admit(model, [prompt.size]):
+                text = str(await prompt.read(self._service))
+                special = request.add_special_tokens if request.HasField("add_special_tokens") else prompt.special
+
+                def answer() -> pb.TokenizeResponse:
+                    ids = wire.pack_tokens(encode(text, model, special))
+                    return pb.TokenizeResponse(token_ids=ids, max_model_len=model.max_model_len)
+
+                return await self._service.offload.run(answer, len(text))
 
         return await _answered("Tokenize", context, run, time.monotonic())
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
+    async def detokenize(self, data: bytes, context: Context) -> pb.DetokenizeResponse:
         async def run() -> pb.DetokenizeResponse:
+            request = await self._parse(pb.DetokenizeRequest, data)
             model = self._service.models.get(request.model)
-            tokens = wire.unpack_tokens(request.token_ids)
-            return pb.DetokenizeResponse(text=model.tokenizer.decode(tokens, skip_special_tokens=False))
+
+            def answer() -> pb.DetokenizeResponse:
+                tokens = wire.unpack_tokens(request.token_ids)
+                check_answer(tokens, model)
+                return pb.DetokenizeResponse(text=model.tokenizer.decode(tokens, skip_special_tokens=False))
+
+            size = len(request.token_ids) // 4
+            with self._service.admit(model, [size]):
+                return await self._service.offload.run(answer, size)
 
         return await _answered("Detokenize", context, run, time.monotonic())
 
-    def _ask(self, model: ServedModel, request: pb.GenerateRequest, request_id: str, left_s: float | None) -> Ask:
-        """Raises InvalidRequest. `left_s`: until the call's own deadline."""
-        prompt, special = self._prompt(model, request)
-        given = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
-        if left_s is not None:
-            given["timeout_s"] = min(left_s, given.get("timeout_s", left_s))
-        if request.HasField("logprobs") and request.logprobs < 0:
-            raise InvalidRequest(f"logprobs must be 0 or more, not {request.logprobs}", "logprobs")
-        return Ask(
-            request_id=request_id,
-            prompts=(prompt,),
-            add_special_tokens=special,
-            n=request.n or 1,
-            logit_bias=dict(request.logit_bias),
-            min_tokens=request.min_tokens,
-            ignore_eos=request.ignore_eos,
-            num_logprobs=request.logprobs if request.HasField("logprobs") else -1,
-            stop=tuple(request.stop),
-            stop_token_ids=tuple(request.stop_token_ids),
-            include_stop_str_in_output=request.include_stop_str_in_output,
-            skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
-            cache_salt=request.cache_salt,
-            **given,
-        )
+    async def _parse(self, kind: type[M], data: bytes) -> M:
+        return await self._service.offload.run(lambda: parse_request(kind, data), len(data))
 
-    def _prompt(self, model: ServedModel, request: pb.GenerateRequest) -> tuple[str | tuple[int, ...], bool]:
-        """Text or token ids, and whether to add special tokens to a text."""
-        if request.WhichOneof("input") == "prompt_tokens":
-            return wire.unpack_tokens(request.prompt_tokens.ids, "prompt_tokens"), False
-        return self._text(model, request)
+    async def _send(self, generation: Generation, model: ServedModel, context: Context) -> None:
+        """Raises RequestCancelled when the client does not read."""
+        usage, rid = generation.usage, generation.request_id
 
-    def _text(self, model: ServedModel, request: pb.GenerateRequest | pb.TokenizeRequest) -> tuple[str, bool]:
-        match request.WhichOneof("input"):
+        async def write(response: pb.GenerateResponse) -> None:
+            try:
+                async with asyncio.timeout(self._write_timeout_s):
+                    await context.write(response)
+            except TimeoutError:
+                raise RequestCancelled(f"the client did not read for {self._write_timeout_s:g} s") from None
+
+        started = pb.GenerationStarted(num_prompt_tokens=usage.num_prompt_tokens, model=model.name)
+        await write(pb.GenerateResponse(request_id=rid, started=started))
+        while not generation.done:
+            for delta in await generation.next():
+                await write(pb.GenerateResponse(request_id=rid, delta=_delta(delta)))
+        finished = pb.GenerationFinished(usage=_usage(generation), timings=_timings(generation.timings))
+        await write(pb.GenerateResponse(request_id=rid, finished=finished))
+
+
+class _Prompt:
+    """What a request gives as its input. `size`: characters, or tokens; `special`: whether a text gets special tokens
+    by default. Raises InvalidRequest."""
+
+    def __init__(self, request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> None:
+        self._request = request
+        self._model = model
+        self._kind = request.WhichOneof("input")
+        self.special = self._kind == "prompt"
+        match self._kind:
             case "prompt":
-                return request.prompt, True
+                self.size = len(request.prompt)
             case "chat":
-                return self._service.render_chat(model, [_message(m) for m in request.chat.messages]), False
+                _check_messages(request.chat.messages)
+                self.size = size_of_chat(request.chat.messages)
+            case "prompt_tokens":
+                assert isinstance(request, pb.GenerateRequest)
+                self.size = len(request.prompt_tokens.ids) // 4
+                check_num_tokens(self.size, model, "prompt_tokens")
             case _:
                 raise InvalidRequest("there is no input: give a prompt, prompt_tokens or a chat", "input")
 
+    async def read(self, service: Service) -> str | tuple[int, ...]:
+        """The text, a chat's rendered, or the token ids."""
+        request = self._request
+        if self._kind == "chat":
+            messages = request.chat.messages
+            return await service.render_chat(self._model, lambda: [_message(m) for m in messages], self.size)
+        if self._kind == "prompt":
+            return request.prompt
+        assert isinstance(request, pb.GenerateRequest)
+        return wire.unpack_tokens(request.prompt_tokens.ids, "prompt_tokens")
 
-async def _send(generation: Generation, model: ServedModel, context: Context) -> None:
-    usage, rid = generation.usage, generation.request_id
-    started = pb.GenerationStarted(num_prompt_tokens=usage.num_prompt_tokens, model=model.name)
-    await context.write(pb.GenerateResponse(request_id=rid, started=started))
-    while not generation.done:
-        for delta in await generation.next():
-            await context.write(pb.GenerateResponse(request_id=rid, delta=_delta(delta)))
-    finished = pb.GenerationFinished(usage=_usage(generation), timings=_timings(generation.timings))
-    await context.write(pb.GenerateResponse(request_id=rid, finished=finished))
+
+def _check_messages(messages: Sequence[pb.ChatMessage]) -> None:
+    for message in messages:
+        if len(message.role) > MAX_ROLE_CHARS or len(message.name) > MAX_NAME_CHARS:
+            raise InvalidRequest(
+                f"a message's role must have at most {MAX_ROLE_CHARS} characters, its name {MAX_NAME_CHARS}", "chat"
+            )
 
 
-async def _answered(method: str, context: Context, run: Callable[[], Awaitable[R]], received: float) -> R:
-    """What `run` returns; its errors become the call's status."""
+def _ask(request: pb.GenerateRequest, request_id: str, prompt: str | tuple[int, ...], left_s: float | None) -> Ask:
+    """Raises InvalidRequest. `left_s`: until the call's own deadline."""
+    given = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
+    if left_s is not None:
+        given["timeout_s"] = min(left_s, given.get("timeout_s", left_s))
+    if request.HasField("logprobs") and request.logprobs < 0:
+        raise InvalidRequest(f"logprobs must be 0 or more, not {request.logprobs}", "logprobs")
+    return Ask(
+        request_id=request_id,
+        prompts=(prompt,),
+        add_special_tokens=request.WhichOneof("input") == "prompt",
+        n=request.n or 1,
+        logit_bias=dict(request.logit_bias),
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        num_logprobs=request.logprobs if request.HasField("logprobs") else -1,
+        stop=tuple(dict.fromkeys(request.stop)),
+        stop_token_ids=tuple(request.stop_token_ids),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
+        cache_salt=request.cache_salt,
+        **given,
+    )
+
+
+async def _answered(
+    method: str, context: Context, run: Callable[[], Awaitable[R]], received: float, is_last: bool = True
+) -> R:
+    """What `run` returns; its errors become the call's status. Logged when the call has ended so, or `is_last`."""
     error: BatonError
     try:
         result = await run()
@@ -149,12 +238,22 @@ async def _answered(method: str, context: Context, run: Callable[[], Awaitable[R
         else:
             log.exception("our own mistake in %s", method)
     else:
-        _log_end(method, "OK", received)
+        if is_last:
+            _log_end(method, "OK", received)
         return result
     _log_end(method, error.grpc_status, received)
     retry = (("retry-after", str(RETRY_AFTER_S)),) if error.retryable else ()
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message, retry)
+    try:
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(grpc.StatusCode[error.grpc_status], error.message, retry)
+    except (TimeoutError, grpc.aio.InternalError):  # it does not read what was written before, or has left
+        raise asyncio.CancelledError from None
     raise error  # abort raises; this tells the type checker
+
+
+def authorization_of(metadata: Iterable[Any] | None) -> str:
+    """What the call says as HTTP's header of that name; empty for nothing."""
+    return str(dict(metadata or ()).get("authorization", ""))
 
 
 def _log_end(method: str, status: str, received: float) -> None:
@@ -187,11 +286,13 @@ def _usage(generation: Generation) -> pb.Usage:
     return pb.Usage(
         num_prompt_tokens=usage.num_prompt_tokens,
         num_completion_tokens=usage.num_completion_tokens,
-        num_cached_tokens=usage.num_cached_tokens,
+        num_cached_tokens=usage.num_cached_tokens or 0,
     )
 
 
-def _timings(timings: RequestTimings) -> pb.Timings:
+def _timings(timings: RequestTimings | None) -> pb.Timings | None:
+    if timings is None:
+        return None
     return pb.Timings(
         queue_s=timings.queue_s,
         prefill_s=timings.prefill_s,

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.errors import BatonError, PeerLost
-from baton.messages import Adopted, DecodeTarget, HandedOff, Prefill, Sample, SampleEnd, TokenLogprobs, Tokens, WorkId
+from baton.messages import (
+    Adopted,
+    DecodeTarget,
+    HandedOff,
+    Prefill,
+    Sample,
+    SampleEnd,
+    TokenLogprobs,
+    Tokens,
+    WorkId,
+)
 from baton.sampling import FinishReason, SamplingParams
 
 
@@ -128,13 +138,15 @@ class SampleLife:
 class Work:
     """One attempt at some samples of a request, placed on a prefill and a decode node, or on a decode node alone.
 
-    `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too.
+    `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too. `deadline_s`
+    is what the message said.
     """
 
     id: WorkId
     samples: list[SampleLife]
     prefill: str
     decode: str | None
+    deadline_s: float
     state: WorkState = WorkState.QUEUED
     prefilled: bool = False  # its prompt keeps nobody waiting any more
     handed_off: bool = False

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import signal
 import sys
 from collections.abc import Sequence
 
 import uvloop
 
+from baton.open_files import raise_open_files
 from baton.settings import parse
+from baton.signals import stop_signals
 from baton.telemetry import configure_logging
-from router.server import RouterServer, StartError
+from router.edge import StartError
+from router.server import RouterServer
 from router.settings import RouterSettings
 
 EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once. Exits with 1 when it cannot start."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain; a second one ends at once. Exits with 1 if it cannot start."""
     settings = parse(RouterSettings, argv)
     configure_logging(settings.logging_level(), settings.node_id or f"router-{settings.http.port}")
+    raise_open_files()
     try:
         uvloop.run(_serve(settings))
     except StartError as error:
@@ -36,7 +39,7 @@ async def _serve(settings: RouterSettings) -> None:
         (hurry if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, on_signal)
     server = RouterServer(settings)
     await server.start()

@@ -1,6 +1,6 @@
 """The streams to the nodes: one session each, opened again whenever it ends.
 
-connect -> Describe -> (GetTokenizer) -> Session: Subscribe, Subscribed, work and updates -> lost -> back-off
+connect -> Describe -> (GetTokenizer) -> Session: (Auth), Subscribe, Subscribed, work and updates -> lost -> back-off
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import grpc
 import grpc.aio
 
 from baton.address import HostPort
-from baton.channels import CHANNEL_OPTIONS
+from baton.channels import open_channel
+from baton.cluster_secret import SESSION, prove
 from baton.errors import BatonError, NodeUnavailable
-from baton.messages import Abort, Load, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.messages import Abort, Auth, Load, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
 from baton.silence import until_silent
+from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
-from baton.wire import read_node_info, read_node_message, write_router_message
+from baton.wire import Limits, read_node_info, read_node_message, write_router_message
 from router.dispatcher import Dispatcher
 from router.models import Models
 
@@ -49,14 +51,17 @@ class NodeLink:
         dispatcher: Dispatcher,
         models: Models,
         changed: Callable[[], None],
+        trust: Trust,
     ) -> None:
         self.address = address
         self.role = role
         self.problem: str | None = "not reached yet"
+        self._reached = False
         self._epoch = epoch
         self._dispatcher = dispatcher
         self._models = models
         self._changed = changed
+        self._trust = trust
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -79,9 +84,10 @@ class NodeLink:
 
     async def _connect_once(self) -> None:
         """One session, from the connection to its end. Always raises: _SessionLost when the node had been in use."""
-        async with grpc.aio.insecure_channel(str(self.address), options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(str(self.address), self._trust.tls) as channel:
             status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
+            self._reached = True
             if info.role is not self.role:
                 raise NodeUnavailable(f"is a {info.role.value} node, but configured under --{self.role.value}")
             tokenizer = await self._models.tokenizer(info, lambda: _fetch_tokenizer(status, info))
@@ -103,9 +109,17 @@ class NodeLink:
             call.cancel()
 
     async def _subscribe(self, call: _Call, info: NodeInfo) -> None:
-        await call.write(write_router_message(Subscribe(self._epoch, info.incarnation)))
-        wire: Any = await call.read()
-        answer = None if wire is EOF else read_node_message(wire)
+        async def say(message: Auth | Subscribe) -> None:
+            await call.write(write_router_message(message))
+
+        async def hear() -> Any:
+            wire: Any = await call.read()
+            return None if wire is EOF else read_node_message(wire)
+
+        if self._trust.secret is not None:
+            await prove(self._trust.secret, SESSION, str(self._epoch), say, hear)
+        await say(Subscribe(self._epoch, info.incarnation))
+        answer = await hear()
         if not isinstance(answer, Subscribed) or answer.incarnation != info.incarnation:
             raise NodeUnavailable("did not confirm the subscription")
 
@@ -115,7 +129,7 @@ class NodeLink:
         self._dispatcher.node_up(info, outgoing.put_nowait)
         log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
         self._set_problem(None)
-        reading = asyncio.create_task(self._listen(call, info.incarnation))
+        reading = asyncio.create_task(self._listen(call, info))
         writing = asyncio.create_task(_write(call, outgoing))
         reason = "the router is closing"
         try:
@@ -129,16 +143,17 @@ class NodeLink:
             self._dispatcher.node_lost(info.incarnation, reason)
         return reason
 
-    async def _listen(self, call: _Call, incarnation: str) -> str:
+    async def _listen(self, call: _Call, info: NodeInfo) -> str:
         """Pass on what the node says until its stream ends, breaks or goes silent; returns which."""
+        limits = Limits.of(info)
         try:
             async with until_silent(SILENCE_TIMEOUT_S) as silence:
                 wire: Any
                 while (wire := await call.read()) is not EOF:
                     silence.heard()
-                    message = read_node_message(wire)
-                    if not isinstance(message, Subscribed):
-                        self._dispatcher.node_said(incarnation, message)
+                    message = read_node_message(wire, limits)
+                    if not isinstance(message, Subscribed | Auth):
+                        self._dispatcher.node_said(info.incarnation, message)
                     if isinstance(message, Load) and message.draining:
                         self._set_problem("is stopping, and finishes what it has")
         except TimeoutError:
@@ -152,7 +167,8 @@ class NodeLink:
             return
         self.problem = problem
         if problem:
-            log.warning("node_address=%s role=%s not in use: %s", self.address, self.role.value, problem)
+            level = logging.WARNING if self._reached else logging.INFO  # whoever starts later is nothing to warn of
+            log.log(level, "node_address=%s role=%s not in use: %s", self.address, self.role.value, problem)
         self._changed()
 
 

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import Iterator
-
-import grpc.aio
-import uvicorn
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from baton.address import HostPort
-from baton.channels import SERVER_OPTIONS
 from baton.errors import NodeUnavailable
 from baton.settings import flag_name
-from baton.telemetry import RouterMetrics, new_registry
-from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.accounts import Accounts
+from router.admission import Admission
 from router.cluster import Cluster, Readiness
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
+from router.edge import StartError, make_edge
+from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
 from router.http.app import create_app
 from router.http.generate import GenerateRoutes, HttpLimits
+from router.http.limits import Bodies
+from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.models import Models
 from router.service import Service
@@ -35,44 +31,52 @@ from router.settings import RouterSettings
 log = logging.getLogger(__name__)
 
 EPOCH_BITS = 63
-_SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
-WHOLE_CLUSTER = "baton.v1.Cluster"
-"""A name of the health service: SERVING while nothing is missing, not even what a request can do without."""
-_IDLE_S = 75
-"""For connections without a request: longer than most clients keep theirs, so that none reuses one just closed."""
 _CLOSE_S = 1.0
 """For connections to end after their requests have."""
 
 
-class StartError(Exception):
-    """The router cannot start; the text is one line that names the flag."""
-
-
 class RouterServer:
-    """`start`, then serve on the event loop until `stop`. `http_address` and `grpc_address` are known after `start`."""
+    """`start`, then serve on the event loop until `stop`. `http_address` and `grpc_address` are known after `start`.
+
+    Raises StartError at construction for files that cannot be used.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        registry = new_registry()
+        self._edge = make_edge(settings)
+        registry = new_registry(ROUTER)
         metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
         self.models = Models()
         accounts = Accounts(metrics, self._model_name)
-        core = RouterCore(
-            epoch, settings.max_num_requests, bool(settings.prefill), settings.first_token, settings.max_waiting
-        )
+        core = RouterCore(epoch, bool(settings.prefill), settings.first_token, settings.max_waiting)
         self.dispatcher = Dispatcher(core, accounts)
-        self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode)
-        self._service = Service(self.dispatcher, self.models, settings.request_timeout)
-        limits = HttpLimits(settings.max_body_bytes, settings.keep_alive_interval)
+        trust = settings.trust()
+        self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode, trust)
+        self.admission = Admission(
+            settings.max_num_requests,
+            settings.max_num_prompt_tokens,
+            on_refused=lambda error: accounts.refused(error, 0.0),
+        )
+        self._service = Service(
+            self.dispatcher,
+            self.models,
+            settings.request_timeout,
+            self.admission,
+            settings.max_num_samples,
+            settings.timings,
+        )
+        bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
+        limits = HttpLimits(bodies, settings.keep_alive_interval)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
-        self.app = create_app(GenerateRoutes(self._service, limits), status)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # known to grpc, not to its stubs
+        self.app = create_app(GenerateRoutes(self._service, limits), status, self._edge.access)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Open both ports, then connect to the nodes in the background. Raises StartError."""
+        for doubt in self._settings.doubts(listen=None):
+            log.warning(doubt)
         listener = _listen(self._settings.http)
         self.http_address = HostPort(self._settings.http.host, listener.getsockname()[1])
         try:
@@ -80,10 +84,17 @@ class RouterServer:
         except StartError:
             listener.close()
             raise
-        self._http = _HttpServer(self._http_config())
+        drain_s = self._settings.drain_timeout + _CLOSE_S
+        self._http = HttpServer(self.app, self._edge.limits, self._edge.tls, drain_s)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         await self._http_up()
-        log.info("listening http=%s grpc=%s", self.http_address, self.grpc_address)
+        log.info(
+            "listening %s=%s grpc=%s max_connections=%d",
+            self._scheme,
+            self.http_address,
+            self.grpc_address,
+            self._edge.limits.max_connections,
+        )
         self.cluster.start()
         self.cluster.watch(self._readiness)
 
@@ -100,6 +111,7 @@ class RouterServer:
         for wait in waits:
             wait.cancel()
         self.dispatcher.close()
+        self._service.close()
         await asyncio.gather(*ending)
         await self.cluster.close()
 
@@ -109,6 +121,10 @@ class RouterServer:
 
     def why_not_ready(self) -> str | None:
         return self.cluster.readiness().why_not
+
+    @property
+    def _scheme(self) -> str:
+        return "http" if self._edge.tls is None else "https"
 
     def _model_name(self) -> str:
         try:
@@ -124,69 +140,26 @@ class RouterServer:
             await self._http_task
 
     async def _start_grpc(self) -> HostPort:
-        self._grpc = grpc.aio.server(
-            options=[*SERVER_OPTIONS, ("grpc.max_receive_message_length", self._settings.max_body_bytes)]
-        )
-        generation_pb2_grpc.add_GenerationServicer_to_server(  # type: ignore[no-untyped-call]  # generated
-            GenerationService(self._service), self._grpc
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._grpc)
-        address = self._settings.grpc
+        settings, edge = self._settings, self._edge
+        limits = GrpcLimits(edge.limits, settings.max_body_bytes, settings.max_num_requests, settings.request_timeout)
+        service = GenerationService(self._service, edge.keys, settings.write_timeout)
+        self._grpc = GrpcServer(service, limits, edge.keys)
+        address = settings.grpc
         try:
-            port = self._grpc.add_insecure_port(str(address))
+            return await self._grpc.start(address, edge.credentials)
         except RuntimeError as error:
             raise StartError(f"{flag_name('grpc')}: {address} cannot be had: it is in use, or not ours") from error
-        await self._set_health(Readiness("starting"))
-        await self._grpc.start()
-        return HostPort(address.host, port)
-
-    def _http_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
-            self.app,
-            lifespan="off",
-            log_config=None,
-            log_level=logging.WARNING,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=_IDLE_S,
-            timeout_graceful_shutdown=int(self._settings.drain_timeout + _CLOSE_S) + 1,
-        )
 
     def _readiness(self, readiness: Readiness) -> None:
         """The cluster's watcher."""
         if readiness == self._told:
             return
         if readiness.ready and not (self._told and self._told.ready):
-            log.info("%s http://%s grpc=%s", readiness.status, self.http_address, self.grpc_address)
+            log.info("%s %s://%s grpc=%s", readiness.status, self._scheme, self.http_address, self.grpc_address)
         self._told = readiness
-        task = asyncio.create_task(self._set_health(readiness))
+        task = asyncio.create_task(self._grpc.set_health(readiness))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _set_health(self, readiness: Readiness) -> None:
-        status = health_pb2.HealthCheckResponse
-        whole = readiness.ready and readiness.degraded is None
-        serving = {"": readiness.ready, **dict.fromkeys(_SERVICES, readiness.ready), WHOLE_CLUSTER: whole}
-        for name, serves in serving.items():
-            await self._health.set(name, status.SERVING if serves else status.NOT_SERVING)
-
-
-class _HttpServer(uvicorn.Server):
-    """Uvicorn without its signal handlers: the process has its own. `up` is set once connections are taken."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _listen(address: HostPort) -> socket.socket:

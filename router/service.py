@@ -2,77 +2,120 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
+from router.admission import Admission, Admitted
 from router.answer import Answer
-from router.ask import Ask, check_prompt, sampling_params
+from router.ask import Ask, check_prompt, encode, sampling_params
 from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
 from router.life import RoutedRequest
 from router.models import Models, ServedModel
-from router.stops import StopScanner
+from router.offload import Offload, Pauses
+from router.stops import StopScanner, StopStrings
 
 log = logging.getLogger(__name__)
 
-INLINE_CHARS = 16_384
-"""Longer texts are tokenized on another thread: 5 ms of work and more, beside which the hop is nothing."""
+_MAX_TEXT_SIZE = 64 * 2**20
+"""Characters of texts that are being read, tokenized and the like: each becomes some hundred bytes meanwhile."""
+
+Prompt = str | tuple[int, ...]
 
 
 class Service:
-    """`request_timeout_s` bounds each request, from its receipt."""
+    """`request_timeout_s` bounds each request, from its receipt; `max_num_samples` the answers to one request.
+    `tells_timings`: see Generation."""
 
-    def __init__(self, dispatcher: Dispatcher, models: Models, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        models: Models,
+        request_timeout_s: float,
+        admission: Admission,
+        max_num_samples: int,
+        tells_timings: bool = True,
+    ) -> None:
         self.models = models
+        self.admission = admission
+        self.offload = Offload(_MAX_TEXT_SIZE)
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
+        self._max_num_samples = max_num_samples
+        self._tells_timings = tells_timings
         self._serial = itertools.count()
 
-    def render_chat(
+    def close(self) -> None:
+        self.offload.close()
+
+    def admit(self, model: ServedModel, sizes: Sequence[int], n: int = 1) -> Admitted:
+        """Reserve for prompts of these sizes: characters of those that are not tokenized yet, else tokens.
+
+        Raises InvalidRequest or Overloaded.
+        """
+        num_samples = len(sizes) * n
+        if num_samples > self._max_num_samples:
+            raise InvalidRequest(
+                f"{len(sizes)} prompts with n={n} are {num_samples} answers, but one request may have at most "
+                f"{self._max_num_samples} (--max-num-samples)",
+                "prompt" if len(sizes) > 1 else "n",
+            )
+        longest = 2 * model.max_model_len  # what has more tokens is refused before it has cost more
+        return self.admission.admit(len(sizes), sum(min(size, longest) for size in sizes))
+
+    async def render_chat(
         self,
         model: ServedModel,
-        messages: Sequence[Mapping[str, str]],
+        messages: Callable[[], Sequence[Mapping[str, str]]],
+        size: int,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a chat. Raises InvalidRequest."""
-        if model.chat is None:
+        """The prompt of a chat of `size` characters. Raises InvalidRequest or Overloaded."""
+        chat = model.chat
+        if chat is None:
             raise InvalidRequest(f"The model `{model.name}` has no chat template. Use completions.", "messages")
-        if not messages:
+        if not size:
             raise InvalidRequest("messages must not be empty", "messages")
-        return model.chat.render(messages, add_generation_prompt, variables)
+        return await self.offload.run(lambda: chat.render(messages(), add_generation_prompt, variables), size)
 
     async def tokenize(
-        self, model: ServedModel, prompts: Sequence[str | tuple[int, ...]], add_special_tokens: bool
+        self, model: ServedModel, prompts: Sequence[Prompt], add_special_tokens: bool
     ) -> list[tuple[int, ...]]:
-        """Token ids of each prompt; those given as such stay."""
+        """Token ids of each prompt, checked; those given as such stay. Raises InvalidRequest or Overloaded."""
 
         def encode_all() -> list[tuple[int, ...]]:
-            encode = model.tokenizer.encode
-            return [encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
+            every = [encode(p, model, add_special_tokens) if isinstance(p, str) else p for p in prompts]
+            for prompt in every:
+                check_prompt(prompt, model)
+            return every
 
-        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE_CHARS:
-            return encode_all()
-        return await asyncio.to_thread(encode_all)
+        return await self.offload.run(encode_all, sum(map(len, prompts)))
 
-    async def generate(self, model: ServedModel, ask: Ask, received: float) -> Generation:
+    async def generate(self, model: ServedModel, ask: Ask, received: float, admitted: Admitted) -> Generation:
         """Start it. `received` is when the request came (`time.monotonic`). Raises BatonError.
 
-        The caller closes the generation, however it ends.
+        The caller closes the generation, however it ends, and the generation gives back what was admitted.
         """
         prompts = await self.tokenize(model, ask.prompts, ask.add_special_tokens)
-        parts = [self._part(model, ask, prompt, i * ask.n) for i, prompt in enumerate(prompts)]
-        generation = Generation(ask.request_id, self._dispatcher, parts)
-        generation.start(received)
+        admitted.resize(sum(map(len, prompts)))
+        stops = StopStrings(ask.stop)
+        parts: list[Part] = []
+        pause = Pauses()
+        for prompt in prompts:
+            parts.append(self._part(model, ask, stops, prompt, len(parts) * ask.n))
+            await pause()
+        generation = Generation(ask.request_id, self._dispatcher, parts, admitted, self._tells_timings)
+        await generation.start(received)
         log.debug("placed prompts=%d n=%d", len(prompts), ask.n)
         return generation
 
-    def _part(self, model: ServedModel, ask: Ask, prompt: tuple[int, ...], first_index: int) -> Part:
-        check_prompt(prompt, model)
+    def _part(
+        self, model: ServedModel, ask: Ask, stops: StopStrings, prompt: tuple[int, ...], first_index: int
+    ) -> Part:
         sampling = sampling_params(ask, model, len(prompt))
         request = RoutedRequest(
             # Unique for ever: clients may repeat their ids, and nodes remember those that were aborted.
@@ -85,15 +128,29 @@ class Service:
         )
         eos = () if ask.ignore_eos else model.defaults.eos_token_ids
         ending_ids = frozenset((*eos, *ask.stop_token_ids))
-        answers = [self._answer(model, ask, first_index + sample, ending_ids) for sample in range(ask.n)]
+        answers = [self._answer(model, ask, stops, first_index + sample, ending_ids) for sample in range(ask.n)]
         return Part(request, answers)
 
-    def _answer(self, model: ServedModel, ask: Ask, index: int, ending_ids: frozenset[int]) -> Answer:
+    def _answer(
+        self, model: ServedModel, ask: Ask, stops: StopStrings, index: int, ending_ids: frozenset[int]
+    ) -> Answer:
         return Answer(
             index,
             model.tokenizer.detokenizer(ask.skip_special_tokens),
-            StopScanner(ask.stop, ask.include_stop_str_in_output),
+            StopScanner(stops, ask.include_stop_str_in_output),
             ending_ids,
             ask.min_tokens,
             ask.include_stop_str_in_output,
         )
+
+
+class Message(Protocol):
+    """Of a chat, in either front end's form."""
+
+    @property
+    def content(self) -> str: ...
+
+
+def size_of_chat(messages: Iterable[Message]) -> int:
+    """Its characters, and what each message costs beside them."""
+    return sum(len(message.content) + 32 for message in messages)

@@ -7,11 +7,13 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.settings import ConnectAddresses, ListenAddress, Settings
+from baton.settings import ConnectAddresses, ListenAddress
+from baton.trust import ClusterSettings
+from router.edge_settings import EdgeSettings
 from router.life import FirstToken
 
 
-class RouterSettings(Settings):
+class RouterSettings(EdgeSettings, ClusterSettings):
     """Takes requests over HTTP and gRPC, and has them answered by prefill and decode nodes. Needs no model folder."""
 
     prog: ClassVar[str] = "baton-router"
@@ -34,17 +36,20 @@ class RouterSettings(Settings):
         "behind it; decode, when that goes on with the request, and the handoff counts to the time to first token",
     )
     request_timeout: float = Field(600.0, gt=0, description="seconds that a request may take, from receipt to its end")
-    max_num_requests: int = Field(
-        4096, ge=0, description="requests in flight; more are refused with 429; 0 is no limit"
+    max_num_requests: int = Field(4096, ge=0, description="prompts in flight; more are refused with 429; 0 is no limit")
+    max_num_prompt_tokens: int = Field(
+        16 * 2**20, ge=0, description="tokens of all prompts in flight; more are refused with 429; 0 is no limit"
     )
+    max_num_samples: int = Field(1024, ge=1, description="answers to one request, prompts times n; more are a 400")
     max_waiting: int = Field(
         1024, ge=0, description="requests that may wait while there is no node to run them; more are refused with 503"
     )
-    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="size of a request's body, bytes")
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments on a stream that has nothing to say yet"
     )
-    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+    drain_timeout: float = Field(
+        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> RouterSettings:
@@ -54,4 +59,6 @@ class RouterSettings(Settings):
         twice = next((address for address in every if every.count(address) > 1), None)
         if twice:
             raise ValueError(f"--prefill, --decode: {twice} is given twice")
+        if self.http == self.grpc and self.http.port:
+            raise ValueError(f"--http, --grpc: both are {self.http}")
         return self

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -14,6 +15,56 @@ class Scan:
     stop: str | None = None
 
 
+class StopStrings:
+    """All stop strings of a request as one automaton (Aho and Corasick, 1975): a character of text costs the same
+    however many and however long they are. Immutable, shared by the request's samples.
+
+    A state stands for the longest end of the text that begins a stop string; 0 for none. `found[state]` is the longest
+    stop string that is complete there; `held[state]` how many characters could still become a match.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self.edges: list[dict[str, int]] = [{}]
+        self.fallback = [0]
+        self.found: list[str | None] = [None]
+        self.held = [0]
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def __bool__(self) -> bool:
+        return len(self.edges) > 1
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for depth, char in enumerate(stop, 1):
+            if char not in self.edges[state]:
+                self.edges[state][char] = len(self.edges)
+                self.edges.append({})
+                self.fallback.append(0)
+                self.found.append(None)
+                self.held.append(depth)
+            state = self.edges[state][char]
+        self.found[state] = stop
+
+    def _link(self) -> None:
+        """Breadth first, so that the shorter end that a state falls back to is complete before it."""
+        waiting = deque([0])
+        while waiting:
+            state = waiting.popleft()
+            for char, child in self.edges[state].items():
+                back = self.fallback[child] = self.next(self.fallback[state], char) if state else 0
+                self.found[child] = self.found[child] or self.found[back]
+                if not self.edges[child]:
+                    self.held[child] = self.held[back]  # complete, so nothing longer can come of it
+                waiting.append(child)
+
+    def next(self, state: int, char: str) -> int:
+        while state and char not in self.edges[state]:
+            state = self.fallback[state]
+        return self.edges[state].get(char, 0)
+
+
 class StopScanner:
     """Finds the first stop string of one sample, however the text is cut.
 
@@ -21,9 +72,10 @@ class StopScanner:
     only text that could still become a match. `include` keeps the stop string in the text.
     """
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: StopStrings, include: bool = False) -> None:
+        self._stops = stops
         self._include = include
+        self._state = 0
         self._held = ""
 
     def add(self, piece: str, may_stop: bool = True) -> Scan:
@@ -31,36 +83,17 @@ class StopScanner:
         if not self._stops:
             return Scan(piece)
         text = self._held + piece
-        if may_stop and (match := self._first_match(text)):
-            end, stop = match
-            self._held = ""
-            return Scan(text[: end if self._include else end - len(stop)], stop)
-        keep = self._possible_start(text)
+        for end, char in enumerate(piece, len(self._held) + 1):
+            self._state = self._stops.next(self._state, char)
+            stop = self._stops.found[self._state]
+            if stop and may_stop:
+                self.flush()
+                return Scan(text[: end if self._include else end - len(stop)], stop)
+        keep = len(text) - self._stops.held[self._state]
         self._held = text[keep:]
         return Scan(text[:keep])
 
     def flush(self) -> str:
         """What was held back: the text ended without a match."""
-        text, self._held = self._held, ""
+        text, self._held, self._state = self._held, "", 0
         return text
-
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        """End and string of the match that wins among those that end in the new piece."""
-        matches = []
-        for stop in self._stops:
-            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
-            if start >= 0:
-                matches.append((start + len(stop), -len(stop), stop))
-        if not matches:
-            return None
-        end, _, stop = min(matches)
-        return end, stop
-
-    def _possible_start(self, text: str) -> int:
-        """Where the longest tail begins that could be the beginning of a match."""
-        longest = max(len(stop) for stop in self._stops) - 1
-        for start in range(max(0, len(text) - longest), len(text)):
-            tail = text[start:]
-            if any(stop.startswith(tail) for stop in self._stops if len(stop) > len(tail)):
-                return start
-        return len(text)

@@ -1,6 +1,8 @@
 """Text to token ids and back, with the very `tokenizer.json` that the nodes serve.
 
-Thread-safe: `tokenizers` releases the interpreter's lock while it encodes.
+Thread-safe. `encode_batch_fast` and `decode_batch` release the interpreter's lock while they work; what works on one
+text does not (tokenizers 0.23: 500 KB stop all other threads for 0.5 s, as a batch of one for 5 ms). Batches of one
+gain nothing from the library's own threads, and a short text would wait there for a long one: they are turned off.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +18,11 @@ import tokenizers
 
 from baton.errors import NodeUnavailable
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read by the library at each call
+
+SHORT_CHARS = 1024
+"""A text that takes less than a millisecond keeps the lock: to give it up may mean to wait 5 ms for it."""
 
 
 class Tokenizer:
@@ -31,10 +39,21 @@ class Tokenizer:
         self._byte_fallback = not self._byte_level and "ByteFallback" in _kinds(decoder)
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return tuple(self._encode(text, add_special_tokens).ids)
+
+    def count(self, text: str) -> int:
+        """Its tokens, without special ones."""
+        return len(self._encode(text, False))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if len(text) <= SHORT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh one, for one sample."""

@@ -4,5 +4,7 @@ import os
 
 import torch
 
+import tests.machines  # noqa: F401 - has a profile for --hypothesis-profile
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -13,17 +13,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from baton.messages import GenerationDefaults
+from engine.checkpoint import local_folder, why_no_checkpoint, why_no_weights
 from engine.model import rope
 from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.model.memory import GIB
+from engine.model.progress import told
 from engine.model.skeleton import build_skeleton, fill_with_dummies, move_empty
 from engine.model.weights import NotDirect, fill, match, stored_dtype, stored_weights
 
 log = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-EMBEDDED = {"baton-tiny": Path(__file__).parents[1] / "checkpoints" / "baton-tiny"}
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -31,12 +32,10 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """The folder of a model: an embedded one, a folder, or a hub id (downloaded once; from the cache alone when
     HF_HUB_OFFLINE is set). Raises ModelNotFound."""
-    if name in EMBEDDED:
-        return EMBEDDED[name]
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelNotFound(f"--model {name}: the folder has no config.json")
+    folder = local_folder(name)
+    if folder is not None:
+        if problem := why_no_checkpoint(folder):
+            raise ModelNotFound(f"--model {name}: {problem}")
         return folder
     from huggingface_hub import snapshot_download
 
@@ -76,16 +75,18 @@ def _load(path: Path, dtype: torch.dtype | None, device: torch.device, load_form
     """dtype: None for the checkpoint's own."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     if load_format == "dummy":
-        return _load_dummy(config, dtype, device)
-    if not any(path.glob("*.safetensors")):
-        raise UnsupportedModel(f"{path} has no safetensors weights")
+        with told(str(path)):
+            return _load_dummy(config, dtype, device)
+    if problem := why_no_weights(path):
+        raise UnsupportedModel(f"{path}: {problem}")
     try:
         return _load_directly(path, config, dtype, device)
     except NotDirect as reason:
         if load_format == "safetensors":
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
         log.info("weights go through transformers: %s", reason)
-    return _load_through_transformers(path, dtype, device)
+    with told(str(path)):
+        return _load_through_transformers(path, dtype, device)
 
 
 def _load_directly(path: Path, config: Any, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
@@ -95,7 +96,7 @@ def _load_directly(path: Path, config: Any, dtype: torch.dtype | None, device: t
     model = build_skeleton(config, dtype or config.dtype or stored_dtype(stored), IMPLEMENTATION)
     matched = match(model, stored)
     move_empty(model, device)
-    num_bytes = fill(matched)
+    num_bytes = fill(matched, str(path))
     seconds = time.monotonic() - began
     log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", num_bytes / GIB, seconds, num_bytes / GIB / seconds)
     return model

@@ -112,12 +112,18 @@ def num_kv_blocks(pool_bytes: int, block_bytes: int, block_size: int, max_model_
     return num_blocks
 
 
+_HOST_ALLOCATOR = "DefaultCPUAllocator"
+"""Its errors have no class of their own."""
+
+
 @contextmanager
 def out_of_memory(advice: str) -> Iterator[None]:
-    """Turns torch's error into a ValueError with one line: the advice, and what was asked for."""
+    """Turns torch's error, for a GPU or the host, into a ValueError of one line: the advice, and what was asked for."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _HOST_ALLOCATOR not in str(error):
+            raise
         raise ValueError(f"{advice}: {str(error).splitlines()[0]}") from error
 
 

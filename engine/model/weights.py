@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from engine.model.lanes import Piece, cut, read_pieces
+from engine.model.progress import Loaded, told
 from engine.model.stored import DTYPES, StoredTensor, read_stored, weight_files
 
 _COMPARE_BYTES = 16 << 20
@@ -72,11 +73,13 @@ def match(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> list[tuple
     return [(source, targets[key]) for key, source in sources.items()]
 
 
-def fill(matched: list[tuple[StoredTensor, Tensor]]) -> int:
-    """Read all tensors into their targets; how many bytes that were."""
+def fill(matched: list[tuple[StoredTensor, Tensor]], model: str) -> int:
+    """Read all tensors into their targets; how many bytes that were. model: its name in the log."""
     pieces = [piece for source, target in matched for piece in _pieces(source, target)]
-    read_pieces(pieces)
-    return sum(piece.num_bytes for piece in pieces)
+    loaded = Loaded(sum(piece.num_bytes for piece in pieces))
+    with told(model, loaded):
+        read_pieces(pieces, loaded.add)
+    return loaded.total
 
 
 def _pieces(source: StoredTensor, target: Tensor) -> Iterator[Piece]:

@@ -1,6 +1,6 @@
 """From settings to a loaded model, its pool and its engine, and what the node can say of them.
 
-limits -> load, probe -> profile, pool -> runner -> engine -> warm-up
+limits, tokenizer -> load, probe -> profile, pool -> runner -> engine -> warm-up
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 import baton
 from baton.layout import KvLayout, num_blocks_for
 from baton.messages import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
+from engine.checkpoint import EMBEDDED, has_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import fast, loader
@@ -33,7 +34,7 @@ from engine.model.runner import TorchModelRunner
 from engine.node import pool_size
 from engine.node.loop import Counts
 from engine.node.settings import GIB, NodeSettings
-from engine.node.tokenizer import TokenizerFiles, has_tokenizer, read_tokenizer
+from engine.node.tokenizer import TokenizerFiles, read_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # not before engine.model, which imports transformers in a way of its own
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"half": "float16", "float": "float32"}
+_POOL_ADVICE = (
+    "--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override, --max-num-seqs: lower what was set, "
+    "the KV pool and its tables do not fit"
+)
 _NULL_BLOCK = 1
 """The pool's block 0, which no request gets."""
 
@@ -97,10 +102,11 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
     path = loader.resolve_model(settings.model, settings.revision)
     defaults = loader.generation_defaults(path)
     limits = _limits(settings, path, device, defaults.eos_token_ids)
+    tokenizer = _read_tokenizer(settings, path)
     model, probed = _load(settings, path, device, limits.max_model_len)
     config = _with_pool(settings, limits, model, probed)
     layer_groups = settings.layer_groups(device.type == "cuda")
-    with out_of_memory("--gpu-memory-utilization: lower it, the KV pool does not fit"):
+    with out_of_memory(_POOL_ADVICE):
         runner = TorchModelRunner(model, config, probed, wake=wake, layer_groups=layer_groups)
     return Built(
         engine=Engine(config, runner),
@@ -113,7 +119,7 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
         layout=runner.pool.layout(loader.fingerprint(path, settings.load_format, config.max_model_len)),
         device=device,
         served_model_name=settings.served_model_name or settings.model,
-        tokenizer=_read_tokenizer(settings, path),
+        tokenizer=tokenizer,
         generation_defaults=defaults,
     )
 
@@ -173,7 +179,7 @@ def _limits(settings: NodeSettings, path: Path, device: torch.device, eos_token_
     if max_model_len > limit:
         raise ValueError(f"--max-model-len: {max_model_len} is beyond the model's context of {limit}")
     on_gpu = device.type == "cuda"
-    return EngineConfig(
+    limits = EngineConfig(
         num_blocks=num_blocks_for(max_model_len, settings.block_size) + _NULL_BLOCK,
         max_model_len=max_model_len,
         vocab_size=loader.vocab_size(path),
@@ -184,6 +190,9 @@ def _limits(settings: NodeSettings, path: Path, device: torch.device, eos_token_
         saturating_num_tokens=settings.saturating_num_tokens,
         async_scheduling=on_gpu if settings.async_scheduling is None else settings.async_scheduling,
     )
+    if settings.num_gpu_blocks_override is not None:  # too few are told now, not when the weights are there
+        dataclasses.replace(limits, num_blocks=settings.num_gpu_blocks_override + _NULL_BLOCK)
+    return limits
 
 
 def _load(
@@ -236,5 +245,5 @@ def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:
     """The checkpoint's; with dummy weights, which answer nonsense in any words, baton-tiny's where it has none."""
     if settings.load_format == "dummy" and not has_tokenizer(path):
         log.warning("%s has no tokenizer: baton-tiny's stands in for it", path)
-        path = loader.EMBEDDED["baton-tiny"]
+        path = EMBEDDED["baton-tiny"]
     return read_tokenizer(path)

@@ -42,11 +42,12 @@ class FromRouter:
 class PeerOpened:
     """The handoff stream to or from another node is up: Hello exchanged, layouts equal, transports connected.
 
-    `part_blocks`: blocks that a part has at most, between these two nodes.
+    `part_blocks`: blocks that a part has at most, between these two nodes. `name`: of the peer, for people.
     """
 
     peer: str
     part_blocks: int
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,15 @@ class ClosePeer:
     reason: str
 
 
-Output = ToRouter | ToDecode | ToPrefill | ClosePeer
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """The router asks for more than a router may: end its session. SessionLost follows, as for every session's end."""
+
+    epoch: int
+    reason: str
+
+
+Output = ToRouter | ToDecode | ToPrefill | ClosePeer | CloseSession
 
 
 class Role(Protocol):

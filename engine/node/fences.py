@@ -1,58 +1,127 @@
 """Which attempts a node may still take work for.
 
 An abort must also win against messages that are still under way, so it leaves a tombstone: the highest attempt of the
-request that is over. Tombstones outlive the longest deadline, after which no message of that attempt can be in flight.
+request that is over. So does work that was taken, since a node takes an attempt once. Both outlive the deadline of
+their request: what a router says of a request comes in order, and a prefill node says nothing of one after its
+deadline, so later no message of that attempt can be in flight.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import hashlib
+from collections import Counter
+from collections.abc import Set
 
 from baton.messages import WorkId
+from engine.node.remembered import Remembered
 
-Key = tuple[int, str]
+UNDER_WAY_S = 60.0
+"""By how much a tombstone outlives the deadline. A stream that carries nothing for 5 s is ended, as is one that takes
+so long to be opened, so no message is under way for longer than a part of this."""
+
+MAX_LEFT = 1_000_000
+"""Tombstones, and samples stopped, that Aborts of one router may leave behind of work that was never heard of: 270
+a second for an hour, 240 MB."""
+
+_Key = bytes  # 16, of all attempts at a request, whose id may be of any length
+_NONE = frozenset[int]()
 
 
 class Fences:
-    """The highest attempt seen or aborted for each request, for `keep_s` seconds after it was last touched."""
+    """The highest attempt seen or aborted of each request, until no message about it can come.
 
-    def __init__(self, keep_s: float) -> None:
-        self._keep_s = keep_s
-        self._over: OrderedDict[Key, tuple[int, float]] = OrderedDict()  # key -> (attempt, when to forget)
+    `deadline_s` is what a message states of its request, from now on; 0: nothing. Such a tombstone is kept for twice
+    `max_deadline_s`, what this node allows at most, since others may allow more; and no other for longer. Every call is
+    O(1), `expire` but for what it forgets.
+    """
+
+    def __init__(self, max_deadline_s: float) -> None:
+        self._max_deadline_s = max_deadline_s
+        self._over = Remembered[_Key, int]()
         self._stopped: dict[WorkId, set[int]] = {}  # samples aborted one by one
+        # What Aborts have left: keys that were not heard of, with their epochs; attempts with stopped samples, by key.
+        self._unheard: dict[_Key, int] = {}
+        self._partly: dict[_Key, list[WorkId]] = {}
+        self._num_left = Counter[int]()  # of both, by epoch
 
     def __len__(self) -> int:
         return len(self._over)
 
-    def admit(self, work: WorkId, now: float) -> bool:
+    def admit(self, work: WorkId, now: float, deadline_s: float) -> bool:
         """Whether this is news: no such or higher attempt was seen or fenced. Taking it in fences all lower ones."""
-        if work.attempt <= self._over.get(work.key, (-1, 0.0))[0]:
+        key = _key_of(work)
+        if work.attempt <= self._highest(key):
             return False
-        self._touch(work.key, work.attempt, now)
+        self._over.keep(key, work.attempt, self._until(now, deadline_s))
         return True
 
-    def fence(self, work: WorkId, now: float) -> None:
-        """The attempt and all below it are over, also when never heard of."""
-        self._touch(work.key, max(work.attempt, self._over.get(work.key, (-1, 0.0))[0]), now)
+    def last(self, work: WorkId) -> WorkId | None:
+        """The highest attempt at the request that was seen or fenced: of all attempts, the one that may be alive."""
+        attempt = self._highest(_key_of(work))
+        return WorkId(work.router_epoch, work.request_id, attempt) if attempt >= 0 else None
 
-    def stop_samples(self, work: WorkId, samples: tuple[int, ...], now: float) -> None:
-        """These samples of the attempt are over; its other samples may go on. Does not count as seen."""
-        self._stopped.setdefault(work, set()).update(samples)
-        self._touch(work.key, self._over.get(work.key, (-1, 0.0))[0], now)
+    def fence(self, work: WorkId, now: float, deadline_s: float = 0.0) -> bool:
+        """The attempt and all below it are over, also when never heard of. False: it was not, as too many before it
+        were not, and is not remembered."""
+        key = _key_of(work)
+        highest = self._highest(key)
+        if highest < 0 and not self._may_leave(work, 1):
+            return False
+        if highest < 0:
+            self._unheard[key] = work.router_epoch
+        if work.attempt > highest:
+            self._over.keep(key, work.attempt, self._until(now, deadline_s))
+        return True
 
-    def stopped(self, work: WorkId) -> frozenset[int]:
-        return frozenset(self._stopped.get(work, ()))
+    def stop_samples(self, work: WorkId, samples: tuple[int, ...], now: float, deadline_s: float = 0.0) -> bool:
+        """These samples of the attempt are over; its other samples may go on. Does not count as seen. False: see
+        `fence`."""
+        key = _key_of(work)
+        if work.attempt < self._highest(key):
+            return True  # all of it is over
+        stopped = self._stopped.get(work, set())
+        if not self._may_leave(work, len(set(samples) - stopped)):
+            return False
+        if key not in self._over:
+            self._over.keep(key, -1, self._until(now, deadline_s))
+        if not stopped:
+            self._stopped[work] = stopped
+            self._partly.setdefault(key, []).append(work)
+        stopped.update(samples)
+        return True
+
+    def stopped(self, work: WorkId) -> Set[int]:
+        return self._stopped.get(work, _NONE)
 
     def expire(self, now: float) -> None:
         """Forget what is older than any message under way. Call it now and then."""
-        while self._over:
-            key, (_, forget) = next(iter(self._over.items()))
-            if forget > now:
-                return
-            del self._over[key]
-            for work in [w for w in self._stopped if w.key == key]:
-                del self._stopped[work]
+        for key in self._over.expire(now):
+            if (epoch := self._unheard.pop(key, None)) is not None:
+                self._forget_left(epoch, 1)
+            for work in self._partly.pop(key, ()):
+                self._forget_left(work.router_epoch, len(self._stopped.pop(work)))
 
-    def _touch(self, key: Key, attempt: int, now: float) -> None:
-        self._over[key] = (attempt, now + self._keep_s)
-        self._over.move_to_end(key)
+    def _highest(self, key: _Key) -> int:
+        attempt = self._over.get(key)
+        return -1 if attempt is None else attempt
+
+    def _until(self, now: float, deadline_s: float) -> float:
+        longest = 2 * self._max_deadline_s
+        return now + (min(deadline_s, longest) if deadline_s > 0 else longest) + UNDER_WAY_S
+
+    def _may_leave(self, work: WorkId, num: int) -> bool:
+        """Count what an Abort is about to leave, if it may."""
+        if self._num_left[work.router_epoch] + num > MAX_LEFT:
+            return False
+        self._num_left[work.router_epoch] += num
+        return True
+
+    def _forget_left(self, epoch: int, num: int) -> None:
+        self._num_left[epoch] -= num
+        if not self._num_left[epoch]:
+            del self._num_left[epoch]
+
+
+def _key_of(work: WorkId) -> _Key:
+    name = f"{work.router_epoch}/{work.request_id}"
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()

@@ -1,6 +1,7 @@
 """What both ends of a handoff stream do alike: introduce themselves, carry messages, notice silence.
 
 prefill node                decode node
+  | <- Auth, both ways ----> |  where there is a cluster secret (`baton.cluster_secret`)
   | -- Hello ---------------> |  version, incarnation and layout are checked, transport connected
   | <---------------- Hello - |  or one with the error that refuses the peer
   |    transport connected    |
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable, TransferError
-from baton.messages import CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, WorkId
+from baton.messages import Auth, CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, WorkId
 from engine.node.events import Event, FromPeer
 from engine.node.streams import HEARTBEAT_S, Stream, first_end, read_all
 
@@ -48,24 +49,37 @@ Post = Callable[[Event], int]
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The conversions of one end: what it reads and what it writes."""
+    """The conversions of one end: what it reads and what it writes. `fail`: of work whose message makes no sense, what
+    the peer is answered, and what the message counts as."""
 
-    read: Callable[[Any], Any]
+    read: Callable[[Any, wire.Limits], Any]
     write: Callable[[Any], Any]
+    fail: Callable[[WorkId, InvalidRequest], tuple[Any | None, Any]]
 
 
-PREFILL_CODEC = Codec(wire.read_decode_message, wire.write_prefill_message)
-DECODE_CODEC = Codec(wire.read_prefill_message, wire.write_decode_message)
+def _fail_at_prefill(work: WorkId, error: InvalidRequest) -> tuple[None, Refuse]:
+    """The role tells the decode node."""
+    return None, Refuse(work, TransferError(f"the decode node's message makes no sense: {error.message}"))
+
+
+def _fail_at_decode(work: WorkId, error: InvalidRequest) -> tuple[Refuse, Release]:
+    return Refuse(work, error), Release(0, work)
+
+
+PREFILL_CODEC = Codec(wire.read_decode_message, wire.write_prefill_message, _fail_at_prefill)
+DECODE_CODEC = Codec(wire.read_prefill_message, wire.write_decode_message, _fail_at_decode)
 
 
 class HandoffStream(Stream[Any]):
-    """One stream that is up. `open_work` are the requests whose handoff is under way on it."""
+    """One stream that is up. `open_work` are the requests whose handoff is under way on it; `limits`: what a message to
+    this node keeps to."""
 
-    def __init__(self, peer: str, codec: Codec) -> None:
+    def __init__(self, peer: str, codec: Codec, limits: wire.Limits) -> None:
         super().__init__(MAX_WAITING)
         self.peer = peer
         self.open_work: set[WorkId] = set()
         self._codec = codec
+        self._limits = limits
         self._last_used = time.monotonic()
 
     def send(self, message: Any) -> None:
@@ -83,14 +97,28 @@ class HandoffStream(Stream[Any]):
         """Both directions until the stream ends; returns why. So long without a word, or without use, is an end."""
 
         def receive(message: Any) -> None:
-            said = self._codec.read(message)
-            if isinstance(said, Hello):
-                raise InvalidRequest("a second Hello")
+            said = self._read(message)
+            if isinstance(said, Hello | Auth):
+                raise InvalidRequest(f"a second {type(said).__name__}")
             if not isinstance(said, Heartbeat):
                 self._note(said)
                 post(FromPeer(self.peer, said))
 
         return await first_end(self.until_end(), read_all(read, receive, silence_s), self._write_all(write, idle_s))
+
+    def _read(self, message: Any) -> Any:
+        """A message that names its work and makes no sense otherwise is the end of that work here. Raises
+        InvalidRequest for one that names none."""
+        try:
+            return self._codec.read(message, self._limits)
+        except InvalidRequest as error:
+            if (work := wire.work_of(message)) is None:
+                raise
+            log.info("refused peer=%s error=%s", self.peer, error.message, extra={"request_id": work.request_id})
+            answer, said = self._codec.fail(work, error)
+            if answer is not None:
+                self.send(answer)
+            return said
 
     async def _write_all(self, write: Callable[[Any], Awaitable[Any]], idle_s: float) -> str:
         while self.open_work or time.monotonic() - self._last_used < idle_s:

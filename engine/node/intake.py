@@ -8,14 +8,9 @@ from engine.sequence import Sequence
 
 
 def make_sequence(prefill: Prefill, *, hand_off: bool, now: float) -> Sequence:
-    """The sequence that computes prompt and output so far. Raises InvalidRequest for impossible samples; whether
-    the tokens do, `Engine.add` says."""
-    if not prefill.samples:
-        raise InvalidRequest("no sample is asked for", "n")
-    outputs = {s.output_tokens for s in prefill.samples}
-    if len(outputs) != 1 or (len(prefill.samples) > 1 and outputs != {()}):
-        raise InvalidRequest("several samples in one Prefill must have no output yet", "n")
-    output = outputs.pop()
+    """The sequence that computes prompt and output so far. Raises InvalidRequest for an answer that is complete;
+    whether there is room for the tokens, `Engine.add` says."""
+    output = prefill.samples[0].output_tokens
     if len(output) >= prefill.sampling.max_tokens:
         raise InvalidRequest(f"{len(output)} tokens of max_tokens {prefill.sampling.max_tokens} exist already")
     return Sequence(

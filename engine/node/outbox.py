@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.messages import DecodeTarget, DecodeToPrefill, PrefillToDecode, Update, UpdateKind, WorkId
-from engine.node.events import Output, ToDecode, ToPrefill, ToRouter
+from engine.node.events import CloseSession, Output, ToDecode, ToPrefill, ToRouter
 
 
 class Outbox:
@@ -23,6 +23,10 @@ class Outbox:
 
     def to_prefill(self, peer: str, message: DecodeToPrefill) -> None:
         self._outputs.append(ToPrefill(peer, message))
+
+    def close_session(self, epoch: int, reason: str) -> None:
+        if epoch in self.epochs:
+            self._outputs.append(CloseSession(epoch, reason))
 
     def add(self, output: Output) -> None:
         self._outputs.append(output)

@@ -1,6 +1,6 @@
 """The life of a node's process: load, serve, drain, exit.
 
-exit code 0    stopped by SIGTERM or SIGINT, all requests finished
+exit code 0    stopped by SIGTERM, SIGINT or SIGHUP, all requests finished
           1    could not start, or the engine failed, or requests were left at --drain-timeout
           2    bad settings
 128 + signal   a second signal, at once
@@ -13,7 +13,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,10 +21,12 @@ from typing import Any, NoReturn
 
 import uvloop
 
-from baton.address import HostPort
 from baton.errors import BatonError
 from baton.messages import NodeRole
+from baton.open_files import raise_open_files
+from baton.signals import stop_signals
 from baton.telemetry import configure_logging
+from engine.node import preflight
 from engine.node.errors import StartupError
 from engine.node.loop import NodeLoop
 from engine.node.settings import NodeSettings
@@ -46,6 +47,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     transformers would take seconds.
     """
     configure_logging(settings.logging_level(), settings.name(role))
+    raise_open_files()
     try:
         code = _run(settings, side, import_parts)
     except StartupError as error:
@@ -60,8 +62,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
 
 
 def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> int:
-    require_free("--listen", settings.listen)
-    require_free("--metrics-port", settings.metrics_listen)
+    preflight.check(settings)
     loop = NodeLoop(turn_timeout_s=settings.step_timeout)
     try:
         parts = _make_parts_that_stay(import_parts, settings, loop.wake)
@@ -93,18 +94,6 @@ def _make_parts_that_stay(import_parts: ImportParts, settings: NodeSettings, wak
         gc.collect()
         gc.freeze()
         gc.enable()
-
-
-def require_free(flag: str, listen: HostPort) -> None:
-    """Tell a busy port now, not after the model was loaded. Raises StartupError."""
-    try:
-        kind, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(kind, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
-    except OSError as error:
-        raise StartupError(f"{flag}: cannot listen on {listen}: {error.strerror}") from None
 
 
 async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop) -> int:
@@ -145,7 +134,7 @@ async def _drain(node: Node) -> bool:
 
 
 def _signals() -> asyncio.Future[int]:
-    """Done at the first SIGTERM or SIGINT; a second one kills."""
+    """Done at the first SIGTERM, SIGINT or SIGHUP; a second one kills."""
     aio = asyncio.get_running_loop()
     first: asyncio.Future[int] = aio.create_future()
 
@@ -154,6 +143,6 @@ def _signals() -> asyncio.Future[int]:
             os._exit(128 + number)
         first.set_result(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         aio.add_signal_handler(number, handle, number)
     return first

@@ -1,6 +1,7 @@
 """Routers' sessions: the one way to place work on a node, and the way its answers go back.
 
 router                      node
+  | <- Auth, both ways ------> |   where there is a cluster secret (`baton.cluster_secret`)
   | -- Subscribe ------------> |   version and incarnation are checked
   | <------------ Subscribed - |   the role has SessionOpened before any work
   | -- Prefill, Abort -------> |
@@ -11,7 +12,6 @@ router                      node
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import defaultdict
@@ -19,12 +19,16 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from baton import PROTOCOL_VERSION, wire
-from baton.errors import BatonError, InvalidRequest
+from baton.audit import epoch_name
+from baton.cluster_secret import SESSION, NotTrusted, admit
+from baton.errors import InvalidRequest
 from baton.messages import (
     Abort,
     Adopted,
+    Auth,
     End,
     HandedOff,
     Load,
@@ -36,10 +40,11 @@ from baton.messages import (
     WorkId,
 )
 from baton.telemetry import NodeMetrics
+from baton.trust import Trust
 from baton.v1 import node_pb2
-from engine.node.events import Event, FromRouter, SessionLost, SessionOpened, ToRouter
+from engine.node.events import CloseSession, Event, FromRouter, SessionLost, SessionOpened, ToRouter
 from engine.node.loop import Turn
-from engine.node.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, Stream, first_end, read_all
+from engine.node.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, STOPPED, Stream, first_end, read_all
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +67,25 @@ class _Session(Stream[Update]):
 class Sessions:
     """All sessions of a node. Asyncio thread only.
 
-    `post` queues an event for the role and returns its number; `max_deadline_s` caps what a router allows a request.
+    `post` queues an event for the role and returns its number; `limits`: what a message to this node keeps to.
     """
 
     def __init__(
-        self, incarnation: str, post: Callable[[Event], int], metrics: NodeMetrics, max_deadline_s: float
+        self,
+        incarnation: str,
+        post: Callable[[Event], int],
+        metrics: NodeMetrics,
+        limits: wire.Limits,
+        trust: Trust,
     ) -> None:
         self._incarnation = incarnation
         self._post = post
         self._metrics = metrics
-        self._max_deadline_s = max_deadline_s
+        self.limits = limits
+        self._trust = trust
         self._by_epoch: dict[int, _Session] = {}
         self._load: Load | None = None  # until the first turn
+        self._closing = False
 
     def deliver(self, turn: Turn) -> None:
         """Queue a turn's updates, each for its router; cut off a router that does not read."""
@@ -85,11 +97,22 @@ class Sessions:
                 self._metrics.sent(output.update)
                 _log(output.update)
                 by_epoch[output.epoch].append(output.update)
+            elif isinstance(output, CloseSession) and (session := self._meant(output.epoch, turn)):
+                session.end(output.reason)
         for epoch, updates in by_epoch.items():
-            session = self._by_epoch.get(epoch)
-            # an older session of the epoch may have been meant: its work is over, the role just does not know yet
-            if session and turn.num_handled >= session.opened:
+            if session := self._meant(epoch, turn):
                 session.put(*updates)
+
+    def _meant(self, epoch: int, turn: Turn) -> _Session | None:
+        """The epoch's session, unless an older one was meant: its work is over, the role just does not know yet."""
+        session = self._by_epoch.get(epoch)
+        return session if session and turn.num_handled >= session.opened else None
+
+    def close(self) -> None:
+        """End all sessions, each after what waits for its router; new ones too."""
+        self._closing = True
+        for session in self._by_epoch.values():
+            session.close(STOPPED)
 
     async def serve(self, context: Context) -> None:
         """One `Session` call, from Subscribe to its end."""
@@ -112,12 +135,16 @@ class Sessions:
         """The epoch of a subscriber that fits. Ends the call for any other."""
         try:
             async with asyncio.timeout(HELLO_S):
-                first = await context.read()
-            said = wire.read_router_message(first) if first is not EOF else None
-        except (TimeoutError, InvalidRequest):
+                epoch, said = await self._admit(context)
+        except (TimeoutError, InvalidRequest, DecodeError):
             said = None
+        except NotTrusted as error:
+            log.warning("refused a router from=%s reason=%s", context.peer(), error.message)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
         if not isinstance(said, Subscribe):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session opens with Subscribe")
+        if epoch not in (None, str(said.router_epoch)):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the router has proved to be of another epoch")
         if said.protocol_version != PROTOCOL_VERSION:
             text = f"protocol version {said.protocol_version}, this node speaks {PROTOCOL_VERSION}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
@@ -126,13 +153,28 @@ class Sessions:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         return said.router_epoch
 
+    async def _admit(self, context: Context) -> tuple[str | None, wire.RouterToNode | None]:
+        """The epoch that the router has proved, if it must, and what it says then. Raises NotTrusted,
+        InvalidRequest."""
+
+        async def say(message: Auth) -> None:
+            await context.write(wire.write_node_message(message))
+
+        async def hear() -> wire.RouterToNode | None:
+            message = await context.read()
+            return wire.read_router_message(message) if message is not EOF else None
+
+        return await admit(self._trust.secret, SESSION, self._incarnation, "the router", say, hear)
+
     def _open(self, epoch: int) -> _Session:
         if old := self._by_epoch.get(epoch):
             self._close(old, "a new session of the epoch took its place")
         session = _Session(epoch)
+        if self._closing:
+            session.close(STOPPED)
         self._by_epoch[epoch] = session
         session.opened = self._post(SessionOpened(epoch))
-        log.info("session open epoch=%d", epoch)
+        log.info("session open epoch=%d", epoch_name(epoch))
         return session
 
     def _close(self, session: _Session, reason: str) -> None:
@@ -141,35 +183,34 @@ class Sessions:
             del self._by_epoch[session.epoch]
             self._post(SessionLost(session.epoch))
             self._metrics.lost(session.epoch)
-            log.info("session over epoch=%d reason=%s", session.epoch, reason)
+            log.info("session over epoch=%d reason=%s", epoch_name(session.epoch), reason)
         session.end(reason)
 
     def _receive(self, session: _Session, message: node_pb2.RouterMessage) -> None:
         try:
-            said = wire.read_router_message(message)
-        except BatonError as error:
-            self._refuse(session, message, error)
+            said = wire.read_router_message(message, self.limits)
+        except InvalidRequest as error:
+            self._refuse(session, wire.work_of(message), error)
             return
         match said:
             case Prefill(work=work) | Abort(work=work) if work.router_epoch != session.epoch:
-                raise InvalidRequest(f"work of epoch {work.router_epoch} in the session of {session.epoch}")
+                raise InvalidRequest("work of another epoch than the session's")
             case Prefill():
                 self._metrics.received(said)
-                capped = dataclasses.replace(said, deadline_s=min(said.deadline_s, self._max_deadline_s))
-                self._post(FromRouter(session.epoch, capped))
+                self._post(FromRouter(session.epoch, said))
             case Abort():
                 self._post(FromRouter(session.epoch, said))
-            case Subscribe():
-                raise InvalidRequest("a second Subscribe")
+            case Subscribe() | Auth():
+                raise InvalidRequest(f"a second {type(said).__name__}")
 
-    def _refuse(self, session: _Session, message: node_pb2.RouterMessage, error: BatonError) -> None:
-        """A Prefill that makes no sense ends as that request's failure; anything else ends the session."""
-        work = message.prefill.work
-        if not work.request_id:
+    def _refuse(self, session: _Session, work: WorkId | None, error: InvalidRequest) -> None:
+        """A message about one request of this router that makes no sense is that request's end, in whatever state it
+        is; any other ends the session."""
+        if work is None or work.router_epoch != session.epoch:
             raise error
-        name = WorkId(work.router_epoch, work.request_id, work.attempt)
-        log.info("refused error=%s", error.message, extra={"request_id": name.request_id})
-        session.put(Update(name, End(error)))
+        log.info("refused error=%s", error.message, extra={"request_id": work.request_id})
+        session.put(Update(work, End(error)))
+        self._post(FromRouter(session.epoch, Abort(work)))
 
     async def _write(self, session: _Session, context: Context) -> str:
         """Updates as they come, and the load."""
@@ -184,6 +225,8 @@ class Sessions:
                     await context.write(wire.write_node_message(told))
                 continue
             updates = await session.take(due - now)
+            if not updates and session.closing:
+                return session.closing
             for start in range(0, len(updates), UPDATES_PER_MESSAGE):
                 batch = tuple(updates[start : start + UPDATES_PER_MESSAGE])
                 await context.write(wire.write_node_message(batch))

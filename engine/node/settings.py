@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
 from baton.messages import NodeRole
-from baton.settings import ListenAddress, Settings, Sizes
+from baton.settings import ListenAddress, Sizes
+from baton.trust import ClusterSettings
 
 GIB = 1024**3
 METRICS_PORT_OFFSET = 1000
@@ -21,7 +23,7 @@ _BATCHED_TOKENS = 2048
 _GPU_LAYER_GROUPS = 4
 
 
-class NodeSettings(Settings):
+class NodeSettings(ClusterSettings):
     """What a prefill node and a decode node take alike."""
 
     gpu_batched_tokens: ClassVar[int] = _BATCHED_TOKENS
@@ -62,7 +64,9 @@ class NodeSettings(Settings):
         description="how weights are loaded: safetensors: straight from the files or not at all; auto: through "
         "transformers where their names are not the model's own; dummy: random ones, for benchmarks",
     )
-    cpu_threads: int | None = Field(None, ge=1, description="threads that compute on a CPU; unset: torch's choice")
+    cpu_threads: int | None = Field(
+        None, ge=1, le=1024, description="threads that compute on a CPU; unset: torch's choice"
+    )
     seed: int = Field(0, description="of torch's generators; requests carry seeds of their own")
 
     max_model_len: int | None = Field(
@@ -107,7 +111,9 @@ class NodeSettings(Settings):
         "nixl (extra [nixl]); nccl (GPUs)",
     )
     transfer_interface: str | None = Field(
-        None, description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0, mlx5_0:1); unset: all"
+        None,
+        description="network interface for KV blocks, as in UCX_NET_DEVICES (eth0, mlx5_0:1); unset: the "
+        "one that has the address of --listen, and RDMA devices",
     )
     kv_link_bandwidth: float | None = Field(
         None,
@@ -133,12 +139,21 @@ class NodeSettings(Settings):
         "nodes",
     )
 
-    drain_timeout: float = Field(30.0, ge=0, description="seconds that running requests have left after SIGTERM")
+    admin_key_file: Path | None = Field(
+        None,
+        description="file with the key for /debug/kv, /integrity and AuditKv, sent as 'Authorization: Bearer KEY'; "
+        "unset: they answer only to clients on the node's own machine",
+    )
+    drain_timeout: float = Field(
+        30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> NodeSettings:
         if self.listen.is_wildcard and self.advertise is None:
             raise ValueError(f"--advertise: required with --listen {self.listen}, which nobody can connect to")
+        if self.listen.port and self.metrics_listen == self.listen:
+            raise ValueError(f"--metrics-port: {self.listen.port} is the port of --listen")
         if self.advertise is not None and self.advertise.is_wildcard:
             raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
         return self
@@ -154,11 +169,6 @@ class NodeSettings(Settings):
     def batched_tokens(self, on_gpu: bool) -> int:
         """--max-num-batched-tokens, or its default there."""
         return self.max_num_batched_tokens or (self.gpu_batched_tokens if on_gpu else _BATCHED_TOKENS)
-
-    @property
-    def tombstone_s(self) -> float:
-        """How long a node remembers what is over: twice the longest deadline, so that no late message is news."""
-        return 2 * self.request_timeout
 
     @property
     def metrics_listen(self) -> HostPort:

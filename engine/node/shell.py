@@ -8,32 +8,33 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from baton import PROTOCOL_VERSION
 from baton.address import HostPort
-from baton.audit import OK, KvAudit
-from baton.channels import SERVER_OPTIONS
-from baton.errors import DeadlineExceeded
+from baton.audit import KvAudit
+from baton.channels import SERVER_OPTIONS, bind
+from baton.malformed import RefuseMalformed
 from baton.messages import Hello, NodeInfo
-from baton.telemetry import MetricsServer, NodeMetrics, new_registry
+from baton.telemetry import AdminGate, MetricsServer, NodeMetrics, new_registry
+from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
+from baton.wire import Limits
 from engine.node.audit import verdict
+from engine.node.books import Books
 from engine.node.errors import StartupError
 from engine.node.events import Draining, Role
 from engine.node.handoff_stream import PeerTransport, Post
 from engine.node.loop import Counts, NodeLoop, Turn
 from engine.node.sessions import Sessions
 from engine.node.settings import NodeSettings
-from engine.node.status import Health, NodeStatus
+from engine.node.status import Health, NodeStatus, admin_pages
 from engine.node.streams import HEARTBEAT_S
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 GRACE_S = 0.5
 """For last words to leave, once the server takes no more calls."""
@@ -55,7 +56,7 @@ class RoleSide:
     """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and keeps its streams."""
 
     service: str
-    serve: Callable[[grpc.aio.Server, Sessions, Hello, PeerTransport, Post], Peers]
+    serve: Callable[[grpc.aio.Server, Sessions, Hello, PeerTransport, Post, Trust], Peers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,9 @@ class Node:
         self._side = side
         self._parts = parts
         self._loop = loop
-        self._audit_s = audit_s
+        self._gate = AdminGate(settings.admin_key_file)
+        role = parts.role
+        self._books = Books(loop.run_errand, lambda: verdict(role.check_integrity), self._take_audit, audit_s)
         self._why_not: str | None = "starting"
         self._idle = asyncio.Event()
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -98,20 +101,23 @@ class Node:
     async def start(self) -> None:
         """Raises StartupError for an address that cannot be had or an engine that fails meanwhile, and what `warm_up`
         raises."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        port = self._bind(self._settings.listen)
+        for doubt in self._settings.doubts(self._settings.listen):
+            log.warning(doubt)
+        trust = self._settings.trust()
+        self._server = grpc.aio.server(interceptors=[RefuseMalformed()], options=SERVER_OPTIONS)
+        port = self._bind(self._settings.listen, trust)
         self.address = self._settings.advertised(port)
         info = dataclasses.replace(self._parts.info, address=str(self.address))
-        registry = new_registry()
+        registry = new_registry(info.role.value)
         self.metrics = self._serve_metrics(registry)
-        self._metrics = NodeMetrics(registry, info.served_model_name, info.role)
+        self._metrics = NodeMetrics(registry, info.served_model_name)
         self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
-        limit = self._settings.request_timeout
-        self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, max_deadline_s=limit)
+        limits = Limits.of(info, self._settings.request_timeout)
+        self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits, trust)
         self._peers = self._side.serve(
-            self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post
+            self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post, trust
         )
-        status = NodeStatus(info, self._parts.tokenizer, self._audit)
+        status = NodeStatus(info, self._parts.tokenizer, self._books, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
         self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
         self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
@@ -145,9 +151,12 @@ class Node:
 
     async def stop(self) -> bool:
         """End all streams, the engine's thread and the metrics page. False: the thread did not end in time."""
+        await asyncio.to_thread(self._loop.stop, GRACE_S)  # what it has said by now is the last that anybody is told
+        self._sessions.close()
         await self._peers.close()
         await self._server.stop(GRACE_S)
         ended = await asyncio.to_thread(self._loop.stop, THREAD_STOP_S)
+        await asyncio.to_thread(self._books.close)
         await asyncio.to_thread(self.metrics.close)
         return ended
 
@@ -170,17 +179,17 @@ class Node:
             protocol_version=PROTOCOL_VERSION,
         )
 
-    def _bind(self, listen: HostPort) -> int:
+    def _bind(self, listen: HostPort, trust: Trust) -> int:
         try:
-            return int(self._server.add_insecure_port(str(listen)))
+            return bind(self._server, str(listen), trust.tls)
         except RuntimeError:
             raise StartupError(f"--listen: cannot listen on {listen} (address in use, or not this machine's)") from None
 
     def _serve_metrics(self, registry: CollectorRegistry) -> MetricsServer:
         listen = self._settings.metrics_listen
         try:
-            checks = {"/health": lambda: self._why_not, "/integrity": self._check_integrity}
-            return MetricsServer(listen, registry, checks, {"/debug/kv": self._audit_page})
+            checks = {"/health": lambda: self._why_not}
+            return MetricsServer(listen, registry, checks, admin_pages(self._books), self._gate)
         except OSError as error:
             raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
 
@@ -209,38 +218,6 @@ class Node:
         if not self.failure.done():
             self.failure.set_result(error)
 
-    # ---- looks into the books, between two turns ----
-
-    def _check_integrity(self) -> str | None:
-        """What is wrong with them; None: nothing. Called on a thread of its own."""
-        try:
-            said = self._ask(lambda: verdict(self._parts.role.check_integrity))
-        except DeadlineExceeded as error:
-            return error.message
-        return None if said == OK else said
-
-    def _audit_page(self) -> str:
-        """Called on a thread of its own. Raises DeadlineExceeded."""
-        return self._ask(self._take_audit).as_json()
-
-    async def _audit(self) -> KvAudit:
-        """Raises DeadlineExceeded."""
-        try:
-            async with asyncio.timeout(self._audit_s):
-                return await asyncio.wrap_future(self._loop.run_errand(self._take_audit))
-        except TimeoutError:
-            raise self._hangs() from None
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        answer = self._loop.run_errand(question)
-        try:
-            return answer.result(self._audit_s)
-        except TimeoutError:
-            answer.cancel()
-            raise self._hangs() from None
-
     def _take_audit(self) -> KvAudit:
+        """On the engine's thread."""
         return dataclasses.replace(self._parts.role.audit(self._loop.clock()), node_id=self._parts.info.node_id)
-
-    def _hangs(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"no turn of the engine ended within {self._audit_s:g} s")

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from baton.errors import InvalidRequest
 from baton.silence import until_silent
@@ -20,6 +21,7 @@ SILENCE_S = 5.0
 HELLO_S = 5.0
 """How long a new stream may take to introduce itself."""
 ENDED = "the peer ended the stream"
+STOPPED = "the node was stopped"
 
 
 class Stream(Generic[M]):
@@ -33,6 +35,7 @@ class Stream(Generic[M]):
         self._limit = limit
         self._waiting: list[M] = []
         self._filled = asyncio.Event()
+        self.closing: str | None = None
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def put(self, *messages: M) -> None:
@@ -44,8 +47,8 @@ class Stream(Generic[M]):
             self._filled.set()
 
     async def take(self, timeout_s: float) -> list[M]:
-        """All that waits, in order; after `timeout_s` without anything, an empty list."""
-        if not self._waiting:
+        """All that waits, in order; after `timeout_s` without anything, or when the stream closes, an empty list."""
+        if not self._waiting and self.closing is None:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._filled.wait()
@@ -60,6 +63,11 @@ class Stream(Generic[M]):
         if not self._end.done():
             self._end.set_result(reason)
 
+    def close(self, reason: str) -> None:
+        """Have the stream end for `reason` once its writer, who looks at `closing`, finds that nothing waits."""
+        self.closing = self.closing or reason
+        self._filled.set()
+
     async def until_end(self) -> str:
         return await asyncio.shield(self._end)
 
@@ -67,8 +75,8 @@ class Stream(Generic[M]):
 async def read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None], silence_s: float | None) -> str:
     """Hand each message to `handle` until the stream ends; returns why it did.
 
-    With `silence_s`, so long without a message is an end too, by a clock that runs only while we listen. `handle`
-    raises InvalidRequest for a message that makes no sense, which is another.
+    With `silence_s`, so long without a message is an end too, by a clock that runs only while we listen. Bytes that are
+    no message are another, and one that `handle` raises InvalidRequest for.
     """
     if silence_s is None:
         return await _read_all(read, handle)
@@ -86,11 +94,13 @@ async def read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], N
 
 
 async def _read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None]) -> str:
-    while (message := await read()) is not EOF:
-        try:
+    try:
+        while (message := await read()) is not EOF:
             handle(message)
-        except InvalidRequest as error:
-            return f"malformed message: {error.message}"
+    except DecodeError:
+        return "malformed message: its bytes are none"
+    except InvalidRequest as error:
+        return f"malformed message: {error.message}"
     return ENDED
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from engine.checkpoint import why_no_tokenizer
 from engine.model.errors import UnsupportedModel
-
-_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-"""Files of which a tokenizer has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +22,10 @@ class TokenizerFiles:
     add_bos: bool
 
 
-def has_tokenizer(path: Path) -> bool:
-    return any(next(path.glob(name), None) for name in _VOCABULARIES)
-
-
 def read_tokenizer(path: Path) -> TokenizerFiles:
     """The tokenizer of the checkpoint in `path`, converted to a fast one where it is not. Raises UnsupportedModel."""
-    if not has_tokenizer(path):  # transformers would make up an empty one for some models
-        raise UnsupportedModel(f"{path} has no tokenizer: none of {', '.join(_VOCABULARIES)}")
+    if problem := why_no_tokenizer(path):  # transformers would make up an empty one for some models
+        raise UnsupportedModel(f"{path}: {problem}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError, ImportError) as error:

@@ -1,10 +1,15 @@
-"""gRPC options that every channel and server of ours uses.
+"""gRPC options that every channel and server of ours uses, and the channels between roles.
 
 Keepalive is stated on both sides: a server that was not told refuses frequent pings with `too_many_pings` and closes
 the connection. A host that vanished without a word is noticed after `KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
 
 KEEPALIVE_TIME_MS = 5_000
 KEEPALIVE_TIMEOUT_MS = 5_000
@@ -33,3 +38,30 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # two servers on one port would each get half of the calls, in silence
     ("grpc.so_reuseport", 0),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM. The certificate is shown to both those who call and those who are called; it must name the address that
+    others call, and be signed, as theirs must be, by one of `authorities`."""
+
+    key: bytes = field(repr=False)
+    certificate: bytes
+    authorities: bytes
+
+
+def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    """To another role."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:
+    """Have the server listen for other roles there; the port. With `tls` who shows no certificate is not heard. Raises
+    RuntimeError for an address that cannot be had."""
+    if tls is None:
+        return int(server.add_insecure_port(address))
+    credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authorities, require_client_auth=True)
+    return int(server.add_secure_port(address, credentials))

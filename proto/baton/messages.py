@@ -54,6 +54,18 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+# ---- who speaks ----
+
+
+@dataclass(frozen=True, slots=True)
+class Auth:
+    """A step of proving that one knows the cluster secret (`cluster_secret`), either way, ahead of all else."""
+
+    name: str = ""
+    nonce: bytes = b""
+    proof: bytes = b""
+
+
 # ---- router -> node ----
 
 
@@ -94,11 +106,13 @@ class Prefill:
 class Abort:
     """End the attempt and all below it, in whatever state; with `samples`, only those samples of this attempt.
 
-    Idempotent; also for unknown work, where it leaves a tombstone for messages still under way.
+    Idempotent; also for unknown work, where it leaves a tombstone for messages still under way: none comes later than
+    `deadline_s` after receipt, what the attempt was allowed. 0: not said.
     """
 
     work: WorkId
     samples: tuple[int, ...] = ()
+    deadline_s: float = 0.0
 
 
 # ---- node -> router ----

@@ -9,6 +9,10 @@ from baton.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 """As in OpenAI's API."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+"""Entries; OpenAI's API takes 300."""
+MAX_CACHE_SALT_CHARS = 256
 
 
 class FinishReason(enum.Enum):
@@ -39,7 +43,7 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
     num_logprobs: int = -1
 
     def __post_init__(self) -> None:
@@ -58,13 +62,13 @@ class SamplingParams:
         _check(
             -1 <= self.num_logprobs <= MAX_LOGPROBS, "logprobs", self.num_logprobs, f"must be at most {MAX_LOGPROBS}"
         )
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for token in self.stop_token_ids:
+            _check(0 <= token < 2**31, "stop_token_ids", token, "must be token ids, 0 or more and below 2**31")
         for token, bias in self.logit_bias.items():
-            _check(
-                token >= 0 and -100.0 <= bias <= 100.0,
-                "logit_bias",
-                bias,
-                "must be in [-100, 100], its token 0 or more",
-            )
+            _check(0 <= token < 2**31, "logit_bias", token, "must have token ids, 0 or more and below 2**31")
+            _check(-100.0 <= bias <= 100.0, "logit_bias", bias, "must be in [-100, 100]")
 
     @property
     def greedy(self) -> bool:
@@ -74,3 +78,7 @@ class SamplingParams:
 def _check(holds: bool, param: str, value: object, rule: str) -> None:
     if not holds:  # also catches NaN: every comparison with it is false
         raise InvalidRequest(f"{param} {rule}, not {value}", param)
+
+
+def _check_count(param: str, count: int, most: int) -> None:
+    _check(count <= most, param, count, f"must be at most {most} tokens")

@@ -5,6 +5,9 @@
 A flag wins over the environment, the environment over the file, the file over the default. A command's settings are a
 subclass of `Settings`, each field with a description that gives its unit; `parse` makes one or ends the process with
 one line that names the flag.
+
+Environment and file may serve several commands: what is another's is passed over. A variable that is nobody's is warned
+of, a key that is nobody's an error, each with the closest name (`baton.setting_names`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 import baton
 from baton.address import HostPort
+from baton.setting_names import ALL_NAMES, closest, of_kubernetes
 
 ENV_PREFIX = "BATON_"
 EXIT_USAGE = 2
@@ -70,7 +74,9 @@ class Settings(BaseSettings):
 
     prog: ClassVar[str] = "baton"
 
-    config: Path | None = Field(None, description="YAML file with settings, keys named like the flags")
+    config: Path | None = Field(
+        None, description="YAML file, keys named like the flags; it may serve several commands, each takes its own"
+    )
     log_level: LogLevel = Field("info", description="least severe log lines to write")
 
     def logging_level(self) -> int:
@@ -94,6 +100,8 @@ def parse(cls: type[S], argv: Sequence[str] | None = None) -> S:
     for name, field in cls.model_fields.items():
         _add_flag(parser, name, field)
     flags = vars(parser.parse_args(argv))
+    for line in misspelt_variables(cls, os.environ):
+        sys.stderr.write(f"{cls.prog}: warning: {line}\n")
     try:
         return load(cls, flags)
     except SettingsError as error:
@@ -109,6 +117,20 @@ def load(cls: type[S], flags: Mapping[str, Any]) -> S:
         return cls(**{**from_file, **flags})  # pydantic-settings adds the environment below these
     except ValidationError as error:
         raise SettingsError(_describe(error, flags, from_file, path)) from None
+
+
+def misspelt_variables(cls: type[Settings], environ: Mapping[str, str]) -> list[str]:
+    """One line for each variable with our prefix that is no command's setting."""
+    known = ALL_NAMES | cls.model_fields.keys()
+    lines = []
+    ours = {variable for variable in environ if variable.upper().startswith(ENV_PREFIX)}
+    for variable in sorted(ours - of_kubernetes(environ)):
+        name = variable[len(ENV_PREFIX) :].lower()
+        if name in known:
+            continue
+        meant = closest(name, known)
+        lines.append(f"{variable} is no setting" + (f", did you mean {env_name(meant)}?" if meant else ""))
+    return lines
 
 
 def flag_name(field: str) -> str:
@@ -160,7 +182,7 @@ def _metavar(annotation: Any) -> str:
 
 
 def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:
-    """The file's settings by field name. Raises SettingsError."""
+    """The file's settings by field name, without those of other commands. Raises SettingsError."""
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError) as error:
@@ -169,15 +191,18 @@ def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:
         raise SettingsError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise SettingsError(f"--config: {path} must map names to values")
+    known = (ALL_NAMES | cls.model_fields.keys()) - {"config"}
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in cls.model_fields or name == "config":
-            raise SettingsError(f"--config: {path} has an unknown key {key!r}")
+        if name not in known:
+            meant = closest(name, known)
+            hint = f", did you mean {meant.replace('_', '-')!r}?" if meant else ""
+            raise SettingsError(f"--config: {path} has an unknown key {key!r}{hint}")
         if name in values:
             raise SettingsError(f"--config: {path} sets {key!r} twice")
         values[name] = value
-    return values
+    return {name: value for name, value in values.items() if name in cls.model_fields}
 
 
 def _describe(error: ValidationError, flags: Mapping[str, Any], in_file: Mapping[str, Any], path: object) -> str:

@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import baton
 from baton.errors import BatonError
-from router.http import errors
+from router.api_keys import ApiKeys
+from router.http import errors, openapi
+from router.http.access import ALIVE, RequireKey
 from router.http.generate import GenerateRoutes
 from router.http.scope import RequestScope
 from router.http.status import StatusRoutes
 
+_READABLE_HEADERS = ("x-request-id", "retry-after")
+"""What pages may read of an answer, beside what all may."""
 
-def create_app(generate: GenerateRoutes, status: StatusRoutes) -> ASGIApp:
-    """Without FastAPI's pages of documentation: they fetch scripts from elsewhere, and the API is OpenAI's."""
-    app = FastAPI(title="baton", version=baton.__version__, openapi_url=None)
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may ask: those with one of `keys` (None: all), and the web pages of `origins`."""
+
+    keys: ApiKeys | None = None
+    protect_metrics: bool = False
+    origins: Sequence[str] = ()
+    methods: Sequence[str] = ("*",)
+    headers: Sequence[str] = ("*",)
+    credentials: bool = False
+
+    def guard(self, app: ASGIApp) -> ASGIApp:
+        """Pages ask whether they may before they send a key, and must be able to read a refusal: CORS is outside."""
+        if self.keys is not None:
+            app = RequireKey(app, self.keys, ALIVE if self.protect_metrics else ALIVE | {"/metrics"})
+        if not self.origins:
+            return app
+        return CORSMiddleware(
+            app, self.origins, self.methods, self.headers, self.credentials, expose_headers=_READABLE_HEADERS
+        )
+
+
+def create_app(generate: GenerateRoutes, status: StatusRoutes, access: Access) -> ASGIApp:
+    """Without FastAPI's pages of documentation: they fetch scripts from elsewhere, and the API is OpenAI's. Without
+    redirects to where a slash is missing: they would name the host that the client named."""
+    app = FastAPI(title="baton", version=baton.__version__, openapi_url=None, redirect_slashes=False)
     app.include_router(generate.routes)
     app.include_router(status.routes)
+    app.include_router(openapi.routes())
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(Exception, errors.on_exception)
-    return RequestScope(app)
+    return RequestScope(access.guard(app))

@@ -11,12 +11,17 @@ from starlette.exceptions import HTTPException
 
 from baton.errors import BatonError, InvalidRequest
 from baton.v1 import common_pb2
+from router.api_keys import InvalidApiKey
 from router.ask import ContextTooLong
 from router.models import UnknownModel
 from router.scope import RETRY_AFTER_S
 
 _RETRYABLE = (429, 503)
-_CODES: dict[type[BatonError], str] = {UnknownModel: "model_not_found", ContextTooLong: "context_length_exceeded"}
+_CODES: dict[type[BatonError], str] = {
+    UnknownModel: "model_not_found",
+    ContextTooLong: "context_length_exceeded",
+    InvalidApiKey: "invalid_api_key",
+}
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -36,8 +41,12 @@ def body_of(error: BatonError) -> dict[str, Any]:
 
 
 def response_to(error: BatonError) -> JSONResponse:
-    """Its HTTP status; with Retry-After where another try may succeed."""
-    headers = {"retry-after": str(RETRY_AFTER_S)} if error.http_status in _RETRYABLE else None
+    """Its HTTP status; with Retry-After where another try may succeed, and how to show a key where one is missing."""
+    headers = {}
+    if error.http_status in _RETRYABLE:
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(body_of(error), error.http_status, headers)
 
 
@@ -45,8 +54,6 @@ def describe_validation(error: ValidationError) -> InvalidRequest:
     """The first thing that is wrong with a body, in one sentence that names the field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     text = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"The request body is not valid JSON: {text.removeprefix('Invalid JSON: ')}")
     where = ".".join(str(part) for part in first["loc"])
     return InvalidRequest(f"{where}: {text}" if where else text, str(first["loc"][0]) if first["loc"] else None)
 
@@ -57,13 +64,13 @@ async def on_baton_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Unknown paths and methods, and bodies that are too large."""
+    """Unknown paths and methods, and bodies that are too large. Not `request.url`: a client's Host may be no host."""
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == 404:
-        message = f"There is nothing at {request.url.path}."
+        message = f"There is nothing at {request.scope['path']}."
     elif error.status_code == 405:
-        message = f"{request.method} is not allowed at {request.url.path}."
+        message = f"{request.method} is not allowed at {request.scope['path']}."
     return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
 
 

@@ -9,9 +9,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from router.ask import Ask
+from baton.errors import InvalidRequest
+from router.admission import Admitted
+from router.api_keys import salted
+from router.ask import Ask, check_answer, encode
 from router.generation import Generation
-from router.http.body import read_body
+from router.http.answers import dump_json, raw_json_response
+from router.http.body import BodyReader
+from router.http.limits import Bodies
 from router.http.logprobs import token_text
 from router.http.responses import EventResponse, WholeResponse
 from router.http.schemas import (
@@ -22,15 +27,16 @@ from router.http.schemas import (
     TokenizeRequest,
 )
 from router.http.shapes import ChatShape, CompletionShape, Shape
+from router.limits import MAX_ECHO_CHARS
 from router.models import ServedModel
-from router.service import Service
+from router.service import Service, size_of_chat
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
     """`keep_alive_s`: how often a comment goes out on a stream with nothing to say."""
 
-    max_body_bytes: int = 32 * 2**20
+    bodies: Bodies
     keep_alive_s: float = 5.0
 
 
@@ -38,32 +44,37 @@ class GenerateRoutes:
     def __init__(self, service: Service, limits: HttpLimits) -> None:
         self._service = service
         self._limits = limits
+        self._bodies = BodyReader(limits.bodies, service.offload)
         self._started = int(time.time())
         self.routes = APIRouter()
         self.routes.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         self.routes.add_api_route("/v1/completions", self.completion, methods=["POST"])
-        self.routes.add_api_route("/v1/models", self.models, methods=["GET"])
-        self.routes.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        self.routes.add_api_route("/v1/models", self.models, methods=["GET", "HEAD"])
+        self.routes.add_api_route("/v1/models/", self.models, methods=["GET", "HEAD"])
+        self.routes.add_api_route("/v1/models/{name:path}", self.model, methods=["GET", "HEAD"])
         self.routes.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         self.routes.add_api_route("/detokenize", self.detokenize, methods=["POST"])
 
     async def chat(self, request: Request) -> Response:
-        body = await read_body(request, ChatRequest, self._limits.max_body_bytes)
+        body = await self._bodies.read(request, ChatRequest)
         body.check()
         model = self._service.models.get(body.model)
-        prompt = self._chat_prompt(model, body)
         request_id = request.state.request_id
         shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids))
-        return await self._respond(request, model, body, body.ask(request_id, prompt), shape)
+        with self._service.admit(model, [size_of_chat(body.messages)], body.n or 1) as admitted:
+            ask = body.ask(request_id, await self._chat_prompt(model, body))
+            return await self._respond(request, model, body, ask, shape, admitted)
 
     async def completion(self, request: Request) -> Response:
-        body = await read_body(request, CompletionRequest, self._limits.max_body_bytes)
+        body = await self._bodies.read(request, CompletionRequest)
         body.check()
         model = self._service.models.get(body.model)
         ask = body.ask(request.state.request_id)
-        echoes = _echoes(model, ask) if body.echo else {}
-        shape = CompletionShape(ask.request_id, model, body.logprobs is not None, bool(body.return_token_ids), echoes)
-        return await self._respond(request, model, body, ask, shape)
+        with self._service.admit(model, [len(prompt) for prompt in ask.prompts], ask.n) as admitted:
+            echoes = await self._echoes(model, ask) if body.echo else {}
+            ids = bool(body.return_token_ids)
+            shape = CompletionShape(ask.request_id, model, body.logprobs is not None, ids, echoes)
+            return await self._respond(request, model, body, ask, shape, admitted)
 
     async def models(self) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [self._described(self._service.models.get(None))]})
@@ -71,33 +82,61 @@ class GenerateRoutes:
     async def model(self, name: str) -> JSONResponse:
         return JSONResponse(self._described(self._service.models.get(name)))
 
-    async def tokenize(self, request: Request) -> JSONResponse:
-        body = await read_body(request, TokenizeRequest, self._limits.max_body_bytes)
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._bodies.read(request, TokenizeRequest)
         model = self._service.models.get(body.model)
-        text = body.text if body.messages is None else self._chat_prompt(model, body)
+        size = len(body.text) if body.messages is None else size_of_chat(body.messages)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        [tokens] = await self._service.tokenize(model, [text], special)
-        texts = [token_text(model.tokenizer, token) for token in tokens] if body.return_token_strs else None
-        answer = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": texts}
-        return JSONResponse(answer)
+        with self._service.admit(model, [size]):
+            text = body.text if body.messages is None else await self._chat_prompt(model, body)
 
-    async def detokenize(self, request: Request) -> JSONResponse:
-        body = await read_body(request, DetokenizeRequest, self._limits.max_body_bytes)
+            def answer() -> bytes:
+                tokens = encode(text, model, special)
+                texts = [token_text(model.tokenizer, token) for token in tokens] if body.return_token_strs else None
+                count = {"count": len(tokens), "max_model_len": model.max_model_len}
+                return dump_json({**count, "tokens": tokens, "token_strs": texts})
+
+            return raw_json_response(await self._service.offload.run(answer, len(text)))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._bodies.read(request, DetokenizeRequest)
         model = self._service.models.get(body.model)
-        return JSONResponse({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+        def answer() -> bytes:
+            check_answer(body.tokens, model)
+            return dump_json({"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+        with self._service.admit(model, [len(body.tokens)]):
+            return raw_json_response(await self._service.offload.run(answer, len(body.tokens)))
 
     async def _respond(
-        self, request: Request, model: ServedModel, body: GenerationFields, ask: Ask, shape: Shape
+        self, request: Request, model: ServedModel, body: GenerationFields, ask: Ask, shape: Shape, admitted: Admitted
     ) -> Response:
-        generation: Generation = await self._service.generate(model, ask, request.state.received)
+        generation: Generation = await self._service.generate(
+            model, salted(ask, request.state.tenant), request.state.received, admitted
+        )
         if body.stream:
             return EventResponse(generation, shape, body.stream_options, self._limits.keep_alive_s)
-        return WholeResponse(generation, shape)
+        return WholeResponse(generation, shape, self._service.offload)
 
-    def _chat_prompt(self, model: ServedModel, body: ChatRequest | TokenizeRequest) -> str:
-        messages = [message.plain() for message in body.messages or ()]
+    async def _chat_prompt(self, model: ServedModel, body: ChatRequest | TokenizeRequest) -> str:
         begin = body.add_generation_prompt is not False
-        return self._service.render_chat(model, messages, begin, body.chat_template_kwargs)
+        messages = body.messages or ()
+        return await self._service.render_chat(
+            model, lambda: [m.plain() for m in messages], size_of_chat(messages), begin, body.chat_template_kwargs
+        )
+
+    async def _echoes(self, model: ServedModel, ask: Ask) -> dict[int, str]:
+        """The prompts' texts, for each answer to them."""
+
+        def texts() -> list[str]:
+            return [p if isinstance(p, str) else model.tokenizer.decode(p) for p in ask.prompts]
+
+        prompts = await self._service.offload.run(texts, sum(map(len, ask.prompts)))
+        num_chars = ask.n * sum(map(len, prompts))
+        if num_chars > MAX_ECHO_CHARS:
+            raise InvalidRequest(f"`echo` would repeat {num_chars} characters, of at most {MAX_ECHO_CHARS}.", "echo")
+        return {i * ask.n + sample: text for i, text in enumerate(prompts) for sample in range(ask.n)}
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
         return {
@@ -109,9 +148,3 @@ class GenerateRoutes:
             "parent": None,
             "max_model_len": model.max_model_len,
         }
-
-
-def _echoes(model: ServedModel, ask: Ask) -> dict[int, str]:
-    """The prompts' texts, for each answer to them."""
-    texts = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in ask.prompts]
-    return {i * ask.n + sample: text for i, text in enumerate(texts) for sample in range(ask.n)}

@@ -8,15 +8,17 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
 from router.answer import Delta, join
 from router.generation import Generation
+from router.http.answers import json_response
 from router.http.errors import body_of, response_to
 from router.http.schemas import StreamOptions
 from router.http.shapes import Shape, timings_of, usage_of
+from router.offload import Offload
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,31 +26,43 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _KEEP_ALIVE = b": keep-alive\n\n"
+_LOGPROBS_SIZE = 50
+"""What a token's logprobs cost to write, where a token costs 1."""
 _DONE = b"data: [DONE]\n\n"
 
 
 class WholeResponse(Response):
     """All answers at once."""
 
-    def __init__(self, generation: Generation, shape: Shape) -> None:
+    def __init__(self, generation: Generation, shape: Shape, offload: Offload) -> None:
         super().__init__()
         self._generation = generation
         self._shape = shape
+        self._offload = offload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _closed_when_left(receive, self._generation):
             try:
-                response = JSONResponse(await self._collect())
+                response = await self._answer(await self._collect())
             except BatonError as error:
                 response = response_to(error)
         await response(scope, receive, send)
 
-    async def _collect(self) -> dict[str, Any]:
+    async def _collect(self) -> dict[int, list[Delta]]:
         deltas: dict[int, list[Delta]] = {}
         while not self._generation.done:
             for delta in await self._generation.next():
                 deltas.setdefault(delta.index, []).append(delta)
-        return self._shape.whole(self._generation, [join(deltas[index]) for index in sorted(deltas)])
+        return deltas
+
+    async def _answer(self, deltas: dict[int, list[Delta]]) -> Response:
+        every = [delta for of_answer in deltas.values() for delta in of_answer]
+        size = sum(len(delta.token_ids) + _LOGPROBS_SIZE * len(delta.logprobs) for delta in every)
+
+        def whole() -> dict[str, Any]:
+            return self._shape.whole(self._generation, [join(deltas[index]) for index in sorted(deltas)])
+
+        return await json_response(whole, size + self._generation.usage.num_prompt_tokens, self._offload)
 
 
 class EventResponse(Response):
@@ -112,7 +126,7 @@ class EventResponse(Response):
         if self._include_usage:
             chunks.append(self._shape.usage_chunk(self._generation.usage))
         if chunks:
-            chunks[-1]["timings"] = timings_of(self._generation.timings)
+            chunks[-1].update(timings_of(self._generation.timings))
         return b"".join(map(_event, chunks))
 
 

@@ -3,66 +3,34 @@ they would change the answer (`unsupported`)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_LOGPROBS
+from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from router.ask import Ask
+from router.http.fields import (
+    CONFIG,
+    Biases,
+    Name,
+    Prompts,
+    Role,
+    Strings,
+    TemplateValues,
+    Text,
+    Whole,
+    between,
+)
 from router.http.unsupported import refuse_unsupported
-
-_CONFIG = ConfigDict(strict=True, extra="allow", frozen=True)
-
-
-def _strings(value: Any) -> Any:
-    """From one string, a list of them, or null."""
-    texts = [value] if isinstance(value, str) else value or []
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("must be a string or a list of strings")
-    return tuple(texts)
-
-
-def _prompts(value: Any) -> Any:
-    """From text, token ids, or a list of either."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of token ids, or a list of either")
-    if _is_ids(value):
-        return (tuple(value),)
-    if all(isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value):
-        return tuple(item if isinstance(item, str) else tuple(item) for item in value)
-    raise ValueError("must be a string, a list of token ids, or a list of either")
-
-
-def _is_ids(value: list[Any]) -> bool:
-    return bool(value) and all(type(item) is int for item in value)
-
-
-def _message_text(value: Any) -> Any:
-    """From a string, a list of text parts, or null."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    return "\n".join(_part_text(part) for part in value)
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        raise ValueError(f"a part of type {kind!r} is not supported: only text is")
-    if not isinstance(part.get("text"), str):
-        raise ValueError("a text part needs a string in `text`")
-    return str(part["text"])
+from router.limits import MAX_MESSAGES, MAX_N
 
 
 class ChatMessage(BaseModel):
-    model_config = _CONFIG
-    role: str
-    content: Annotated[str, BeforeValidator(_message_text)] = ""
-    name: str | None = None
+    model_config = CONFIG
+    role: Role
+    content: Text = ""
+    name: Name | None = None
 
     def plain(self) -> dict[str, str]:
         """As a chat template takes it. Raises InvalidRequest for a tool's part of a conversation."""
@@ -75,38 +43,38 @@ class ChatMessage(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    model_config = _CONFIG
+    model_config = CONFIG
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationFields(BaseModel):
-    """What chats and completions share."""
+    """What chats and completions share. Ranges are checked where the model is known, `Ask` and `SamplingParams`."""
 
-    model_config = _CONFIG
-    model: str | None = None
-    n: int | None = None
+    model_config = CONFIG
+    model: Name | None = None
+    n: Whole | None = between(1, MAX_N)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    temperature: float | None = between(0)
+    top_p: float | None = between(0, 1)
+    top_k: Whole | None = between(-1, 2**31 - 1)
+    min_p: float | None = between(0, 1)
+    repetition_penalty: float | None = between(0)
+    presence_penalty: float | None = between(-2, 2)
+    frequency_penalty: float | None = between(-2, 2)
+    logit_bias: Biases | None = None
+    seed: Whole | None = None
+    max_tokens: Whole | None = between(1)
+    min_tokens: Whole | None = between(0)
     ignore_eos: bool | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] = ()
-    stop_token_ids: list[int] | None = None
+    stop: Strings = ()
+    stop_token_ids: list[Whole] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = None
-    timeout: Annotated[float | None, Field(description="seconds until the request is given up")] = None
+    cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    timeout: float | None = Field(None, description="seconds until the request is given up")
 
     def check(self) -> None:
         """Raises InvalidRequest for what cannot be had, or makes no sense together."""
@@ -143,13 +111,13 @@ class GenerationFields(BaseModel):
 
 
 class ChatRequest(GenerationFields):
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    messages: list[ChatMessage] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
+    max_completion_tokens: Whole | None = between(1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateValues | None = None
 
     def check(self) -> None:
         super().check()
@@ -172,8 +140,8 @@ class ChatRequest(GenerationFields):
 
 
 class CompletionRequest(GenerationFields):
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
-    logprobs: int | None = None
+    prompt: Prompts
+    logprobs: Whole | None = between(0, MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -197,14 +165,14 @@ class CompletionRequest(GenerationFields):
 class TokenizeRequest(BaseModel):
     """Either `prompt` or `messages`."""
 
-    model_config = _CONFIG
-    model: str | None = None
+    model_config = CONFIG
+    model: Name | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateValues | None = None
 
     @property
     def text(self) -> str:
@@ -214,9 +182,9 @@ class TokenizeRequest(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    model_config = _CONFIG
-    model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    model_config = CONFIG
+    model: Name | None = None
+    tokens: list[int]
 
 
 def _check_num_logprobs(count: int | None, param: str) -> None:

@@ -17,7 +17,8 @@ _QUIET = frozenset({"/health", "/ready", "/metrics"})
 
 
 class RequestScope:
-    """Outermost ASGI application. Puts `request_id` and `received` (`time.monotonic`) into the request's state."""
+    """Outermost ASGI application. Puts `request_id` and `received` (`time.monotonic`) into the request's state, and
+    `tenant`, which is None where there are no keys."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -29,7 +30,7 @@ class RequestScope:
         received = time.monotonic()
         given = next((value for name, value in scope["headers"] if name == HEADER), b"")
         request_id = usable_request_id(given.decode("latin-1"))
-        scope.setdefault("state", {}).update(request_id=request_id, received=received)
+        scope.setdefault("state", {}).update(request_id=request_id, received=received, tenant=None)
         status = 0
 
         async def send_named(message: Message) -> None:

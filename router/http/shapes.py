@@ -88,16 +88,21 @@ class CompletionShape:
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
+    cached = usage.num_cached_tokens
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
     }
 
 
-def timings_of(timings: RequestTimings) -> dict[str, Any]:
-    """Our addition to the API: where the time went, in milliseconds, and which nodes did it."""
+def timings_of(timings: RequestTimings | None) -> dict[str, Any]:
+    """Our addition to the API: where the time went, in milliseconds, and which nodes did it. Empty: not to be told."""
+    return {} if timings is None else {"timings": _milliseconds(timings)}
+
+
+def _milliseconds(timings: RequestTimings) -> dict[str, Any]:
     return {
         "queue_ms": _ms(timings.queue_s),
         "prefill_ms": _ms(timings.prefill_s),
@@ -128,7 +133,7 @@ def _head(answer_id: str, model: ServedModel) -> dict[str, Any]:
 
 
 def _account(generation: Generation) -> dict[str, Any]:
-    return {"usage": usage_of(generation.usage), "timings": timings_of(generation.timings)}
+    return {"usage": usage_of(generation.usage), **timings_of(generation.timings)}
 
 
 def _prompt_ids(generation: Generation) -> dict[str, Any]:

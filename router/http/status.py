@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 import baton
 from baton.errors import NodeUnavailable
-from baton.telemetry import RouterMetrics
+from baton.telemetry import RouterMetrics, metrics_page
 from router.cluster import Cluster
 from router.dispatcher import Dispatcher
 from router.http.errors import response_to
@@ -23,10 +23,10 @@ class StatusRoutes:
         self._metrics = metrics
         self._registry = registry
         self.routes = APIRouter()
-        self.routes.add_api_route("/health", self.health, methods=["GET"])
-        self.routes.add_api_route("/ready", self.ready, methods=["GET"])
+        self.routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
+        self.routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
         self.routes.add_api_route("/metrics", self.metrics, methods=["GET"])
-        self.routes.add_api_route("/version", self.version, methods=["GET"])
+        self.routes.add_api_route("/version", self.version, methods=["GET", "HEAD"])
 
     async def health(self) -> JSONResponse:
         """The process lives."""
@@ -39,11 +39,12 @@ class StatusRoutes:
             return response_to(NodeUnavailable(readiness.why_not))
         return JSONResponse({"status": readiness.status})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         self._metrics.set_requests(self._dispatcher.num_requests_by_state())
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        page, kind = metrics_page(self._registry, request.headers.get("accept"))
+        return Response(page, headers={"Content-Type": kind})
 
     async def version(self) -> JSONResponse:
         return JSONResponse({"version": baton.__version__})

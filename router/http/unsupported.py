@@ -1,54 +1,135 @@
-"""Fields that would change an answer in ways that are not built: refused by name, never ignored."""
+"""Fields that the schemas do not know: refused by name where they would change an answer in ways that are not built,
+told of in the log otherwise."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from baton.errors import InvalidRequest
+from router.limits import MAX_UNKNOWN_FIELDS
+
+log = logging.getLogger(__name__)
 
 
 def _is_empty(value: Any) -> bool:
     return not value
 
 
+def _never(value: Any) -> bool:
+    return False
+
+
 def _is_one_of(*harmless: Any) -> Callable[[Any], bool]:
-    return lambda value: value in harmless
+    return lambda value: any(type(value) is type(one) and value == one for one in harmless)
 
 
 _HARMLESS: dict[str, Callable[[Any], bool]] = {
-    "allowed_token_ids": _is_empty,
+    # OpenAI's
     "audio": _is_empty,
+    "function_call": _is_one_of("none", "auto"),
+    "functions": _is_empty,
+    "input": _never,
+    "instructions": _is_empty,
+    "max_output_tokens": _never,
+    "modalities": _is_one_of([], ["text"]),
+    "prediction": _is_empty,
+    "response_format": _is_one_of({}, {"type": "text"}),
+    "suffix": _is_empty,
+    "tool_choice": _is_one_of("none", "auto"),
+    "tools": _is_empty,
+    "web_search_options": _never,
+    # vLLM's
+    "allowed_token_ids": _is_empty,
     "bad_words": _is_empty,
     "chat_template": _is_empty,
     "continue_final_message": _is_empty,
     "documents": _is_empty,
-    "function_call": _is_one_of("none", "auto"),
-    "functions": _is_empty,
     "guided_choice": _is_empty,
     "guided_grammar": _is_empty,
     "guided_json": _is_empty,
     "guided_regex": _is_empty,
-    "length_penalty": _is_one_of(1),
+    "guided_whitespace_pattern": _is_empty,
+    "kv_transfer_params": _is_empty,
+    "length_penalty": _is_one_of(1, 1.0),
     "logits_processors": _is_empty,
-    "modalities": _is_one_of([], ["text"]),
+    "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
-    "prompt_logprobs": lambda value: value is False,
-    "response_format": _is_one_of({}, {"type": "text"}),
+    "prompt_logprobs": _is_one_of(False),
     "return_tokens_as_token_ids": _is_empty,
     "structured_outputs": _is_empty,
-    "suffix": _is_empty,
-    "tool_choice": _is_one_of("none", "auto"),
-    "tools": _is_empty,
-    "truncate_prompt_tokens": lambda value: False,
+    "thinking_token_budget": _never,
+    "truncate_prompt_tokens": _never,
     "use_beam_search": _is_empty,
-    "web_search_options": lambda value: False,
+    # SGLang's
+    "custom_logit_processor": _is_empty,
+    "ebnf": _is_empty,
+    "image_data": _is_empty,
+    "input_embeds": _is_empty,
+    "input_ids": _is_empty,
+    "json_schema": _is_empty,
+    "lora_path": _is_empty,
+    "no_stop_trim": _is_empty,
+    "regex": _is_empty,
+    "return_hidden_states": _is_empty,
+    "sampling_params": _is_empty,
+    "session_params": _is_empty,
+    "stop_regex": _is_empty,
+    "structural_tag": _is_empty,
+    # Anthropic's
+    "max_tokens_to_sample": _never,
+    "stop_sequences": _is_empty,
+    "system": _is_empty,
+    "thinking": _is_one_of({"type": "disabled"}),
+    # llama.cpp's, text-generation-inference's, transformers'
+    "adapter_id": _is_empty,
+    "do_sample": _never,
+    "dry_multiplier": _is_empty,
+    "grammar": _is_empty,
+    "max_new_tokens": _never,
+    "mirostat": _is_empty,
+    "n_predict": _never,
+    "no_repeat_ngram_size": _is_empty,
+    "num_beams": _is_one_of(1),
+    "num_predict": _never,
+    "top_a": _is_empty,
+    "typical_p": _is_one_of(1, 1.0),
+    "xtc_probability": _is_empty,
 }
 """What each may be and still mean nothing; null always means nothing."""
 
+_MEANINGLESS = frozenset(
+    {
+        *("best_of", "echo", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id"),
+        *("safety_identifier", "service_tier", "store", "user"),
+    }
+)
+"""Not worth a warning: known to change no answer, or looked at elsewhere."""
+
+_MAX_WARNINGS = 256
+_warned: set[str] = set()
+
 
 def refuse_unsupported(extra: Mapping[str, Any]) -> None:
-    """`extra` are the fields that the schema does not know. Raises InvalidRequest."""
+    """`extra` are the fields that the schema does not know. Raises InvalidRequest; warns once of each other name."""
+    if len(extra) > MAX_UNKNOWN_FIELDS:
+        names = ", ".join(f"`{name[:64]}`" for name in list(extra)[:3])
+        raise InvalidRequest(f"There are {len(extra)} unknown fields, of at most {MAX_UNKNOWN_FIELDS}: {names}, ...")
     for name, value in extra.items():
-        if value is not None and name in _HARMLESS and not _HARMLESS[name](value):
+        if value is None or name in _MEANINGLESS:
+            continue
+        if name not in _HARMLESS:
+            _warn(name[:64])
+        elif not _HARMLESS[name](value):
             raise InvalidRequest(f"`{name}` is not supported here.", name)
+
+
+def _warn(name: str) -> None:
+    """Once for each name, and of so many names: what clients send must not fill memory or the log."""
+    if name in _warned or len(_warned) >= _MAX_WARNINGS:
+        return
+    _warned.add(name)
+    log.warning("unknown request field %r is ignored", name)
+    if len(_warned) == _MAX_WARNINGS:
+        log.warning("%d request fields were unknown: there is no warning of others", _MAX_WARNINGS)

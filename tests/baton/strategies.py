@@ -7,13 +7,18 @@ from baton.layout import KvLayout
 from baton.sampling import FinishReason, SamplingParams
 
 uint32 = st.integers(0, 2**32 - 1)
+some32 = st.integers(1, 2**32 - 1)
 int31 = st.integers(0, 2**31 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 seconds = st.floats(0, 1e6)
-text = st.text(max_size=12)
-name = st.text(min_size=1, max_size=12)
-tokens = st.lists(uint32, max_size=40).map(tuple)
-some_tokens = st.lists(uint32, min_size=1, max_size=40).map(tuple)
+printable = st.characters(exclude_categories=("C", "Z"))
+text = st.text(printable, max_size=12)
+name = st.text(printable, min_size=1, max_size=12)
+tokens = st.lists(int31, max_size=40).map(tuple)
+some_tokens = st.lists(int31, min_size=1, max_size=40).map(tuple)
+sample = st.integers(0, 1023)
+lease = st.integers(1, 2**39 - 1)
+num_parts = st.integers(0, 2**23)
 errors_ = st.builds(
     lambda kind, message: kind(message),
     st.sampled_from([errors.InvalidRequest, errors.Overloaded, errors.LayoutMismatch, errors.PeerLost]),
@@ -24,8 +29,8 @@ work = st.builds(messages.WorkId, uint64, name, uint32)
 
 
 @st.composite
-def sampling(draw: st.DrawFn) -> SamplingParams:
-    max_tokens = draw(st.integers(1, 2**31 - 1))
+def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
+    max_tokens = draw(st.integers(least, 2**31 - 1))
     return SamplingParams(
         temperature=draw(st.floats(0, 100)),
         top_p=draw(st.floats(0, 1, exclude_min=True)),
@@ -39,50 +44,50 @@ def sampling(draw: st.DrawFn) -> SamplingParams:
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, max_tokens)),
         ignore_eos=draw(st.booleans()),
-        stop_token_ids=tuple(draw(st.lists(int31, max_size=4))),
+        stop_token_ids=draw(st.frozensets(int31, max_size=4)),
         num_logprobs=draw(st.integers(-1, 20)),
     )
 
 
 @st.composite
-def samples(draw: st.DrawFn, with_output: bool = True) -> tuple[messages.Sample, ...]:
-    indexes = draw(st.lists(uint32, min_size=1, max_size=4, unique=True))
-    length = draw(st.integers(0, 8)) if with_output else 0
-    output = st.lists(uint32, min_size=length, max_size=length).map(tuple)
+def samples(draw: st.DrawFn, length: int) -> tuple[messages.Sample, ...]:
+    indexes = draw(st.lists(sample, min_size=1, max_size=4, unique=True))
+    output = st.lists(int31, min_size=length, max_size=length).map(tuple)
     return tuple(messages.Sample(index, draw(output)) for index in indexes)
 
 
-target = st.builds(messages.DecodeTarget, text, text)
+one_sample = st.builds(messages.Sample, sample, some_tokens).map(lambda one: (one,))
+target = st.builds(messages.DecodeTarget, name, name)
 prefill = st.builds(
     messages.Prefill,
     work,
     text,
     some_tokens,
-    samples(with_output=False) | samples().map(lambda all_: all_[:1]),
+    samples(0) | one_sample,
     sampling(),
     seconds,
     st.none() | target,
     text,
 )
-abort = st.builds(messages.Abort, work, tokens)
+abort = st.builds(messages.Abort, work, st.lists(sample, max_size=4).map(tuple), seconds)
 subscribe = st.builds(messages.Subscribe, uint64, text, uint32)
 router_message = prefill | abort | subscribe
 
 logprob = st.floats(-1e6, 0, width=32)
-logprobs_entry = st.builds(messages.TokenLogprobs, logprob, st.lists(st.tuples(uint32, logprob), max_size=4).map(tuple))
+logprobs_entry = st.builds(messages.TokenLogprobs, logprob, st.lists(st.tuples(int31, logprob), max_size=4).map(tuple))
 
 
 @st.composite
 def said_tokens(draw: st.DrawFn) -> messages.Tokens:
     ids = draw(tokens)
     logprobs = draw(st.just(()) | st.tuples(*[logprobs_entry] * len(ids)))
-    return messages.Tokens(draw(uint32), draw(uint32), ids, logprobs)
+    return messages.Tokens(draw(sample), draw(st.integers(0, 10**9)), ids, logprobs)
 
 
 update_kind = st.one_of(
     st.builds(messages.Started, uint32, seconds),
     said_tokens(),
-    st.builds(messages.SampleEnd, uint32, st.sampled_from(FinishReason), st.none() | int31),
+    st.builds(messages.SampleEnd, sample, st.sampled_from(FinishReason), st.none() | int31),
     st.builds(messages.HandedOff, seconds, seconds, seconds),
     st.builds(messages.Adopted, seconds, uint32, uint64, seconds, seconds, seconds),
     st.builds(messages.End, maybe_error),
@@ -95,7 +100,7 @@ node_message = st.one_of(
 )
 
 layout = st.builds(
-    KvLayout, uint32, uint32, uint32, uint32, st.integers(1, 2**32 - 1), text, uint32, uint32, uint64, text
+    KvLayout, some32, uint32, uint32, uint32, some32, text, uint32, uint32, st.integers(1, 2**64 - 1), text
 )
 endpoints = st.lists(st.builds(messages.TransportEndpoint, uint32, text, st.binary(max_size=40)), max_size=3).map(tuple)
 hello = st.builds(messages.Hello, name, text, layout, endpoints, text, uint32, maybe_error, uint32)
@@ -107,22 +112,30 @@ prefill_message = st.one_of(
         messages.Reserve,
         work,
         text,
-        st.integers(1, 2**32 - 1),
+        st.integers(4, 2**23),
         block_hashes,
-        st.integers(1, 2**32 - 1),
+        st.integers(1, 1024),
         seconds,
-        uint32,
+        st.integers(2**24, 2**32 - 1),
     ),
-    st.builds(messages.Commit, uint64, work, text, tokens, samples(), sampling(), seconds, text, seconds),
-    st.builds(messages.Release, uint64, work),
+    st.builds(messages.Commit, lease, work, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
+    st.builds(messages.Release, st.just(0) | lease, work),
 )
+
+
+@st.composite
+def grant(draw: st.DrawFn) -> messages.Grant:
+    parts = draw(num_parts)
+    return messages.Grant(draw(work), draw(lease), draw(int31), parts, draw(st.integers(0, parts)))
+
+
 decode_message = st.one_of(
     hello,
     st.just(messages.Heartbeat()),
-    st.builds(messages.Grant, work, uint64, uint32, uint32, uint32),
-    st.builds(messages.Credit, uint64, uint32),
+    grant(),
+    st.builds(messages.Credit, lease, num_parts),
     st.builds(messages.Refuse, work, errors_),
-    st.builds(messages.CommitReply, uint64, work, maybe_error),
+    st.builds(messages.CommitReply, lease, work, maybe_error),
 )
 
 maybe_float = st.none() | st.floats(-10, 10)
@@ -130,13 +143,13 @@ maybe_int = st.none() | int31
 node_info = st.builds(
     messages.NodeInfo,
     role=st.sampled_from(messages.NodeRole),
-    incarnation=text,
-    node_id=text,
-    address=text,
-    served_model_name=text,
-    max_model_len=uint32,
-    max_num_seqs=uint32,
-    num_blocks=uint32,
+    incarnation=name,
+    node_id=name,
+    address=name,
+    served_model_name=name,
+    max_model_len=st.integers(1, 2**31),
+    max_num_seqs=st.integers(1, 2**31),
+    num_blocks=st.integers(1, 2**31),
     layout=layout,
     endpoints=endpoints,
     tokenizer_digest=text,
@@ -152,7 +165,7 @@ node_info = st.builds(
         repetition_penalty=maybe_float,
         max_new_tokens=maybe_int,
     ),
-    vocab_size=uint32,
+    vocab_size=st.integers(1, 2**31),
     add_bos=st.booleans(),
     protocol_version=uint32,
     version=text,

@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field, model_validator
 
 from baton.address import HostPort
-from baton.settings import ConnectAddress, ConnectAddresses, ListenAddress, Settings, Sizes, parse
+from baton.settings import ConnectAddress, ConnectAddresses, ListenAddress, Settings, Sizes, misspelt_variables, parse
 
 
 class Example(Settings):
@@ -206,3 +206,39 @@ def test_addresses_that_are_none(text):
 def test_settings_import_without_torch():
     code = "import sys; sys.modules['torch'] = None; import baton.settings, baton.telemetry, baton.wire"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_file_may_serve_several_commands(config):
+    path = config("max-num-seqs: 3\nmax_body_bytes: 4096\nkv-slots: 8\n")  # the router's, and a node's
+    assert parse(Example, ["--config", path]).max_num_seqs == 3
+
+
+def test_a_misspelt_key_is_an_error_that_names_the_closest(capsys, config):
+    line = fails(capsys, "--config", config("max-num-seq: 3"))
+    assert line.endswith("has an unknown key 'max-num-seq', did you mean 'max-num-seqs'?\n")
+    assert "did you mean 'max-body-bytes'?" in fails(capsys, "--config", config("max-body-byte: 3"))
+    assert fails(capsys, "--config", config("qqq: 3")).endswith("has an unknown key 'qqq'\n")
+
+
+def test_misspelt_variables_are_warned_of(capsys, monkeypatch):
+    monkeypatch.setenv("BATON_MAX_NUM_SEQ", "3")
+    monkeypatch.setenv("BATON_QQQ", "3")
+    monkeypatch.setenv("BATON_KV_SLOTS", "3")  # a node's
+    assert parse(Example, []).max_num_seqs == 8
+    assert capsys.readouterr().err.splitlines() == [
+        "baton-example: warning: BATON_MAX_NUM_SEQ is no setting, did you mean BATON_MAX_NUM_SEQS?",
+        "baton-example: warning: BATON_QQQ is no setting",
+    ]
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting():
+    named = {"BATON_ROUTER_SERVICE_HOST": "10.0.0.1", "BATON_ROUTER_PORT_8000_TCP_ADDR": "10.0.0.1"}
+    environ = named | {"BATON_ROUTER_SERVICE_PORT_HTTP": "8000", "BATON_ROUTER_PORT": "tcp://10.0.0.1:8000"}
+    assert misspelt_variables(Example, environ) == []
+    assert len(misspelt_variables(Example, {"BATON_ROUTER_PORT": "8000"})) == 1
+
+
+def test_a_flag_wins_over_the_file(config):
+    path = config("max-num-seqs: 3\nlow: 2\n")
+    settings = parse(Example, ["--config", path, "--max-num-seqs", "5"])
+    assert (settings.max_num_seqs, settings.low) == (5, 2)

@@ -1,20 +1,16 @@
-"""Log lines carry names; messages become metrics; the metrics page answers and names a busy port."""
+"""Log lines carry names; messages become metrics; each is counted where it is measured."""
 
 import io
 import logging
-import urllib.error
-import urllib.request
 
 import pytest
 
-from baton.address import HostPort
-from baton.errors import BatonError, DeadlineExceeded, Overloaded, RequestCancelled
-from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Sample, Started, Tokens, Update, WorkId
+from baton.errors import Overloaded, RequestCancelled
+from baton.messages import Adopted, End, HandedOff, Load, Prefill, Sample, Started, Tokens, Update, WorkId
 from baton.sampling import SamplingParams
-from baton.telemetry import MetricsServer, NodeMetrics, RouterMetrics, configure_logging, new_registry, request_scope
+from baton.telemetry import ROUTER, NodeMetrics, RouterMetrics, configure_logging, new_registry, request_scope
 
 WORK = WorkId(1, "r", 0)
-LOCAL = HostPort("127.0.0.1", 0)
 
 
 @pytest.fixture
@@ -58,8 +54,8 @@ def test_tracebacks_are_kept(lines):
 
 
 def test_node_messages_become_metrics():
-    registry = new_registry()
-    metrics = NodeMetrics(registry, "tiny", NodeRole.DECODE)
+    registry = new_registry("decode")
+    metrics = NodeMetrics(registry, "tiny")
     metrics.received(Prefill(WORK, "i", (1, 2, 3), (Sample(0),), SamplingParams(), 1.0))
     kinds = (
         Started(2, 0.01),
@@ -81,9 +77,10 @@ def test_node_messages_become_metrics():
     def value(name: str, **more: str) -> float | None:
         return registry.get_sample_value(f"baton:{name}", labels | more)
 
-    assert value("prompt_tokens_total") == 3
-    assert value("generation_tokens_total") == 2
-    assert value("prefix_cache_hits_total") == 18
+    assert value("node_prompt_tokens_total") == value("prefix_cache_queries_total") == 3
+    assert value("node_generation_tokens_total") == 2
+    assert value("prefix_cache_hits_total") == 2
+    assert value("kv_transfer_cached_tokens_total") == 16
     assert value("kv_transfer_bytes_total") == 4096
     assert value("kv_transfer_seconds_sum") == 0.1
     assert value("request_handoff_time_seconds_sum") == pytest.approx(0.85)
@@ -95,12 +92,12 @@ def test_node_messages_become_metrics():
     assert value("kv_transfer_damaged_blocks_total") == 3
     assert (value("kv_slots", state="free"), value("kv_slots", state="in_use")) == (6, 2)
     for outcome, reason in (("finished", ""), ("cancelled", ""), ("failed", "overloaded"), ("handed_off", "")):
-        assert value("request_ends_total", outcome=outcome, reason=reason) == 1
+        assert value("node_request_ends_total", outcome=outcome, reason=reason) == 1
 
 
 def test_token_times_are_taken_on_the_node():
-    registry, now = new_registry(), [10.0]
-    metrics = NodeMetrics(registry, "tiny", NodeRole.DECODE, clock=lambda: now[0])
+    registry, now = new_registry("decode"), [10.0]
+    metrics = NodeMetrics(registry, "tiny", clock=lambda: now[0])
     metrics.received(Prefill(WORK, "i", (1,), (Sample(0),), SamplingParams(), 1.0))
     for moment, sample in ((10.5, 0), (10.5, 1), (10.75, 0), (11.0, 1)):
         now[0] = moment
@@ -109,10 +106,10 @@ def test_token_times_are_taken_on_the_node():
     sums = [
         registry.get_sample_value(f"baton:{name}", labels)
         for name in (
-            "time_to_first_token_seconds_sum",
-            "time_to_first_token_seconds_count",
-            "inter_token_latency_seconds_sum",
-            "inter_token_latency_seconds_count",
+            "node_time_to_first_token_seconds_sum",
+            "node_time_to_first_token_seconds_count",
+            "node_inter_token_latency_seconds_sum",
+            "node_inter_token_latency_seconds_count",
         )
     ]
     assert sums == [0.5, 1, 0.75, 2]
@@ -125,48 +122,11 @@ def test_token_times_are_taken_on_the_node():
 
 
 def test_router_metrics():
-    registry = new_registry()
+    registry = new_registry(ROUTER)
     metrics = RouterMetrics(registry)
     metrics.set_requests({"queued": 1, "decoding": 0})
-    for kind in (Started(4, 0.01), HandedOff(0.2), Adopted(0.1, 16, 4096)):
-        metrics.observe("tiny", Update(WORK, kind))
     metrics.ended("tiny", 0.5, None, "stop")
-    labels = {"model_name": "tiny"}
-    assert registry.get_sample_value("baton:num_requests", {"state": "queued"}) == 1
-    assert registry.get_sample_value("baton:prefix_cache_hits_total", labels) == 4
-    assert registry.get_sample_value("baton:kv_transfer_bytes_total", labels) == 4096
+    labels = {"model_name": "tiny", "role": "router"}
+    assert registry.get_sample_value("baton:num_requests", {"state": "queued", "role": "router"}) == 1
     ends = labels | {"outcome": "finished", "reason": "stop"}
     assert registry.get_sample_value("baton:request_ends_total", ends) == 1
-
-
-def get(address: HostPort, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-def test_pages_for_an_operator():
-    answers = ['{"blocks": []}', DeadlineExceeded("no turn ended")]
-
-    def page() -> str:
-        answer = answers.pop(0)
-        if isinstance(answer, BatonError):
-            raise answer
-        return answer
-
-    reasons = [None, "draining"]
-    server = MetricsServer(LOCAL, new_registry(), {"/health": lambda: reasons.pop(0)}, {"/debug/kv": page})
-    try:
-        assert "baton:build_info{" in get(server.address, "/metrics")[1]
-        assert get(server.address, "/health") == (200, "ok\n")
-        assert get(server.address, "/health") == (503, "draining\n")
-        assert get(server.address, "/debug/kv") == (200, '{"blocks": []}\n')
-        assert get(server.address, "/debug/kv") == (504, "no turn ended\n")
-        assert get(server.address, "/else") == (404, "try /metrics /health /debug/kv\n")
-        with pytest.raises(OSError, match="in use"):
-            MetricsServer(server.address, new_registry(), {}, {})
-    finally:
-        server.close()

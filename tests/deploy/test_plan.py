@@ -100,9 +100,16 @@ def test_what_was_not_set_is_left_to_the_process() -> None:
 
 def test_every_setting_of_node_and_router_can_be_given() -> None:
     own = {"config", "listen", "advertise", "metrics_port", "node_id"}
+    own |= {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"}
     assert (
         NodeSettings.model_fields.keys() | RouterSettings.model_fields.keys()
     ) - own <= UpSettings.model_fields.keys()
+
+
+def test_keys_are_on_no_command_line() -> None:
+    router = planned(Machine(2, ()), "--api-key", "sk-one", "--api-key", "sk-two")["router"]
+    assert not any("api" in argument or "sk-" in argument for argument in router.arguments)
+    assert router.env == {"BATON_API_KEY": "sk-one sk-two"}
 
 
 def test_children_do_not_see_our_settings() -> None:

@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from deploy.settings import UpSettings
+from router.settings import RouterSettings
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/protocol.md", "docs/performance.md", "docs/models.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/protocol.md",
+    "docs/performance.md",
+    "docs/models.md",
+    "docs/security.md",
+    "SECURITY.md",
+)
 # Paths below the import roots are written as imports see them, without the root.
 PLACES = (ROOT, ROOT / "proto")
 OWN_FOLDERS = ("proto", "kernels", "engine", "kv_transfer", "prefill_node", "decode_node", "router", "deploy", "tools")
@@ -47,5 +56,8 @@ def test_make_targets_exist(page: str) -> None:
 
 def test_named_flags_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    known = {f"--{name.replace('_', '-')}" for name in UpSettings.model_fields} | {"--listen", "--advertise"}
+    known = {f"--{name.replace('_', '-')}" for name in UpSettings.model_fields | RouterSettings.model_fields} | {
+        "--listen",
+        "--advertise",
+    }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known | {"--help"}

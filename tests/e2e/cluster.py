@@ -212,7 +212,7 @@ class Router(Member):
         """Until so many nodes are in use."""
 
         def why_not() -> str | None:
-            up = [self.metric("baton:nodes", role=role, state="up") for role in ("prefill", "decode")]
+            up = [self.metric("baton:nodes", node_role=role, state="up") for role in ("prefill", "decode")]
             return None if up == [prefill, decode] else f"{self.name} uses {up} prefill and decode nodes"
 
         wait_until(why_not)

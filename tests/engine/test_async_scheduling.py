@@ -22,7 +22,7 @@ def test_a_step_is_launched_before_the_one_before_it_retires() -> None:
 
 def test_a_token_that_ends_a_sample_makes_its_launched_step_vain() -> None:
     engine, model = make(async_scheduling=True)
-    seq = sequence(5, max_tokens=9, stop_token_ids=(11,))
+    seq = sequence(5, max_tokens=9, stop_token_ids=frozenset({11}))
     engine.add(seq)
     for _ in range(3):
         result = engine.compute(engine.schedule(0.0))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.messages import WorkId
 from baton.sampling import SamplingParams
-from engine.model.batch import BatchSize, _cut, pack
+from engine.model.batch import BatchSize, _cut, decode_inputs, pack, sample_batch
 from engine.sequence import Sequence
 from engine.step import Chunk
 
@@ -60,3 +60,33 @@ def test_each_token_lies_where_its_sequence_begins(
     padding = [i for i in range(size.num_seqs) if not context[i]]
     assert len(padding) == size.num_seqs - len(chunks)
     assert all(start[i + 1] == start[i] for i in padding if i >= places)
+
+
+def test_a_token_is_drawn_for_its_position_which_is_the_number_of_those_before_it() -> None:
+    """Whatever is beside it in the step, and however its prompt was cut: the next node draws for the same."""
+    alone, cut, middle, several = chunk(0, 0, 5, 0), chunk(1, 3, 2, 0), chunk(2, 0, 4, 2), chunk(3, 6, 1, 0)
+    several.sequence.samples = [0, 2]
+    drawn = sample_batch([alone, cut, middle, several], [10, 11, 12, 13])
+    assert drawn.positions == [5, 5, 7, 7]
+    assert drawn.logits_rows == [0, 1, 2, 2]
+    assert drawn.rows == [10, 11, 13, 13]
+    assert drawn.samples == [0, 0, 0, 2]
+
+
+def test_a_token_that_only_the_device_knows_has_its_place() -> None:
+    ahead = chunk(1, 2, 4, 0)
+    ahead.sequence.tokens.pop()  # a launched step samples it
+    packed = torch.from_numpy(pack([ahead], [5], BatchSize(1, 4, 1)))
+    arrays = [array.tolist() for array in _cut(packed, BatchSize(1, 4, 1))]
+    row, start, context, token_rows, positions, host_tokens, keep = arrays
+    assert host_tokens == [102, 103, 104, -1]
+    assert (row, start, context, keep) == ([5], [0, 4], [6], [3])
+    assert (token_rows, positions) == ([5] * 4, [2, 3, 4, 5])
+
+
+def test_padding_of_a_graph_has_no_row() -> None:
+    rows, positions, tokens, contexts = decode_inputs([chunk(0, 3, 1, 0), chunk(1, 0, 1, 0)], [7, 0], 4).tolist()
+    assert rows == [7, 0, -1, -1]
+    assert positions[:2] == [3, 0]
+    assert tokens[:2] == [3, 100]
+    assert contexts == [4, 1, 0, 0]

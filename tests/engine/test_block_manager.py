@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.errors import CacheExhausted
 from engine.block_manager import BlockManager, BlockState
+from tests.machines import machine
 
 BLOCK_SIZE = 4
 
@@ -144,7 +144,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.blocks.num_free + self.blocks.num_cached == self.blocks.num_total
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+BlockManagerMachine.TestCase.settings = machine(max_examples=150, steps=40)
 TestBlockManager = BlockManagerMachine.TestCase
 
 
@@ -248,3 +248,18 @@ def test_misuse_is_caught(misuse) -> None:
     (block,) = blocks.allocate(1)
     with pytest.raises(AssertionError):
         misuse(blocks, block)
+
+
+def test_a_prefix_that_somebody_owns_takes_nothing_from_what_can_be_allocated() -> None:
+    """It is not among the blocks that could be evicted, so keeping it costs none."""
+    blocks = BlockManager(6, BLOCK_SIZE)
+    table = blocks.allocate(3)
+    for i, block in enumerate(table):
+        blocks.seal(block, name(i))
+    assert blocks.can_allocate(2, keep=table)
+    blocks.release(table[2:])
+    assert blocks.can_allocate(2, keep=table)
+    assert blocks.can_allocate(3, keep=table[:2])
+    assert not blocks.can_allocate(3, keep=table)
+    blocks.acquire(table)
+    assert len(blocks.allocate(2)) == 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import event, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine, SampledToken, StepResult
 from engine.holdings import Holding
 from engine.sequence import Sequence, SequenceState
+from tests.machines import machine
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output
 
 BLOCK_SIZE = 4
@@ -288,5 +289,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert blocks.num_free + blocks.num_cached == blocks.num_total
 
 
-EngineMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+EngineMachine.TestCase.settings = machine(max_examples=300, steps=50)
 TestEngine = EngineMachine.TestCase

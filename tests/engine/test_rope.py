@@ -95,12 +95,21 @@ def test_positions_past_the_last_are_no_error() -> None:
     assert torch.equal(cos[0, 0], cos[0, 1])
 
 
-def test_a_long_table_is_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "llama dynamic ntk", "phi3 longrope"])
+def test_a_long_table_is_made_in_pieces(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotary, config = rotary_of(family)
+    length = LONG if family != "llama" else 30
+    expected = rotary(X, torch.arange(length)[None])
     monkeypatch.setattr(rope, "_CHUNK", 7)
-    rotary, config = rotary_of("llama")
-    cos, sin = rope.table_forward(rotary, config, 30, X)(X, torch.arange(30)[None])
-    expected = rotary(X, torch.arange(30)[None])
+    cos, sin = rope.table_forward(rotary, config, length, X)(X, torch.arange(length)[None])
     torch.testing.assert_close((cos, sin), expected, atol=1e-6, rtol=0)
+
+
+def test_positions_beyond_the_first_piece_are_their_own() -> None:
+    rotary = LlamaRotaryEmbedding(config := LlamaConfig(hidden_size=64, num_attention_heads=4))
+    positions = torch.tensor([[0, 8191, 8192, 8193, 16384, 19999]])
+    looked_up = rope.table_forward(rotary, config, 20_000, X)(X, positions)
+    torch.testing.assert_close(looked_up, rotary(X, positions), atol=1e-6, rtol=0)
 
 
 def test_without_a_length_such_a_model_is_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.sampling import SamplingParams
+from baton_kernels.sampling import reference
 from engine.sampler import SampleBatch, Sampled, Sampler
 from engine.step import Choice
 
@@ -176,7 +177,8 @@ def test_bias_is_added_before_penalties() -> None:
 
 @pytest.mark.parametrize(("ignore_eos", "forbidden"), [(False, {EOS, 7}), (True, {7})])
 def test_ends_are_forbidden_until_min_tokens(ignore_eos: bool, forbidden: set[int]) -> None:
-    params = SamplingParams(min_tokens=2, stop_token_ids=(7, 10**6, -1), ignore_eos=ignore_eos, logit_bias={7: 3.0})
+    ends = frozenset({7, 10**6})
+    params = SamplingParams(min_tokens=2, stop_token_ids=ends, ignore_eos=ignore_eos, logit_bias={7: 3.0})
     for output in ((), (4,)):
         got = adjusted(logits(), params, output=output)
         assert {i for i, x in enumerate(got) if x == -math.inf} == forbidden
@@ -231,3 +233,22 @@ def test_greedy_drawn_and_filtered_rows_mix(device: str) -> None:
 def test_the_draw_changes_with_the_position() -> None:
     asks = [Ask(SamplingParams(temperature=5.0, seed=1), output=(4,) * n) for n in range(20)]
     assert len({choice.token for choice in choose(logits(), *asks)}) > 4
+
+
+def test_a_draw_is_that_of_its_position_whatever_is_beside_it() -> None:
+    values = logits(1)
+    for seed in range(8):
+        params = SamplingParams(seed=seed)
+        asks = [Ask(params, output=(4,) * length) for length in (0, 3, 7)]
+        together = [choice.token for choice in choose(values, *asks)]
+        alone = [choose(values, ask)[0].token for ask in asks]
+        noise = reference.gumbel_noise(torch.full((3,), seed), torch.tensor([2, 5, 9]), VOCAB)
+        assert together == alone == (values + noise).argmax(-1).tolist()
+
+
+def test_a_bias_is_for_its_own_request() -> None:
+    values = logits(1)
+    best = int(values.argmax())
+    other = (best + 1) % VOCAB
+    tokens = [choice.token for choice in choose(values, Ask(greedy()), Ask(greedy(logit_bias={other: 100.0})))]
+    assert tokens == [best, other]

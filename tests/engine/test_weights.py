@@ -114,6 +114,13 @@ def test_a_file_that_the_index_does_not_name_is_not_read(llama: Path) -> None:
     assert float(directly(llama, torch.float32).get_parameter("model.norm.weight")[0]) == 3.0
 
 
+def test_no_file_stays_open(llama: Path) -> None:
+    """A file was opened for each tensor in it, and closed once."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    directly(llama, torch.bfloat16)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_files_of_mixed_dtypes(llama: Path) -> None:
     change(llama, model__norm__weight=torch.rand(64).half(), lm_head__weight=torch.rand(160, 64, dtype=torch.float64))
     assert_same(directly(llama, torch.bfloat16), by_transformers(llama, torch.bfloat16))

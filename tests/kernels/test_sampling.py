@@ -101,6 +101,16 @@ def test_the_noise_is_this_function_of_seed_position_and_token() -> None:
     assert bits.tolist() == [[hash_one(seed, position, token) for token in range(3)] for seed, position in rows]
 
 
+def test_the_noise_at_a_position_is_this() -> None:
+    """Values, not a formula: a node that computes them otherwise, or for a position beside, goes on with another text
+    than the node before it."""
+    bits = reference._hash(torch.tensor([5, 5, 5]), torch.tensor([0, 1, 1000]), 2).long() & 0xFFFFFFFF
+    assert bits.tolist() == [[767624203, 367983197], [2168940119, 244455021], [952641900, 964714156]]
+    logits = torch.zeros(4, 1000)
+    tokens = draw(logits, params(4, seed=5, position=[0, 1, 2, 1000]), filtered=False)
+    assert tokens.tolist() == [898, 510, 671, 198]
+
+
 # ---- draws ----
 
 

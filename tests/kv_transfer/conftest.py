@@ -34,7 +34,7 @@ def _rig(kind: str, on_gpu: bool) -> AbstractContextManager[Rig]:
     if on_gpu and not torch.cuda.is_available():
         pytest.skip("no GPU")
     if kind == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a GPU for each process")
+        pytest.skip("there is no second GPU, and NCCL needs one for each process")
     return rig_of(kind, on_gpu)
 
 

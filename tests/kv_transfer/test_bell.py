@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import threading
+import weakref
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -189,6 +191,7 @@ def test_what_rings_when_it_has_been_cut_off_is_not_heard(ipc_rig: Rig, who: str
     sender.call("end_stores")
     assert isinstance(sender.call("wait", 1)[0], Failed)
     arrives_when_it_rings(sender, receiver, source, target)
+    sender.call("end_stores")  # or the sender ends with its bell registered, which the next test's is to be
     receiver.call("wait_for_old_memory")
 
 
@@ -207,6 +210,7 @@ def test_what_has_rung_and_is_never_pushed_does_not_arrive(ipc_rig: Rig) -> None
 def test_of_a_sender_that_dies_what_rang_has_arrived(ipc_rig: Rig, rings: bool) -> None:
     """All of it is there, and its header; that the sender has not lived to say so, END, makes no difference to it."""
     sender, receiver, source, target = granted_pair(ipc_rig)
+    assert sender.call("told", "no bell") == []
     address = receiver.call("info")
     receiver.signal(signal.SIGSTOP)
     sender.call("push_early", receiver.name, 1, source)
@@ -221,6 +225,19 @@ def test_of_a_sender_that_dies_what_rang_has_arrived(ipc_rig: Rig, rings: bool) 
         assert ended[0] == arrived(sender.name, 1, target)
         assert receiver.call("values", target) == {STORED}
     receiver.call("wait_for_old_memory")
+
+
+def test_a_bell_that_may_ring_yet_stays_mapped_when_its_carrier_closes() -> None:
+    """A GPU's driver does not forget what was registered there."""
+    staging = staging_for("ipc", 1, SLOT_BYTES, "cpu")
+    carrier = IpcCarrier(staging)
+    rings, rang = (carrier.sending("peer", carrier.memory, print) for _ in range(2))
+    bells = [weakref.ref(next(iter(way._bells.values()))) for way in (rings, rang)]
+    rang.close()
+    carrier.close()
+    del rings, rang, carrier
+    gc.collect()
+    assert [bell() is not None for bell in bells] == [True, False]
 
 
 def test_where_there_is_no_bell_parts_arrive_all_the_same() -> None:

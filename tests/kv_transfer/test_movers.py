@@ -229,9 +229,10 @@ def test_whatever_happens_only_what_was_sent_lands(seed: int) -> None:
 def test_who_asks_for_checksums_takes_no_part_without(hub_pair: tuple[Side, Side]) -> None:
     sender, receiver = hub_pair
     receiver.mover.verify = True
+    sender.pool[3, HALF:] = 7  # not what the first half has
     for lease, checked in ((1, False), (2, True)):
-        assert receiver.mover.expect(sender.name, lease, 0, [2], 0, HALF)
-        assert sender.mover.send(receiver.name, lease, 0, [3], 0, HALF, checked)
+        assert receiver.mover.expect(sender.name, lease, 0, [2], HALF, HALF)
+        assert sender.mover.send(receiver.name, lease, 0, [3], HALF, HALF, checked)
     sender.transport.hub.deliver_all()
     plain, checked_part = receiver.mover.poll()
     assert isinstance(plain, PartRefused)
@@ -291,6 +292,17 @@ def test_the_engine_is_woken_for_a_part_only_if_it_could_go_on(hub_pair: tuple[S
     assert expect(2, 0, is_last=True)
     assert not wakes(2, 0), "it has been woken"
     assert [event.part for event in receiver.mover.poll()] == [2, 1, 3, 0]
+
+
+def test_the_engine_is_woken_for_a_credit_that_is_not_used(hub_pair: tuple[Side, Side]) -> None:
+    sender, receiver = hub_pair
+    for part in (0, 1):
+        assert receiver.mover.expect(sender.name, 1, part, [part], is_last=part == 1)
+    assert not receiver.woken.is_set()
+    assert sender.mover.drain(receiver.name, 1, 0)
+    sender.transport.hub.deliver_all()
+    assert receiver.woken.is_set()
+    assert receiver.mover.poll() == [PartUnused(sender.name, 1, 0)]
 
 
 def test_the_engine_is_woken_for_a_slot_only_if_a_lease_waits_for_one(hub_pair: tuple[Side, Side]) -> None:

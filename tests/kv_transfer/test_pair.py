@@ -122,7 +122,7 @@ def test_who_sends_notes_that_make_no_sense_loses_his_connection_alone(kind: str
         caller = Channel(socket.create_connection(("127.0.0.1", here.port), timeout=DEADLINE_S))
         arrivals, heard = select.poll(), list[Frame]()
         arrivals.register(caller, select.POLLIN)
-        caller.send(Kind.HELLO, payload=here.id.encode() + b"caller")
+        caller.send(Kind.HELLO, payload=here.id.encode() + b"c" * 32)
         while not heard:
             assert arrivals.poll(DEADLINE_S * 1e3)
             heard += caller.receive()

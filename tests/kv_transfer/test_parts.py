@@ -129,3 +129,12 @@ def test_the_parts_of_a_plan_carry_every_byte_once_and_fit_a_slot(
         else:
             assert piece.num_bytes == layout.block_bytes
     assert carried == Counter((block, byte) for block in range(first, end) for byte in range(layout.block_bytes))
+
+
+def test_no_part_has_more_pieces_than_a_slot_has_checksums_for() -> None:
+    layout = dataclasses.replace(LAYOUT, num_layers=2, block_bytes=2)
+    end = 2 * MAX_PIECES + 5
+    whole = plan_parts(layout, end, 0, end)
+    assert [piece.num_blocks for piece in whole] == [MAX_PIECES, MAX_PIECES, 5]
+    grouped = plan_parts(layout, MAX_PIECES, 0, end, 0, 2)
+    assert [piece.num_blocks for piece in grouped] == [MAX_PIECES, MAX_PIECES, 5] * 2

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.audit import KvSlot
 from kv_transfer.staging import NOBODY, SlotOwner, SlotState, Staging
+from tests.machines import machine
 
 SLOT_BYTES = 64
 
@@ -100,7 +100,7 @@ class StagingMachine(RuleBasedStateMachine):
 
 
 TestStagingMachine = StagingMachine.TestCase
-TestStagingMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStagingMachine.settings = machine(max_examples=60, steps=40)
 
 
 def test_integrity_is_broken_by_a_slot_that_is_free_twice() -> None:
@@ -115,3 +115,25 @@ def test_integrity_is_broken_by_a_free_slot_that_is_in_flight() -> None:
     staging._states[1] = SlotState.IN_FLIGHT
     with pytest.raises(AssertionError, match="free list"):
         staging.check_integrity()
+
+
+def test_the_slot_that_rested_longest_is_next() -> None:
+    staging = Staging(3, SLOT_BYTES, "cpu")
+    assert [staging.take(), staging.take()] == [0, 1]
+    staging.give_back(1)
+    staging.give_back(0)
+    assert [staging.take(), staging.take(), staging.take(), staging.take()] == [2, 1, 0, None]
+
+
+def test_retired_memory_rests_while_an_operation_uses_it_and_for_as_many_as_there_are_slots() -> None:
+    staging, used, is_over = Staging(1, SLOT_BYTES, "cpu"), list[int](), False
+    slot = staging.take()
+    assert slot is not None
+    staging.lend(slot)
+    for _ in range(3):
+        used.append(staging.memory(slot).data_ptr())
+        staging.renew(slot, lambda: is_over)
+        assert staging.memory(slot).data_ptr() not in used
+    is_over = True
+    staging.renew(slot, lambda: is_over)
+    assert staging.memory(slot).data_ptr() == used[0]

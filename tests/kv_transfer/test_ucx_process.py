@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from baton.errors import TransferError
 from kv_transfer.ucx_address import pack_address, unpack_address
+from kv_transfer.ucx_form import is_worker_address
 from tests.kv_transfer.rig_node import DEADLINE_S
 
 HERE = (1, 21, 0)
@@ -49,6 +50,65 @@ def test_memory_of_a_gpu_is_described_as_it_is() -> None:
         assert (buffer.ptr, buffer.nbytes, buffer.contiguous) == (memory.data_ptr(), 17, True)
     assert Array(_DeviceBytes(memory, 17)).cuda
     assert not buffer_of(memory, 17).cuda
+
+
+WORKER = bytes.fromhex(  # of UCX 1.21, with TCP over two interfaces, shared memory and CMA
+    "206dc7445e1fd3ab8f0000637577cc2b320040975000000000004f03008851e189dfb3c9ef5501060002c0000202cf1917b751389763344bd7"
+    "e037370013230082e8db01120102ef85d1ff32228db3f9ffffef00000000cf1917b75138539e3e4bd7e037370113230082c5890208ef85d1ff"
+    "32228d338d5377cc2b320000705077ccab33004f2300880a800300000000000308ef85d1ff32228d33a7d377cc2b320000705077ccab33004f"
+    "230088767a0040040000c00408ef85d1ff32228d33478bbd37063600242e5077ccab330092210084767a00008580"
+)
+
+
+def test_an_address_of_a_worker_is_known_by_its_form() -> None:
+    assert is_worker_address(WORKER)
+    for end in range(len(WORKER)):
+        assert not is_worker_address(WORKER[:end])
+    assert not is_worker_address(WORKER + b"\0")
+
+
+@given(st.binary(max_size=300))
+def test_garbage_has_another_form(garbage: bytes) -> None:
+    is_worker_address(WORKER[:9] + garbage)  # raises nothing
+    assert not is_worker_address(b"\x2c" + garbage)
+
+
+def test_a_stranger_s_address_does_not_end_the_process() -> None:
+    """Whose checksum is right, as anybody can make it: what is no worker's address is not given to UCX at all, and
+    changes of one that is are survived."""
+    program = f"""
+import random
+from baton.errors import TransferError
+from kv_transfer import create
+from kv_transfer.staging import Staging
+from kv_transfer.ucx_address import _HEAD, pack_address
+first, second = (create("ucx", Staging(1, 4096, "cpu"), lambda: None) for _ in range(2))
+version, machine, rng = first._version, first._machine, random.Random(5)
+worker = second.info()[_HEAD.size:]
+assert first._knows_form
+addresses = [bytes((1, 2, 3)), bytes(200), bytes((0x2c,)) * 60, worker[:-1], worker + worker, {WORKER!r}]
+addresses += [rng.randbytes(rng.randint(0, 300)) for _ in range(300)]
+for _ in range(40):
+    changed = bytearray(worker)
+    for _ in range(rng.randint(1, 6)):
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+    addresses.append(bytes(changed))
+refused = 0
+for number, address in enumerate(addresses):
+    try:
+        first.connect(f"peer {{number}}", pack_address(version, machine, address), 0.01)
+    except TransferError as error:
+        refused += "is no address of a UCX worker" in error.message
+    first.disconnect(f"peer {{number}}")
+assert refused > 300, refused
+first.connect("second", second.info())
+print("done")
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "UCX_LOG_LEVEL": "fatal"}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert run.stdout.splitlines()[-1:] == ["done"], run.stderr
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_process_may_end_without_closing_and_no_unknown_interface_is_taken() -> None:

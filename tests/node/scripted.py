@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,8 @@ import grpc
 from baton import wire
 from baton.address import HostPort
 from baton.audit import KvAudit, KvSlot
-from baton.channels import CHANNEL_OPTIONS
+from baton.channels import open_channel
+from baton.cluster_secret import SESSION, ClusterSecret, prove
 from baton.errors import TransferError
 from baton.layout import KvLayout
 from baton.messages import (
@@ -207,7 +209,7 @@ async def running(
     await node.start()
     info = dataclasses.replace(info_for(role, incarnation, layout), address=str(node.address))
     try:
-        async with grpc.aio.insecure_channel(str(node.address), options=CHANNEL_OPTIONS) as channel:
+        async with open_channel(str(node.address), node._settings.trust().tls) as channel:
             yield Running(node, scripted, loop, transport, info, channel)
     finally:
         assert await node.stop()
@@ -216,11 +218,14 @@ async def running(
 class RouterStream:
     """A router's end of a session."""
 
-    def __init__(self, stub: Any, subscribe: Subscribe | None) -> None:
+    def __init__(self, stub: Any, subscribe: Subscribe | None, secret: ClusterSecret | None = None) -> None:
         self.call = stub.Session()
         self._subscribe = subscribe
+        self._secret = secret
 
     async def __aenter__(self) -> RouterStream:
+        if self._secret and self._subscribe:
+            await prove(self._secret, SESSION, str(self._subscribe.router_epoch), self.send, self.read)
         if self._subscribe:
             await self.send(self._subscribe)
         return self
@@ -242,6 +247,13 @@ class RouterStream:
         while not isinstance(message := await self.read(), tuple):
             pass
         return message
+
+    async def rest(self) -> AsyncIterator[wire.NodeToRouter]:
+        """What is left of the session, without how it ended."""
+        async with asyncio.timeout(WAIT_S):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while (message := await self.call.read()) is not grpc.aio.EOF:
+                    yield wire.read_node_message(message)
 
     async def end(self) -> tuple[str, str]:
         """Status and text with which the node ended the session."""

@@ -11,7 +11,9 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.settings import flag_name
+from decode_node.node import make_parts
 from decode_node.settings import DecodeSettings
+from engine.checkpoint import EMBEDDED
 from engine.model import loader
 from engine.model.errors import ModelNotFound, UnsupportedModel
 from engine.node.build import build
@@ -72,6 +74,33 @@ def test_what_cannot_work_is_named_by_its_flag(checkpoint, fields, text):
         build(NodeSettings(model=str(checkpoint), cpu_threads=1, **{"device": "cpu"} | fields))
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "has no tokenizer"),
+        ({"num_gpu_blocks_override": 3}, "--num-gpu-blocks-override must be at least 16"),
+        ({"max_model_len": 1000}, "--max-model-len: 1000 is beyond"),
+    ],
+)
+def test_it_is_told_before_weights_load(checkpoint, tmp_path, monkeypatch, fields, text):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    if not fields:
+        (folder / "tokenizer.json").unlink()
+    monkeypatch.setattr(loader, "load_model", lambda *_: pytest.fail("the weights were loaded"))
+    with pytest.raises(ValueError, match=text):
+        build(settings(folder, **fields))
+
+
+def test_slots_that_do_not_fit_are_named_by_their_flags(checkpoint):
+    with pytest.raises(ValueError, match="--kv-slots, --kv-slot-blocks: lower them"):
+        make_parts(settings(checkpoint, num_gpu_blocks_override=40, kv_slot_blocks=10**8), lambda: None)
+
+
+def test_a_pool_that_does_not_fit_is_named_by_its_flags(checkpoint):
+    with pytest.raises(ValueError, match=r"--num-gpu-blocks-override, .* lower what was set"):
+        build(settings(checkpoint, num_gpu_blocks_override=10**10))
+
+
 def test_a_folder_without_a_model_is_named(tmp_path):
     with pytest.raises(ModelNotFound, match="has no config"):
         build(settings(tmp_path))
@@ -112,11 +141,11 @@ def test_a_pool_that_cannot_hold_one_request_says_what_could(checkpoint):
 
 def test_dummy_weights_need_no_more_than_a_config(checkpoint, tmp_path):
     shutil.copy(checkpoint / "config.json", tmp_path)
-    with pytest.raises(UnsupportedModel, match="has no safetensors"):
+    with pytest.raises(UnsupportedModel, match="has no tokenizer"):
         build(settings(tmp_path))
     built = build(settings(tmp_path, load_format="dummy"))
     assert built.layout.fingerprint != build(settings(checkpoint)).layout.fingerprint
-    assert built.tokenizer == read_tokenizer(loader.EMBEDDED["baton-tiny"])
+    assert built.tokenizer == read_tokenizer(EMBEDDED["baton-tiny"])
 
 
 def test_a_folder_without_a_tokenizer_is_named(checkpoint, tmp_path):

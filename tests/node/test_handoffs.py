@@ -28,7 +28,9 @@ from baton.messages import (
     WorkId,
 )
 from baton.sampling import SamplingParams
+from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
+from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
 from engine.node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
@@ -66,7 +68,9 @@ def with_links(**fields) -> RoleSide:
     """A prefill side whose links have other patience."""
     return RoleSide(
         PREFILL_SIDE.service,
-        lambda server, sessions, hello, transport, post: DecodeLinks(hello, transport, post, **fields),
+        lambda server, sessions, hello, transport, post, trust: DecodeLinks(
+            hello, transport, post, trust, sessions.limits, **fields
+        ),
     )
 
 
@@ -82,8 +86,8 @@ async def test_a_reserve_opens_the_stream_and_messages_pass_in_order_both_ways()
     async with pair() as (p, d):
         p.say(ToDecode(target(d), reserve()), ToDecode(target(d), COMMIT))
         assert [e.message for e in await d.role.saw(FromPeer, 2)] == [reserve(), COMMIT]
-        assert d.role.events[0] == PeerOpened("p1", 4)
-        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4)]
+        assert d.role.events[0] == PeerOpened("p1", 4, "prefill-0")
+        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4, "decode-0")]
         d.say(ToPrefill("p1", GRANT), ToPrefill("p1", Credit(1, 1)), ToPrefill("p1", CommitReply(1, WORK)))
         events = await p.role.saw(FromPeer, 3)
         assert [e.message for e in events] == [GRANT, Credit(1, 1), CommitReply(1, WORK)]
@@ -97,7 +101,8 @@ async def test_parts_have_as_many_blocks_as_fit_on_both_sides(mine, theirs):
     async with pair(part_blocks=theirs) as (p, d):
         p.say(ToDecode(target(d), reserve()))
         for node, peer in ((p, "d1"), (d, "p1")):
-            assert await node.role.saw(PeerOpened) == [PeerOpened(peer, min(mine, theirs))]
+            (opened,) = await node.role.saw(PeerOpened)
+            assert (opened.peer, opened.part_blocks) == (peer, min(mine, theirs))
 
 
 async def test_the_streams_end_is_told_once_on_both_sides():
@@ -180,7 +185,9 @@ async def test_a_node_that_is_not_there_is_a_reason():
 async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reserve_opens_again():
     async with pair() as (p, d):
         posted: list = []
-        links = DecodeLinks(p.node._hello(p.info), p.transport, lambda e: posted.append(e) or len(posted))
+        links = DecodeLinks(
+            p.node._hello(p.info), p.transport, lambda e: posted.append(e) or len(posted), Trust(), Limits()
+        )
 
         def turn(num_handled, *outputs):
             links.deliver(Turn([ToDecode(target(d), o) for o in outputs], num_handled, p.role.state, True, None))
@@ -284,8 +291,8 @@ async def test_a_stream_opens_with_hello_and_has_but_one():
 
 
 async def test_a_silent_peer_is_given_up():
-    def serve(server, sessions, hello, transport, post):
-        handoffs = HandoffServer(hello, transport, post, silence_s=0.2)
+    def serve(server, sessions, hello, transport, post, trust):
+        handoffs = HandoffServer(hello, transport, post, trust, sessions.limits, silence_s=0.2)
         node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)
         return handoffs
 

@@ -31,7 +31,7 @@ def nodes(checkpoint):
             process.wait_ready()
         yield started
     finally:
-        numbers = (signal.SIGTERM, signal.SIGINT)
+        numbers = (signal.SIGHUP, signal.SIGINT)
         codes = [process.stop(number) for process, number in zip(started, numbers, strict=True)]
     assert codes == [0, 0], "".join(started[0].lines + started[1].lines)
 
@@ -71,12 +71,17 @@ async def test_the_second_time_both_prefix_caches_help(nodes):
 
 async def test_numbers_are_there_for_whoever_scrapes(nodes):
     p, d = nodes
-    assert p.metric("baton:prompt_tokens_total") > 0
+    assert p.metric("baton:node_prompt_tokens_total") > 0
     assert d.metric("baton:kv_transfer_bytes_total") > 0
-    assert d.metric("baton:generation_tokens_total") > 0
+    assert d.metric("baton:node_generation_tokens_total") > 0
     for process in nodes:
         assert process.metric("baton:kv_blocks") == 64
         assert process.page("/health") == "ok\n"
+
+
+def test_a_healthy_start_warns_of_nothing(nodes):
+    lines = [line for process in nodes for line in process.lines]
+    assert [line for line in lines if "level=info" not in line] == []
 
 
 def test_a_start_that_cannot_work_ends_with_one_line(checkpoint, tmp_path):

@@ -9,10 +9,12 @@ from baton import PROTOCOL_VERSION
 from baton.errors import InvalidRequest, RequestCancelled
 from baton.messages import Abort, End, Load, NodeRole, Subscribed, Tokens, Update, WorkId
 from baton.telemetry import NodeMetrics, new_registry
+from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
+from baton.wire import Limits
 from decode_node.server import DECODE_SIDE
 from engine.node import sessions
-from engine.node.events import FromRouter, SessionLost, SessionOpened, ToRouter
+from engine.node.events import CloseSession, FromRouter, SessionLost, SessionOpened, ToRouter
 from engine.node.loop import Turn
 from engine.node.sessions import Sessions
 from engine.node.streams import Stream
@@ -108,7 +110,7 @@ async def test_a_malformed_prompt_fails_that_request_alone():
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (prefill(WorkId(2, "r", 0)), "work of epoch 2 in the session of 1"),
+        (prefill(WorkId(2, "r", 0)), "work of another epoch than the session's"),
         (Subscribe(1, "i1"), "a second Subscribe"),
     ],
 )
@@ -162,7 +164,7 @@ async def test_deadlines_are_capped_by_the_node():
 
 async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_next():
     posted = []
-    hub = Sessions("i1", lambda event: posted.append(event) or len(posted), metrics(), 10.0)
+    hub = Sessions("i1", lambda event: posted.append(event) or len(posted), metrics(), Limits(), Trust())
     session_ = hub._open(1)
 
     def turn(num_handled):
@@ -172,6 +174,15 @@ async def test_what_an_earlier_session_of_the_epoch_was_told_is_not_told_to_the_
     assert await session_.take(0) == []
     hub.deliver(turn(1))
     assert len(await session_.take(0)) == 1
+
+
+async def test_a_session_that_the_role_closes_ends_and_a_later_one_of_the_epoch_does_not():
+    hub = Sessions("i1", lambda event: 3, metrics(), Limits(), Trust())
+    session_ = hub._open(1)
+    for num_handled in (2, 3):
+        assert not session_._end.done()
+        hub.deliver(Turn([CloseSession(1, "too many aborts")], num_handled, Load(), True, None))
+    assert await session_.until_end() == "too many aborts"
 
 
 async def test_a_stream_whose_peer_does_not_read_ends():
@@ -187,7 +198,7 @@ async def test_a_stream_whose_peer_does_not_read_ends():
 
 
 def metrics() -> NodeMetrics:
-    return NodeMetrics(new_registry(), "tiny", NodeRole.PREFILL)
+    return NodeMetrics(new_registry("prefill"), "tiny")
 
 
 async def test_many_updates_go_in_messages_of_bounded_size(monkeypatch):

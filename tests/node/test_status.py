@@ -15,17 +15,27 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton import wire
 from baton.address import HostPort
-from baton.audit import KvSlot, KvUse
-from baton.messages import Load, NodeRole, Subscribed, WorkId
+from baton.audit import KvSlot, KvUse, epoch_name
+from baton.channels import CHANNEL_OPTIONS
+from baton.messages import End, Load, NodeRole, Subscribe, Subscribed, TransportEndpoint, Update, WorkId
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from engine.holdings import Holding
 from engine.node.errors import StartupError
-from engine.node.events import Draining
-from engine.node.run import require_free
+from engine.node.events import Draining, ToRouter
+from engine.node.preflight import require_free
 from engine.node.settings import NodeSettings
 from prefill_node.server import PREFILL_SIDE
-from tests.node.scripted import WAIT_S, Running, make_node, running, session
+from tests.node.scripted import (
+    WAIT_S,
+    NotingTransport,
+    RouterStream,
+    Running,
+    info_for,
+    make_node,
+    running,
+    session,
+)
 
 TOKENIZER = bytes(range(256)) * 4096 * 2 + b"end"  # two pieces and a bit
 
@@ -33,7 +43,8 @@ TOKENIZER = bytes(range(256)) * 4096 * 2 + b"end"  # two pieces and a bit
 async def test_a_node_describes_itself():
     async with running(DECODE_SIDE, NodeRole.DECODE, incarnation="d7") as node:
         stub = node_pb2_grpc.NodeStatusStub(node.channel)
-        assert wire.read_node_info(await stub.Describe(node_pb2.DescribeRequest())) == node.info
+        said = wire.read_node_info(await stub.Describe(node_pb2.DescribeRequest()))
+        assert said == dataclasses.replace(node.info, endpoints=(TransportEndpoint(0, "memory", b""),))
 
 
 async def test_advertise_takes_the_place_of_the_address():
@@ -105,7 +116,7 @@ async def test_the_audit_lists_every_block_and_slot():
             "num_slots": {"in_flight": 1},
             "holders": [
                 {"kind": "sequence", "state": "parked", "use": use, "lease": 7, "peer": "d", "samples": [0, 1]}
-                | {"work": {"router_epoch": 1, "request_id": "r", "attempt": 2}}
+                | {"work": {"router_epoch": epoch_name(1), "request_id": "r", "attempt": 2}}
                 for use in ("owns", "reads")
             ],
             "blocks": [
@@ -127,6 +138,34 @@ async def test_the_audit_lists_every_block_and_slot():
             assert entry.pop("age_s") > 0
         page["role"] = "NODE_ROLE_PREFILL"
         assert through_json(message) == through_json(page)
+
+
+async def test_with_an_admin_key_it_is_needed_for_every_look(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, admin_key_file=key) as node:
+        page = node.node.metrics.address
+        for path in ("/debug/kv", "/integrity"):
+            assert (await asyncio.to_thread(fetch, page, path))[0] == 401
+        assert (await asyncio.to_thread(fetch, page, "/health"))[0] == 200
+        stub = node_pb2_grpc.NodeStatusStub(node.channel)
+        for metadata in ([], [("authorization", "Bearer wrong")]):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S, metadata=metadata)
+            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        said = [("authorization", "Bearer secret")]
+        answer = await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S, metadata=said)
+        assert answer.node_id == "prefill-0"
+
+
+async def test_an_audit_for_a_stranger_is_refused(monkeypatch):
+    monkeypatch.setattr("baton.telemetry.admin.is_loopback", lambda host: False)
+    async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
+        stub = node_pb2_grpc.NodeStatusStub(node.channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="--admin-key-file") as error:
+            await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S)
+        assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert await stub.Describe(node_pb2.DescribeRequest(), timeout=WAIT_S)
 
 
 def fill(node: Running) -> None:
@@ -159,7 +198,7 @@ async def test_an_engine_that_hangs_lets_nobody_wait_for_an_audit():
         node.loop.run_errand(lambda: go.wait(WAIT_S))
         page, hangs = node.node.metrics.address, "no turn of the engine ended within 0.1 s"
         assert await asyncio.to_thread(fetch, page, "/debug/kv") == (504, f"{hangs}\n")
-        assert await asyncio.to_thread(fetch, page, "/integrity") == (503, f"{hangs}\n")
+        assert await asyncio.to_thread(fetch, page, "/integrity") == (504, f"{hangs}\n")
         stub = node_pb2_grpc.NodeStatusStub(node.channel)
         with pytest.raises(grpc.aio.AioRpcError, match=hangs) as error:
             await stub.AuditKv(node_pb2.AuditKvRequest(), timeout=WAIT_S)
@@ -238,6 +277,45 @@ async def test_draining_gives_up_at_its_deadline():
         node.role.is_idle = False
         node.node._settings = NodeSettings(model="none", drain_timeout=0.1)
         assert not await node.node.drain()
+
+
+async def test_who_drains_stays_subscribed_and_then_says_that_it_was_stopped():
+    node, role, loop, _ = make_node(PREFILL_SIDE, NodeRole.PREFILL)
+    await node.start()
+    async with grpc.aio.insecure_channel(str(node.address), options=CHANNEL_OPTIONS) as channel:
+        running = Running(node, role, loop, NotingTransport(), info_for(NodeRole.PREFILL, "i1"), channel)
+        async with session(running) as router:
+            assert await router.read() == Subscribed("i1")
+            role.is_idle = False
+            drain = asyncio.create_task(node.drain())
+            await role.saw(Draining)
+            role.state = Load(num_running=1)
+            loop.wake()
+            while (await router.read()) != role.state:
+                pass
+            assert not drain.done()
+            running.say(ToRouter(1, Update(WorkId(1, "r", 0), End())))
+            role.is_idle = True
+            assert await drain
+            assert await node.stop()
+            said = [message async for message in router.rest()]
+            assert [update.kind for updates in said if isinstance(updates, tuple) for update in updates] == [End()]
+            assert await router.end() == ("ABORTED", "the node was stopped")
+
+
+async def test_at_the_end_of_its_time_a_node_says_that_it_was_stopped():
+    node, role, loop, _ = make_node(DECODE_SIDE, NodeRole.DECODE)
+    await node.start()
+    async with grpc.aio.insecure_channel(str(node.address), options=CHANNEL_OPTIONS) as channel:
+        running = Running(node, role, loop, NotingTransport(), info_for(NodeRole.DECODE, "i1"), channel)
+        stub = node_pb2_grpc.DecodeNodeStub(channel)
+        async with RouterStream(stub, Subscribe(1, "i1")) as router:
+            assert await router.read() == Subscribed("i1")
+            running.role.is_idle = False
+            node._settings = NodeSettings(model="none", drain_timeout=0.0)
+            assert not await node.drain()
+            assert await node.stop()
+            assert await router.end() == ("ABORTED", "the node was stopped")
 
 
 async def test_a_busy_port_is_named():

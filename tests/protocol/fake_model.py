@@ -87,6 +87,8 @@ class FakeModel:
     """
 
     blocks: BlockManager | None = None
+    lied_to: frozenset[int] = frozenset()
+    """Routers whose work may come with KV that is not of its tokens: whoever sent it is no good."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = torch.full((num_blocks, NUM_LAYERS, block_size), -1, dtype=torch.int64)
@@ -152,7 +154,8 @@ class FakeModel:
             assert all(map(self.blocks.num_owners, named)), f"{seq.work}: a block was given away under a launched step"
         want = torch.tensor([self._kv(layer, p, t) for p, t in enumerate(tokens[: chunk.start])], dtype=torch.int64)
         have = self._slots(table, layer, chunk.start)
-        assert torch.equal(have, want), f"{seq.work}: KV of a position is not what it should be"
+        if seq.work.router_epoch not in self.lied_to:
+            assert torch.equal(have, want), f"{seq.work}: KV of a position is not what it should be"
         for position in range(chunk.start, chunk.end):
             self.pool[table[position // self.block_size], layer, position % self.block_size] = self._kv(
                 layer, position, tokens[position]

@@ -63,12 +63,13 @@ class Node:
         clock: Callable[[], float],
         num_blocks: int,
         num_slots: int,
+        make_model: Callable[[int, int], FakeModel] = FakeModel,
     ) -> None:
         self.name, self.role, self.incarnation, self._clock = name, role, incarnation, clock
         self.subscribed = False  # as the router sees it
         self.fenced: set[WorkId] = set()  # work that it was told to abort
         self._awake = True  # its loop has a reason for a turn
-        self.model = FakeModel(num_blocks, BLOCK_SIZE)
+        self.model = make_model(num_blocks, BLOCK_SIZE)
         self.staging = Staging(num_slots, slot_bytes_for(PART_BLOCKS, self.model.layout.block_bytes), "cpu")
         self.transport = MemoryTransport(hub, incarnation, self.staging, self._wake)
         self.core = self._core(name.endswith("1"), num_blocks)

@@ -5,9 +5,35 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.errors import InvalidRequest, PeerLost, RequestCancelled
-from baton.messages import Abort, End, Grant, Refuse, Release, Reserve, WorkId
-from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToPrefill, ToRouter
+from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PeerLost, RequestCancelled
+from baton.messages import (
+    Abort,
+    Commit,
+    CommitReply,
+    Credit,
+    End,
+    Grant,
+    Prefill,
+    Refuse,
+    Release,
+    Reserve,
+    Sample,
+    WorkId,
+)
+from baton.sampling import SamplingParams
+from decode_node.core import DecodeCore
+from engine.node import fences
+from engine.node.events import (
+    CloseSession,
+    FromPeer,
+    FromRouter,
+    PeerClosed,
+    PeerOpened,
+    SessionLost,
+    SessionOpened,
+    ToPrefill,
+    ToRouter,
+)
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.sender import KvSender
@@ -37,7 +63,7 @@ def sender(node: Node) -> KvSender:
     node.transport.connect(PEER, transport.info())
     transport.connect(node.incarnation, node.transport.info())
     node.core.handle(SessionOpened(EPOCH), 0.0)
-    node.core.handle(PeerOpened(PEER, PART_BLOCKS), 0.0)
+    node.core.handle(PeerOpened(PEER, PART_BLOCKS, "its name"), 0.0)
     return sender
 
 
@@ -79,12 +105,45 @@ def test_an_abort_of_an_earlier_attempt_does_not(node: Node) -> None:
     assert isinstance(reserve(node)[0], Grant)
 
 
+def test_who_has_no_stream_is_not_heard(node: Node) -> None:
+    node.core.handle(FromPeer("stranger", Reserve(WORK, node.incarnation, 10, (), 1, 60.0, 20)), 1.0)
+    assert answers(node) == []
+    assert isinstance(reserve(node)[0], Grant), "it counted as this work's"
+
+
+def test_a_lease_is_its_prefill_nodes_alone_also_when_it_is_over(node: Node, sender: KvSender) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    for part in range(grant.num_parts):
+        assert sender.send(node.incarnation, grant.lease, part, [1, 2][: 2 - part], checked=True)
+        node.transport.hub.deliver_all()
+        answers(node)
+    node.core.handle(PeerOpened("other", PART_BLOCKS), 1.5)
+    commit = Commit(
+        grant.lease, WORK, node.incarnation, tuple(range(2, 12)), (Sample(0, (5,)),), SamplingParams(), 60.0
+    )
+
+    def committed(peer: str) -> object:
+        node.core.handle(FromPeer(peer, commit), 1.5)
+        (reply,) = [o.message for o in node.core.take_outputs() if isinstance(o, ToPrefill)]
+        return reply.error
+
+    node.model.lied_to = frozenset({EPOCH})  # the blocks are full of sevens
+    assert isinstance(committed("other"), RequestCancelled)
+    assert committed(PEER) is None
+    answers(node)
+    assert node.core.engine.num_running == 1
+    assert committed(PEER) is None
+    assert isinstance(committed("other"), RequestCancelled)
+
+
 def test_leases_of_a_lost_prefill_node_end(node: Node) -> None:
     assert isinstance(reserve(node)[0], Grant)
     assert not node.pool_is_whole()
     node.core.handle(PeerClosed(PEER, "died"), 1.5)
     (end,) = [kind for kind in answers(node) if isinstance(kind, End)]
     assert isinstance(end.error, PeerLost)
+    assert end.error.message == "prefill node its name: died"
     assert node.core.idle
     assert node.pool_is_whole()
 
@@ -125,3 +184,170 @@ def test_a_released_lease_is_confirmed_so_that_it_can_be_forgotten(node: Node) -
     assert isinstance(confirmed, Refuse)
     assert confirmed.work == WORK
     assert node.pool_is_whole()
+
+
+def ask(node: Node, name: str, num_tokens: int, deadline_s: float = 60.0, now: float = 1.0) -> WorkId:
+    """A Reserve of a request of that name."""
+    work = WorkId(EPOCH, name, 1)
+    node.core.handle(FromPeer(PEER, Reserve(work, node.incarnation, num_tokens, (), 1, deadline_s, 40)), now)
+    return work
+
+
+def run_here(node: Node, name: str, num_tokens: int, max_tokens: int = 30) -> WorkId:
+    """A prompt of its own, which is in its first step then."""
+    work = WorkId(EPOCH, name, 1)
+    prompt = tuple(2 + (i + len(name)) % 90 for i in range(num_tokens))
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    node.core.handle(FromRouter(EPOCH, Prefill(work, node.incarnation, prompt, (Sample(0),), sampling, 60.0)), 1.0)
+    answers(node)
+    return work
+
+
+def step(node: Node) -> list[object]:
+    """The device computes what it was given, and a turn follows."""
+    while node.model.is_busy:
+        node.model.advance()
+    return answers(node)
+
+
+def granted(said: list[object]) -> list[WorkId]:
+    return [message.work for message in said if isinstance(message, Grant)]
+
+
+def num_free(node: Node) -> int:
+    return node.core.engine.blocks.num_free + node.core.engine.blocks.num_cached
+
+
+def test_a_reserve_of_a_router_that_is_not_subscribed_is_refused(node: Node) -> None:
+    """Nobody could be told what becomes of it, and nobody would abort it."""
+    (refused,) = reserve(node, WorkId(EPOCH + 1, "r", 1))
+    assert isinstance(refused, Refuse)
+    assert isinstance(refused.error, NodeUnavailable)
+    node.core.handle(SessionLost(EPOCH), 1.0)
+    (refused,) = reserve(node)
+    assert isinstance(refused, Refuse)
+    assert node.core.idle
+
+
+def test_preempted_requests_come_before_any_grant() -> None:
+    (node,) = World(num_prefill=0, num_decode=1, num_blocks=18).nodes.values()
+    node.core.handle(SessionOpened(EPOCH), 0.0)
+    node.core.handle(PeerOpened(PEER, PART_BLOCKS), 0.0)
+    for name in ("old", "young"):
+        run_here(node, name, 24)
+    engine = node.core.engine
+    for _ in range(30):
+        if not engine.has_preempted:
+            step(node)
+    ask(node, "r", 4)
+    assert engine.has_preempted
+    assert num_free(node) >= 2 + 1, "it would fit"
+    for _ in range(60):
+        was_preempted, said = engine.has_preempted, step(node)
+        assert not (was_preempted and engine.has_preempted and granted(said))
+        if granted(said):
+            return
+    raise AssertionError("never granted")
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_grant_leaves_a_block_for_each_request_that_runs(node: Node, fits: bool) -> None:
+    run_here(node, "one", 8)
+    run_here(node, "another", 8)
+    for _ in range(3):
+        step(node)
+    assert node.core.engine.num_running == 2
+    num_blocks = num_free(node) - (2 if fits else 1)
+    work = ask(node, "r", 4 * (num_blocks - 1))
+    node.core.prepare(2.0)
+    said = [o.message for o in node.core.take_outputs() if isinstance(o, ToPrefill)]
+    assert granted(said) == ([work] if fits else [])
+
+
+def test_whoever_waits_ends_at_its_own_deadline_and_not_at_that_of_the_first(node: Node) -> None:
+    assert granted([*reserve(node)])
+    first = ask(node, "first", 4 * 38, deadline_s=60.0)
+    second = ask(node, "second", 4 * 38, deadline_s=0.5)
+    assert node.core.next_deadline() == 1.5
+    (refused,) = answers(node)  # at 2.0
+    assert isinstance(refused, Refuse)
+    assert refused.work == second
+    assert isinstance(refused.error, DeadlineExceeded)
+    assert node.core.next_deadline() == 61.0
+    node.core.handle(FromRouter(EPOCH, Abort(first)), 2.0)
+    assert [message.work for message in answers(node) if isinstance(message, Refuse)] == [first]
+
+
+def test_one_that_leaves_the_midst_of_the_queue_lets_the_others_keep_their_order(node: Node) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    waiting = [ask(node, str(i), 4 * 38) for i in range(4)]
+    node.core.handle(FromPeer(PEER, Release(0, waiting[1])), 1.0)
+    node.core.handle(FromPeer("somebody else", Release(0, waiting[2])), 1.0)
+    assert not answers(node)
+    node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.0)
+    assert granted(answers(node)) == [waiting[0]]
+    node.core.handle(FromRouter(EPOCH, Abort(waiting[0])), 1.0)
+    assert granted(answers(node)) == [waiting[2]]
+
+
+def commit(grant: Grant, deadline_s: float) -> Commit:
+    sampling = SamplingParams(max_tokens=5)
+    prompt = tuple(range(2, 12))
+    return Commit(grant.lease, grant.work, "d", prompt, (Sample(0, (3,)),), sampling, deadline_s)
+
+
+def test_a_commit_says_the_same_deadline_again_and_cannot_prolong_it(node: Node) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    node.core.handle(FromPeer(PEER, commit(grant, 1e9)), 1.0)
+    assert [message.error for message in answers(node) if isinstance(message, CommitReply)] == [None]
+    assert node.core.next_deadline() == 61.0
+
+
+def test_the_answer_to_a_commit_is_remembered_until_it_cannot_come_again(node: Node) -> None:
+    (grant,) = reserve(node)
+    assert isinstance(grant, Grant)
+    core = node.core
+    assert isinstance(core, DecodeCore)
+    core.handle(FromRouter(EPOCH, Abort(WORK)), 1.0)
+    for now, num_known in ((61.0, 1), (61.0 + fences.UNDER_WAY_S, 0)):
+        core.prepare(now)
+        assert len(core._reservations._outcomes) == num_known
+        core.take_outputs()
+        core.handle(FromPeer(PEER, commit(grant, 1.0)), now)
+        (reply,) = answers(node)
+        assert isinstance(reply, CommitReply)
+        assert isinstance(reply.error, RequestCancelled)
+
+
+def test_no_request_has_more_time_than_the_node_allows(node: Node) -> None:
+    ask(node, "r", 10, deadline_s=1e10)
+    assert node.core.next_deadline() == 1.0 + 3600.0
+
+
+def test_a_lease_that_is_short_of_slots_gets_them_when_others_have_used_theirs(node: Node, sender: KvSender) -> None:
+    """Of three slots, the first lease has two and the second one; each part that lands frees one."""
+    hub = node.transport.hub
+    grants = [message for name in ("a", "b") if ask(node, name, 22) for message in answers(node)]
+    assert [(g.num_parts, g.credits) for g in grants if isinstance(g, Grant)] == [(3, 2), (3, 1)]
+    assert answers(node) == []
+    first = grants[0]
+    assert isinstance(first, Grant)
+    assert sender.send(node.incarnation, first.lease, 0, [1, 2], checked=True)
+    hub.deliver_all()
+    sender.poll()
+    assert [message.lease for message in answers(node) if isinstance(message, Credit)] == [first.lease]
+
+
+def test_a_router_whose_aborts_leave_too_much_behind_loses_its_session(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fences, "MAX_LEFT", 3)
+    for i in range(3):
+        node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, f"r{i}", 0))), 1.0)
+    assert not node.core.take_outputs()
+    node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, "r3", 0))), 1.0)
+    (close,) = node.core.take_outputs()
+    assert isinstance(close, CloseSession)
+    assert close.epoch == EPOCH

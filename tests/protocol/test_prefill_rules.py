@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from baton.errors import TransferError
+from baton.errors import RequestCancelled, TransferError
 from baton.messages import (
     Abort,
     Commit,
     CommitReply,
+    Credit,
     DecodeTarget,
     End,
     Grant,
     HandedOff,
     Prefill,
     PrefillToDecode,
+    Refuse,
     Release,
     Reserve,
     Sample,
     WorkId,
 )
 from baton.sampling import SamplingParams
-from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToDecode, ToRouter
+from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToDecode, ToRouter
 from kv_transfer.parts import tag_of
 from kv_transfer.staging import SlotOwner
+from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import NUM_LAYERS
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
@@ -49,8 +52,8 @@ class Prefilling:
         self.ends: list[End] = []
         self.handed_off: list[HandedOff] = []
 
-    def ask(self, work: WorkId, prompt: tuple[int, ...], max_tokens: int) -> None:
-        target = DecodeTarget("address", self.peer)
+    def ask(self, work: WorkId, prompt: tuple[int, ...], max_tokens: int, address: str = "address") -> None:
+        target = DecodeTarget(address, self.peer)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         prefill = Prefill(work, self.node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
         self.node.core.handle(FromRouter(EPOCH, prefill), 1.0)
@@ -78,14 +81,14 @@ class Prefilling:
             self.node.model.advance()
         self.turn()
 
-    def receive(self, part: int) -> None:
+    def receive(self, part: int, lease: int = 1) -> None:
         """The decode node takes a part of the lease in."""
         self.decode.transport.connect(self.node.incarnation, self.node.transport.info())
-        slot = self.decode.staging.take(SlotOwner(self.node.incarnation, 1, part))
+        slot = self.decode.staging.take(SlotOwner(self.node.incarnation, lease, part))
         assert slot is not None
         self.decode.staging.lend(slot)
         num_bytes = self.decode.staging.slot_bytes
-        self.decode.transport.expect(self.node.incarnation, tag_of(1, part), slot, num_bytes)
+        self.decode.transport.expect(self.node.incarnation, tag_of(lease, part), slot, num_bytes)
         self.hub.deliver_all()
 
     @property
@@ -139,6 +142,75 @@ def test_a_decode_node_that_expects_other_parts_gets_none(prefilling: Prefilling
     assert prefilling.node.pool_is_whole()
 
 
+def test_routers_may_know_a_decode_node_by_different_addresses(prefilling: Prefilling) -> None:
+    other = WorkId(EPOCH, "other", 1)
+    prefilling.ask(other, (9, 8, 7), max_tokens=5, address="another")
+    while prefilling.node.model.is_busy:
+        prefilling.compute(1)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(other, 7, 0, NUM_LAYERS, NUM_LAYERS)), 3.0)
+    prefilling.turn()
+    assert any(isinstance(message, Commit) and message.work == other for message in prefilling.said)
+    prefilling.node.core.handle(PeerClosed(prefilling.peer, "died"), 3.5)
+    prefilling.turn()
+    assert len(prefilling.ends) == 2
+    assert prefilling.node.core.idle
+
+
+GRANTED = 1 + NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        Grant(WORK, 2, 0, GRANTED, GRANTED),  # once more, of another lease
+        Grant(WorkId(EPOCH, "unknown", 1), 2, 0, GRANTED, GRANTED),
+    ],
+)
+def test_a_grant_that_nobody_asked_for_is_given_back_and_drained(prefilling: Prefilling, grant: Grant) -> None:
+    prefilling.grant(num_parts=GRANTED)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, grant), 2.0)
+    prefilling.turn()
+    assert prefilling.said[-1] == Release(2, grant.work)
+    assert not prefilling.ends
+
+
+def test_two_grants_for_one_work_are_both_given_back(prefilling: Prefilling) -> None:
+    unknown = WorkId(EPOCH, "unknown", 1)
+    for lease in (1, 2):
+        prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(unknown, lease, 0, GRANTED, 0)), 1.5)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Refuse(unknown, RequestCancelled("over"))), 1.5)
+    prefilling.turn()
+    assert not prefilling.node.core._outgoing._peers[prefilling.peer].drains
+    prefilling.node.check_integrity()
+
+
+def test_credits_beyond_the_parts_are_none(prefilling: Prefilling) -> None:
+    prefilling.grant(num_parts=GRANTED)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Credit(1, 2**23)), 2.0)
+    prefilling.node.core.handle(FromRouter(EPOCH, Abort(WORK)), 2.0)
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Credit(1, 2**23)), 2.0)
+    prefilling.turn()
+    assert prefilling.num_sent == GRANTED
+
+
+def test_a_decode_node_that_holds_more_blocks_than_there_are_gets_nothing(prefilling: Prefilling) -> None:
+    prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(WORK, 1, 2**31, 0, 0)), 1.5)
+    prefilling.turn()
+    (end,) = prefilling.ends
+    assert isinstance(end.error, TransferError)
+
+
+def test_who_has_no_stream_is_not_heard(prefilling: Prefilling) -> None:
+    core = prefilling.node.core
+    core.handle(PeerClosed(prefilling.peer, "died"), 1.5)
+    prefilling.ask(WorkId(EPOCH, "next", 1), (9, 8, 7), max_tokens=5)
+    while prefilling.node.model.is_busy:
+        prefilling.compute(1)
+    core.handle(FromPeer(prefilling.peer, Grant(WorkId(EPOCH, "next", 1), 9, 0, NUM_LAYERS, NUM_LAYERS)), 3.0)
+    prefilling.turn()
+    assert not any(isinstance(message, Commit) for message in prefilling.said)
+
+
 def test_a_prompt_that_ends_in_the_midst_of_a_step_gives_its_blocks_up_with_the_step(prefilling: Prefilling) -> None:
     prefilling.grant(num_parts=1 + NUM_LAYERS)
     prefilling.compute(1)
@@ -168,3 +240,66 @@ def test_the_last_word_comes_when_the_last_part_has_left_and_says_when(prefillin
     assert prefilling.node.core.idle
     assert prefilling.node.pool_is_whole()
     assert not prefilling.ends
+
+
+def test_a_decode_node_that_is_full_for_ever_does_not_stop_prompts_for_another() -> None:
+    one = Prefilling()
+    node, core = one.node, one.node.core
+    core.handle(PeerOpened("full", PART_BLOCKS), 0.0)
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+
+    def ask(name: str, peer: str) -> WorkId:
+        work = WorkId(EPOCH, name, 1)
+        prompt = tuple(2 + (len(asked) * 7 + i) % 90 for i in range(4 * BLOCK_SIZE))
+        asked.append(work)
+        target = DecodeTarget(f"{peer}:1", peer)
+        message = Prefill(work, node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
+        core.handle(FromRouter(EPOCH, message), 1.0)
+        return work
+
+    def turns() -> list[WorkId]:
+        """Until nothing moves; whose Reserves were sent."""
+        one.said.clear()
+        for _ in range(200):
+            one.turn()
+            if node.model.is_busy:
+                one.compute(1)
+        return [message.work for message in one.said if isinstance(message, Reserve)]
+
+    asked: list[WorkId] = []
+    ask("first", one.peer)  # who else is there
+    assert turns()
+    for i in range(30):
+        ask(f"full {i}", "full")
+    assert turns() == asked[1:5], "half of 39 blocks, in prompts of four"
+    for i in range(8):
+        work = ask(f"free {i}", one.peer)
+        assert turns() == [work]
+        core.handle(FromPeer(one.peer, Refuse(work, RequestCancelled("done with it"))), 1.5)
+    core.handle(FromPeer("full", Grant(asked[1], 1, 0, 3, 0)), 1.5)
+    assert turns() == [asked[5]], "what it has granted counts no more, though none of its parts may leave yet"
+    assert len(one.ends) == 8, "it has not failed"
+
+
+def test_errors_name_the_decode_nodes_address(prefilling: Prefilling) -> None:
+    prefilling.node.core.handle(PeerClosed(prefilling.peer, "died"), 1.5)
+    prefilling.turn()
+    (end,) = prefilling.ends
+    assert end.error
+    assert end.error.message == "decode node address: died"
+
+
+def test_a_prompt_whose_part_finds_no_slot_goes_on_when_one_is_free() -> None:
+    one, other_lease = Prefilling(), 99
+    core = one.node.core
+    assert isinstance(core, PrefillCore)
+    assert all(core.sender.drain(one.peer, other_lease, part) for part in range(8))
+    one.ask(WORK, PROMPT, max_tokens=5)
+    one.grant(num_parts=1 + NUM_LAYERS)
+    for _ in range(2):  # chunks
+        one.compute(NUM_LAYERS)
+    assert all(slot.lease == other_lease for slot in core.sender.slots())
+    for part in range(1 + NUM_LAYERS):
+        one.receive(part, other_lease)
+        one.turn()
+        assert sorted(slot.lease for slot in core.sender.slots()) == [1] * (1 + part) + [other_lease] * (7 - part)

@@ -6,12 +6,12 @@ import random
 from typing import get_args
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from baton.sampling import SamplingParams
 from router.life import FirstToken
+from tests.machines import machine
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.world import World
 
@@ -53,9 +53,7 @@ class Protocol(RuleBasedStateMachine):
 
 
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestProtocol.settings = machine(max_examples=60, steps=40)
 
 
 def race(seed: int, faults: float, num_blocks: int) -> World:

@@ -13,7 +13,7 @@ import itertools
 from baton.errors import BatonError
 from baton.messages import Abort, End, NodeRole, Update, WorkId
 from baton.sampling import SamplingParams
-from engine.node.events import ClosePeer, ToDecode, ToPrefill, ToRouter
+from engine.node.events import ClosePeer, Output, ToDecode, ToPrefill, ToRouter
 from kv_transfer.memory import MemoryHub, Transfer
 from kv_transfer.parts import PartHeader
 from router.core import Emit, RouterCore, ToNode
@@ -195,24 +195,29 @@ class World:
             client.check()
 
     def _collect(self, incarnation: str) -> None:
-        node, links, updates = self.nodes[incarnation], self._links, list[Update]()
-        for output in node.core.take_outputs():
-            match output:
-                case ToRouter(_, update):
-                    assert update.work not in node.fenced or isinstance(update.kind, End), f"{update} after its abort"
-                    updates.append(update)
-                case ToDecode(target, message):
-                    if (incarnation, target.incarnation) not in links.up:
-                        links.open(incarnation, target.incarnation)
-                    links.say(incarnation, target.incarnation, message)
-                case ToPrefill(peer, message):
-                    if (incarnation, peer) in links.up:
-                        links.say(incarnation, peer, message)
-                case ClosePeer(peer, reason):
-                    if (incarnation, peer) in links.up:
-                        links.break_off(incarnation, peer, reason)
+        updates = list[Update]()
+        for output in self.nodes[incarnation].core.take_outputs():
+            self._carry(incarnation, output, updates)
         if updates:
             self._sessions.tell_router(incarnation, updates)
+
+    def _carry(self, incarnation: str, output: Output, updates: list[Update]) -> None:
+        """To the router goes what is added to `updates`."""
+        node, links = self.nodes[incarnation], self._links
+        match output:
+            case ToRouter(_, update):
+                assert update.work not in node.fenced or isinstance(update.kind, End), f"{update} after its abort"
+                updates.append(update)
+            case ToDecode(target, message):
+                if (incarnation, target.incarnation) not in links.up:
+                    links.open(incarnation, target.incarnation)
+                links.say(incarnation, target.incarnation, message)
+            case ToPrefill(peer, message):
+                if (incarnation, peer) in links.up:
+                    links.say(incarnation, peer, message)
+            case ClosePeer(peer, reason):
+                if (incarnation, peer) in links.up:
+                    links.break_off(incarnation, peer, reason)
 
     def _collect_router(self) -> None:
         for action in self.router.take_actions():

@@ -10,12 +10,14 @@ import grpc.aio
 
 from baton import wire
 from baton.address import HostPort
-from baton.channels import SERVER_OPTIONS
+from baton.channels import SERVER_OPTIONS, bind
+from baton.cluster_secret import SESSION, NotTrusted, admit
 from baton.errors import BatonError
 from baton.layout import KvLayout
 from baton.messages import (
     Abort,
     Adopted,
+    Auth,
     End,
     GenerationDefaults,
     HandedOff,
@@ -34,6 +36,7 @@ from baton.messages import (
     WorkId,
 )
 from baton.sampling import FinishReason
+from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from tests.router.tiny_tokenizer import (
     CHAT_TEMPLATE,
@@ -123,6 +126,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self._stopped_samples: set[tuple[WorkId, int]] = set()
         self.silent = False
         self.draining = False
+        self.trust = Trust()
         self.num_sent_tokens = 0
         self.num_sessions = 0
         self.tokenizer_fetches = 0
@@ -137,7 +141,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
             else node_pb2_grpc.add_DecodeNodeServicer_to_server
         )
         add(self, self._server)
-        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        port = bind(self._server, f"127.0.0.1:{port}", self.trust.tls)
         name = f"{self._role.value}-{self._number}"
         self.info = dataclasses.replace(node_info(self._role, name, f"127.0.0.1:{port}"), **changes)
         self.info = dataclasses.replace(self.info, incarnation=f"{name}.{self._starts}")
@@ -167,7 +171,16 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
             yield node_pb2.TokenizerChunk(digest=self.info.tokenizer_digest, data=data[start : start + 4096])
 
     async def Session(self, _: object, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
-        hello = wire.read_router_message(await context.read())
+        async def hear() -> object:
+            return wire.read_router_message(await context.read())
+
+        async def say(message: Auth) -> None:
+            await context.write(wire.write_node_message(message))
+
+        try:
+            _, hello = await admit(self.trust.secret, SESSION, self.info.incarnation, "the router", say, hear)
+        except NotTrusted as error:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
         assert isinstance(hello, Subscribe)
         if hello.target_incarnation != self.info.incarnation:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation")

@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_cancels_its_request(router, nodes, stream, h
         await nodes.until(lambda: nodes.aborts)
         await router.idle()
         metrics = (await http.get("/metrics")).text
-    assert 'request_ends_total{model_name="tiny",outcome="cancelled",reason=""} 1.0' in metrics
+    assert 'request_ends_total{model_name="tiny",outcome="cancelled",reason="",role="router"} 1.0' in metrics
 
 
 async def test_a_grpc_client_that_leaves_cancels_its_request(router, nodes, stub):

@@ -68,7 +68,7 @@ def test_a_busy_port_is_named(flag):
     assert f"baton-router: {flag}: {address} cannot be had" in result.stderr
 
 
-def test_it_serves_until_a_signal():
+def test_it_serves_until_a_signal_and_nodes_that_start_later_are_nothing_to_warn_of():
     command = [sys.executable, "-m", "router.main", *NODES, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
     with subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -78,7 +78,10 @@ def test_it_serves_until_a_signal():
             response = httpx.get(f"http://{address}/ready", timeout=20)
             assert response.status_code == 503
             assert "no prefill node and no decode node" in response.json()["error"]["message"]
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGHUP)
+            rest = process.stderr.read()
             assert process.wait(timeout=20) == 0
+            assert "not ready: no prefill node" in line + rest
+            assert "level=warning" not in line + rest
         finally:
             process.kill()

@@ -9,7 +9,7 @@ import pytest
 from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, RequestCancelled
 from baton.messages import Abort, Adopted, End, HandedOff, NodeRole, Prefill, SampleEnd, Tokens, Update
 from baton.sampling import FinishReason, SamplingParams
-from baton.telemetry import RouterMetrics, new_registry
+from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.accounts import Accounts
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
@@ -130,7 +130,7 @@ def test_a_stopped_sample_keeps_what_waits_to_itself(house: House) -> None:
 
 async def test_a_stop_string_within_the_first_token() -> None:
     """It is found when the decode node goes on. What that has said in the same breath does not count."""
-    metrics = RouterMetrics(registry := new_registry())
+    metrics = RouterMetrics(registry := new_registry(ROUTER))
     dispatcher = Dispatcher(RouterCore(1, first_token="decode"), Accounts(metrics, lambda: "m"))
     sent: list[tuple[str, Prefill | Abort]] = []
     for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
@@ -151,6 +151,6 @@ async def test_a_stop_string_within_the_first_token() -> None:
     assert tokens == TokensOut(0, (5,), ())
     assert isinstance(end, RequestEnd)
     assert end.error is None
-    assert sent[1:] == [("p1", Abort(work)), ("d1", Abort(work))]
-    assert registry.get_sample_value("baton:generation_tokens_total", {"model_name": "m"}) == 1
+    assert sent[1:] == [(node, Abort(work, (), 60.0)) for node in ("p1", "d1")]
+    assert registry.get_sample_value("baton:generation_tokens_total", {"model_name": "m", "role": "router"}) == 1
     dispatcher.close()

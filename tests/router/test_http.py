@@ -103,7 +103,7 @@ async def test_sampling_reaches_the_nodes(client, nodes):
     }
     await client.post("/v1/completions", json={"prompt": [5], "logit_bias": {"17": 3}, **fields})
     sampling = nodes.prefills[0].sampling
-    assert {name: getattr(sampling, name) for name in fields} == {**fields, "stop_token_ids": (9,)}
+    assert {name: getattr(sampling, name) for name in fields} == {**fields, "stop_token_ids": {9}}
     assert sampling.logit_bias == {17: 3.0}
 
 
@@ -224,9 +224,53 @@ async def test_tokens_and_back(client):
     assert body == {"prompt": "<|bos|>hello 你好"}
 
 
+async def test_what_is_no_text_of_the_model_cannot_be_detokenized(client):
+    for tokens, words in (([5, 400], "400 is out of"), ([-1], "-1 is out of"), ([5] * 129, "128 tokens")):
+        response = await client.post("/detokenize", json={"tokens": tokens})
+        assert (response.status_code, error_of(response)["param"]) == (400, "tokens")
+        assert words in error_of(response)["message"]
+
+
+async def test_a_text_above_the_context_can_be_counted_and_one_far_above_is_refused(client):
+    tokens = tiny_tokenizer().encode("fox " * 200, True)
+    assert len(tokens) > 128
+    assert (await client.post("/tokenize", json={"prompt": "fox " * 200})).json()["count"] == len(tokens)
+    response = await client.post("/tokenize", json={"prompt": "fox " * 20_000})
+    assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+
+
+async def test_long_bodies_say_the_same(client, nodes):
+    """They are parsed by another parser, on another thread."""
+    padding = [{"role": "user", "content": "", "x": [[]] * 70_000}]
+    body = {**CHAT, "max_tokens": 16.0, "seed": 5.0, "logit_bias": {"17": 3}, "metadata": {"a": [1.5, None, True]}}
+    for messages in (CHAT["messages"], CHAT["messages"] + padding):
+        response = await client.post("/v1/chat/completions", json={**body, "messages": messages})
+        assert response.status_code == 200
+    first, second = (prefill.sampling for prefill in nodes.prefills)
+    assert first == second
+    assert (first.max_tokens, first.seed, first.logit_bias) == (16, 5, {17: 3.0})
+    bad = json.dumps({**CHAT, "user": "\ud800", "messages": CHAT["messages"] + padding})
+    response = await client.post("/v1/chat/completions", content=bad)
+    assert (response.status_code, "not valid JSON" in response.text) == (400, True)
+
+
+async def test_an_unknown_field_is_told_of_once(client, caplog):
+    for _ in range(3):
+        assert (await client.post("/v1/chat/completions", json={**CHAT, "never_heard_of": 1})).status_code == 200
+    told = [record for record in caplog.records if "never_heard_of" in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING"]
+
+
+async def test_heads(client):
+    for path in ("/health", "/ready", "/version", "/v1/models", "/v1/models/", "/v1/models/tiny", "/openapi.json"):
+        response = await client.head(path)
+        assert (response.status_code, response.content) == (200, b"")
+
+
 async def test_models(client):
     body = (await client.get("/v1/models")).json()
     assert [(m["id"], m["max_model_len"]) for m in body["data"]] == [("tiny", 128)]
+    assert (await client.get("/v1/models/")).json() == body
     assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
     assert (await client.get("/v1/models/other")).status_code == 404
 
@@ -263,11 +307,11 @@ async def test_metrics(client):
     await client.post("/v1/chat/completions", json=CHAT)
     await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 1})
     text = (await client.get("/metrics")).text
-    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="stop"} 1.0' in text
-    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="length"} 1.0' in text
-    assert 'baton:time_to_first_token_seconds_count{model_name="tiny"} 2.0' in text
-    assert 'baton:num_requests{state="decoding"} 0.0' in text
-    assert 'baton:nodes{role="prefill",state="up"} 1.0' in text
+    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="stop",role="router"} 1.0' in text
+    assert 'baton:request_ends_total{model_name="tiny",outcome="finished",reason="length",role="router"} 1.0' in text
+    assert 'baton:time_to_first_token_seconds_count{model_name="tiny",role="router"} 2.0' in text
+    assert 'baton:num_requests{role="router",state="decoding"} 0.0' in text
+    assert 'baton:nodes{node_role="prefill",role="router",state="up"} 1.0' in text
 
 
 async def test_health(client, router, nodes):

@@ -11,6 +11,7 @@ from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,36 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
         ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities", "not supported"),
         ("chat/completions", {**CHAT, "timeout": 0}, 400, "timeout", "above 0"),
         ("chat/completions", {**CHAT, "seed": 1.5}, 400, "seed", "integer"),
+        ("chat/completions", {**CHAT, "seed": True}, 400, "seed", "integer"),
+        ("chat/completions", {**CHAT, "n": True}, 400, "n", "integer"),
+        ("chat/completions", {**CHAT, "temperature": True}, 400, "temperature", "number"),
+        ("chat/completions", {**CHAT, "stop": 0}, 400, "stop", "list of strings"),
+        ("chat/completions", {**CHAT, "stop": False}, 400, "stop", "list of strings"),
+        ("chat/completions", {**CHAT, "stop": {}}, 400, "stop", "list of strings"),
+        ("chat/completions", {**CHAT, "stop": [*map(str, range(65))]}, 400, "stop", "at most 64 strings, not 65"),
+        ("chat/completions", {**CHAT, "stop": ["x" * 2049]}, 400, "stop", "at most 2048 characters together"),
+        ("chat/completions", {**CHAT, "stop_token_ids": [5] * 1025}, 400, "stop_token_ids", "at most 1024"),
+        ("chat/completions", {**CHAT, "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias", "1024"),
+        ("chat/completions", {**CHAT, "logit_bias": {"-1": 1}}, 400, "logit_bias", "integers of 0 or more"),
+        ("chat/completions", {**CHAT, "cache_salt": "x" * 257}, 400, "cache_salt", "at most 256"),
+        ("chat/completions", {**CHAT, "model": "x" * 257}, 400, "model", "at most 256"),
+        ("chat/completions", {**CHAT, "messages": CHAT["messages"] * 10_001}, 400, "messages", "at most 10000"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "x" * 65, "content": ""}]}, 400, "messages", "at most 64"),
+        ("chat/completions", {**CHAT, "chat_template_kwargs": {"a": ["b"] * 256}}, 400, "chat_template_kwargs", "256"),
+        ("chat/completions", {**CHAT, "chat_template_kwargs": {"a": "x" * 20_000}}, 400, "chat_template_kwargs", "16"),
+        ("chat/completions", {**CHAT, "chat_template_kwargs": DEEP}, 400, "chat_template_kwargs", "nested"),
+        ("chat/completions", {**CHAT, **{f"f{i}": 1 for i in range(65)}}, 400, None, "65 unknown fields"),
+        ("chat/completions", {**CHAT, "regex": "a+"}, 400, "regex", "not supported"),
+        ("chat/completions", {**CHAT, "ebnf": "a"}, 400, "ebnf", "not supported"),
+        ("chat/completions", {**CHAT, "json_schema": "{}"}, 400, "json_schema", "not supported"),
+        ("chat/completions", {**CHAT, "grammar": "a"}, 400, "grammar", "not supported"),
+        ("chat/completions", {**CHAT, "lora_path": "a"}, 400, "lora_path", "not supported"),
+        ("chat/completions", {**CHAT, "system": "Be terse."}, 400, "system", "not supported"),
+        ("chat/completions", {**CHAT, "stop_sequences": ["a"]}, 400, "stop_sequences", "not supported"),
+        ("chat/completions", b"[" * 100_000, 400, None, "not valid JSON"),
+        ("chat/completions", b"[" * 300_000, 400, None, "300000 brackets"),
+        ("completions", {"prompt": "x" * 20_000}, 400, "prompt", "maximum context length is 128 tokens"),
+        ("completions", {"prompt": "x" * 99, "n": 128, "echo": True}, 200, None, ""),
         ("completions", {"prompt": ""}, 200, None, ""),
         ("completions", {"prompt": "", "add_special_tokens": False}, 400, "prompt", "empty"),
         ("completions", {"prompt": []}, 400, "prompt", "list of token ids"),

@@ -196,7 +196,7 @@ async def test_a_lost_transfer_is_tried_again(router, nodes):
     assert response.json()["timings"]["attempts"] == 2
     async with httpx.AsyncClient(base_url=router.http) as client:
         metrics = (await client.get("/metrics")).text
-    assert 'baton:request_attempts_total{model_name="tiny",reason="node_error"} 1.0' in metrics
+    assert 'baton:request_attempts_total{model_name="tiny",reason="node_error",role="router"} 1.0' in metrics
 
 
 async def test_a_node_that_hangs_is_lost(router, nodes):

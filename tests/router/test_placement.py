@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from baton.messages import Adopted, End, HandedOff, Load, NodeRole, SampleEnd, Started, Tokens
+from baton.messages import Adopted, End, HandedOff, Load, NodeRole, SampleEnd, Started, Tokens, TransportEndpoint
 from baton.sampling import FinishReason, SamplingParams
 from router.life import RoutedRequest
 from tests.router.house import House, info
@@ -77,3 +79,41 @@ def test_a_node_heard_of_twice_keeps_what_it_was_given() -> None:
     place(house, "a")
     house.core.node_up(info("d1", NodeRole.DECODE), 0.0)
     assert place(house, "b") == "d2"
+
+
+def test_of_two_equally_far_behind_the_one_that_got_its_prompt_earlier_is_further() -> None:
+    house = House("d1", "d2", with_prefill=False)
+    assert [place(house, "a"), place(house, "b")] == ["d1", "d2"]
+    say(house, "d1", "a", Tokens(0, 0, (5,)), OVER, End())
+    assert place(house, "c") == "d1"
+    assert place(house, "e") == "d2"
+
+
+def test_a_prompt_goes_where_it_is_computed_first_however_much_runs_there() -> None:
+    house = House("p1", "p2", "d1")
+    house.core.node_load("p1", Load(0, 4, 9, 9))
+    assert [place(house, "a"), place(house, "b")] == ["p2", "p1"]
+
+
+def test_decode_nodes_share_what_is_generated() -> None:
+    house = House("p1", "d1", "d2")
+    for name, num_tokens in (("a", 30), ("b", 10), ("c", 10)):
+        place(house, name, num_tokens)
+    targets = [prefill.decode for _, prefill in house.prefills]
+    assert [target.incarnation for target in targets if target] == ["d1", "d2", "d2"]
+
+
+def test_nodes_without_a_transport_in_common_are_no_pair() -> None:
+    house = House()
+    for name, role, transport in (
+        ("p1", NodeRole.PREFILL, "ucx"),
+        ("d1", NodeRole.DECODE, "ipc"),
+        ("d2", NodeRole.DECODE, "ucx"),
+    ):
+        endpoints = (TransportEndpoint(0, transport, b""),)
+        house.core.node_up(dataclasses.replace(info(name, role), endpoints=endpoints), 0.0)
+    for name in "abc":
+        place(house, name)
+    targets = [prefill.decode.incarnation for _, prefill in house.prefills if prefill.decode]
+    assert targets == ["d2"] * 3
+    assert "transport ucx of p1 != ipc of d1" in str(house.core.why_degraded(0.0))

@@ -10,7 +10,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.sampling import FinishReason
 from router.answer import Answer, join
-from router.stops import StopScanner
+from router.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from router.stops import StopScanner, StopStrings
 from router.tokenizer import Tokenizer
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer, tokenizer_json, vocab_size
 
@@ -112,7 +113,7 @@ letters = st.text("ab", min_size=1, max_size=4)
 def test_stop_strings_are_found_as_by_looking_at_every_end(cut, stops, num_deaf):
     may_stop = [i >= num_deaf for i, piece in enumerate(cut) for _ in piece]
     expected = first_stop("".join(cut), may_stop, stops)
-    scanner, text, found = StopScanner(stops), "", None
+    scanner, text, found = StopScanner(StopStrings(stops)), "", None
     for i, piece in enumerate(cut):
         scan = scanner.add(piece, may_stop=i >= num_deaf)
         text += scan.text
@@ -128,7 +129,7 @@ def test_stop_strings_are_found_as_by_looking_at_every_end(cut, stops, num_deaf)
 @RUNS
 @given(st.lists(st.text("abc", max_size=3), max_size=12), st.lists(letters, min_size=1, max_size=3))
 def test_only_what_could_become_a_match_is_held_back(cut, stops):
-    scanner, seen = StopScanner(stops), ""
+    scanner, seen = StopScanner(StopStrings(stops)), ""
     out = ""
     for piece in cut:
         scan = scanner.add(piece, may_stop=False)
@@ -138,14 +139,34 @@ def test_only_what_could_become_a_match_is_held_back(cut, stops):
 
 
 def test_the_stop_string_stays_when_asked_for():
-    assert StopScanner(["lo"], include=True).add("hello you").text == "hello"
+    assert StopScanner(StopStrings(["lo"]), include=True).add("hello you").text == "hello"
+
+
+@RUNS
+@given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=8), st.text("ab", max_size=30))
+def test_what_stop_strings_share_is_not_lost(stops, text):
+    found = first_stop(text, [True] * len(text), stops)
+    scan = StopScanner(StopStrings(stops)).add(text)
+    assert (scan.stop, scan.text) == ((found[1], found[0]) if found else (None, scan.text))
+
+
+def test_the_most_stop_strings_cost_little_for_each_character():
+    """Counted, not timed: steps of the automaton, over the text that has the most of them."""
+    stops = StopStrings("a" * 31 + chr(200 + i) for i in range(MAX_STOP_STRINGS))
+    text, state, steps = "a" * 31 + "b", 0, 0
+    for char in text * 100:
+        before = state
+        state = stops.next(state, char)
+        steps += 1 + (stops.held[before] + 1 - stops.held[state])
+    assert steps <= 2 * len(text * 100)
+    assert sum(map(len, stops.edges)) <= MAX_STOP_CHARS
 
 
 # ---- answers ----
 
 
 def answer(stops: tuple[str, ...] = (), min_tokens: int = 0, include: bool = False) -> Answer:
-    detokenizer, scanner = tiny_tokenizer().detokenizer(), StopScanner(stops, include)
+    detokenizer, scanner = tiny_tokenizer().detokenizer(), StopScanner(StopStrings(stops), include)
     return Answer(0, detokenizer, scanner, frozenset({IM_END, ord("!") + 5}), min_tokens, include)
 
 
@@ -161,14 +182,14 @@ def test_eos_counts_but_is_no_text():
 def test_a_stop_token_is_text_only_when_asked_for(include, text):
     ids = tiny_tokenizer().encode("hello", False)
     token = next(i for i in range(vocab_size()) if tiny_tokenizer().token_bytes(i) == b"\xff")
-    subject = Answer(0, tiny_tokenizer().detokenizer(), StopScanner(()), frozenset({token}), 0, include)
+    subject = Answer(0, tiny_tokenizer().detokenizer(), StopScanner(StopStrings(())), frozenset({token}), 0, include)
     got = join([subject.add((*ids, token), ()), subject.end(FinishReason.STOP, token)])
     assert (got.text, got.stop) == (text, token)
 
 
 def test_an_ending_token_that_did_not_end_it_is_text():
     token = tiny_tokenizer().encode("hello", False)[0]
-    subject = Answer(0, tiny_tokenizer().detokenizer(), StopScanner(()), frozenset({token}))
+    subject = Answer(0, tiny_tokenizer().detokenizer(), StopScanner(StopStrings(())), frozenset({token}))
     assert subject.add((token,), ()).text == ""
     assert subject.add((token,), ()).text == tiny_tokenizer().decode([token])
     assert subject.end(FinishReason.LENGTH, None).text == tiny_tokenizer().decode([token])
@@ -186,10 +207,11 @@ def test_tokens_past_a_stop_string_are_neither_delivered_nor_counted():
 def test_stop_strings_wait_for_min_tokens():
     ids = tiny_tokenizer().encode("ababab", False)
     assert answer(("b",)).add(ids, ()).text == "a"
-    subject = answer(("b",), min_tokens=3)
-    got = subject.add(ids, ())
-    assert subject.num_tokens == 4
-    assert got.text == "aba"
+    for min_tokens in (2, 3):  # one that ends with token min_tokens comes too early
+        subject = answer(("b",), min_tokens=min_tokens)
+        got = subject.add(ids, ())
+        assert subject.num_tokens == 4
+        assert got.text == "aba"
 
 
 def test_a_stop_string_may_be_complete_only_at_the_end():

@@ -1,7 +1,20 @@
-"""What a process tells of itself: log lines (`logs`), metrics (`metrics`), and the page that shows them (`http`)."""
+"""What a process tells of itself: log lines (`logs`), metrics (`metrics`), and the pages that show them (`http`)."""
 
-from baton.telemetry.http import MetricsServer
+from baton.telemetry.admin import AdminGate
+from baton.telemetry.exposition import metrics_page
+from baton.telemetry.http import MetricsServer, Page
 from baton.telemetry.logs import configure_logging, request_scope
-from baton.telemetry.metrics import NodeMetrics, RouterMetrics, new_registry
+from baton.telemetry.metrics import ROUTER, NodeMetrics, RouterMetrics, new_registry
 
-__all__ = ["configure_logging", "request_scope", "new_registry", "RouterMetrics", "NodeMetrics", "MetricsServer"]
+__all__ = [
+    "configure_logging",
+    "request_scope",
+    "new_registry",
+    "ROUTER",
+    "RouterMetrics",
+    "NodeMetrics",
+    "metrics_page",
+    "MetricsServer",
+    "Page",
+    "AdminGate",
+]

@@ -1,95 +1,207 @@
-"""A node's pages for monitoring: `/metrics`, checks such as `/health` that say why not, and JSON to look into it."""
+"""A node's pages for monitoring: `/metrics`, checks such as `/health` that say why not, and pages to look into it.
+
+Whatever is sent here costs a bounded number of connections, bytes and seconds, and little of the interpreter, which
+the engine's thread needs: each client address is answered RATE times a second, and waits.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import socket
-import socketserver
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
 
 from baton.address import HostPort
 from baton.errors import BatonError
+from baton.telemetry.admin import AdminGate
+from baton.telemetry.exposition import metrics_page
+from baton.telemetry.pace import Pace
+
+log = logging.getLogger(__name__)
 
 Check = Callable[[], str | None]
-Page = Callable[[], str]
-StartResponse = Callable[[str, list[tuple[str, str]]], object]
+Page = Callable[[], Awaitable[tuple[HTTPStatus, str]]]
+
+MAX_CONNECTIONS = 64
+"""With one more, the oldest is cut off."""
+MAX_HEAD_BYTES = 16 * 1024
+RATE = 10.0
+BURST = 20
+PATIENCE_S = 5.0
+"""Who would have to wait for longer is sent away."""
+HEAD_S = 5.0
+"""For a client to say what it wants."""
+ANSWER_S = 90.0
+WRITE_S = 20.0
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    method: str
+    path: str
+    headers: Mapping[str, str]  # names in lower case
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: HTTPStatus
+    body: bytes
+    kind: str = "text/plain; charset=utf-8"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def head(self) -> bytes:
+        lines = [f"HTTP/1.1 {self.status.value} {self.status.phrase}", f"Content-Type: {self.kind}"]
+        lines += [f"Content-Length: {len(self.body)}", "Connection: close"]
+        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def _text(status: HTTPStatus, text: str, **headers: str) -> _Answer:
+    return _Answer(status, (text + "\n").encode(), headers=headers)
 
 
 class MetricsServer:
     """Serves on its own thread from construction to `close`.
 
-    `checks`: by path, what to ask; an answer of None is a 200, any other a 503 with that text. `pages`: by path, what
-    makes its JSON; a BatonError that it raises is the answer. They run on the page's threads. Raises OSError when
-    `listen` cannot be had.
+    `checks`: by path, what to ask; an answer of None is a 200, any other a 503 with that text. They run on the server's
+    thread and must not block. `pages`: by path, what gives status and text, JSON where it begins with a brace; a
+    BatonError is the answer too. `gate` decides who gets pages. Raises OSError when `listen` cannot be had.
     """
 
     def __init__(
-        self, listen: HostPort, registry: CollectorRegistry, checks: Mapping[str, Check], pages: Mapping[str, Page]
+        self,
+        listen: HostPort,
+        registry: CollectorRegistry,
+        checks: Mapping[str, Check],
+        pages: Mapping[str, Page],
+        gate: AdminGate,
     ) -> None:
-        self._metrics: Any = make_wsgi_app(registry)
+        self._registry = registry
         self._checks = checks
         self._pages = pages
-        kind = _Server6 if ":" in listen.host else _Server
-        self._server = make_server(listen.host, listen.port, self._answer, server_class=kind, handler_class=_Quiet)
-        self.address = HostPort(listen.host, self._server.server_port)
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
+        self._gate = gate
+        self._pace = Pace(RATE, BURST)
+        self._open: dict[asyncio.Task[None], None] = {}  # in the order of their beginning
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+        self._listener = socket.create_server(
+            (listen.host, listen.port), family=family, dualstack_ipv6=listen.host == "::"
+        )
+        self.address = HostPort(listen.host, self._listener.getsockname()[1])
+        self._aio = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._closing = True
-        self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; `serve_forever` would look up twice a second
-        self._thread.join(timeout=5)
-        self._server.server_close()
+        self._aio.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=_CLOSE_S)
 
-    def _serve(self) -> None:
-        while not self._closing:
-            self._server.handle_request()
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._aio) as runner:
+            runner.run(self._serve())
 
-    def _answer(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connection, sock=self._listener, limit=MAX_HEAD_BYTES)
+        await self._stop.wait()
+        server.close()
+        await _cancelled(self._open)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        if len(self._open) >= MAX_CONNECTIONS:
+            next(iter(self._open)).cancel()
+        self._open[task] = None
+        try:
+            await self._converse(reader, writer)
+        except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
+            pass  # it left, or took too long
+        except Exception:  # a request's boundary: one client's oddities must not cost the others
+            log.exception("a monitoring page failed")
+        finally:
+            del self._open[task]
+            writer.transport.abort()  # all is written, or it does not matter any more
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request and its answer."""
+        host = str((writer.get_extra_info("peername") or ("",))[0])
+        wait_s = self._pace.take(host, PATIENCE_S)
+        if wait_s is None:
+            answer, with_body = _text(HTTPStatus.TOO_MANY_REQUESTS, "ask less often", **{"Retry-After": "5"}), True
+        else:
+            await asyncio.sleep(wait_s)
+            answer, with_body = await self._listen_and_answer(reader, host)
+        writer.transport.set_write_buffer_limits(0)  # `drain` is to wait for the last byte
+        writer.write(answer.head() + (answer.body if with_body else b""))
+        async with asyncio.timeout(WRITE_S):
+            await writer.drain()
+
+    async def _listen_and_answer(self, reader: asyncio.StreamReader, host: str) -> tuple[_Answer, bool]:
+        """The answer, and whether its body is wanted."""
+        try:
+            async with asyncio.timeout(HEAD_S):
+                request = _parse(await reader.readuntil(b"\r\n\r\n"))
+        except asyncio.LimitOverrunError:
+            text = f"more than {MAX_HEAD_BYTES} bytes of headers"
+            return _text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text), True
+        if request is None:
+            return _text(HTTPStatus.BAD_REQUEST, "this is not HTTP"), True
+        if request.method not in ("GET", "HEAD"):
+            return _text(HTTPStatus.METHOD_NOT_ALLOWED, "GET it", Allow="GET, HEAD"), True
+        return await self._answer(request, host), request.method == "GET"
+
+    async def _answer(self, request: _Request, host: str) -> _Answer:
+        path = request.path
         if path == "/metrics":
-            answer: Iterable[bytes] = self._metrics(environ, start)
-            return answer
+            body, kind = metrics_page(self._registry, request.headers.get("accept"))
+            return _Answer(HTTPStatus.OK, body, kind)
         if check := self._checks.get(path):
             reason = check()
-            return _reply(start, HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK, reason or "ok")
+            return _text(HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK, reason or "ok")
         if page := self._pages.get(path):
-            try:
-                return _reply(start, HTTPStatus.OK, page(), "application/json")
-            except BatonError as error:
-                return _reply(start, HTTPStatus(error.http_status), error.message)
-        return _reply(start, HTTPStatus.NOT_FOUND, "try " + " ".join(["/metrics", *self._checks, *self._pages]))
+            if denied := self._gate.denies(host, request.headers.get("authorization")):
+                return _text(denied.http_status, denied.reason)
+            return await _ask(page)
+        return _text(HTTPStatus.NOT_FOUND, "try " + " ".join(["/metrics", *self._checks, *self._pages]))
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        # not HTTPServer's own, which asks the resolver for this machine's name: seconds without a network
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Quiet(WSGIRequestHandler):
-    timeout = 10.0  # seconds that a silent client may hold a thread
-
-    def log_message(self, *_: object) -> None:
-        """A line for every scrape would drown the log."""
+async def _ask(page: Page) -> _Answer:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            status, text = await page()
+    except BatonError as error:
+        return _text(HTTPStatus(error.http_status), error.message)
+    except TimeoutError:
+        return _text(HTTPStatus.GATEWAY_TIMEOUT, f"no answer within {ANSWER_S:g} s")
+    if not text.startswith("{"):
+        return _text(status, text)
+    return _Answer(status, (text + "\n").encode(), "application/json; charset=utf-8")
 
 
-def _reply(start: StartResponse, status: HTTPStatus, text: str, kind: str = "text/plain") -> list[bytes]:
-    body = (text + "\n").encode()
-    headers = [("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body)))]
-    start(f"{status.value} {status.phrase}", headers)
-    return [body]
+def _parse(head: bytes) -> _Request | None:
+    """None for what is not HTTP/1."""
+    first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):
+        return None
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name or name != name.strip():
+            return None
+        headers[name.lower()] = value.strip()
+    return _Request(words[0], words[1].partition("?")[0], headers)
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in [*tasks]:
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,19 +1,24 @@
 """Prometheus metrics, named as vLLM names them where it has the metric (`vllm:x` is `baton:x` here).
 
-One registry per process. The messages that travel anyway (`Started`, `Tokens`, `Adopted`, `End`, `Load`) are the one
-source of a node's numbers: nothing is timed twice.
+One registry per process, whose every sample says the process's `role`. No name is both a router's and a node's but
+those of the process itself, so that a plain sum() over a fleet counts nothing twice: the router counts requests, as
+clients see them, under vLLM's names; a node counts its own work on them as `baton:node_*`, attempts that failed and
+tokens that nobody got included. What only one side measures (queues, transfers, caches) is only there.
+
+The messages that travel anyway (`Started`, `Tokens`, `Adopted`, `End`, `Load`) are the one source of a node's numbers:
+nothing is timed twice.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
 
 import baton
 from baton.errors import BatonError, RequestCancelled
-from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Started, Tokens, Update, WorkId
+from baton.messages import Adopted, End, HandedOff, Load, Prefill, Started, Tokens, Update, WorkId
 from baton.v1 import common_pb2
 
 # As in vLLM, with finer steps at the low end of the inter-token latency.
@@ -29,9 +34,26 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40
 _PHASE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-def new_registry() -> CollectorRegistry:
+ROUTER = "router"
+"""The router's `role`; a node's is its `NodeRole`."""
+
+
+class _RoleRegistry(CollectorRegistry):
+    """Adds the label `role` to all that it collects."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = {"role": role}
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample._replace(labels=sample.labels | self._role) for sample in metric.samples]
+            yield metric
+
+
+def new_registry(role: str) -> CollectorRegistry:
     """A registry with the process's own numbers (CPU, memory, files) and its version."""
-    registry = CollectorRegistry()
+    registry = _RoleRegistry(role)
     ProcessCollector(registry=registry)
     info = Gauge("baton:build_info", "Version of the software.", ["version"], registry=registry)
     info.labels(baton.__version__).set(1)
@@ -58,12 +80,13 @@ class RouterMetrics:
             return Counter(f"baton:{name}", text, ["model_name", *labels], registry=registry)
 
         self.requests = Gauge("baton:num_requests", "Live requests by state.", ["state"], registry=registry)
-        self.nodes = Gauge("baton:nodes", "Nodes by role; ready or why not.", ["role", "state"], registry=registry)
+        self.nodes = Gauge(
+            "baton:nodes", "Nodes by their role; ready or why not.", ["node_role", "state"], registry=registry
+        )
         self.ends = counter("request_ends", "Requests ended, by outcome.", "outcome", "reason")
         self.attempts = counter("request_attempts", "Attempts beyond a request's first, by cause.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
         self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
-        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that a prefill node did not compute.")
         self.first_token_s = histogram(
             "time_to_first_token_seconds", "Receipt of a request to its first token.", _FIRST_TOKEN_S
         )
@@ -71,26 +94,10 @@ class RouterMetrics:
             "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
         )
         self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
-        self.queue_s = histogram("request_queue_time_seconds", "Waiting at the prefill node.", _PHASE_S)
-        self.prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token.", _PHASE_S)
-        self.transfer_s = histogram("kv_transfer_seconds", "Commit to last byte on the decode node.", _PHASE_S)
-        self.transfer_bytes = counter("kv_transfer_bytes", "KV bytes that decode nodes took in.")
 
     def set_requests(self, by_state: Mapping[str, int]) -> None:
         for state, count in by_state.items():
             self.requests.labels(state).set(count)
-
-    def observe(self, model: str, update: Update) -> None:
-        """Take in what a node says of a request's life."""
-        match update.kind:
-            case Started(num_cached_tokens, queue_s):
-                self.prefix_hits.labels(model).inc(num_cached_tokens)
-                self.queue_s.labels(model).observe(queue_s)
-            case HandedOff(prefill_s):
-                self.prefill_s.labels(model).observe(prefill_s)
-            case Adopted(transfer_s, _, transfer_bytes):
-                self.transfer_s.labels(model).observe(transfer_s)
-                self.transfer_bytes.labels(model).inc(transfer_bytes)
 
     def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
         self.ends.labels(model, *outcome_labels(error, finish_reason)).inc()
@@ -98,16 +105,10 @@ class RouterMetrics:
 
 
 class NodeMetrics:
-    """What a node counts, from the messages that its shell carries. Labelled with model and role. One thread's."""
+    """What a node counts, from the messages that its shell carries. Labelled with the model. One thread's."""
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        model: str,
-        role: NodeRole,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        names, values = ["model_name", "role"], (model, role.value)
+    def __init__(self, registry: CollectorRegistry, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        names, values = ["model_name"], (model,)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _PHASE_S) -> Histogram:
             return Histogram(f"baton:{name}", text, names, buckets=buckets, registry=registry).labels(*values)
@@ -130,20 +131,20 @@ class NodeMetrics:
             "baton:kv_slots", "Staging slots for KV parts by state.", [*names, "state"], registry=registry
         )
         self._ends = Counter(
-            "baton:request_ends", "Attempts ended here.", [*names, "outcome", "reason"], registry=registry
+            "baton:node_request_ends", "Attempts ended here.", [*names, "outcome", "reason"], registry=registry
         )
         self._preemptions = counter("num_preemptions", "Sequences that lost their KV blocks to others, to begin anew.")
         self._damaged = counter("kv_transfer_damaged_blocks", "KV blocks that came with a wrong checksum.")
         self._num_preemptions = self._num_damaged = 0
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens received.")
-        self._generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self._prompt_tokens = counter("node_prompt_tokens", "Prompt tokens received.")
+        self._generation_tokens = counter("node_generation_tokens", "Tokens generated.")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._first_token_s = histogram(
-            "time_to_first_token_seconds", "Receipt of a prompt here to its first token.", _FIRST_TOKEN_S
+            "node_time_to_first_token_seconds", "Receipt of a prompt here to its first token.", _FIRST_TOKEN_S
         )
         self._inter_token_s = histogram(
-            "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
+            "node_inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
         )
         self._queue_s = histogram("request_queue_time_seconds", "Waiting for the first chunk.")
         self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token.")
@@ -152,6 +153,7 @@ class NodeMetrics:
             "request_handoff_time_seconds", "Prompt computed to the first step here, but for a message's way."
         )
         self._transfer_bytes = counter("kv_transfer_bytes", "KV bytes taken in.")
+        self._not_sent = counter("kv_transfer_cached_tokens", "Prompt tokens whose KV was here and did not travel.")
 
     def received(self, prefill: Prefill) -> None:
         self._received[prefill.work] = self._clock()
@@ -171,7 +173,7 @@ class NodeMetrics:
                 self._ends.labels(*self._values, "handed_off", "").inc()
                 self._forget(update.work)
             case Adopted(transfer_s, num_cached_tokens, transfer_bytes) as adopted:
-                self._prefix_hits.inc(num_cached_tokens)
+                self._not_sent.inc(num_cached_tokens)
                 self._handoff_s.observe(adopted.handoff_s)
                 self._transfer_s.observe(transfer_s)
                 self._transfer_bytes.inc(transfer_bytes)

@@ -133,25 +133,39 @@ class KvSlot(_message.Message):
     age_s: float
     def __init__(self, slot: _Optional[int] = ..., state: _Optional[str] = ..., peer: _Optional[str] = ..., lease: _Optional[int] = ..., part: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
+class Auth(_message.Message):
+    __slots__ = ("name", "nonce", "proof")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    nonce: bytes
+    proof: bytes
+    def __init__(self, name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
 class RouterMessage(_message.Message):
-    __slots__ = ("subscribe", "prefill", "abort")
+    __slots__ = ("subscribe", "prefill", "abort", "auth")
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    AUTH_FIELD_NUMBER: _ClassVar[int]
     subscribe: Subscribe
     prefill: Prefill
     abort: Abort
-    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    auth: Auth
+    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("subscribed", "updates", "load")
+    __slots__ = ("subscribed", "updates", "load", "auth")
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    AUTH_FIELD_NUMBER: _ClassVar[int]
     subscribed: Subscribed
     updates: Updates
     load: Load
-    def __init__(self, subscribed: _Optional[_Union[Subscribed, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    auth: Auth
+    def __init__(self, subscribed: _Optional[_Union[Subscribed, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("protocol_version", "router_epoch", "target_incarnation")
@@ -200,12 +214,14 @@ class Prefill(_message.Message):
     def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., decode: _Optional[_Union[DecodeTarget, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("work", "samples")
+    __slots__ = ("work", "samples", "deadline_s")
     WORK_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     work: _common_pb2.WorkId
     samples: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ...) -> None: ...
+    deadline_s: float
+    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Updates(_message.Message):
     __slots__ = ("updates",)
@@ -318,34 +334,38 @@ class Load(_message.Message):
     def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class PrefillMessage(_message.Message):
-    __slots__ = ("hello", "reserve", "commit", "release", "heartbeat")
+    __slots__ = ("hello", "reserve", "commit", "release", "heartbeat", "auth")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    AUTH_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     reserve: Reserve
     commit: Commit
     release: Release
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    auth: Auth
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
 
 class DecodeMessage(_message.Message):
-    __slots__ = ("hello", "grant", "credit", "refuse", "commit_reply", "heartbeat")
+    __slots__ = ("hello", "grant", "credit", "refuse", "commit_reply", "heartbeat", "auth")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_REPLY_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    AUTH_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     grant: Grant
     credit: Credit
     refuse: Refuse
     commit_reply: CommitReply
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., commit_reply: _Optional[_Union[CommitReply, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    auth: Auth
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., commit_reply: _Optional[_Union[CommitReply, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()

@@ -3,6 +3,10 @@
 `write_*` takes a message and gives its protobuf; `read_*` is the reverse and checks what a peer of another version, or
 a broken one, may have sent: whatever does not make sense raises InvalidRequest, naming the field. Token ids travel
 packed, little-endian uint32 each.
+
+This is the one place where a message is checked by itself. `Limits` are what its reader can take beside: a node's
+vocabulary and context, the longest deadline. What depends on a state (is this lease this peer's?) the state machines
+check. `work_of` says whose failure a message is that makes no sense.
 """
 
 from baton.wire.handoffs import (
@@ -13,6 +17,7 @@ from baton.wire.handoffs import (
     write_decode_message,
     write_prefill_message,
 )
+from baton.wire.limits import Limits
 from baton.wire.nodes import read_node_info, write_kv_audit, write_node_info
 from baton.wire.sessions import (
     NodeToRouter,
@@ -29,6 +34,7 @@ from baton.wire.values import (
     read_logprobs,
     read_work,
     unpack_tokens,
+    work_of,
     write_error,
     write_finish_reason,
     write_logprobs,
@@ -36,6 +42,8 @@ from baton.wire.values import (
 )
 
 __all__ = [
+    "Limits",
+    "work_of",
     "RouterToNode",
     "NodeToRouter",
     "write_router_message",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import InvalidRequest
 from baton.messages import (
+    Auth,
     Commit,
     CommitReply,
     Credit,
@@ -18,9 +20,10 @@ from baton.messages import (
 )
 from baton.v1 import node_pb2
 from baton.wire import values
+from baton.wire.limits import ANY, MAX_LEASES, MAX_PARTS, MAX_SAMPLES, Limits
 
-FromPrefill = Hello | Heartbeat | PrefillToDecode
-FromDecode = Hello | Heartbeat | DecodeToPrefill
+FromPrefill = Auth | Hello | Heartbeat | PrefillToDecode
+FromDecode = Auth | Hello | Heartbeat | DecodeToPrefill
 
 
 def write_prefill_message(message: FromPrefill) -> node_pb2.PrefillMessage:
@@ -35,21 +38,26 @@ def write_prefill_message(message: FromPrefill) -> node_pb2.PrefillMessage:
             return node_pb2.PrefillMessage(release=node_pb2.Release(lease=lease, work=values.write_work(work)))
         case Hello():
             return node_pb2.PrefillMessage(hello=write_hello(message))
+        case Auth():
+            return node_pb2.PrefillMessage(auth=values.write_auth(message))
 
 
-def read_prefill_message(wire: node_pb2.PrefillMessage) -> FromPrefill:
-    """Raises InvalidRequest for a message that is empty, of a newer kind, or malformed."""
+def read_prefill_message(wire: node_pb2.PrefillMessage, limits: Limits = ANY) -> FromPrefill:
+    """Raises InvalidRequest for a message that is empty, of a newer kind, malformed, or beyond the reader's limits."""
     match wire.WhichOneof("kind"):
         case "heartbeat":
             return Heartbeat()
         case "reserve":
-            return _read_reserve(wire.reserve)
+            return _read_reserve(wire.reserve, limits)
         case "commit":
-            return _read_commit(wire.commit)
+            return _read_commit(wire.commit, limits)
         case "release":
-            return Release(wire.release.lease, values.read_work(wire.release.work))
+            lease = values.read_below(wire.release.lease, MAX_LEASES, "lease")
+            return Release(lease, values.read_work(wire.release.work))
         case "hello":
             return read_hello(wire.hello)
+        case "auth":
+            return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a prefill node's message of no known kind")
 
@@ -70,25 +78,30 @@ def write_decode_message(message: FromDecode) -> node_pb2.DecodeMessage:
             return node_pb2.DecodeMessage(commit_reply=reply)
         case Hello():
             return node_pb2.DecodeMessage(hello=write_hello(message))
+        case Auth():
+            return node_pb2.DecodeMessage(auth=values.write_auth(message))
 
 
-def read_decode_message(wire: node_pb2.DecodeMessage) -> FromDecode:
-    """Raises InvalidRequest for a message that is empty, of a newer kind, or malformed."""
+def read_decode_message(wire: node_pb2.DecodeMessage, limits: Limits = ANY) -> FromDecode:
+    """Raises InvalidRequest for a message that is empty, of a newer kind, malformed, or beyond the reader's limits."""
     match wire.WhichOneof("kind"):
         case "heartbeat":
             return Heartbeat()
         case "grant":
-            return _read_grant(wire.grant)
+            return _read_grant(wire.grant, limits)
         case "credit":
-            return Credit(wire.credit.lease, wire.credit.credits)
+            lease, credits_ = _read_lease(wire.credit.lease), wire.credit.credits
+            return Credit(lease, values.read_below(credits_, limits.max_parts + 1, "credits"))
         case "refuse":
             return Refuse(values.read_work(wire.refuse.work), values.read_error(wire.refuse.error))
         case "commit_reply":
             said = wire.commit_reply
             error = values.read_error(said.error) if said.HasField("error") else None
-            return CommitReply(said.lease, values.read_work(said.work), error)
+            return CommitReply(_read_lease(said.lease), values.read_work(said.work), error)
         case "hello":
             return read_hello(wire.hello)
+        case "auth":
+            return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a decode node's message of no known kind")
 
@@ -110,11 +123,11 @@ def read_hello(wire: node_pb2.Hello) -> Hello:
     if not wire.incarnation:
         raise InvalidRequest("hello names no incarnation", "incarnation")
     return Hello(
-        incarnation=wire.incarnation,
-        node_id=wire.node_id,
+        incarnation=values.read_name(wire.incarnation, "incarnation"),
+        node_id=values.read_text(wire.node_id, "node_id"),
         layout=values.read_layout(wire.layout),
         endpoints=values.read_endpoints(wire.endpoints),
-        target_incarnation=wire.target_incarnation,
+        target_incarnation=values.read_text(wire.target_incarnation, "target_incarnation"),
         part_blocks=wire.part_blocks,
         error=values.read_error(wire.error) if wire.HasField("error") else None,
         protocol_version=wire.protocol_version,
@@ -128,27 +141,42 @@ def _write_reserve(message: Reserve) -> node_pb2.Reserve:
         num_tokens=message.num_tokens,
         block_hashes=values.write_hashes(message.block_hashes),
         num_samples=message.num_samples,
-        deadline_s=message.deadline_s,
+        deadline_s=values.write_time_left(message.deadline_s),
         max_total_tokens=message.max_total_tokens,
         grouped_from_block=message.grouped_from_block,
         layer_groups=message.layer_groups,
     )
 
 
-def _read_reserve(wire: node_pb2.Reserve) -> Reserve:
+def _read_reserve(wire: node_pb2.Reserve, limits: Limits) -> Reserve:
     if not wire.num_tokens or not wire.num_samples:
         raise InvalidRequest(f"a reserve of {wire.num_tokens} tokens for {wire.num_samples} samples", "num_tokens")
+    if wire.num_tokens >= wire.max_total_tokens:
+        text = f"{wire.num_tokens} tokens of {wire.max_total_tokens} leave none to generate"
+        raise InvalidRequest(text, "max_total_tokens")
+    groups = wire.layer_groups or 1
+    if wire.num_tokens * groups > MAX_PARTS * max(1, limits.block_size):
+        raise InvalidRequest(f"{wire.num_tokens} tokens by {groups} groups of layers", "layer_groups")
     return Reserve(
         work=values.read_work(wire.work),
-        target_incarnation=wire.target_incarnation,
+        target_incarnation=values.read_text(wire.target_incarnation, "target_incarnation"),
         num_tokens=wire.num_tokens,
-        block_hashes=values.read_hashes(wire.block_hashes),
-        num_samples=wire.num_samples,
-        deadline_s=values.read_seconds(wire.deadline_s, "deadline_s"),
+        block_hashes=_read_names(wire, limits),
+        num_samples=values.read_below(wire.num_samples, MAX_SAMPLES + 1, "num_samples"),
+        deadline_s=values.read_seconds(wire.deadline_s, "deadline_s", limits.max_seconds),
         max_total_tokens=wire.max_total_tokens,
         grouped_from_block=wire.grouped_from_block,
-        layer_groups=wire.layer_groups or 1,
+        layer_groups=groups,
     )
+
+
+def _read_names(wire: node_pb2.Reserve, limits: Limits) -> tuple[BlockHash, ...]:
+    """One for each full block."""
+    size = HASH_BYTES * (wire.num_tokens // max(1, limits.block_size))
+    if len(wire.block_hashes) > size or (limits.block_size and len(wire.block_hashes) < size):
+        text = f"block_hashes: {len(wire.block_hashes)} bytes for {wire.num_tokens} tokens"
+        raise InvalidRequest(text, "block_hashes")
+    return values.read_hashes(wire.block_hashes)
 
 
 def _write_commit(message: Commit) -> node_pb2.Commit:
@@ -159,22 +187,30 @@ def _write_commit(message: Commit) -> node_pb2.Commit:
         prompt_tokens=values.pack_tokens(message.prompt_tokens, "prompt"),
         samples=values.write_samples(message.samples),
         sampling=values.write_sampling(message.sampling),
-        deadline_s=message.deadline_s,
+        deadline_s=values.write_time_left(message.deadline_s),
         cache_salt=message.cache_salt,
         age_s=message.age_s,
     )
 
 
-def _read_commit(wire: node_pb2.Commit) -> Commit:
+def _read_commit(wire: node_pb2.Commit, limits: Limits) -> Commit:
+    prompt = values.read_tokens(wire.prompt_tokens, limits, "prompt")
+    if not prompt:
+        raise InvalidRequest("prompt: no tokens", "prompt")
+    samples = values.read_samples(wire.samples, limits, most_shared=1)
+    sampling = values.read_sampling(wire.sampling, limits)
+    if not 0 < len(samples[0].output_tokens) < sampling.max_tokens:
+        text = f"samples: outputs of {len(samples[0].output_tokens)} tokens, of {sampling.max_tokens} at most"
+        raise InvalidRequest(text, "samples")
     return Commit(
-        lease=wire.lease,
+        lease=_read_lease(wire.lease),
         work=values.read_work(wire.work),
-        target_incarnation=wire.target_incarnation,
-        prompt_tokens=values.unpack_tokens(wire.prompt_tokens, "prompt"),
-        samples=values.read_samples(wire.samples),
-        sampling=values.read_sampling(wire.sampling),
-        deadline_s=values.read_seconds(wire.deadline_s, "deadline_s"),
-        cache_salt=wire.cache_salt,
+        target_incarnation=values.read_text(wire.target_incarnation, "target_incarnation"),
+        prompt_tokens=prompt,
+        samples=samples,
+        sampling=sampling,
+        deadline_s=values.read_seconds(wire.deadline_s, "deadline_s", limits.max_seconds),
+        cache_salt=values.read_salt(wire.cache_salt),
         age_s=values.read_seconds(wire.age_s, "age_s"),
     )
 
@@ -190,6 +226,15 @@ def _write_grant(message: Grant) -> node_pb2.Grant:
     )
 
 
-def _read_grant(wire: node_pb2.Grant) -> Grant:
-    work = values.read_work(wire.work)
-    return Grant(work, wire.lease, wire.num_held_blocks, wire.num_parts, wire.credits, wire.checksums)
+def _read_grant(wire: node_pb2.Grant, limits: Limits) -> Grant:
+    parts = values.read_below(wire.num_parts, limits.max_parts + 1, "num_parts")
+    credits_ = values.read_below(wire.credits, parts + 1, "credits")
+    held = values.read_below(wire.num_held_blocks, limits.max_model_len + 1, "num_held_blocks")
+    return Grant(values.read_work(wire.work), _read_lease(wire.lease), held, parts, credits_, wire.checksums)
+
+
+def _read_lease(serial: int) -> int:
+    """Serials begin with 1: 0 is none."""
+    if not serial:
+        raise InvalidRequest("lease: none is named", "lease")
+    return values.read_below(serial, MAX_LEASES, "lease")

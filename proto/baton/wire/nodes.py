@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from baton.audit import KvAudit, KvBlock, KvHolder, KvSlot
 from baton.errors import InvalidRequest
 from baton.messages import GenerationDefaults, NodeInfo, NodeRole
 from baton.v1 import common_pb2, node_pb2
 from baton.wire import values
+from baton.wire.limits import MAX_NAME_CHARS, MAX_SPECIAL_TOKENS, MAX_TEMPLATE_CHARS, MAX_TOKEN_IDS
 
 _ROLE_TO_WIRE = {
     NodeRole.PREFILL: common_pb2.NODE_ROLE_PREFILL,
@@ -40,30 +44,45 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
 
 
 def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
-    """Raises InvalidRequest for a role of a newer version, or a layout that is none."""
+    """Raises InvalidRequest for a role of a newer version, and for what no node of any version can be."""
     role = _ROLE_FROM_WIRE.get(wire.role)
     if role is None:
         raise InvalidRequest(f"node role {wire.role} is not known here", "role")
+    for name in ("max_model_len", "max_num_seqs", "num_blocks", "vocab_size"):
+        if not 0 < getattr(wire, name) <= MAX_TOKEN_IDS:
+            raise InvalidRequest(f"{name} must be in [1, {MAX_TOKEN_IDS}], not {getattr(wire, name)}", name)
     return NodeInfo(
         role=role,
-        incarnation=wire.incarnation,
-        node_id=wire.node_id,
-        address=wire.address,
-        served_model_name=wire.served_model_name,
+        incarnation=values.read_name(wire.incarnation, "incarnation"),
+        node_id=values.read_name(wire.node_id, "node_id"),
+        address=values.read_name(wire.address, "address"),
+        served_model_name=values.read_name(wire.served_model_name, "served_model_name"),
         max_model_len=wire.max_model_len,
         max_num_seqs=wire.max_num_seqs,
         num_blocks=wire.num_blocks,
         layout=values.read_layout(wire.layout),
         endpoints=values.read_endpoints(wire.endpoints),
-        tokenizer_digest=wire.tokenizer_digest,
-        chat_template=wire.chat_template,
-        special_tokens=dict(wire.special_tokens),
+        tokenizer_digest=values.read_text(wire.tokenizer_digest, "tokenizer_digest"),
+        chat_template=_read_template(wire.chat_template),
+        special_tokens=_read_special_tokens(wire.special_tokens),
         generation_defaults=_read_defaults(wire.generation_defaults),
         vocab_size=wire.vocab_size,
         add_bos=wire.add_bos,
         protocol_version=wire.protocol_version,
-        version=wire.version,
+        version=values.read_text(wire.version, "version"),
     )
+
+
+def _read_template(text: str) -> str:
+    if len(text) > MAX_TEMPLATE_CHARS:
+        raise InvalidRequest(f"chat_template: {len(text)} characters", "chat_template")
+    return text
+
+
+def _read_special_tokens(wire: Mapping[str, str]) -> dict[str, str]:
+    if len(wire) > MAX_SPECIAL_TOKENS or any(len(s) > MAX_NAME_CHARS for entry in wire.items() for s in entry):
+        raise InvalidRequest("special_tokens: too many, or too long", "special_tokens")
+    return dict(wire)
 
 
 def _write_defaults(defaults: GenerationDefaults) -> common_pb2.GenerationDefaults:
@@ -73,6 +92,11 @@ def _write_defaults(defaults: GenerationDefaults) -> common_pb2.GenerationDefaul
 
 def _read_defaults(wire: common_pb2.GenerationDefaults) -> GenerationDefaults:
     given = {name: getattr(wire, name) for name in _OPTIONAL_DEFAULTS if wire.HasField(name)}
+    for name, value in given.items():
+        if not math.isfinite(value):
+            raise InvalidRequest(f"{name} of the generation defaults is {value}", name)
+    if len(wire.eos_token_ids) > MAX_SPECIAL_TOKENS:
+        raise InvalidRequest(f"eos_token_ids: {len(wire.eos_token_ids)} of them", "eos_token_ids")
     return GenerationDefaults(eos_token_ids=tuple(wire.eos_token_ids), **given)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, NodeUnavailable
 from baton.messages import (
     Abort,
     Adopted,
+    Auth,
     DecodeTarget,
     End,
     HandedOff,
@@ -23,33 +24,48 @@ from baton.messages import (
 )
 from baton.v1 import node_pb2
 from baton.wire import values
+from baton.wire.limits import ANY, MAX_SAMPLES, Limits
 
-RouterToNode = Subscribe | Prefill | Abort
-NodeToRouter = Subscribed | Load | tuple[Update, ...]
+RouterToNode = Auth | Subscribe | Prefill | Abort
+NodeToRouter = Auth | Subscribed | Load | tuple[Update, ...]
 """A tuple is all that one engine step has to tell one router."""
+
+_HANDED_OFF_S = ("prefill_s", "gather_s", "wire_s")
+_ADOPTED_S = ("transfer_s", "commit_s", "scatter_s", "step_wait_s")
 
 
 def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
     match message:
         case Prefill():
             return node_pb2.RouterMessage(prefill=write_prefill(message))
-        case Abort(work, samples):
-            return node_pb2.RouterMessage(abort=node_pb2.Abort(work=values.write_work(work), samples=samples))
+        case Abort(work, samples, deadline_s):
+            abort = node_pb2.Abort(work=values.write_work(work), samples=samples, deadline_s=deadline_s)
+            return node_pb2.RouterMessage(abort=abort)
         case Subscribe(epoch, target, version):
             wire = node_pb2.Subscribe(protocol_version=version, router_epoch=epoch, target_incarnation=target)
             return node_pb2.RouterMessage(subscribe=wire)
+        case Auth():
+            return node_pb2.RouterMessage(auth=values.write_auth(message))
 
 
-def read_router_message(wire: node_pb2.RouterMessage) -> RouterToNode:
-    """Raises InvalidRequest for a message that is empty, of a newer kind, or malformed."""
+def read_router_message(wire: node_pb2.RouterMessage, limits: Limits = ANY) -> RouterToNode:
+    """Raises InvalidRequest for a message that is empty, of a newer kind, malformed, or beyond the node's limits."""
     match wire.WhichOneof("kind"):
         case "prefill":
-            return read_prefill(wire.prefill)
+            return read_prefill(wire.prefill, limits)
         case "abort":
-            return Abort(values.read_work(wire.abort.work), tuple(wire.abort.samples))
+            abort = wire.abort
+            return Abort(
+                values.read_work(abort.work),
+                values.read_indexes(abort.samples),
+                values.read_seconds(abort.deadline_s, "deadline_s", limits.max_seconds),
+            )
         case "subscribe":
             said = wire.subscribe
-            return Subscribe(said.router_epoch, said.target_incarnation, said.protocol_version)
+            target = values.read_text(said.target_incarnation, "target_incarnation")
+            return Subscribe(said.router_epoch, target, said.protocol_version)
+        case "auth":
+            return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a router's message of no known kind")
 
@@ -61,7 +77,7 @@ def write_prefill(message: Prefill) -> node_pb2.Prefill:
         prompt_tokens=values.pack_tokens(message.prompt_tokens, "prompt"),
         samples=values.write_samples(message.samples),
         sampling=values.write_sampling(message.sampling),
-        deadline_s=message.deadline_s,
+        deadline_s=values.write_time_left(message.deadline_s),
         decode=_write_target(message.decode) if message.decode else None,
         cache_salt=message.cache_salt,
     )
@@ -71,22 +87,25 @@ def _write_target(target: DecodeTarget) -> node_pb2.DecodeTarget:
     return node_pb2.DecodeTarget(address=target.address, incarnation=target.incarnation)
 
 
-def read_prefill(wire: node_pb2.Prefill) -> Prefill:
-    prompt = values.unpack_tokens(wire.prompt_tokens, "prompt")
+def read_prefill(wire: node_pb2.Prefill, limits: Limits = ANY) -> Prefill:
+    prompt = values.read_tokens(wire.prompt_tokens, limits, "prompt")
     if not prompt:
         raise InvalidRequest("prompt: no tokens", "prompt")
-    samples = values.read_samples(wire.samples)
-    if len(samples) > 1 and samples[0].output_tokens:
-        raise InvalidRequest("samples: several with output cannot share one prefill", "samples")
     return Prefill(
         work=values.read_work(wire.work),
-        target_incarnation=wire.target_incarnation,
+        target_incarnation=values.read_text(wire.target_incarnation, "target_incarnation"),
         prompt_tokens=prompt,
-        samples=samples,
-        sampling=values.read_sampling(wire.sampling),
-        deadline_s=values.read_seconds(wire.deadline_s, "deadline_s"),
-        decode=DecodeTarget(wire.decode.address, wire.decode.incarnation) if wire.HasField("decode") else None,
-        cache_salt=wire.cache_salt,
+        samples=values.read_samples(wire.samples, limits, most_shared=0),
+        sampling=values.read_sampling(wire.sampling, limits),
+        deadline_s=values.read_seconds(wire.deadline_s, "deadline_s", limits.max_seconds),
+        decode=_read_target(wire.decode) if wire.HasField("decode") else None,
+        cache_salt=values.read_salt(wire.cache_salt),
+    )
+
+
+def _read_target(wire: node_pb2.DecodeTarget) -> DecodeTarget:
+    return DecodeTarget(
+        values.read_name(wire.address, "decode.address"), values.read_name(wire.incarnation, "decode.incarnation")
     )
 
 
@@ -100,19 +119,24 @@ def write_node_message(message: NodeToRouter) -> node_pb2.NodeMessage:
             return node_pb2.NodeMessage(
                 subscribed=node_pb2.Subscribed(protocol_version=version, incarnation=incarnation)
             )
+        case Auth():
+            return node_pb2.NodeMessage(auth=values.write_auth(message))
 
 
-def read_node_message(wire: node_pb2.NodeMessage) -> NodeToRouter:
-    """Raises InvalidRequest for a message that is empty, of a newer kind, or malformed."""
+def read_node_message(wire: node_pb2.NodeMessage, limits: Limits = ANY) -> NodeToRouter:
+    """Raises InvalidRequest for a message that is empty, of a newer kind, or malformed. `limits`: those of the node."""
     match wire.WhichOneof("kind"):
         case "updates":
-            return tuple(read_update(update) for update in wire.updates.updates)
+            return tuple(read_update(update, limits) for update in wire.updates.updates)
         case "load":
             load = wire.load
             blocks = load.num_blocks_free, load.num_blocks_total
             return Load(load.num_waiting, load.num_running, *blocks, load.draining)
         case "subscribed":
-            return Subscribed(wire.subscribed.incarnation, wire.subscribed.protocol_version)
+            incarnation = values.read_text(wire.subscribed.incarnation, "incarnation")
+            return Subscribed(incarnation, wire.subscribed.protocol_version)
+        case "auth":
+            return values.read_auth(wire.auth)
         case _:
             raise InvalidRequest("a node's message of no known kind")
 
@@ -150,28 +174,42 @@ def write_update(update: Update) -> node_pb2.Update:
             return node_pb2.Update(work=work, end=node_pb2.End(error=values.write_error(error)))
 
 
-def read_update(wire: node_pb2.Update) -> Update:
-    return Update(values.read_work(wire.work), _read_kind(wire))
+def read_update(wire: node_pb2.Update, limits: Limits = ANY) -> Update:
+    """One that names its work and makes no sense otherwise is the end of that work, and of no other. Raises
+    InvalidRequest where it names none."""
+    work = values.read_work(wire.work)
+    try:
+        return Update(work, _read_kind(wire, limits))
+    except InvalidRequest as error:
+        return Update(work, End(NodeUnavailable(f"the node's update makes no sense: {error.message}")))
 
 
-def _read_kind(wire: node_pb2.Update) -> UpdateKind:
+def _read_kind(wire: node_pb2.Update, limits: Limits) -> UpdateKind:
     match wire.WhichOneof("kind"):
         case "tokens":
-            return _read_tokens(wire.tokens)
+            return _read_tokens(wire.tokens, limits)
         case "sample_end":
-            ended = wire.sample_end
-            stop_id = ended.stop_token_id if ended.HasField("stop_token_id") else None
-            return SampleEnd(ended.sample, values.read_finish_reason(ended.reason), stop_id)
+            return _read_sample_end(wire.sample_end)
         case "started":
-            return Started(wire.started.num_cached_tokens, wire.started.queue_s)
+            return Started(wire.started.num_cached_tokens, values.read_seconds(wire.started.queue_s, "queue_s"))
         case "handed_off":
-            return HandedOff(wire.handed_off.prefill_s, wire.handed_off.gather_s, wire.handed_off.wire_s)
+            said = wire.handed_off
+            times = {name: values.read_seconds(getattr(said, name), name) for name in _HANDED_OFF_S}
+            return HandedOff(**times)
         case "adopted":
             return _read_adopted(wire.adopted)
         case "end":
             return End(values.read_error(wire.end.error) if wire.end.HasField("error") else None)
         case _:
             raise InvalidRequest("an update of no known kind")
+
+
+def _read_sample_end(wire: node_pb2.SampleEnd) -> SampleEnd:
+    sample = values.read_below(wire.sample, MAX_SAMPLES, "sample")
+    stop_id = wire.stop_token_id if wire.HasField("stop_token_id") else None
+    if stop_id is not None and stop_id < 0:
+        raise InvalidRequest(f"stop_token_id must be 0 or more, not {stop_id}", "stop_token_id")
+    return SampleEnd(sample, values.read_finish_reason(wire.reason), stop_id)
 
 
 def _write_adopted(said: Adopted) -> node_pb2.Adopted:
@@ -186,14 +224,8 @@ def _write_adopted(said: Adopted) -> node_pb2.Adopted:
 
 
 def _read_adopted(wire: node_pb2.Adopted) -> Adopted:
-    return Adopted(
-        wire.transfer_s,
-        wire.num_cached_tokens,
-        wire.transfer_bytes,
-        wire.commit_s,
-        wire.scatter_s,
-        wire.step_wait_s,
-    )
+    times = {name: values.read_seconds(getattr(wire, name), name) for name in _ADOPTED_S}
+    return Adopted(num_cached_tokens=wire.num_cached_tokens, transfer_bytes=wire.transfer_bytes, **times)
 
 
 def _write_tokens(said: Tokens) -> node_pb2.Tokens:
@@ -205,9 +237,12 @@ def _write_tokens(said: Tokens) -> node_pb2.Tokens:
     )
 
 
-def _read_tokens(wire: node_pb2.Tokens) -> Tokens:
-    token_ids = values.unpack_tokens(wire.token_ids)
-    logprobs = values.read_logprobs(wire.logprobs)
-    if logprobs and len(logprobs) != len(token_ids):
-        raise InvalidRequest(f"{len(token_ids)} tokens with {len(logprobs)} logprobs", "logprobs")
-    return Tokens(wire.sample, wire.first_index, token_ids, logprobs)
+def _read_tokens(wire: node_pb2.Tokens, limits: Limits) -> Tokens:
+    token_ids = values.read_tokens(wire.token_ids, limits)
+    sample, first = values.read_below(wire.sample, MAX_SAMPLES, "sample"), wire.first_index
+    values.read_below(first + len(token_ids), limits.max_model_len + 1, "first_index")
+    if not wire.logprobs:
+        return Tokens(sample, first, token_ids)
+    if len(wire.logprobs) != len(token_ids):
+        raise InvalidRequest(f"{len(token_ids)} tokens with {len(wire.logprobs)} logprobs", "logprobs")
+    return Tokens(sample, first, token_ids, values.read_logprobs(wire.logprobs, limits))

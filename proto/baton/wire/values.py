@@ -6,13 +6,31 @@ import array
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import BatonError, InvalidRequest, from_code
 from baton.layout import KvLayout
-from baton.messages import Sample, TokenLogprobs, TransportEndpoint, WorkId
-from baton.sampling import FinishReason, SamplingParams
+from baton.messages import Auth, Sample, TokenLogprobs, TransportEndpoint, WorkId
+from baton.sampling import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    FinishReason,
+    SamplingParams,
+)
 from baton.v1 import common_pb2, node_pb2
+from baton.wire.limits import (
+    ANY,
+    MAX_ADDRESS_BYTES,
+    MAX_ENDPOINTS,
+    MAX_ERROR_CHARS,
+    MAX_NAME_CHARS,
+    MAX_SAMPLES,
+    MAX_SECONDS,
+    Limits,
+)
 
 _TOKEN_BYTES = 4
 _SWAP = sys.byteorder == "big"
@@ -37,6 +55,8 @@ def pack_tokens(tokens: Sequence[int], param: str = "token ids") -> bytes:
 
 def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
     """The reverse of `pack_tokens`. Raises InvalidRequest when bytes are left over."""
+    if len(data) == _TOKEN_BYTES:  # all that a step has of most requests, in a quarter of the time
+        return (int.from_bytes(data, "little"),)
     if len(data) % _TOKEN_BYTES:
         raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {_TOKEN_BYTES}", param)
     if not _SWAP:
@@ -44,6 +64,47 @@ def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
     packed = array.array("I", data)
     packed.byteswap()
     return tuple(packed)
+
+
+def read_tokens(data: bytes, limits: Limits, param: str = "token ids") -> tuple[int, ...]:
+    """Token ids of the model, no more than its context has. Raises InvalidRequest, before anything is built of too
+    many."""
+    if len(data) > _TOKEN_BYTES * limits.max_model_len:
+        raise InvalidRequest(f"{param}: {len(data) // _TOKEN_BYTES} tokens are more than {limits.max_model_len}", param)
+    tokens = unpack_tokens(data, param)
+    if tokens and max(tokens) >= limits.vocab_size:
+        raise InvalidRequest(f"{param}: token ids must be in [0, {limits.vocab_size}), not {max(tokens)}", param)
+    return tokens
+
+
+def read_below(value: int, end: int, param: str) -> int:
+    """An unsigned number as it came. Raises InvalidRequest for `end` or more."""
+    if value >= end:
+        raise InvalidRequest(f"{param} must be below {end}, not {value}", param)
+    return value
+
+
+def read_text(value: str, param: str, most: int = MAX_NAME_CHARS) -> str:
+    """A text that may stand in a line of a log. Raises InvalidRequest for one that is too long or has line breaks."""
+    if len(value) > most:
+        raise InvalidRequest(f"{param}: {len(value)} characters are more than {most}", param)
+    if not value.isprintable():
+        raise InvalidRequest(f"{param} is not printable: {value!r}", param)
+    return value
+
+
+def read_name(value: str, param: str) -> str:
+    """A text that names something. Raises InvalidRequest for an empty one, too."""
+    if not value:
+        raise InvalidRequest(f"{param} is empty", param)
+    return read_text(value, param)
+
+
+def read_salt(value: str) -> str:
+    if len(value) > MAX_CACHE_SALT_CHARS:
+        text = f"cache_salt: {len(value)} characters are more than {MAX_CACHE_SALT_CHARS}"
+        raise InvalidRequest(text, "cache_salt")
+    return value
 
 
 def write_hashes(hashes: Sequence[BlockHash]) -> bytes:
@@ -56,11 +117,25 @@ def read_hashes(data: bytes) -> tuple[BlockHash, ...]:
     return tuple(data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES))
 
 
-def read_seconds(value: float, param: str) -> float:
-    """A duration as it came. Raises InvalidRequest for a negative, infinite or undefined one."""
+def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
+    """A duration, `most` standing for all longer ones. Raises InvalidRequest for a negative, infinite or undefined
+    one."""
     if not 0.0 <= value < math.inf:
         raise InvalidRequest(f"{param} must be 0 or more seconds, not {value}", param)
-    return value
+    return min(value, most)
+
+
+def write_time_left(seconds: float) -> float:
+    """A deadline as a duration: 0 once it is over, as it may be when the sender looks at its clock again."""
+    return max(0.0, seconds)
+
+
+def write_auth(auth: Auth) -> node_pb2.Auth:
+    return node_pb2.Auth(name=auth.name, nonce=auth.nonce, proof=auth.proof)
+
+
+def read_auth(wire: node_pb2.Auth) -> Auth:
+    return Auth(wire.name, wire.nonce, wire.proof)
 
 
 def write_work(work: WorkId) -> common_pb2.WorkId:
@@ -68,25 +143,50 @@ def write_work(work: WorkId) -> common_pb2.WorkId:
 
 
 def read_work(wire: common_pb2.WorkId) -> WorkId:
-    if not wire.request_id:
+    request_id = wire.request_id
+    if not 0 < len(request_id) <= MAX_NAME_CHARS or not request_id.isprintable():
         raise InvalidRequest("work names no request", "work")
-    return WorkId(wire.router_epoch, wire.request_id, wire.attempt)
+    return WorkId(wire.router_epoch, request_id, wire.attempt)
+
+
+def work_of(message: node_pb2.RouterMessage | node_pb2.PrefillMessage | node_pb2.DecodeMessage) -> WorkId | None:
+    """The work that a message is about, whose failure it is if the rest of it makes no sense. None: of no one work."""
+    kind = message.WhichOneof("kind")
+    about: Any = getattr(message, kind) if kind else message
+    if "work" not in about.DESCRIPTOR.fields_by_name:
+        return None
+    try:
+        return read_work(about.work)
+    except InvalidRequest:
+        return None
 
 
 def write_samples(samples: Iterable[Sample]) -> list[common_pb2.Sample]:
     return [common_pb2.Sample(index=s.index, output_tokens=pack_tokens(s.output_tokens)) for s in samples]
 
 
-def read_samples(wire: Sequence[common_pb2.Sample]) -> tuple[Sample, ...]:
-    """At least one sample, no index twice, outputs of one length. Raises InvalidRequest."""
-    samples = tuple(Sample(s.index, unpack_tokens(s.output_tokens, "output_tokens")) for s in wire)
-    if not samples:
+def read_samples(wire: Sequence[common_pb2.Sample], limits: Limits, most_shared: int) -> tuple[Sample, ...]:
+    """At least one sample, no index twice, outputs of one length: of several samples `most_shared` tokens at most,
+    since they share the KV of all before. Raises InvalidRequest."""
+    if not wire:
         raise InvalidRequest("samples: none given", "samples")
-    if len({s.index for s in samples}) != len(samples):
-        raise InvalidRequest("samples: an index is given twice", "samples")
-    if len({len(s.output_tokens) for s in samples}) != 1:
+    if len(wire) > MAX_SAMPLES:
+        raise InvalidRequest(f"samples: {len(wire)} are more than {MAX_SAMPLES}", "samples")
+    if len({len(s.output_tokens) for s in wire}) != 1:
         raise InvalidRequest("samples: outputs differ in length", "samples")
-    return samples
+    if len(wire) > 1 and len(wire[0].output_tokens) > _TOKEN_BYTES * most_shared:
+        raise InvalidRequest("samples: several with such output cannot share one prefill", "samples")
+    indexes = [read_below(s.index, MAX_SAMPLES, "samples") for s in wire]
+    if len(set(indexes)) != len(indexes):
+        raise InvalidRequest("samples: an index is given twice", "samples")
+    return tuple(Sample(s.index, read_tokens(s.output_tokens, limits, "output_tokens")) for s in wire)
+
+
+def read_indexes(wire: Sequence[int]) -> tuple[int, ...]:
+    """Some samples of a request, by index. Raises InvalidRequest."""
+    if len(wire) > MAX_SAMPLES or (wire and max(wire) >= MAX_SAMPLES):
+        raise InvalidRequest(f"samples: indexes must be below {MAX_SAMPLES}", "samples")
+    return tuple(wire)
 
 
 def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -105,14 +205,25 @@ def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
             ignore_eos=params.ignore_eos,
-            stop_token_ids=params.stop_token_ids,
+            stop_token_ids=sorted(params.stop_token_ids),
             num_logprobs=params.num_logprobs,
         )
     except (ValueError, OverflowError) as error:
         raise InvalidRequest(f"sampling parameters: {error}", "sampling") from None
 
 
-def read_sampling(wire: common_pb2.SamplingParams) -> SamplingParams:
+def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> SamplingParams:
+    """Raises InvalidRequest, before anything is built of too many token ids."""
+    for param, ids, most in (
+        ("stop_token_ids", wire.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("logit_bias", wire.logit_bias, MAX_LOGIT_BIAS),
+    ):
+        if len(ids) > most:
+            raise InvalidRequest(f"{param}: {len(ids)} tokens are more than {most}", param)
+    biased = max(wire.logit_bias, default=0)
+    if biased >= limits.vocab_size:
+        text = f"token ids of logit_bias must be in [0, {limits.vocab_size}), not {biased}"
+        raise InvalidRequest(text, "logit_bias")
     return SamplingParams(
         temperature=wire.temperature,
         top_p=wire.top_p,
@@ -126,7 +237,7 @@ def read_sampling(wire: common_pb2.SamplingParams) -> SamplingParams:
         max_tokens=wire.max_tokens,
         min_tokens=wire.min_tokens,
         ignore_eos=wire.ignore_eos,
-        stop_token_ids=tuple(wire.stop_token_ids),
+        stop_token_ids=frozenset(wire.stop_token_ids),
         num_logprobs=wire.num_logprobs,
     )
 
@@ -153,15 +264,21 @@ def write_logprobs(logprobs: Iterable[TokenLogprobs]) -> list[node_pb2.TokenLogp
     ]
 
 
-def read_logprobs(wire: Iterable[node_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(_read_token_logprobs(entry) for entry in wire)
+def read_logprobs(wire: Iterable[node_pb2.TokenLogprobs], limits: Limits = ANY) -> tuple[TokenLogprobs, ...]:
+    return tuple(_read_token_logprobs(entry, limits) for entry in wire)
 
 
-def _read_token_logprobs(wire: node_pb2.TokenLogprobs) -> TokenLogprobs:
-    tokens = unpack_tokens(wire.top_token_ids, "top_token_ids")
+def _read_token_logprobs(wire: node_pb2.TokenLogprobs, limits: Limits) -> TokenLogprobs:
+    tokens = read_tokens(wire.top_token_ids, limits, "top_token_ids")
     if len(tokens) != len(wire.top_logprobs):
         raise InvalidRequest(f"{len(tokens)} top tokens with {len(wire.top_logprobs)} logprobs", "logprobs")
-    return TokenLogprobs(wire.logprob, tuple(zip(tokens, wire.top_logprobs, strict=True)))
+    if len(tokens) > MAX_LOGPROBS:
+        raise InvalidRequest(f"{len(tokens)} top tokens are more than {MAX_LOGPROBS}", "logprobs")
+    entry = TokenLogprobs(wire.logprob, tuple(zip(tokens, wire.top_logprobs, strict=True)))
+    # Each is compared: a NaN may hide from max(). Minus infinity is a logprob.
+    if not (entry.logprob < math.inf and all(logprob < math.inf for _, logprob in entry.top)):
+        raise InvalidRequest("logprobs: one is no number", "logprobs")
+    return entry
 
 
 def write_error(error: BatonError | None) -> common_pb2.Error | None:
@@ -170,7 +287,7 @@ def write_error(error: BatonError | None) -> common_pb2.Error | None:
 
 
 def read_error(wire: common_pb2.Error) -> BatonError:
-    return from_code(wire.code, wire.message)
+    return from_code(wire.code, wire.message[:MAX_ERROR_CHARS])
 
 
 def write_layout(layout: KvLayout) -> common_pb2.KvLayout:
@@ -189,19 +306,21 @@ def write_layout(layout: KvLayout) -> common_pb2.KvLayout:
 
 
 def read_layout(wire: common_pb2.KvLayout) -> KvLayout:
-    if not wire.block_size:
-        raise InvalidRequest("layout: block_size is 0", "layout")
+    """Raises InvalidRequest for blocks of no tokens, layers or bytes, and for texts that are no names."""
+    for name in ("block_size", "num_layers", "block_bytes"):
+        if not getattr(wire, name):
+            raise InvalidRequest(f"layout: {name} is 0", "layout")
     return KvLayout(
         num_layers=wire.num_layers,
         num_kv_heads=wire.num_kv_heads,
         head_dim_k=wire.head_dim_k,
         head_dim_v=wire.head_dim_v,
         block_size=wire.block_size,
-        dtype=wire.dtype,
+        dtype=read_text(wire.dtype, "dtype"),
         head_start=wire.head_start,
         head_end=wire.head_end,
         block_bytes=wire.block_bytes,
-        fingerprint=wire.fingerprint,
+        fingerprint=read_text(wire.fingerprint, "fingerprint"),
     )
 
 
@@ -209,5 +328,11 @@ def write_endpoints(endpoints: Iterable[TransportEndpoint]) -> list[common_pb2.T
     return [common_pb2.TransportEndpoint(rank=e.rank, transport=e.transport, address=e.address) for e in endpoints]
 
 
-def read_endpoints(wire: Iterable[common_pb2.TransportEndpoint]) -> tuple[TransportEndpoint, ...]:
-    return tuple(TransportEndpoint(e.rank, e.transport, e.address) for e in wire)
+def read_endpoints(wire: Sequence[common_pb2.TransportEndpoint]) -> tuple[TransportEndpoint, ...]:
+    """Raises InvalidRequest for more, or longer ones, than any node has."""
+    if len(wire) > MAX_ENDPOINTS:
+        raise InvalidRequest(f"endpoints: {len(wire)} are more than {MAX_ENDPOINTS}", "endpoints")
+    for endpoint in wire:
+        if len(endpoint.address) > MAX_ADDRESS_BYTES:
+            raise InvalidRequest(f"endpoints: an address of {len(endpoint.address)} bytes", "endpoints")
+    return tuple(TransportEndpoint(e.rank, read_text(e.transport, "transport"), e.address) for e in wire)

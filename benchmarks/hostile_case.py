@@ -1,0 +1,59 @@
+"""One case of `benchmarks.hostile`: whom it attacks, and how it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from baton.address import HostPort
+from benchmarks.hostile_watch import Process
+
+UP = "--device=cpu --log-level=warning --drain-timeout=5"
+
+
+@dataclass(slots=True)
+class Attack:
+    """The cluster under attack, with the addresses of its nodes by name; `begin` is called when all that the attacker
+    prepares is ready."""
+
+    http: HostPort
+    grpc: HostPort
+    nodes: dict[str, HostPort]
+    processes: dict[str, Process]
+    max_model_len: int
+    vocab_size: int
+    began: float = field(default_factory=time.monotonic)
+    size: str = ""
+
+    def begin(self, size: str = "") -> None:
+        self.size = size
+        self.began = time.monotonic()
+
+    def metrics(self, name: str) -> HostPort:
+        address = self.processes[name].metrics
+        assert address is not None
+        return address
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`text` is for the table. `run` says how it ended. `flags`: of the cluster that it needs."""
+
+    name: str
+    text: str
+    run: Callable[[Attack], Awaitable[str]]
+    flags: str
+
+
+CASES: list[Case] = []
+
+
+def case(run: Callable[[Attack], Awaitable[str]], flags: str = UP) -> Callable[[Attack], Awaitable[str]]:
+    """Enter a function, whose docstring is its text, into CASES."""
+    CASES.append(Case(run.__name__, (run.__doc__ or "").strip(), run, flags))
+    return run
+
+
+def case_with(flags: str) -> Callable[[Callable[[Attack], Awaitable[str]]], Callable[[Attack], Awaitable[str]]]:
+    return lambda run: case(run, f"{UP} {flags}")

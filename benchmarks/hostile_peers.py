@@ -1,0 +1,434 @@
+"""What a stranger who reaches the nodes' own ports can do there: cases of `benchmarks.hostile`.
+
+The stranger knows the protocol and what nodes tell anyone, no secret. Messages are made of protobuf's own classes: what
+ours would refuse to write is the point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton import PROTOCOL_VERSION
+from baton.address import HostPort
+from baton.block_hash import chain
+from baton.channels import CHANNEL_OPTIONS
+from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
+from benchmarks.hostile_case import Attack, case, case_with
+from benchmarks.hostile_http import exchange, post
+from benchmarks.hostile_watch import get
+
+WAIT_S = 10.0
+LOOKED_AFTER_S = 5.0
+PROMPT = [17 + i for i in range(32)]
+UCX_HEAD_BYTES, UCX_SUM_BYTES = 39, 16
+PAIR_HEAD_BYTES = 20
+
+
+# ---- streams of a stranger ----
+
+
+class Stranger:
+    """Streams to one node. To be used as `async with`."""
+
+    def __init__(self, address: HostPort) -> None:
+        self._address = address
+        self.epoch = secrets.randbits(62)
+        self._calls: list[Any] = []
+
+    async def __aenter__(self) -> Stranger:
+        self._channel = grpc.aio.insecure_channel(str(self._address), options=CHANNEL_OPTIONS)
+        status = node_pb2_grpc.NodeStatusStub(self._channel)  # type: ignore[no-untyped-call]
+        self.info = await status.Describe(node_pb2.DescribeRequest(), timeout=WAIT_S, wait_for_ready=True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for call in self._calls:
+            call.cancel()
+        await self._channel.close(None)
+
+    async def session(self, epoch: int | None = None) -> Any:
+        role = self.info.role == common_pb2.NODE_ROLE_DECODE
+        stub = (node_pb2_grpc.DecodeNodeStub if role else node_pb2_grpc.PrefillNodeStub)(self._channel)
+        call = stub.Session()
+        self._calls.append(call)
+        subscribe = node_pb2.Subscribe(
+            protocol_version=PROTOCOL_VERSION,
+            router_epoch=self.epoch if epoch is None else epoch,
+            target_incarnation=self.info.incarnation,
+        )
+        await call.write(node_pb2.RouterMessage(subscribe=subscribe))
+        await self.read(call)
+        return call
+
+    async def handoff(self, endpoints: list[Any], name: str = "stranger") -> tuple[Any, Any]:
+        """The stream, and the decode node's answer to Hello."""
+        call = node_pb2_grpc.DecodeNodeStub(self._channel).Handoff()  # type: ignore[no-untyped-call]
+        self._calls.append(call)
+        hello = node_pb2.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=f"{name}-{secrets.token_hex(4)}",
+            target_incarnation=self.info.incarnation,
+            node_id=name,
+            layout=self.info.layout,
+            endpoints=endpoints,
+            part_blocks=4,
+        )
+        await call.write(node_pb2.PrefillMessage(hello=hello))
+        return call, await self.read(call)
+
+    @staticmethod
+    async def read(call: Any) -> Any:
+        """Raises AioRpcError for a call that ended, TimeoutError."""
+        async with asyncio.timeout(WAIT_S):
+            message = await call.read()
+        if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+            raise TimeoutError(f"the stream ended: {(await call.code()).name} {await call.details()}")
+        return message
+
+    async def told(self, call: Any, *kinds: str) -> Any:
+        """The next message of one of these kinds."""
+        while (message := await self.read(call)).WhichOneof("kind") not in kinds:
+            pass
+        return message
+
+    def work(self, name: str) -> common_pb2.WorkId:
+        return common_pb2.WorkId(router_epoch=self.epoch, request_id=f"{name}-{secrets.token_hex(4)}")
+
+    def prefill(self, name: str, deadline_s: float = 60.0, **fields: Any) -> node_pb2.RouterMessage:
+        given = {
+            "prompt_tokens": pack(PROMPT),
+            "samples": [common_pb2.Sample()],
+            "sampling": sampling(),
+            **fields,
+        }
+        target = self.info.incarnation
+        prefill = node_pb2.Prefill(work=self.work(name), target_incarnation=target, deadline_s=deadline_s, **given)
+        return node_pb2.RouterMessage(prefill=prefill)
+
+
+def pack(tokens: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def sampling(max_tokens: int = 4, **fields: Any) -> common_pb2.SamplingParams:
+    base = {"top_p": 1.0, "repetition_penalty": 1.0, "num_logprobs": -1, "ignore_eos": True, "max_tokens": max_tokens}
+    return common_pb2.SamplingParams(**{**base, **fields})
+
+
+@contextlib.asynccontextmanager
+async def stranger(attack: Attack, name: str) -> AsyncIterator[Stranger]:
+    async with Stranger(attack.nodes[name]) as one:
+        yield one
+
+
+async def outcome(attempt: Any) -> str:
+    """What `attempt` says, or how it was cut off."""
+    try:
+        return str(await attempt)
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name} {(error.details() or '')[:60]}"
+    except TimeoutError as error:
+        return str(error)[:80] or f"no answer in {WAIT_S:g} s"
+
+
+# ---- sessions ----
+
+
+@case
+async def epoch_of_another(attack: Attack) -> str:
+    """Subscribe with the router's epoch, read from /debug/kv"""
+    status, page = await get(attack.metrics("decode-0"), "/debug/kv")
+    epochs = {h["work"]["router_epoch"] for h in json.loads(page)["holders"]} if status == 200 else set()
+    attack.begin()
+    if not epochs:
+        return f"/debug/kv tells none ({status})"
+    async with stranger(attack, "decode-0") as one:
+        told = await outcome(one.session(int(epochs.pop())))
+        await asyncio.sleep(LOOKED_AFTER_S)
+    return "subscribed" if told.startswith("<") else told
+
+
+@case
+async def prefill_foreign_tokens(attack: Attack) -> str:
+    """a Prefill with tokens beyond the vocabulary"""
+    attack.begin()
+    async with stranger(attack, "decode-0") as one:
+        return await outcome(_ended(one, one.prefill("oov", prompt_tokens=pack([4_000_000_000] * 8))))
+
+
+@case
+async def prefill_deadline_1e10(attack: Attack) -> str:
+    """a Prefill with deadline_s 1e10"""
+    attack.begin()
+    async with stranger(attack, "prefill-0") as one:
+        return await outcome(_ended(one, one.prefill("late", 1e10, sampling=sampling(1))))
+
+
+@case
+async def prefill_deadline_negative(attack: Attack) -> str:
+    """a Prefill with deadline_s -1"""
+    attack.begin()
+    async with stranger(attack, "prefill-0") as one:
+        return await outcome(_ended(one, one.prefill("late", -1.0, sampling=sampling(1))))
+
+
+async def _ended(one: Stranger, message: node_pb2.RouterMessage) -> str:
+    """How the request ends."""
+    call = await one.session()
+    await call.write(message)
+    while True:
+        for update in (await one.told(call, "updates")).updates.updates:
+            if update.HasField("end"):
+                return _error(update.end.error) if update.end.HasField("error") else "ended well"
+
+
+def _error(error: common_pb2.Error) -> str:
+    return f"{common_pb2.ErrorCode.Name(error.code).removeprefix('ERROR_CODE_')} {error.message[:60]}"
+
+
+# ---- handoffs to a decode node ----
+
+
+@case
+async def hello_garbage_ucx(attack: Attack) -> str:
+    """Hello with a UCX address of the right checksum and garbage inside"""
+    async with stranger(attack, "decode-0") as one:
+        real = one.info.endpoints[0]
+        head, garbage = real.address[: UCX_HEAD_BYTES - UCX_SUM_BYTES], secrets.token_bytes(200)
+        checksum = hashlib.sha256(head[4:] + garbage).digest()[:UCX_SUM_BYTES]
+        endpoint = common_pb2.TransportEndpoint(transport=real.transport, address=head + checksum + garbage)
+        attack.begin()
+        return await _hello(one, endpoint)
+
+
+@case_with("--transport=ipc")
+async def hello_bad_host_ipc(attack: Attack) -> str:
+    """Hello over ipc with a host that is no address"""
+    async with stranger(attack, "decode-0") as one:
+        real = one.info.endpoints[0]
+        fields = json.loads(real.address[PAIR_HEAD_BYTES:])
+        data = json.dumps({**fields, "id": "f" * 32, "hosts": ["nonsense, no address"]}).encode()
+        address = real.address[:4] + hashlib.sha256(data).digest()[:16] + data
+        attack.begin()
+        return await _hello(one, common_pb2.TransportEndpoint(transport=real.transport, address=address))
+
+
+async def _hello(one: Stranger, endpoint: common_pb2.TransportEndpoint) -> str:
+    async def meet() -> str:
+        _, answer = await one.handoff([endpoint])
+        return _error(answer.hello.error) if answer.hello.HasField("error") else "welcomed"
+
+    return await outcome(meet())
+
+
+@case
+async def commit_foreign_tokens(attack: Attack) -> str:
+    """Commit with tokens beyond the vocabulary"""
+    return await _commit(attack, output=4_000_000_000)
+
+
+@case
+async def commit_foreign_bias(attack: Attack) -> str:
+    """Commit with a logit_bias beyond the vocabulary: a neighbour's answer"""
+    alone = await _answer_of(attack)
+    neighbours: list[str] = []
+
+    async def meanwhile() -> None:
+        neighbours.extend([await _answer_of(attack) for _ in range(3)])
+
+    beyond = {attack.vocab_size + 40: 100.0}
+    told = await _commit(attack, bias=beyond, max_tokens=1500, meanwhile=meanwhile())
+    lost = sum(answer.startswith("none") for answer in neighbours)
+    changed = sum(answer != alone for answer in neighbours) - lost
+    return f"{told}; of {len(neighbours)} neighbours' answers {changed} changed, {lost} lost"
+
+
+async def _answer_of(attack: Attack) -> str:
+    fields = {"prompt": "The neighbour says", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({**fields, "return_token_ids": True}).encode()
+    reader, writer = await asyncio.open_connection(attack.http.host, attack.http.port)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            writer.writelines(post("/v1/completions", body))
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            return str(json.loads(await reader.readexactly(size))["choices"][0]["token_ids"])
+    except (TimeoutError, OSError, LookupError, asyncio.IncompleteReadError, ValueError) as error:
+        return f"none: {error!r}"
+    finally:
+        writer.close()
+
+
+async def _commit(
+    attack: Attack, output: int = 7, bias: dict[int, float] | None = None, max_tokens: int = 8, meanwhile: Any = None
+) -> str:
+    """Hand over a prompt of which the decode node has every block, so that none has to travel."""
+    async with stranger(attack, "decode-0") as one, stranger(attack, "prefill-0") as other:
+        await _ended(one, one.prefill("prime"))
+        session = await one.session()
+        call, hello = await one.handoff(list(other.info.endpoints))
+        if hello.hello.HasField("error"):
+            return _error(hello.hello.error)
+        work, target = one.work("commit"), one.info.incarnation
+        hashes = b"".join(chain(PROMPT, one.info.layout.block_size))
+        reserve = node_pb2.Reserve(
+            work=work,
+            target_incarnation=target,
+            num_tokens=len(PROMPT),
+            block_hashes=hashes,
+            num_samples=1,
+            deadline_s=60.0,
+            max_total_tokens=len(PROMPT) + max_tokens,
+        )
+        await call.write(node_pb2.PrefillMessage(reserve=reserve))
+        grant = await one.told(call, "grant", "refuse")
+        if grant.WhichOneof("kind") == "refuse":
+            return f"reserve refused: {_error(grant.refuse.error)}"
+        attack.begin()
+        commit = node_pb2.Commit(
+            lease=grant.grant.lease,
+            work=work,
+            target_incarnation=target,
+            prompt_tokens=pack(PROMPT),
+            samples=[common_pb2.Sample(output_tokens=pack([output]))],
+            sampling=sampling(max_tokens, logit_bias=bias or {}),
+            deadline_s=60.0,
+        )
+        await call.write(node_pb2.PrefillMessage(commit=commit))
+
+        async def replied() -> str:
+            reply = (await one.told(call, "commit_reply")).commit_reply
+            return _error(reply.error) if reply.HasField("error") else f"accepted, {grant.grant.num_parts} parts"
+
+        told = await outcome(replied())
+        if meanwhile is not None:
+            await meanwhile
+        else:
+            await asyncio.sleep(1.0)  # for a step with it
+        session.cancel()
+        return told
+
+
+@case_with("--decode=2")
+async def reserve_deadline_1e10(attack: Attack) -> str:
+    """Reserve with deadline_s 1e10, at two decode nodes: one has nothing else to do"""
+    return "; ".join([await _reserve(attack, 1e10, name) for name in ("decode-0", "decode-1")])
+
+
+@case
+async def reserve_deadline_negative(attack: Attack) -> str:
+    """Reserve with deadline_s -1: is it the request that ends, or the stream?"""
+    return await _reserve(attack, -1.0)
+
+
+async def _reserve(attack: Attack, deadline_s: float, name: str = "decode-0") -> str:
+    async with stranger(attack, name) as one, stranger(attack, "prefill-0") as other:
+        await one.session()
+        call, hello = await one.handoff(list(other.info.endpoints))
+        if hello.hello.HasField("error"):
+            return _error(hello.hello.error)
+        work = one.work("reserve")
+        reserve = node_pb2.Reserve(
+            work=work,
+            target_incarnation=one.info.incarnation,
+            num_tokens=8,
+            num_samples=1,
+            deadline_s=deadline_s,
+            max_total_tokens=16,
+        )
+        attack.begin()
+        await call.write(node_pb2.PrefillMessage(reserve=reserve))
+
+        async def told() -> str:
+            answer = await one.told(call, "grant", "refuse")
+            if answer.WhichOneof("kind") == "refuse":
+                return f"refused: {_error(answer.refuse.error)}"
+            await one.told(call, "heartbeat")  # it lives
+            return "granted"
+
+        return await outcome(told())
+
+
+# ---- a decode node that lies to a prefill node ----
+
+
+class Liar(node_pb2_grpc.DecodeNodeServicer):
+    """Grants what it is asked for, under a number of its choice."""
+
+    def __init__(self, info: Any, lease: int) -> None:
+        self._info = info
+        self._lease = lease
+        self.asked = asyncio.Event()
+
+    async def Handoff(self, _: object, context: Any) -> None:  # noqa: N802
+        await context.read()
+        hello = node_pb2.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation="liar",
+            node_id="liar",
+            layout=self._info.layout,
+            endpoints=self._info.endpoints,
+            part_blocks=4,
+        )
+        await context.write(node_pb2.DecodeMessage(hello=hello))
+        while (message := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            if message.HasField("reserve"):
+                grant = node_pb2.Grant(work=message.reserve.work, lease=self._lease, num_parts=1, credits=1)
+                await context.write(node_pb2.DecodeMessage(grant=grant))
+                self.asked.set()
+
+
+@case
+async def grant_lease_2_39(attack: Attack) -> str:
+    """Grant.lease of 2^39, from a decode node that lies"""
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    async with stranger(attack, "decode-0") as real, stranger(attack, "prefill-0") as one:
+        liar = Liar(real.info, 2**39)
+        node_pb2_grpc.add_DecodeNodeServicer_to_server(liar, server)  # type: ignore[no-untyped-call]
+        await server.start()
+        attack.begin()
+        target = node_pb2.DecodeTarget(address=f"127.0.0.1:{port}", incarnation="liar")
+        try:
+            return await outcome(_ended(one, one.prefill("lied-to", 5.0, decode=target)))
+        finally:
+            await server.stop(None)
+
+
+# ---- looks into the books ----
+
+
+@case
+async def debug_kv_loops(attack: Attack) -> str:
+    """two clients that loop over a decode node's /debug/kv"""
+    address = attack.metrics("decode-0")
+    attack.begin()
+    until = time.monotonic() + LOOKED_AFTER_S
+
+    async def loop() -> list[int]:
+        statuses = []
+        while time.monotonic() < until:
+            statuses.append((await get(address, "/debug/kv"))[0])
+            if statuses[-1] != 200:
+                await asyncio.sleep(0.005)  # refusals come as fast as they are asked for
+        return statuses
+
+    statuses = [status for one in await asyncio.gather(loop(), loop()) for status in one]
+    return f"{len(statuses)} pages, {', '.join(f'{statuses.count(s)} x {s}' for s in sorted(set(statuses)))}"
+
+
+@case
+async def garbage_at_data_port(attack: Attack) -> str:
+    """HTTP at a node's gRPC port"""
+    attack.begin()
+    return await exchange(attack.nodes["decode-0"], [b"GET / HTTP/1.1\r\n\r\n" + b"\xff" * 4096], WAIT_S)

@@ -1,0 +1,53 @@
+"""Which folder `--model` means, and what it lacks: told from its files, before torch and transformers are imported."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+EMBEDDED = {"baton-tiny": Path(__file__).parent / "checkpoints" / "baton-tiny"}
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+"""Files of which a tokenizer has one."""
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder that is meant, which may not exist; None: the hub's model of that id. `/x`, `./x`, `../x`, `~/x` and
+    `a/b/c` are no ids."""
+    if name in EMBEDDED:
+        return EMBEDDED[name]
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:  # of a user who is not known
+        return Path(name)
+    return None if _HUB_ID.fullmatch(name) and not folder.is_dir() else folder
+
+
+def why_no_checkpoint(folder: Path) -> str | None:
+    """What stands against loading a model from there; None: nothing so far."""
+    if not folder.exists():
+        return "there is no such folder"
+    if not folder.is_dir():
+        return "this is a file, not a checkpoint's folder"
+    config = folder / "config.json"
+    if not config.is_file():
+        return "the folder has no config.json"
+    try:
+        stated = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"config.json cannot be read: {error}"
+    return None if isinstance(stated, dict) else "config.json holds no object"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(next(folder.glob(name), None) for name in VOCABULARIES)
+
+
+def why_no_tokenizer(folder: Path) -> str | None:
+    return None if has_tokenizer(folder) else f"the folder has no tokenizer: none of {', '.join(VOCABULARIES)}"
+
+
+def why_no_weights(folder: Path) -> str | None:
+    return None if any(folder.glob("*.safetensors")) else "the folder has no safetensors weights"

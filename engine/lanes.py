@@ -1,0 +1,90 @@
+"""Which waiting sequence is next, and how much of the pool may be held by those that wait for somebody else.
+
+A sequence that is handed off keeps its blocks until another node has room for it, which may take as long as it likes.
+So each has a lane, of all that wait for the same node, and what a lane's admitted sequences hold until they `leave` it
+is bounded by an equal share of the pool, where there are several lanes. A lane that has its share waits, and does not
+keep the others waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+
+from baton.layout import num_blocks_for
+from engine.sequence import Sequence
+
+KNOWN_S = 600.0
+"""A lane without sequences counts for so long after its last one came: when the next comes, its share is free."""
+
+Lane = Hashable
+
+
+class Lanes:
+    """The sequences that never ran, in order of arrival, and the blocks that each lane holds. Every call costs O(lanes)
+    at most; `None` is the lane of those that wait for nobody."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._queues: dict[Lane, OrderedDict[Sequence, int]] = {}  # none is empty
+        self._serials = itertools.count()
+        self._num_waiting = 0
+        self._holders: dict[Sequence, int] = {}  # admitted, and still in their lanes -> blocks
+        self._num_held = Counter[Lane]()
+        self._last_arrival: OrderedDict[Lane, float] = OrderedDict()  # of known lanes, the one with the oldest first
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return itertools.chain.from_iterable(self._queues.values())
+
+    def add(self, seq: Sequence) -> None:
+        """Behind all others."""
+        self._queues.setdefault(seq.lane, OrderedDict())[seq] = next(self._serials)
+        self._num_waiting += 1
+        if seq.lane is not None:
+            self._last_arrival[seq.lane] = seq.arrived_s
+            self._last_arrival.move_to_end(seq.lane)
+            self._forget_old(seq.arrived_s)
+
+    def remove(self, seq: Sequence) -> None:
+        """It waits no more, if it did."""
+        queue = self._queues.get(seq.lane)
+        if queue and queue.pop(seq, None) is not None:
+            self._num_waiting -= 1
+            if not queue:
+                del self._queues[seq.lane]
+
+    def first(self) -> Sequence | None:
+        """The next to be admitted: the first of those whose lanes have room for it. None: there is none."""
+        heads = [next(iter(queue.items())) for queue in self._queues.values()]
+        return min(((serial, seq) for seq, serial in heads if self._has_room(seq)), default=(0, None))[1]
+
+    def hold(self, seq: Sequence) -> None:
+        """It is admitted, and has blocks for all of its tokens."""
+        if seq.lane is not None:
+            self._holders[seq] = len(seq.block_table)
+            self._num_held[seq.lane] += len(seq.block_table)
+
+    def leave(self, seq: Sequence) -> None:
+        """What it would have waited for has come, or it has ended. Once more does nothing."""
+        if num_held := self._holders.pop(seq, 0):
+            self._num_held[seq.lane] -= num_held
+
+    def _has_room(self, seq: Sequence) -> bool:
+        """One is always let in, however long it is."""
+        held = self._num_held[seq.lane]
+        if not held or len(self._last_arrival) < 2:
+            return True
+        return held + num_blocks_for(seq.num_tokens, self._block_size) <= self._num_blocks // len(self._last_arrival)
+
+    def _forget_old(self, now: float) -> None:
+        while True:
+            lane, arrived_s = next(iter(self._last_arrival.items()))
+            if arrived_s > now - KNOWN_S or lane in self._queues or self._num_held[lane]:
+                return
+            del self._last_arrival[lane], self._num_held[lane]

@@ -1,0 +1,61 @@
+"""What a node knows of requests that are over, for as long as a message about them may come."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Remembered(Generic[K, V]):
+    """A dict whose entries are forgotten, each at its own time, within a second after it.
+
+    Keys are filed by the second in which they are to be forgotten, each once: so an entry costs its place in the dict
+    and a pointer, every operation O(1) amortized, and looking for what is over nothing.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[K, V] = {}
+        self._by_second: dict[int, list[K]] = {}
+        self._seconds: list[int] = []  # the same, as a heap
+        self._longer: dict[K, int] = {}  # of keys that were kept once more: until when
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._values
+
+    def get(self, key: K) -> V | None:
+        return self._values.get(key)
+
+    def keep(self, key: K, value: V, until: float) -> None:
+        """Remember it until then, in seconds of the caller's clock; longer if the key was to be kept longer already."""
+        second = math.ceil(until)
+        if key in self._values:
+            self._longer[key] = max(second, self._longer.get(key, second))
+        else:
+            self._file(key, second)
+        self._values[key] = value
+
+    def expire(self, now: float) -> list[K]:
+        """Forget what is over, and return its keys."""
+        gone: list[K] = []
+        while self._seconds and self._seconds[0] <= now:
+            second = heapq.heappop(self._seconds)
+            for key in self._by_second.pop(second):
+                if (longer := self._longer.pop(key, second)) > second:
+                    self._file(key, longer)
+                else:
+                    del self._values[key]
+                    gone.append(key)
+        return gone
+
+    def _file(self, key: K, second: int) -> None:
+        if second not in self._by_second:
+            self._by_second[second] = []
+            heapq.heappush(self._seconds, second)
+        self._by_second[second].append(key)

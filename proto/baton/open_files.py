@@ -1,0 +1,25 @@
+"""How many files and sockets this process may have open."""
+
+from __future__ import annotations
+
+import resource
+
+_ENOUGH = 2**20
+"""For processes without a hard limit: Linux's own ceiling for one (`fs.nr_open`) unless somebody raised it."""
+
+
+def max_open_files() -> int:
+    """The limit that holds now."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit, which is 1,024 in most shells, to the hard one. Returns what holds afterwards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):  # a container may forbid it: what there is must do
+            return soft
+    return wanted

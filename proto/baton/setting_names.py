@@ -1,0 +1,100 @@
+"""The names of all commands' settings: a command cannot import another's, and has to tell a name that is not its own
+from a misspelt one, in the environment that they share and in a file that serves several of them.
+
+A test compares this list with the settings themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+ALL_NAMES = frozenset(
+    {
+        "admin_key_file",
+        "advertise",
+        "allow_credentials",
+        "allowed_headers",
+        "allowed_methods",
+        "allowed_origins",
+        "api_key",
+        "api_key_file",
+        "async_scheduling",
+        "block_size",
+        "body_timeout",
+        "cache_salt_per_key",
+        "cluster_secret_file",
+        "cluster_ssl_ca_certs",
+        "cluster_ssl_certfile",
+        "cluster_ssl_keyfile",
+        "config",
+        "cpu_threads",
+        "cudagraph_capture_sizes",
+        "decode",
+        "device",
+        "drain_timeout",
+        "dtype",
+        "enforce_eager",
+        "first_token",
+        "gpu_memory_utilization",
+        "grpc",
+        "header_timeout",
+        "http",
+        "idle_timeout",
+        "keep_alive_interval",
+        "kv_cache_memory_bytes",
+        "kv_layer_groups",
+        "kv_link_bandwidth",
+        "kv_slot_blocks",
+        "kv_slots",
+        "listen",
+        "load_format",
+        "log_level",
+        "max_body_bytes",
+        "max_buffered_body_bytes",
+        "max_connections",
+        "max_header_bytes",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_prompt_tokens",
+        "max_num_requests",
+        "max_num_samples",
+        "max_num_seqs",
+        "max_waiting",
+        "metrics_port",
+        "model",
+        "node_id",
+        "num_gpu_blocks_override",
+        "prefill",
+        "protect_metrics",
+        "ready_timeout",
+        "request_timeout",
+        "revision",
+        "seed",
+        "served_model_name",
+        "ssl_ca_certs",
+        "ssl_cert_reqs",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "step_timeout",
+        "timings",
+        "transfer_interface",
+        "transport",
+        "verify_transfers",
+        "write_timeout",
+    }
+)
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was most likely meant."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
+
+
+def of_kubernetes(variables: Iterable[str]) -> set[str]:
+    """Those that Kubernetes sets in containers for a Service, which may have our name: X_SERVICE_HOST, X_PORT, ..."""
+    variables = [*variables]
+    suffix = "_SERVICE_HOST"
+    services = [variable.removesuffix(suffix) for variable in variables if variable.endswith(suffix)]
+    heads = tuple(f"{service}_{kind}" for service in services for kind in ("SERVICE_", "PORT"))
+    return {variable for variable in variables if variable.startswith(heads)}

@@ -1,0 +1,63 @@
+"""Who may look into a node: whoever has the admin key or, where there is none, who asks from the same machine."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+_HOW = "give it one with --admin-key-file, and send it as 'Authorization: Bearer KEY'"
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """Why not; `http_status` and `grpc_status` say the same."""
+
+    http_status: HTTPStatus
+    grpc_status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdminGate:
+    """`key_file` is read at each question, so that a key may be changed while the process runs."""
+
+    key_file: Path | None = None
+
+    def denies(self, host: str, authorization: str | None) -> Denied | None:
+        """None: come in. host: the peer's address, empty where it is unknown; authorization: its header, or None."""
+        if self.key_file is None:
+            if is_loopback(host):
+                return None
+            reason = f"this page is for clients on the node's own machine, as the node has no admin key: {_HOW}"
+            return Denied(HTTPStatus.FORBIDDEN, "PERMISSION_DENIED", reason)
+        try:
+            key = read_key(self.key_file)
+        except ValueError as error:
+            return Denied(HTTPStatus.FORBIDDEN, "PERMISSION_DENIED", f"the node has lost its admin key: {error}")
+        said = (authorization or "").encode(errors="replace")
+        if hmac.compare_digest(said, b"Bearer " + key):
+            return None
+        return Denied(HTTPStatus.UNAUTHORIZED, "UNAUTHENTICATED", "send the admin key as 'Authorization: Bearer KEY'")
+
+
+def read_key(path: Path) -> bytes:
+    """The file's text without white space around it. Raises ValueError where there is none."""
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    if not key:
+        raise ValueError(f"{path} is empty")
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)  # what a dual-stack socket says of an IPv4 client
+    return bool((mapped or address).is_loopback)

@@ -1,0 +1,38 @@
+"""The metrics page in the format that a scraper asks for: Prometheus' plain text, or OpenMetrics.
+
+Both have the same names. prometheus_client (0.26) writes OpenMetrics samples with underscores for our colons unless it
+is told that any UTF-8 is a name, while the lines that declare them keep the colons: we tell it, whatever was asked for.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics import exposition as openmetrics
+
+_OPENMETRICS = "application/openmetrics-text"
+_PLAIN = ("text/plain", "text/*", "*/*")
+
+
+def metrics_page(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]:
+    """The page and its Content-Type, for the value of an Accept header. Of two formats that are equally welcome, the
+    plain one; also where neither is."""
+    wanted = _qualities(accept or "")
+    plain = next((wanted[kind] for kind in _PLAIN if kind in wanted), 0.0)
+    if wanted.get(_OPENMETRICS, 0.0) > plain:
+        page: bytes = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return page, openmetrics.CONTENT_TYPE_LATEST
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _qualities(accept: str) -> dict[str, float]:
+    """Each media type's largest `q`, whatever its version: they differ in nothing that we write."""
+    qualities: dict[str, float] = {}
+    for entry in accept.split(","):
+        kind, *parameters = (part.strip().lower() for part in entry.split(";"))
+        q = next((text.partition("=")[2] for text in parameters if text.startswith("q=")), "1")
+        try:
+            qualities[kind] = max(qualities.get(kind, 0.0), float(q))
+        except ValueError:
+            continue
+    return qualities

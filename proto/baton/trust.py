@@ -1,0 +1,110 @@
+"""Whom a process of a cluster takes for one of its own: the settings, and what they come to."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from baton.address import HostPort
+from baton.channels import Tls
+from baton.cluster_secret import ClusterSecret, read_secret
+from baton.settings import Settings
+
+_OTHERS = stat.S_IRGRP | stat.S_IROTH
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Without either, whoever reaches a port is believed."""
+
+    secret: ClusterSecret | None = None
+    tls: Tls | None = None
+
+
+class ClusterSettings(Settings):
+    """What all roles take alike."""
+
+    cluster_secret_file: Path | None = Field(
+        None,
+        description="file with a secret of 16 bytes or more, the same on all nodes and routers, which prove to each "
+        "other that they know it before anything else is said; unset: whoever reaches a node is believed",
+    )
+    cluster_ssl_keyfile: Path | None = Field(
+        None, description="PEM file with the private key for gRPC between nodes and routers; unset: no TLS there"
+    )
+    cluster_ssl_certfile: Path | None = Field(
+        None,
+        description="PEM file with the certificate of that key, for both ends of a connection; it must name the "
+        "address that others reach this process at",
+    )
+    cluster_ssl_ca_certs: Path | None = Field(
+        None, description="PEM file with the authorities that must have signed the certificates of the others"
+    )
+
+    @model_validator(mode="after")
+    def _check_cluster(self) -> ClusterSettings:
+        self.trust()
+        return self
+
+    def trust(self) -> Trust:
+        """What the files say. Raises ValueError that names the flag."""
+        return Trust(self._secret(), self._tls())
+
+    def doubts(self, listen: HostPort | None) -> list[str]:
+        """What an operator should know of these settings. listen: where other roles are served, if they are."""
+        doubts, path = [], self.cluster_secret_file
+        if path is not None and path.stat().st_mode & _OTHERS:
+            doubts.append(f"--cluster-secret-file: others than its owner may read {path}")
+        if listen is not None and not _is_loopback(listen.host) and path is None and self.cluster_ssl_keyfile is None:
+            doubts.append(
+                f"--cluster-secret-file: without one whoever reaches {listen} is believed: that network must be trusted"
+            )
+        return doubts
+
+    def _secret(self) -> ClusterSecret | None:
+        if self.cluster_secret_file is None:
+            return None
+        try:
+            return read_secret(self.cluster_secret_file)
+        except ValueError as error:
+            raise ValueError(f"--cluster-secret-file: {error}") from None
+
+    def _tls(self) -> Tls | None:
+        key, certificate, authorities = self.cluster_ssl_keyfile, self.cluster_ssl_certfile, self.cluster_ssl_ca_certs
+        if key is None and certificate is None and authorities is None:
+            return None
+        if key is None or certificate is None or authorities is None:
+            raise ValueError("--cluster-ssl-keyfile, --cluster-ssl-certfile, --cluster-ssl-ca-certs: all three or none")
+        files = _read("--cluster-ssl-keyfile", key), _read("--cluster-ssl-certfile", certificate)
+        tls = Tls(*files, _read("--cluster-ssl-ca-certs", authorities))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_cert_chain(certificate, key, password="")
+        except (ssl.SSLError, ValueError) as error:
+            raise ValueError(
+                f"--cluster-ssl-keyfile, --cluster-ssl-certfile: no key with its certificate: {error}"
+            ) from None
+        try:
+            context.load_verify_locations(authorities)
+        except ssl.SSLError as error:
+            raise ValueError(f"--cluster-ssl-ca-certs: no certificate in {authorities}: {error}") from None
+        return tls
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"

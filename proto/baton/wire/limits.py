@@ -1,0 +1,56 @@
+"""How far a message may go: what any of ours keeps to, and what its one reader can take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.layout import num_blocks_for
+from baton.messages import NodeInfo
+
+MAX_TOKEN_IDS = 2**31
+"""Token ids are below it: the engine has them as int32."""
+MAX_SAMPLES = 1024
+"""Of one request: their indexes are below it. The router's front ends allow 128."""
+MAX_LEASES = 2**39
+MAX_PARTS = 2**23
+"""Serials of leases and numbers of parts are below these: together they are the tag of a part on the data plane."""
+MAX_SECONDS = 1e6
+"""Longer durations are read as this one, 11 days: far below what a wait on a thread can be told."""
+MAX_NAME_CHARS = 512
+MAX_ERROR_CHARS = 2048
+"""What is longer is cut."""
+MAX_ENDPOINTS = 64
+MAX_ADDRESS_BYTES = 64 * 1024
+MAX_TEMPLATE_CHARS = 1024 * 1024
+MAX_SPECIAL_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the reader of a message can take: a node by its own engine, a router by the node that it listens to.
+
+    `max_seconds` caps the deadlines of requests. `block_size` 0: not known. The defaults are what is right anywhere.
+    """
+
+    vocab_size: int = MAX_TOKEN_IDS
+    max_model_len: int = MAX_TOKEN_IDS
+    max_seconds: float = MAX_SECONDS
+    block_size: int = 0
+    num_layers: int = 1
+
+    @classmethod
+    def of(cls, info: NodeInfo, max_seconds: float = MAX_SECONDS) -> Limits:
+        """Those of a node, or of what a node may say."""
+        layout = info.layout
+        longest = min(max_seconds, MAX_SECONDS)
+        return cls(info.vocab_size, info.max_model_len, longest, layout.block_size, layout.num_layers)
+
+    @property
+    def max_parts(self) -> int:
+        """Of one request: each block by itself, each of its layers by itself."""
+        if not self.block_size:
+            return MAX_PARTS
+        return min(MAX_PARTS, num_blocks_for(self.max_model_len, self.block_size) * self.num_layers)
+
+
+ANY = Limits()

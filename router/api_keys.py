@@ -1,0 +1,121 @@
+"""Who may ask, and whose cached prompts are whose."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import ClassVar
+
+from baton.errors import InvalidRequest
+from router.ask import Ask
+
+log = logging.getLogger(__name__)
+
+_USABLE = re.compile(r"[!-~]+")
+_POLL_S = 1.0
+
+
+class InvalidApiKey(InvalidRequest):
+    """The request carries no API key, or one that is not known here. It does not say which keys there are."""
+
+    http_status: ClassVar[int] = 401
+    grpc_status: ClassVar[str] = "UNAUTHENTICATED"
+
+
+class UnusableKeys(Exception):
+    """A file of keys that cannot be read; the text says why, without any key."""
+
+
+def check_key(key: str) -> str:
+    """The key. Raises ValueError, which does not repeat it, when it cannot stand in an HTTP header."""
+    if not _USABLE.fullmatch(key):
+        raise ValueError("an API key has one or more printable ASCII characters, and no space")
+    return key
+
+
+class ApiKeys:
+    """Those given, and those in `file`, which is looked at again when it changes, at most once a second.
+
+    Only digests are kept. Raises UnusableKeys at construction; later, a file that cannot be read leaves the keys as
+    they were. With `per_key`, requests of different keys share no cached prompts.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        file: Path | None = None,
+        per_key: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._given = [_digest(key) for key in keys]
+        self._file = file
+        self._per_key = per_key
+        self._clock = clock
+        self._in_file: list[bytes] = []
+        self._stamp: tuple[int, ...] = ()
+        self._next_look = 0.0
+        if file is not None:
+            self._read(file)
+            self._next_look = clock() + _POLL_S
+
+    def check(self, authorization: str) -> bytes | None:
+        """Of a header `Bearer KEY`: what to salt this request's cache with, None for nothing. Raises InvalidApiKey.
+
+        Takes as long for any key, known or not.
+        """
+        self._look_again()
+        scheme, _, key = authorization.partition(" ")
+        digest = _digest(key.strip())
+        known = False
+        for other in (*self._given, *self._in_file):
+            known |= hmac.compare_digest(digest, other)
+        if not known or scheme.lower() != "bearer":
+            raise InvalidApiKey(
+                "Incorrect API key provided."
+                if authorization
+                else "No API key provided: send Authorization: Bearer KEY."
+            )
+        return digest if self._per_key else None
+
+    def _look_again(self) -> None:
+        if self._file is None or self._clock() < self._next_look:
+            return
+        self._next_look = self._clock() + _POLL_S
+        try:
+            if _stamp(self._file) != self._stamp:
+                self._read(self._file)
+                log.info("read api_key_file=%s keys=%d", self._file, len(self._in_file))
+        except (OSError, UnusableKeys) as error:
+            log.error("--api-key-file: %s; the keys stay as they were", error)
+
+    def _read(self, path: Path) -> None:
+        try:
+            self._stamp = _stamp(path)
+            lines = [line.strip() for line in path.read_text().splitlines()]
+            self._in_file = [_digest(check_key(line)) for line in lines if line and not line.startswith("#")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UnusableKeys(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+        except ValueError as error:
+            raise UnusableKeys(f"{path}: {error}") from None
+
+
+def salted(ask: Ask, tenant: bytes | None) -> Ask:
+    """With a cache salt that nobody can name who lacks the key; the client's own goes into it."""
+    if tenant is None:
+        return ask
+    return dataclasses.replace(ask, cache_salt=hmac.new(tenant, ask.cache_salt.encode(), sha256).hexdigest())
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode()).digest()
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    told = path.stat()
+    return (told.st_mtime_ns, told.st_size, told.st_ino)

@@ -1,0 +1,97 @@
+"""The outer edge as its settings want it: limits, keys, certificates."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from dataclasses import dataclass
+
+import grpc
+
+from baton.open_files import max_open_files
+from router.api_keys import ApiKeys, UnusableKeys
+from router.http.app import Access
+from router.http.limits import ConnectionLimits
+from router.settings import RouterSettings
+from router.tls import TlsError, TlsFiles
+
+log = logging.getLogger(__name__)
+
+_OWN_FILES = 256
+"""Descriptors that are not clients': nodes, logs, ports, clients that are told that there is no room."""
+_MANY_CONNECTIONS = 16_384
+_NUM_PORTS = 2
+
+
+class StartError(Exception):
+    """The router cannot start; the text is one line that names the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`tls` is for HTTP, `credentials` the same for gRPC; None: without."""
+
+    limits: ConnectionLimits
+    access: Access
+    tls: ssl.SSLContext | None
+    credentials: grpc.ServerCredentials | None
+
+    @property
+    def keys(self) -> ApiKeys | None:
+        return self.access.keys
+
+
+def make_edge(settings: RouterSettings) -> Edge:
+    """Reads the files that the settings name. Raises StartError."""
+    try:
+        keys = _keys(settings)
+    except UnusableKeys as error:
+        raise StartError(f"--api-key-file: {error}") from None
+    access = Access(
+        keys=keys,
+        protect_metrics=settings.protect_metrics,
+        origins=settings.allowed_origins,
+        methods=settings.allowed_methods,
+        headers=settings.allowed_headers,
+        credentials=settings.allow_credentials,
+    )
+    try:
+        files = _tls_files(settings)
+        tls, credentials = (files.context(), files.credentials()) if files else (None, None)
+    except TlsError as error:
+        raise StartError(str(error)) from None
+    return Edge(_limits(settings), access, tls, credentials)
+
+
+def _keys(settings: RouterSettings) -> ApiKeys | None:
+    if not settings.has_api_keys:
+        return None
+    given = [key.get_secret_value() for key in settings.api_key]
+    return ApiKeys(given, settings.api_key_file, settings.cache_salt_per_key)
+
+
+def _tls_files(settings: RouterSettings) -> TlsFiles | None:
+    if settings.ssl_certfile is None:
+        return None
+    return TlsFiles(settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs, settings.ssl_cert_reqs)
+
+
+def _limits(settings: RouterSettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=_max_connections(settings, max_open_files()),
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout_s=settings.header_timeout,
+        body_timeout_s=settings.body_timeout,
+        write_timeout_s=settings.write_timeout,
+        idle_timeout_s=settings.idle_timeout,
+    )
+
+
+def _max_connections(settings: RouterSettings, open_files: int) -> int:
+    """Of each port. What the limit of open files does not allow is said, once."""
+    room = max(1, (open_files - _OWN_FILES) // _NUM_PORTS)
+    wanted = settings.max_connections or settings.max_num_requests
+    if room < wanted:
+        flag = "--max-connections" if settings.max_connections else "--max-num-requests"
+        log.warning("open files: a limit of %d allows %d connections, %s wants %d", open_files, room, flag, wanted)
+    return min(room, settings.max_connections or _MANY_CONNECTIONS)

@@ -1,0 +1,117 @@
+"""The public gRPC port: what may come in through it, and the standard services beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.address import HostPort
+from baton.channels import SERVER_OPTIONS
+from baton.malformed import RefuseMalformed
+from baton.v1 import generation_pb2
+from router.api_keys import ApiKeys, InvalidApiKey
+from router.cluster import Readiness
+from router.grpc_service import GenerationService, authorization_of
+from router.http.limits import ConnectionLimits
+
+_SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
+WHOLE_CLUSTER = "baton.v1.Cluster"
+"""A name of the health service: SERVING while nothing is missing, not even what a request can do without."""
+_ALIVE = f"/{health.SERVICE_NAME}/"
+_MAX_AGE_S = 3600.0
+_MAX_STREAMS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcLimits:
+    """`connections.max_connections` counts those of this port alone. `max_requests`: 0 is no limit."""
+
+    connections: ConnectionLimits
+    max_message_bytes: int
+    max_requests: int
+    request_timeout_s: float
+
+    def options(self) -> list[tuple[str, int]]:
+        """A connection is told to go when it is idle or an hour old; what runs on it may end first."""
+        limits = self.connections
+        options = {
+            **dict(SERVER_OPTIONS),
+            "grpc.max_receive_message_length": self.max_message_bytes,
+            "grpc.max_metadata_size": limits.max_header_bytes,
+            # above the one and below the other, calls are refused by chance
+            "grpc.absolute_max_metadata_size": limits.max_header_bytes,
+            "grpc.max_allowed_incoming_connections": limits.max_connections,
+            "grpc.max_concurrent_streams": min(self.max_requests or _MAX_STREAMS, _MAX_STREAMS) + 1,
+            "grpc.server_handshake_timeout_ms": int(limits.header_timeout_s * 1e3),
+            "grpc.max_connection_idle_ms": int(limits.idle_timeout_s * 1e3),
+            "grpc.max_connection_age_ms": int(_MAX_AGE_S * 1e3),
+            "grpc.max_connection_age_grace_ms": int((self.request_timeout_s + limits.write_timeout_s) * 1e3),
+        }
+        return list(options.items())
+
+
+class GrpcServer:
+    """`start`, then `stop`. Serves `service`, health (not serving before `set_health`) and reflection."""
+
+    def __init__(self, service: GenerationService, limits: GrpcLimits, keys: ApiKeys | None = None) -> None:
+        interceptors = [*([_RequireKey(keys)] if keys else []), RefuseMalformed()]
+        self._server = grpc.aio.server(options=limits.options(), interceptors=interceptors)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # known to grpc, not to its stubs
+        self._server.add_generic_rpc_handlers((service.handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, address: HostPort, credentials: grpc.ServerCredentials | None) -> HostPort:
+        """Returns the address with its port. Raises RuntimeError when it cannot be had."""
+        if credentials is None:
+            port = self._server.add_insecure_port(str(address))
+        else:
+            port = self._server.add_secure_port(str(address), credentials)
+        await self.set_health(Readiness("starting"))
+        await self._server.start()
+        return HostPort(address.host, port)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
+
+    async def set_health(self, readiness: Readiness) -> None:
+        status = health_pb2.HealthCheckResponse
+        whole = readiness.ready and readiness.degraded is None
+        serving = {"": readiness.ready, **dict.fromkeys(_SERVICES, readiness.ready), WHOLE_CLUSTER: whole}
+        for name, serves in serving.items():
+            await self._health.set(name, status.SERVING if serves else status.NOT_SERVING)
+
+
+class _RequireKey(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in its stubs only
+    """Refuses calls without a key before their message is read."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        if not handler_call_details.method.startswith(_ALIVE):
+            try:
+                self._keys.check(authorization_of(handler_call_details.invocation_metadata))
+            except InvalidApiKey as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing(error: InvalidApiKey) -> grpc.RpcMethodHandler[Any, Any]:
+    """As for a stream of requests: only such a handler runs before a message has come."""
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(grpc.StatusCode[error.grpc_status], error.message)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,31 @@
+"""Who may use the HTTP API: nobody without a key, where there are keys."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.api_keys import ApiKeys, InvalidApiKey
+from router.http.errors import response_to
+
+HEADER = b"authorization"
+ALIVE = frozenset({"/health", "/ready"})
+"""What load balancers and orchestrators ask."""
+
+
+class RequireKey:
+    """ASGI application around another. Puts `tenant` (see `router.api_keys.salted`) into the request's state."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = ALIVE) -> None:
+        self._app = app
+        self._keys = keys
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            given = next((value for name, value in scope["headers"] if name == HEADER), b"")
+            try:
+                scope["state"]["tenant"] = self._keys.check(given.decode("latin-1"))
+            except InvalidApiKey as error:
+                await response_to(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,286 @@
+"""One client's HTTP/1.1 connection: uvicorn's, bounded in size and time whatever the client sends, or does not read.
+
+What is wrong with a request before the application sees it is answered here, in OpenAI's form; then the connection
+ends. What the application refuses early leaves it open, if the rest of the request comes soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import logging
+from asyncio import TimerHandle
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from router.http.errors import error_body
+from router.http.limits import ConnectionLimits, LimitLog
+from router.scope import RETRY_AFTER_S
+
+log = logging.getLogger(__name__)
+
+MAX_URL_BYTES = 8 * 1024
+MAX_PIPELINED = 64
+"""Requests that wait behind one that is being answered. Clients hardly ever do that."""
+_MAX_TURNED_AWAY = 128
+"""Connections beyond the limit that are told so, at once; they need descriptors too."""
+_HEADER_COST = 32
+
+
+class Gate:
+    """What the connections of one server share."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.num_turned_away = 0
+        self.full = LimitLog(f"all --max-connections={limits.max_connections} are in use")
+
+
+class _Reading(enum.Enum):
+    """What of a request is coming in."""
+
+    NOTHING = enum.auto()
+    HEAD = enum.auto()
+    BODY = enum.auto()
+
+
+class _Refused(Exception):
+    """Raised in the parser's callbacks, which it stops."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class Connection(HttpToolsProtocol):
+    """Timers run only for what did not come, or go, at once: a request that arrives whole starts none."""
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: ServerState, loop: asyncio.AbstractEventLoop, gate: Gate
+    ) -> None:
+        super().__init__(config, server_state, {}, loop)
+        self._gate = gate
+        self._limits = gate.limits
+        self.url = b""
+        self._reading = _Reading.NOTHING
+        self._overhead_bytes = 0  # fed since the last head or piece of a body ended: all else has no end of its own
+        self._running: RequestResponseCycle | None = None  # `cycle` is the newest; with pipelining they differ
+        self._refused = False
+        self._turned_away = False
+        self._read_timer: TimerHandle | None = None
+        self._write_timer: TimerHandle | None = None
+
+    # ---- connections ----
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if len(self.connections) <= self._limits.max_connections:
+            self._watch()
+            return
+        self.connections.discard(self)
+        self._gate.full.bites()
+        if self._gate.num_turned_away >= _MAX_TURNED_AWAY:
+            transport.abort()
+            return
+        self._turned_away = True
+        self._gate.num_turned_away += 1
+        self._refuse(503, "too many connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_read_timer()
+        self._stop_write_timer()
+        self._unset_keepalive_if_required()
+        self._leave_running()
+        if self._turned_away:
+            self._gate.num_turned_away -= 1
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        if self._refused:
+            self.transport.abort()
+        else:
+            super().shutdown()
+            self._close_in_time()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._close_in_time()
+
+    # ---- what comes ----
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._unset_keepalive_if_required()
+        self._overhead_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.cycle.keep_alive = False  # it is answered as if it had not asked; what follows may be anything
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if isinstance(cause, _Refused):
+                self._refuse(cause.status, cause.message)
+            else:
+                self._refuse(400, f"This is not a valid HTTP/1.1 request: {cause or error}")
+            return
+        if self._overhead_bytes > self._limits.max_header_bytes:
+            refusal = self._too_large()
+            self._refuse(refusal.status, refusal.message)
+        elif self._reading is not _Reading.NOTHING or self.cycle is None or self.cycle.response_complete:
+            self._watch()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._reading = _Reading.HEAD
+
+    def on_headers_complete(self) -> None:
+        head_bytes = len(self.url) + sum([len(name) + len(value) + _HEADER_COST for name, value in self.headers])
+        if head_bytes > self._limits.max_header_bytes or len(self.url) > MAX_URL_BYTES:
+            raise self._too_large()
+        if self._read_timer is not None:
+            self._stop_read_timer()
+        if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
+            raise _Refused(400, "There is no WebSocket here: answers are streamed as server-sent events.")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise _Refused(400, f"more than {MAX_PIPELINED} requests at once on one connection")
+        super().on_headers_complete()
+        self._overhead_bytes = 0
+        self._reading = _Reading.BODY
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._reading = _Reading.NOTHING
+        if self._read_timer is not None:
+            self._stop_read_timer()
+
+    def _too_large(self) -> _Refused:
+        if len(self.url) > MAX_URL_BYTES:
+            return _Refused(414, f"The request's address is longer than {MAX_URL_BYTES} bytes.")
+        return _Refused(431, f"The request's headers are larger than {self._limits.max_header_bytes} bytes.")
+
+    def _watch(self) -> None:
+        """Start the clock for what the client has yet to send, unless it runs, or we are the ones to move."""
+        if self._read_timer is not None:
+            return
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self._reading is _Reading.NOTHING:
+            if not answering and self.timeout_keep_alive_task is None:
+                self.timeout_keep_alive_task = self._later(self._limits.idle_timeout_s, self.timeout_keep_alive_handler)
+        elif self._reading is _Reading.HEAD:
+            if not answering:
+                self._read_timer = self._later(self._limits.header_timeout_s, self._late)
+        elif not self.pipeline:
+            self._read_timer = self._later(self._limits.body_timeout_s, self._late)
+
+    def _late(self) -> None:
+        self._read_timer = None
+        if self.flow.read_paused:  # by us
+            self._watch()
+        elif self._reading is _Reading.HEAD:
+            self._refuse(408, f"The request's headers did not come within {self._limits.header_timeout_s:g} s.")
+        else:
+            self._refuse(408, f"The request's body did not come within {self._limits.body_timeout_s:g} s.")
+
+    # ---- what goes ----
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close_in_time()
+        elif self._reading is _Reading.BODY and self.cycle.response_complete:
+            self._stop_read_timer()
+            self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
+        elif self._reading is not _Reading.NOTHING:  # the next has begun
+            self._unset_keepalive_if_required()
+            self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_write_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_write_timer()
+
+    def _close_in_time(self) -> None:
+        """A transport that closes waits for its client to take the rest."""
+        if self.transport.get_write_buffer_size():
+            self._start_write_timer()
+
+    def _does_not_read(self) -> None:
+        log.info("cut off client=%s: it did not read for %g s", self.client, self._limits.write_timeout_s)
+        self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Say why, once, in place of an answer that has not begun; then only wait for the client to have read it."""
+        level = logging.DEBUG if self._turned_away else logging.INFO  # those have one line for all
+        log.log(level, "refused status=%d client=%s: %s", status, self.client, message)
+        self._refused = True
+        self._stop_read_timer()
+        self.pipeline.clear()
+        if self._leave_running():
+            self.transport.abort()
+            return
+        self.transport.write(_answer(status, message, self.server_state.default_headers))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
+
+    def _leave_running(self) -> bool:
+        """Tell the request that is being answered that its client has left. Returns whether its answer had begun."""
+        cycle = self._running
+        if cycle is None or cycle.response_complete:
+            return False
+        cycle.disconnected = True
+        cycle.waiting_for_100_continue = False  # nothing can be said any more
+        cycle.message_event.set()
+        return cycle.response_started
+
+    # ---- timers ----
+
+    def _later(self, delay_s: float, call: Callable[[], object]) -> TimerHandle:
+        return self.loop.call_later(delay_s, call)
+
+    def _start_write_timer(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self._later(self._limits.write_timeout_s, self._does_not_read)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+
+def _answer(status: int, message: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+    body = json.dumps(error_body(status, message)).encode()
+    own = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+        *([(b"retry-after", b"%d" % RETRY_AFTER_S)] if status == 503 else []),
+    ]
+    lines = b"".join(b"%b: %b\r\n" % header for header in (*headers, *own))
+    return STATUS_LINE[status] + lines + b"\r\n" + body

@@ -1,0 +1,154 @@
+"""The kinds of fields in request bodies: what each may be, how large, and how the API's description puts it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from baton.sampling import MAX_LOGIT_BIAS
+from router.limits import (
+    MAX_NAME_CHARS,
+    MAX_ROLE_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TEMPLATE_CHARS,
+    MAX_TEMPLATE_DEPTH,
+    MAX_TEMPLATE_VALUES,
+)
+
+CONFIG = ConfigDict(strict=True, extra="allow", frozen=True)
+
+_MAX_ID_DIGITS = 10
+
+
+def between(least: float | None = None, most: float | None = None) -> Any:
+    """An optional number. The range is for the API's description: other code checks it, which knows the model too."""
+    extra = {"minimum": least, "maximum": most}
+    return Field(None, json_schema_extra={name: value for name, value in extra.items() if value is not None})
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 16.0 is 16."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _strings(value: Any) -> Any:
+    """From one string, a list of them, or null."""
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        raise ValueError("must be a string or a list of strings")
+    if len(texts) > MAX_STOP_STRINGS:
+        raise ValueError(f"must have at most {MAX_STOP_STRINGS} strings, not {len(texts)}")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a list of strings")
+    return tuple(dict.fromkeys(texts))
+
+
+def _prompts(value: Any) -> Any:
+    """From text, token ids, or a list of either."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if _is_ids(value):
+            return (tuple(value),)
+        if all(isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value):
+            return tuple(item if isinstance(item, str) else tuple(item) for item in value)
+    raise ValueError("must be a string, a list of token ids, or a list of either")
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+def _message_text(value: Any) -> Any:
+    """From a string, a list of text parts, or null."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    return "\n".join(_part_text(part) for part in value)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        shown = repr(kind[:64]) if isinstance(kind, str) else "unknown"
+        raise ValueError(f"a part of type {shown} is not supported: only text is")
+    if not isinstance(part.get("text"), str):
+        raise ValueError("a text part needs a string in `text`")
+    return str(part["text"])
+
+
+def _biases(value: Any) -> Any:
+    """From an object whose names are token ids."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"must have at most {MAX_LOGIT_BIAS} entries, not {len(value)}")
+    return {_token_id(name): bias for name, bias in value.items()}
+
+
+def _token_id(name: str) -> int:
+    if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_ID_DIGITS):
+        raise ValueError(f"names must be token ids, integers of 0 or more, not {name[:64]!r}")
+    return int(name)
+
+
+def _template_values(value: Any) -> Any:
+    """Bounds what a template may be made to work on."""
+    num_values, num_chars = 0, 0
+    level = [value]
+    for _ in range(MAX_TEMPLATE_DEPTH):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += [*item, *item.values()]
+            elif isinstance(item, list):
+                inner += item
+            elif isinstance(item, str):
+                num_chars += len(item)
+        num_values += len(inner)
+        if num_values > MAX_TEMPLATE_VALUES:
+            raise ValueError(f"must have at most {MAX_TEMPLATE_VALUES} names and values")
+        if num_chars > MAX_TEMPLATE_CHARS:
+            raise ValueError(f"must have at most {MAX_TEMPLATE_CHARS} characters")
+        level = inner
+    if level:
+        raise ValueError(f"must be nested at most {MAX_TEMPLATE_DEPTH - 1} deep")
+    return value
+
+
+_STRING = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _STRING},
+    "required": ["type", "text"],
+}
+_BIASES = {
+    "type": "object",
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "maxProperties": MAX_LOGIT_BIAS,
+}
+_STOPS = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS}
+_PROMPTS = {"anyOf": [_STRING, _IDS, {"type": "array", "items": {"anyOf": [_STRING, _IDS]}, "minItems": 1}]}
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+Role = Annotated[str, Field(max_length=MAX_ROLE_CHARS, examples=["user", "assistant", "system"])]
+Strings = Annotated[
+    tuple[str, ...],
+    PlainValidator(_strings),
+    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _STOPS, {"type": "null"}]}),
+]
+Prompts = Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts), WithJsonSchema(_PROMPTS)]
+Text = Annotated[
+    str,
+    PlainValidator(_message_text),
+    WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}),
+]
+Biases = Annotated[dict[int, float], BeforeValidator(_biases), WithJsonSchema(_BIASES)]
+TemplateValues = Annotated[dict[str, Any], BeforeValidator(_template_values)]

@@ -1,0 +1,83 @@
+"""What one client may take of the HTTP server, and what all of them may together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from baton.errors import Overloaded
+
+log = logging.getLogger(__name__)
+
+_QUIET_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Of each connection, but for `max_connections`. Times are in seconds.
+
+    `max_header_bytes`: the request line and all headers, each with 32 bytes beside its text, as HTTP/2 counts them.
+    `header_timeout_s`, `body_timeout_s`: from the first byte of a request's head or body to the last.
+    `write_timeout_s`: so long an answer may wait for its client to read. `idle_timeout_s`: between requests.
+    `linger_s`: so long a client that was refused may go on sending, as one that is cut off while it sends does not see
+    why.
+    """
+
+    max_connections: int = 8192
+    max_header_bytes: int = 32 * 1024
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 30.0
+    idle_timeout_s: float = 75.0
+    linger_s: float = 2.0
+
+
+class LimitLog:
+    """One line when a limit first bites, then at most one a minute: what strangers do must not fill the log."""
+
+    def __init__(self, text: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._text = text
+        self._clock = clock
+        self._quiet_until = float("-inf")
+        self._num_unsaid = 0
+
+    def bites(self) -> None:
+        self._num_unsaid += 1
+        now = self._clock()
+        if now >= self._quiet_until:
+            log.warning("%s refused=%d", self._text, self._num_unsaid)
+            self._quiet_until, self._num_unsaid = now + _QUIET_S, 0
+
+
+class Bodies:
+    """Bounds each request's body by `max_bytes`, and those that are being read over all connections by `total_bytes`.
+
+    What has arrived counts, not what was announced: a client must send to take anything from the others.
+    """
+
+    def __init__(self, max_bytes: int, total_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._total_bytes = total_bytes
+        self._held_bytes = 0
+        self._log = LimitLog(f"the bodies of requests under way fill --max-buffered-body-bytes={total_bytes}")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Callable[[int], None]]:
+        """Gives what to call with the size of each piece that came, which raises Overloaded; counted until the end."""
+        held = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal held
+            if self._held_bytes + num_bytes > self._total_bytes:
+                self._log.bites()
+                raise Overloaded("too many request bodies are being received at once")
+            self._held_bytes += num_bytes
+            held += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._held_bytes -= held

@@ -1,0 +1,150 @@
+"""`/openapi.json`: what the API takes and answers, for programs that read it. Our routes read their bodies themselves,
+so FastAPI cannot know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import baton
+from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+_REF = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+_MODEL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+        "max_model_len": {"type": "integer"},
+    },
+    "required": ["id", "object", "created", "owned_by", "max_model_len"],
+}
+_MODELS = {
+    "type": "object",
+    "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}},
+    "required": ["object", "data"],
+}
+_ANSWER = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"enum": ["chat.completion", "text_completion"]},
+        "created": {"type": "integer"},
+        "model": {"type": "string"},
+        "choices": {"type": "array", "items": {"type": "object"}, "minItems": 1},
+        "usage": {"type": "object"},
+        "timings": {"type": "object"},
+    },
+    "required": ["id", "object", "created", "model", "choices", "usage"],
+}
+_TOKENS = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer"},
+        "max_model_len": {"type": "integer"},
+        "tokens": {"type": "array", "items": {"type": "integer"}},
+        "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
+    },
+    "required": ["count", "max_model_len", "tokens"],
+}
+_TEXT = {"type": "object", "properties": {"prompt": {"type": "string"}}, "required": ["prompt"]}
+
+_BODY_ERRORS = {
+    400: "The request is wrong; `param` names the field",
+    404: "There is no such model",
+    408: "The body did not come in time",
+    413: "The body is too large",
+    429: "There is no room now; see Retry-After",
+    500: "Our own mistake",
+    503: "No node can answer now; see Retry-After",
+}
+_GENERATE_ERRORS = {**_BODY_ERRORS, 504: "The request was not finished in time"}
+_STATUS = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
+_VERSION = {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]}
+_NOT_READY = {503: "Not now; the message says why"}
+
+
+def describe() -> dict[str, Any]:
+    """The whole document, in OpenAPI 3.1."""
+    kinds: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "baton", "version": baton.__version__},
+        "paths": {
+            "/v1/chat/completions": _post("chat", ChatRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
+            "/v1/completions": _post("completion", CompletionRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
+            "/tokenize": _post("tokenize", TokenizeRequest, _TOKENS, _BODY_ERRORS),
+            "/detokenize": _post("detokenize", DetokenizeRequest, _TEXT, _BODY_ERRORS),
+            "/v1/models": _get("models", _json(_MODELS), _NOT_READY),
+            "/v1/models/{name}": {**_get("model", _json(_MODEL), {404: _BODY_ERRORS[404], **_NOT_READY}), **_NAMED},
+            "/health": _get("health", _json(_STATUS)),
+            "/ready": _get("ready", _json(_STATUS), _NOT_READY),
+            "/version": _get("version", _json(_VERSION)),
+            "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),
+        },
+        "components": {"schemas": {**schemas["$defs"], "Error": _ERROR}},
+    }
+
+
+def routes() -> APIRouter:
+    document = describe()
+    router = APIRouter()
+
+    async def openapi() -> JSONResponse:
+        return JSONResponse(document)
+
+    router.add_api_route("/openapi.json", openapi, methods=["GET", "HEAD"])
+    return router
+
+
+_NAMED = {
+    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _responses(content: dict[str, Any], errors: dict[int, str]) -> dict[str, Any]:
+    error = _json({"$ref": _REF.format(model="Error")})
+    failures = {str(status): {"description": text, "content": error} for status, text in errors.items()}
+    return {"200": {"description": "The answer", "content": content}, **failures}
+
+
+def _get(name: str, content: dict[str, Any], errors: dict[int, str] | None = None) -> dict[str, Any]:
+    return {"get": {"operationId": name, "responses": _responses(content, errors or {})}}
+
+
+def _post(
+    name: str, body: type[BaseModel], answer: dict[str, Any], errors: dict[int, str], streams: bool = False
+) -> dict[str, Any]:
+    """`streams`: with `stream` in the body, the answer is a stream of events."""
+    content = _json(answer)
+    if streams:
+        content["text/event-stream"] = {}
+    request = {"required": True, "content": _json({"$ref": _REF.format(model=body.__name__)})}
+    return {"post": {"operationId": name, "requestBody": request, "responses": _responses(content, errors)}}

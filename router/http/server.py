@@ -1,0 +1,68 @@
+"""The HTTP server: uvicorn, with our connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from router.http.connection import Connection, Gate
+from router.http.limits import ConnectionLimits
+
+_BACKLOG = 2048
+
+
+class HttpServer(uvicorn.Server):
+    """Serves `app` from `serve` until `should_exit`, then for `drain_timeout_s` more. `up` is set once connections are
+    taken. Without uvicorn's signal handlers: the process has its own."""
+
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits, tls: ssl.SSLContext | None = None, drain_timeout_s: float = 0.0
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Connection,  # so that no other is looked for; `startup` makes them
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]  # goes to call_later
+            timeout_graceful_shutdown=int(drain_timeout_s) + 1,
+        )
+        super().__init__(config)
+        self.up = asyncio.Event()
+        self._gate = Gate(limits)
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            return Connection(self.config, self.server_state, loop, self._gate)
+
+        timeout_s = self._gate.limits.header_timeout_s if self._tls else None  # asyncio takes none without TLS
+        self.servers = [
+            await loop.create_server(
+                connection,
+                sock=listener,
+                backlog=_BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=timeout_s,
+                ssl_shutdown_timeout=timeout_s,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

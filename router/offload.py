@@ -1,0 +1,83 @@
+"""Work that would hold up the event loop, on a few threads beside it.
+
+A thread helps only where the work lets others run: Python code does, every 5 ms, and so do `tokenizers`' batches. One
+long call into C that keeps the interpreter's lock (`json.loads`, `json.dumps`) holds up the loop from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from baton.errors import Overloaded
+
+T = TypeVar("T")
+
+INLINE_SIZE = 1024
+"""Characters that are worked on at once: less than a millisecond, as `encode` of so many takes (0.7 ms measured)."""
+_LARGE = 65_536
+_NUM_THREADS = 4
+_NUM_LARGE = 2
+"""So many threads at most have large work, so that the rest of the requests does not wait behind it."""
+_MAX_WAIT_S = 60.0
+
+
+class Offload:
+    """A bounded pool: work of at most `max_size` characters or bytes is waiting or under way, `size` of it now."""
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self.size = 0
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "offload")
+        self._large = asyncio.Semaphore(_NUM_LARGE)
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """What `work`, which goes over `size` characters or bytes, returns or raises. Raises Overloaded.
+
+        A caller that is cancelled leaves the work to end by itself: until then it counts.
+        """
+        if size <= INLINE_SIZE:
+            return work()
+        if self.size and self.size + size > self._max_size:
+            raise Overloaded(f"texts of {self.size} characters are being worked on")
+        self.size += size
+        return await asyncio.shield(asyncio.create_task(self._run(work, size)))
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises. Never refused: for what admitted requests bring in the end."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """What has not begun never does."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], T], size: int) -> T:
+        try:
+            if size <= _LARGE:
+                return await self.in_thread(work)
+            try:
+                async with asyncio.timeout(_MAX_WAIT_S):
+                    await self._large.acquire()
+            except TimeoutError:
+                raise Overloaded(f"long texts have kept others waiting for {_MAX_WAIT_S:g} s") from None
+            try:
+                return await self.in_thread(work)
+            finally:
+                self._large.release()
+        finally:
+            self.size -= size
+
+
+class Pauses:
+    """Awaited in a loop that must run on the event loop: lets others run whenever it has held them up for 5 ms."""
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._since = self._clock()
+
+    async def __call__(self) -> None:
+        if self._clock() - self._since > 0.005:
+            await asyncio.sleep(0)
+            self._since = self._clock()

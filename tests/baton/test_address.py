@@ -1,0 +1,24 @@
+"""HOST:PORT at its edges."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.address import HostPort
+
+
+@pytest.mark.parametrize("port", [1, 65535])
+def test_ports_that_there_are(port: int) -> None:
+    assert HostPort.parse(f"host:{port}") == HostPort("host", port)
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "x", "", "1.5", "٣"])
+def test_ports_that_there_are_not(port: str) -> None:
+    with pytest.raises(ValueError, match="port"):
+        HostPort.parse(f"host:{port}")
+
+
+def test_port_0_is_for_listening_alone() -> None:
+    assert HostPort.parse("host:0", allow_port_0=True).port == 0
+    with pytest.raises(ValueError, match="port 0"):
+        HostPort.parse("host:0")

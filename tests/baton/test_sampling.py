@@ -1,0 +1,62 @@
+"""Ranges of sampling parameters, at their edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.sampling import SamplingParams
+
+INSIDE: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1e6},
+    {"top_p": 1e-9},
+    {"top_p": 1.0},
+    {"min_p": 0.0},
+    {"min_p": 1.0},
+    {"seed": 2**64 - 1},
+    {"max_tokens": 1},
+    {"max_tokens": 2**31 - 1},
+    {"min_tokens": 16},
+    {"num_logprobs": -1},
+    {"num_logprobs": 20},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": 2.0},
+    {"repetition_penalty": 1e6},
+    {"logit_bias": {0: -100.0, 5: 100.0}},
+]
+OUTSIDE: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1e-9}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": 1.001}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"min_p": 1.001}, "min_p"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": -1}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2**31}, "max_tokens"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"num_logprobs": 21}, "logprobs"),
+    ({"num_logprobs": -2}, "logprobs"),
+    ({"presence_penalty": 2.001}, "presence_penalty"),
+    ({"frequency_penalty": -2.001}, "frequency_penalty"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"logit_bias": {0: 100.5}}, "logit_bias"),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+]
+
+
+@pytest.mark.parametrize("params", INSIDE, ids=str)
+def test_edges_are_inside(params: dict[str, Any]) -> None:
+    SamplingParams(**params)
+
+
+@pytest.mark.parametrize(("params", "named"), OUTSIDE, ids=str)
+def test_what_lies_outside_is_named(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**params)
+    assert refused.value.param == named

@@ -1,0 +1,129 @@
+"""Sequences that may have to wait for somebody else with their blocks held, and those beside them."""
+
+from __future__ import annotations
+
+import random
+
+from baton.messages import WorkId
+from baton.sampling import SamplingParams
+from engine.block_manager import BlockManager
+from engine.config import EngineConfig
+from engine.lanes import KNOWN_S
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 20
+
+
+def sequence(name: str, lane: str | None, num_blocks: int = 4, arrived_s: float = 0.0) -> Sequence:
+    """Of as many blocks, none of which another sequence has."""
+    draw = random.Random(name)
+    prompt = tuple(draw.randrange(1000) for _ in range(num_blocks * BLOCK_SIZE))
+    sampling = SamplingParams(max_tokens=4)
+    return Sequence(WorkId(7, name, 0), [0], prompt, sampling, hand_off=True, arrived_s=arrived_s, lane=lane)
+
+
+class Pool:
+    """A scheduler whose sequences are computed at once, and keep their blocks until they `end`."""
+
+    def __init__(self) -> None:
+        config = EngineConfig(
+            num_blocks=NUM_BLOCKS + 1,
+            max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+            vocab_size=1000,
+            eos_token_ids=(),
+            block_size=BLOCK_SIZE,
+            max_num_seqs=100,
+            max_num_batched_tokens=1000,
+        )
+        self.blocks = BlockManager(NUM_BLOCKS + 1, BLOCK_SIZE)
+        self.scheduler = Scheduler(config, self.blocks)
+
+    def add(self, *sequences: Sequence) -> None:
+        for seq in sequences:
+            self.scheduler.add(seq)
+
+    def admitted(self) -> list[str]:
+        """Who gets blocks now."""
+        plan = self.scheduler.schedule()
+        for chunk in plan.chunks:
+            chunk.sequence.num_computed_tokens = chunk.end
+            self.scheduler.remove(chunk.sequence)  # parked
+        return [seq.work.request_id for seq in plan.started]
+
+    def end(self, seq: Sequence) -> None:
+        self.scheduler.leave_lane(seq)
+        self.blocks.release(seq.block_table)
+        seq.block_table = []
+
+
+def test_a_lane_that_is_full_for_ever_leaves_the_others_their_share() -> None:
+    pool = Pool()
+    pool.add(*(sequence(f"full {i}", "full") for i in range(50)), sequence("free 0", "free"))
+    assert pool.admitted() == ["full 0", "full 1", "free 0"]
+    for i in range(1, 20):
+        pool.add(seq := sequence(f"free {i}", "free"))
+        assert pool.admitted() == [f"free {i}"]
+        pool.end(seq)
+    assert pool.scheduler.num_waiting == 48
+
+
+def test_one_lane_alone_has_the_whole_pool() -> None:
+    pool = Pool()
+    pool.add(*(sequence(str(i), "only") for i in range(9)))
+    assert pool.admitted() == ["0", "1", "2", "3", "4"]
+    pool.scheduler.check_integrity()
+
+
+def test_what_has_left_its_lane_counts_no_more() -> None:
+    pool = Pool()
+    sequences = [sequence(f"a{i}", "a") for i in range(5)]
+    pool.add(*sequences, sequence("b", "b", num_blocks=1))
+    assert pool.admitted() == ["a0", "a1", "b"]
+    assert pool.admitted() == []
+    pool.scheduler.leave_lane(sequences[0])
+    pool.scheduler.leave_lane(sequences[0])
+    assert pool.admitted() == ["a2"]
+
+
+def test_a_lane_always_has_one_however_long_it_is() -> None:
+    pool = Pool()
+    pool.add(sequence("long", "a", num_blocks=15), sequence("next", "a", num_blocks=1), sequence("b", "b"))
+    assert pool.admitted() == ["long", "b"]
+
+
+def test_one_that_finds_too_few_blocks_keeps_all_behind_it_waiting() -> None:
+    """Else short ones of another lane would take them for ever."""
+    pool = Pool()
+    pool.add(first := sequence("first", None, num_blocks=15))
+    assert pool.admitted() == ["first"]
+    pool.add(sequence("long", "a", num_blocks=10), sequence("short", "b", num_blocks=1))
+    assert pool.admitted() == []
+    pool.end(first)
+    assert pool.admitted() == ["long", "short"]
+
+
+def test_who_waits_for_nobody_is_in_no_lane() -> None:
+    pool = Pool()
+    pool.add(sequence("b", "b", num_blocks=1), *(sequence(str(i), None) for i in range(9)))
+    assert pool.admitted() == ["b", "0", "1", "2", "3"]
+
+
+def test_a_lane_that_nobody_has_come_to_for_long_has_no_share_any_more() -> None:
+    pool = Pool()
+    pool.add(old := sequence("old", "gone"))
+    assert pool.admitted() == ["old"]
+    pool.end(old)
+    pool.add(*(sequence(f"early {i}", "a", arrived_s=KNOWN_S - 1) for i in range(4)))
+    assert pool.admitted() == ["early 0", "early 1"]
+    pool.add(sequence("late", "a", arrived_s=KNOWN_S + 1))
+    assert pool.admitted() == ["early 2", "early 3", "late"]
+
+
+def test_whoever_leaves_the_queue_is_not_admitted() -> None:
+    pool = Pool()
+    gone, stays = sequence("gone", "a"), sequence("stays", "a")
+    pool.add(gone, stays, sequence("b", "b"))
+    pool.scheduler.remove(gone)
+    assert (pool.scheduler.num_waiting, pool.admitted()) == (2, ["stays", "b"])

@@ -1,0 +1,99 @@
+"""A router with scripted nodes, for tests that send it anything; and what must hold whatever was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from baton.messages import NodeRole
+from tests.router.conftest import Router, says
+from tests.router.fake_node import FakeCluster
+from tests.router.http_shapes import CHAT
+
+CASE_S = 20.0
+"""What one case may take on a busy machine; one that hangs takes for ever."""
+
+AT_ONCE = 16
+
+CHAT_BODY = {
+    **CHAT,
+    "max_tokens": 8,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "n": 1,
+    "stop": ["x"],
+    "seed": 1,
+    "logit_bias": {"7": 1.0},
+    "logprobs": True,
+    "top_logprobs": 1,
+    "stream": False,
+}
+COMPLETION_BODY = {
+    "model": "tiny",
+    "prompt": ["hi", "there"],
+    "max_tokens": 8,
+    "n": 2,
+    "stop": "x",
+    "stop_token_ids": [3],
+    "logprobs": 1,
+    "min_tokens": 1,
+    "timeout": 5.0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "cache_salt": "a",
+}
+BODIES = {
+    "/v1/chat/completions": CHAT_BODY,
+    "/v1/completions": COMPLETION_BODY,
+    "/tokenize": {"model": "tiny", "prompt": "hi there", "add_special_tokens": True, "return_token_strs": True},
+    "/detokenize": {"model": "tiny", "tokens": [5, 6, 7, 8]},
+}
+
+
+@asynccontextmanager
+async def serving(text: str = "hello world", **settings: object) -> AsyncIterator[Router]:
+    """Ready, with one prefill and one decode node that answer with `text`."""
+    nodes = FakeCluster(says(text))
+    await nodes.add(NodeRole.PREFILL)
+    await nodes.add(NodeRole.DECODE)
+    router = Router(nodes, **settings)
+    try:
+        await router.start()
+        await router.ready()
+        yield router
+        await router.stop()
+    finally:
+        await nodes.close()
+
+
+async def answers_as_ever(client: httpx.AsyncClient) -> None:
+    """A usual request gets its usual answer, and nobody has lost a node."""
+    answer = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 50})
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.text)["choices"][0]["message"]["content"] == "hello world"
+    assert (await client.get("/ready")).status_code == 200
+
+
+def no_mistakes(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was logged as our own mistake."""
+    wrong = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not wrong, "\n".join(f"{record.name}: {record.getMessage()} {record.exc_text or ''}" for record in wrong[:3])
+
+
+async def some_at_once(one: Callable[[int], Awaitable[None]], count: int) -> None:
+    """`one` for each number below `count`, AT_ONCE of them at a time."""
+    numbers = iter(range(count))
+
+    async def work() -> None:
+        for number in numbers:
+            await one(number)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(work())

@@ -1,0 +1,60 @@
+"""The API is what the router's OpenAPI document says, in requests that fit it and in requests that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+
+from tests.fuzz.served import BODIES, CASE_S, answers_as_ever, no_mistakes, serving
+
+schemathesis = pytest.importorskip("schemathesis", reason="machines with a GPU have no need of it")
+openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
+
+MAX_EXAMPLES = 12
+"""Of each operation, that fit and that do not."""
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.response_schema_conformance,
+]
+BOUNDED = settings(
+    max_examples=MAX_EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],  # what fails is told as it is: shrinking over sockets takes minutes
+    suppress_health_check=list(HealthCheck),
+)
+
+
+async def test_the_api_is_as_it_says(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as router, httpx.AsyncClient(base_url=router.http, timeout=CASE_S) as client:
+        spec = (await client.get("/openapi.json")).json()
+        assert {*BODIES, "/v1/models", "/ready"} <= set(spec["paths"])
+        await asyncio.to_thread(_exercise, spec, router.http)
+        await answers_as_ever(client)
+        await router.idle()
+    no_mistakes(caplog)
+
+
+def _exercise(spec: dict[str, Any], url: str) -> None:
+    """Every operation, on a thread beside the router's loop."""
+    for found in schemathesis.openapi.from_dict(spec).get_all_operations():
+        for mode in schemathesis.GenerationMode:
+            with contextlib.suppress(Unsatisfiable):  # an operation that takes nothing takes nothing wrong
+                _run(found.ok(), mode, url)
+
+
+def _run(operation: Any, mode: Any, url: str) -> None:
+    @BOUNDED
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: Any) -> None:
+        case.call_and_validate(base_url=url, checks=CHECKS, timeout=CASE_S)
+
+    run()

@@ -1,0 +1,416 @@
+"""Peers that send what they should not: their link ends, and nothing else. A transport that fails by itself says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.cluster_secret import DATA, NONCE_BYTES, ClusterSecret, new_nonce
+from baton.errors import TransferError
+from kv_transfer import staging_for
+from kv_transfer.bell import HostBell, Words
+from kv_transfer.channel import Channel, Frame, Kind
+from kv_transfer.host_memory import REGION_BYTES, HostMemory
+from kv_transfer.ipc import IpcCarrier, IpcTransport
+from kv_transfer.pair import PairTransport
+from kv_transfer.pair_address import _MAGIC, PairAddress, _checksum
+from kv_transfer.parts import PartHeader, slot_bytes_for
+from kv_transfer.receiver import KvReceiver
+from kv_transfer.sender import KvSender
+from kv_transfer.staging import Staging
+from kv_transfer.ucx_address import pack_address, unpack_address
+from tests.kv_transfer.ordered import ordered_carrier
+from tests.kv_transfer.rig_node import BLOCK_BYTES, DEADLINE_S, LAYOUT
+
+SLOT_BYTES = 4096
+RUNS = settings(max_examples=150, deadline=None, derandomize=True)
+SECRET = ClusterSecret(b"that of all nodes of a cluster")
+
+
+SLOTS = staging_for("ipc", 2, SLOT_BYTES, "cpu")
+HERE = IpcCarrier(SLOTS)
+
+
+# ---- addresses ----
+
+FIELDS = asdict(PairAddress("a" * 32, "ipc", "1", "boot", ("127.0.0.1",), 4711, "00"))
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("127.0.0.1")
+anything = plain | st.lists(plain, max_size=3) | st.just({}) | st.just([["::1"]])
+
+
+def sealed(data: bytes) -> bytes:
+    """As anybody can."""
+    return _MAGIC + _checksum(data) + data
+
+
+@RUNS
+@given(st.dictionaries(st.sampled_from(sorted(FIELDS)), anything, min_size=1))
+def test_an_address_that_makes_no_sense_is_refused_though_its_checksum_is_right(changed: dict[str, Any]) -> None:
+    address = sealed(json.dumps(FIELDS | changed).encode())
+    try:
+        made = PairAddress.unpack(address, "peer")
+    except TransferError:
+        return
+    assert PairAddress.unpack(made.pack(), "peer") == made
+    assert 0 < made.port <= 65535
+    made.reachable_from(made)
+    bytes.fromhex(made.memory)
+    for host in made.hosts:
+        socket.getaddrinfo(host, made.port, flags=socket.AI_NUMERICHOST)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hosts": ["node-7.example"]},
+        {"hosts": ["fe80::1%eth0"]},
+        {"hosts": ["127.0.0.1"] * 1000},
+        {"hosts": "127.0.0.1"},
+        {"port": 70_000},
+        {"port": 0},
+        {"port": True},
+        {"memory": "0"},
+        {"id": "a"},
+        {"more": 1},
+        {"version": 2},
+    ],
+)
+def test_what_an_address_must_say(changed: dict[str, Any]) -> None:
+    with pytest.raises(TransferError, match="the address of peer makes no sense"):
+        PairAddress.unpack(sealed(json.dumps(FIELDS | changed).encode()), "peer")
+
+
+@RUNS
+@given(st.binary(max_size=200) | st.just(b"[" * 50_000))
+def test_garbage_is_no_address_of_any_kind(data: bytes) -> None:
+    for address in (data, sealed(data)):
+        with pytest.raises(TransferError):
+            PairAddress.unpack(address, "peer")
+    with pytest.raises(TransferError):
+        unpack_address((1, 21, 0), "machine", data, "peer")
+    with pytest.raises(TransferError):
+        unpack_address((1, 21, 0), "machine", pack_address((1, 20, 0), "machine", data), "peer")
+
+
+@RUNS
+@given(st.binary(max_size=2 * REGION_BYTES + 32))
+def test_garbage_names_no_memory(data: bytes) -> None:
+    way = HERE.sending("peer", HERE.memory, print)
+    with pytest.raises(TransferError):
+        way.reach(data, 64, 1)
+    with pytest.raises(TransferError):
+        way.send(torch.zeros(64, dtype=torch.uint8), 64, data)
+    with pytest.raises(TransferError):
+        HostMemory().open(data)
+    way.close()
+
+
+@RUNS
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_only_what_is_mapped_is_stored_to(offset: int, word: int, num_bytes: int) -> None:
+    way = HERE.sending("peer", HERE.memory, print)
+    place = struct.pack("<QQ", offset, word) + HERE.memory[16:]
+    try:
+        target = way.reach(place, num_bytes, 7)
+    except TransferError:
+        assert offset + num_bytes > 2 * SLOT_BYTES or word * 8 >= 4096
+    else:
+        target.ring(None)
+        assert len(target.memory) == num_bytes <= 2 * SLOT_BYTES - offset
+    way.close()
+
+
+def test_memory_whose_length_may_change_is_not_mapped(tmp_path: Any) -> None:
+    """To write behind its end would end the process."""
+    words = Words()
+    pid, *_, size = struct.unpack("<iiQQQ", words.region)
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(size)
+        stat = os.fstat(file.fileno())
+        with pytest.raises(TransferError, match="cannot be mapped"):
+            HostBell(struct.pack("<iiQQQ", pid, file.fileno(), stat.st_dev, stat.st_ino, size))
+
+
+@RUNS
+@given(st.binary(max_size=128))
+def test_garbage_is_no_header(data: bytes) -> None:
+    with pytest.raises(TransferError):
+        PartHeader.parse(data)
+
+
+# ---- connections ----
+
+
+class Peer:
+    """The other end of both connections with a transport, by hand."""
+
+    def __init__(self, transport: PairTransport, secret: ClusterSecret | None = None) -> None:
+        self.theirs = PairAddress.unpack(transport.info(), "it")
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(DEADLINE_S)
+        port = self.listener.getsockname()[1]
+        self.address = replace(self.theirs, id="e" * 32, port=port)
+        self._secret = secret
+        self._transport = transport
+        self.channels: list[Channel] = []
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        self.listener.close()
+
+    def call(self) -> Channel:
+        """Dial it, as who pushes does."""
+        nonce = new_nonce() if self._secret else b""
+        channel = self._keep(socket.create_connection(("127.0.0.1", self.theirs.port), timeout=DEADLINE_S))
+        channel.send(Kind.HELLO, payload=(self.theirs.id + self.address.id).encode() + nonce)
+        welcome = self.hear(channel)
+        assert welcome.kind is Kind.WELCOME
+        if self._secret is None:
+            channel.send(Kind.OPEN)
+            return channel
+        proofs = self._secret.proofs(DATA, self.address.id, self.theirs.id, nonce, welcome.payload)
+        channel.send(Kind.OPEN, payload=proofs.caller)
+        assert self.hear(channel) == Frame(Kind.PROOF, payload=proofs.callee)
+        return channel
+
+    def answer(self, name: str) -> Channel:
+        """Be connected to under that name, as who grants is."""
+        errors: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                self._transport.connect(name, self.address.pack())
+            except TransferError as error:
+                errors.append(error)
+
+        connecting = threading.Thread(target=connect)
+        connecting.start()
+        channel = self._keep(self.listener.accept()[0])
+        hello, nonce = self.hear(channel), new_nonce() if self._secret else b""
+        assert hello.payload[:64] == (self.address.id + self.theirs.id).encode()
+        channel.send(Kind.WELCOME, payload=nonce)
+        said = self.hear(channel)
+        assert said.kind is Kind.OPEN
+        if self._secret is not None:
+            proofs = self._secret.proofs(DATA, self.theirs.id, self.address.id, hello.payload[64:], nonce)
+            assert said.payload == proofs.caller
+            channel.send(Kind.PROOF, payload=proofs.callee)
+        connecting.join(DEADLINE_S)
+        assert errors == []
+        return channel
+
+    def hear(self, channel: Channel) -> Frame:
+        return next(frame for frame in self.until_lost(channel) if frame is not None)
+
+    def until_lost(self, channel: Channel) -> Iterator[Frame]:
+        arrivals = select.poll()
+        arrivals.register(channel, select.POLLIN)
+        while not channel.lost:
+            assert arrivals.poll(DEADLINE_S * 1e3), "it was not hung up on"
+            yield from channel.receive()
+
+    def _keep(self, connection: socket.socket) -> Channel:
+        channel = Channel(connection)
+        self.channels.append(channel)
+        return channel
+
+
+def transport_of(kind: str, secret: ClusterSecret | None = None) -> tuple[PairTransport, Staging]:
+    if kind == "ipc":
+        staging = staging_for("ipc", 4, SLOT_BYTES, "cpu")
+        return IpcTransport(staging, lambda: None, secret=secret), staging
+    staging = Staging(4, SLOT_BYTES, "cpu")
+    return PairTransport(staging, lambda: None, ordered_carrier(), secret=secret), staging
+
+
+def is_well(transport: PairTransport) -> None:
+    """Its thread lives, and takes whoever comes next."""
+    transport.poll()
+    peer = Peer(transport)
+    peer.call()
+    peer.answer("next")
+    transport.disconnect("next")
+    peer.close()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "ordered"])
+def test_whatever_a_peer_sends_ends_no_more_than_its_link(kind: str) -> None:
+    rng = random.Random(3)
+    transport, staging = transport_of(kind)
+    places = [b"", HERE.memory, bytes(8), rng.randbytes(56), rng.randbytes(96)]
+    notes = [b"", b"[", b"[" * 100_000, b"[1, 2]", b'["x", "y"]', b'[1, "p"]', b"7", rng.randbytes(40)]
+    for turn in range(40):
+        peer = Peer(transport)
+        inward, outward = peer.call(), peer.answer(f"peer {turn}")
+        slots = []
+        for tag in range(2):
+            if (slot := staging.take()) is not None:
+                staging.lend(slot)
+                transport.expect(f"peer {turn}", tag, slot, SLOT_BYTES)
+                slots.append(slot)
+        for _ in range(rng.randint(1, 12)):
+            kind_, tag = rng.choice(list(Kind)), rng.choice([0, 1, 2, 2**64 - 1])
+            num_bytes = rng.choice([0, 1, SLOT_BYTES, SLOT_BYTES + 1, 2**64 - 1])
+            inward.send(kind_, tag, num_bytes, rng.choice([b"", bytes(64), rng.randbytes(300), *notes]))
+            outward.send(rng.choice([Kind.GRANT, kind_]), tag, num_bytes, rng.choice(places))
+        if turn % 2:
+            with contextlib.suppress(OSError):
+                inward.socket.send(rng.randbytes(50))
+        transport.disconnect(f"peer {turn}")
+        peer.close()
+        seen: list[int] = []
+        while len(seen) < len(slots):
+            seen += [event.slot for event in transport.poll() if hasattr(event, "slot")]
+        assert sorted(seen) == sorted(slots)  # once each
+        for slot in slots:
+            staging.reclaim(slot)
+            staging.give_back(slot)
+    staging.check_integrity()
+    is_well(transport)
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [(Kind.END, b"")],
+        [(Kind.BEGIN, b"h"), (Kind.BEGIN, b"h")],
+        [(Kind.BEGIN, bytes(200))],
+        [(Kind.HELLO, b"")],
+        [(Kind.GRANT, b"")],
+    ],
+)
+def test_what_is_out_of_turn_ends_the_link_and_no_part_has_arrived(said: list[tuple[Kind, bytes]]) -> None:
+    transport, staging = transport_of("ipc")
+    peer = Peer(transport)
+    inward, outward = peer.call(), peer.answer("peer")
+    slot = staging.take()
+    assert slot is not None
+    staging.lend(slot)
+    transport.expect("peer", 1, slot, SLOT_BYTES)
+    assert peer.hear(inward).kind is Kind.GRANT
+    for kind, payload in said:
+        inward.send(kind, 1, 10, payload)
+    list(peer.until_lost(inward))
+    list(peer.until_lost(outward))
+    assert [type(event).__name__ for event in transport.poll()] == ["Failed", "PeerLost"]
+    peer.close()
+    is_well(transport)
+    transport.close()
+
+
+def test_who_sends_without_end_does_not_keep_others_from_being_heard() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        channel = Channel(server.accept()[0])
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):  # until it is hung up on
+            while True:
+                one.sendall(bytes(1 << 20))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    arrivals = select.poll()
+    arrivals.register(channel, select.POLLIN)
+    frame = b"\x00\x00\x08\x00\x06"  # half a MiB of a BEGIN that is not over yet
+    channel._inbox += frame
+    for _ in range(5):
+        assert arrivals.poll(DEADLINE_S * 1e3)
+        channel.receive()
+        assert len(channel._inbox) <= 2 << 20
+    channel.close()
+    thread.join(DEADLINE_S)
+    one.close()
+
+
+# ---- the cluster secret ----
+
+
+@pytest.mark.parametrize("kind", ["ipc", "ordered"])
+def test_connections_are_opened_by_who_knows_the_secret(kind: str) -> None:
+    transport, _ = transport_of(kind, SECRET)
+    peer = Peer(transport, SECRET)
+    peer.call()
+    peer.answer("peer")
+    assert transport._pair._links.is_open("peer")
+    peer.close()
+    transport.close()
+
+
+@pytest.mark.parametrize("secret", [None, ClusterSecret(b"that of another cluster")])
+def test_who_does_not_know_it_is_hung_up_on_and_told_nothing(secret: ClusterSecret | None) -> None:
+    transport, _ = transport_of("ipc", SECRET)
+    peer = Peer(transport, secret)
+    channel = peer._keep(socket.create_connection(("127.0.0.1", peer.theirs.port), timeout=DEADLINE_S))
+    nonce = new_nonce() if secret else b""
+    channel.send(Kind.HELLO, payload=(peer.theirs.id + peer.address.id).encode() + nonce)
+    if secret:
+        welcome = peer.hear(channel)
+        wrong = secret.proofs(DATA, peer.address.id, peer.theirs.id, nonce, welcome.payload)
+        channel.send(Kind.OPEN, payload=wrong.caller)
+    assert list(peer.until_lost(channel)) == []
+    assert not transport._pair._links._unclaimed
+    peer.close()
+    transport.close()
+
+
+def test_who_is_dialled_must_know_it_too() -> None:
+    transport, _ = transport_of("ipc", SECRET)
+    peer = Peer(transport)
+
+    def impostor() -> None:
+        channel = peer._keep(peer.listener.accept()[0])
+        peer.hear(channel)
+        channel.send(Kind.WELCOME, payload=bytes(NONCE_BYTES))
+        said = peer.hear(channel)
+        channel.send(Kind.PROOF, payload=said.payload)  # sent back
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with pytest.raises(TransferError, match="or the cluster secret differs"):
+        transport.connect("peer", peer.address.pack())
+    thread.join(DEADLINE_S)
+    peer.close()
+    transport.close()
+
+
+# ---- a transport that fails ----
+
+
+class _Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("make", [KvSender, KvReceiver])
+def test_a_transport_that_fails_is_told_to_who_polls_and_wakes_him(make: Callable[..., Any]) -> None:
+    staging, woken = staging_for("ipc", 2, slot_bytes_for(2, BLOCK_BYTES), "cpu"), threading.Event()
+    transport = IpcTransport(staging, woken.set)
+    mover = make(transport, staging, torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8), LAYOUT)
+    mover.poll()
+
+    def fail() -> None:
+        raise _Broken("a bug of ours")
+
+    transport._pair.call(fail)
+    assert woken.wait(DEADLINE_S)
+    with pytest.raises(RuntimeError, match="the transport failed: _Broken"):
+        mover.poll()
+    with pytest.raises(TransferError, match="the transport is closed"):
+        transport.connect("peer", transport.info())
+    transport.close()

@@ -1,0 +1,26 @@
+"""Settings for hypothesis' state machines, whose failures are to be reported in time.
+
+Hypothesis makes a failing run smaller for up to five minutes, which is beyond pytest's limit for a test, and then no
+test is reported at all. So a machine that fails reports the run in which it did, at once and as it was. To have it made
+smaller: `pytest FILE --hypothesis-profile=shrink --timeout=0`.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, Phase, settings
+
+SHRINK = "shrink"
+settings.register_profile(SHRINK, settings.default)
+
+
+def machine(max_examples: int, steps: int) -> settings:
+    """Of so many runs with so many steps each. How long one takes is the business of pytest's limit."""
+    shrinks = settings.get_current_profile_name() == SHRINK
+    phases = [phase for phase in Phase if shrinks or phase not in (Phase.shrink, Phase.explain)]
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=steps,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )

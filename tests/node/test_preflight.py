@@ -1,0 +1,92 @@
+"""Settings that cannot work end the start with one line, before torch is imported or weights load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint import local_folder
+from engine.node import preflight
+from engine.node.errors import StartupError
+from engine.node.settings import NodeSettings
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As much of a checkpoint as is looked at."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def told(model: object, **fields: object) -> str:
+    with pytest.raises(StartupError) as error:
+        preflight.check(NodeSettings(model=str(model), **fields))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_can_work_passes(folder: Path) -> None:
+    for model in (folder, "baton-tiny", "org/model", "gpt2"):
+        preflight.check(NodeSettings(model=str(model), device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["/nope", "./nope", "../nope", "~/nope-there", "~nobody-there/x", "a/b/c", "."])
+def test_a_path_is_a_folder(name: str) -> None:
+    assert local_folder(name) is not None
+    assert told(name).startswith(f"--model {name}: ")
+
+
+@pytest.mark.parametrize("name", ["nope", "org/nope", "Qwen/Qwen2.5-7B"])
+def test_a_hub_id_is_none(name: str) -> None:
+    assert local_folder(name) is None
+
+
+def test_a_folder_that_lacks_something(folder: Path) -> None:
+    assert told(folder / "nope") == f"--model {folder}/nope: there is no such folder"
+    assert told(folder / "config.json").endswith("this is a file, not a checkpoint's folder")
+    (folder / "model.safetensors").unlink()
+    assert told(folder).endswith("the folder has no safetensors weights")
+    (folder / "tokenizer.json").unlink()
+    assert "the folder has no tokenizer: none of tokenizer.json, " in told(folder)
+    preflight.check(NodeSettings(model=str(folder), load_format="dummy", device="cpu"))
+    (folder / "config.json").write_text("{")
+    assert "config.json cannot be read: " in told(folder, load_format="dummy")
+    (folder / "config.json").unlink()
+    assert told(folder).endswith("the folder has no config.json")
+
+
+def test_a_gpu_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 0)
+    assert told(folder, device="cuda") == "--device: cuda is not available on this machine"
+    assert told(folder, transport="nccl").startswith("--transport: nccl moves KV between GPUs")
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 1)
+    preflight.check(NodeSettings(model=str(folder), transport="nccl"))
+    assert told(folder, transport="nccl", device="cpu").startswith("--transport: nccl moves KV between GPUs")
+
+
+def test_a_pool_beyond_this_machines_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 0)
+    assert told(folder, kv_cache_memory_bytes=10**15).startswith("--kv-cache-memory-bytes: 1000000000000000 are more")
+    preflight.check(NodeSettings(model=str(folder), kv_cache_memory_bytes=10**6))
+
+
+def test_a_transports_package_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(preflight._PACKAGES, "nixl", ("no_such_package", "nixl"))
+    assert told(folder, transport="nixl").endswith("needs the package no_such_package: pip install 'baton-serve[nixl]'")
+
+
+def test_an_admin_key_that_is_not_there(folder: Path) -> None:
+    (folder / "key").write_text(" \n")
+    assert told(folder, admin_key_file=folder / "key") == f"--admin-key-file: {folder}/key is empty"
+    assert told(folder, admin_key_file=folder / "no").startswith("--admin-key-file: cannot read ")
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import engine.node.preflight"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,143 @@
+"""A decode node alone: its router and its prefill node are the test, which hands over prompts with the right KV."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baton.block_hash import chain
+from baton.layout import num_blocks_for
+from baton.messages import (
+    Commit,
+    CommitReply,
+    Grant,
+    Prefill,
+    Reserve,
+    Sample,
+    Tokens,
+    UpdateKind,
+    WorkId,
+)
+from baton.sampling import SamplingParams
+from engine.node.events import Event, FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
+from kv_transfer.memory import MemoryTransport
+from kv_transfer.parts import Piece, plan_parts, slot_bytes_for
+from kv_transfer.sender import KvSender
+from kv_transfer.staging import Staging
+from tests.protocol.fake_model import NUM_LAYERS, FakeModel
+from tests.protocol.network import EPOCH
+from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
+from tests.protocol.world import World
+
+PEER = "p"
+WORK = WorkId(EPOCH, "r", 1)
+PROMPT = tuple(range(2, 12))
+SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+class Decoding:
+    """`said`: to the prefill node. `told`: to the router, what of which work. Time is `now`."""
+
+    def __init__(self, num_blocks: int = 40, num_slots: int = 3) -> None:
+        self.world = World(num_prefill=0, num_decode=1, num_blocks=num_blocks, num_slots=num_slots)
+        (self.node,) = self.world.nodes.values()
+        self.core = self.node.core
+        self.said: list[object] = []
+        self.told: list[tuple[WorkId, UpdateKind]] = []
+        layout, self.hub = self.node.model.layout, self.world.hub
+        self._source = FakeModel(20, BLOCK_SIZE)
+        staging = Staging(16, slot_bytes_for(PART_BLOCKS, layout.block_bytes), "cpu")
+        transport = MemoryTransport(self.hub, PEER, staging, lambda: None)
+        self._sender = KvSender(transport, staging, self._source.pool_bytes, layout)
+        self.node.transport.connect(PEER, transport.info())
+        transport.connect(self.node.incarnation, self.node.transport.info())
+        self.hear(SessionOpened(EPOCH), PeerOpened(PEER, PART_BLOCKS))
+
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    def hear(self, *events: Event) -> None:
+        """Without a turn."""
+        for event in events:
+            self.node.hear(event)
+
+    def turn(self) -> bool:
+        """One turn; whether it wants another at once."""
+        self.core.prepare(self.now)
+        again = self.core.compute(self.now)
+        self.node.check_integrity()
+        for output in self.core.take_outputs():
+            if isinstance(output, ToPrefill):
+                self.said.append(output.message)
+            elif isinstance(output, ToRouter):
+                self.told.append((output.update.work, output.update.kind))
+        return again
+
+    def run(self) -> None:
+        """Turns, until nothing is left to be done."""
+        for _ in range(500):
+            self.turn()
+            if self.node.model.is_busy:
+                self.node.advance_device()
+            elif not self.core.engine.has_work:
+                return
+        raise AssertionError("it does not come to an end")
+
+    # ---- what others say ----
+
+    def reserve(self, work: WorkId = WORK, prompt: tuple[int, ...] = PROMPT, n: int = 1, **fields: object) -> None:
+        """A Reserve, and a turn."""
+        hashes = tuple(chain(prompt, BLOCK_SIZE))
+        plain = Reserve(work, self.node.incarnation, len(prompt), hashes, n, 60.0, len(prompt) + 4)
+        self.hear(FromPeer(PEER, dataclasses.replace(plain, **fields)))  # type: ignore[arg-type]
+        self.turn()
+
+    def send(self, grant: Grant, prompt: tuple[int, ...] = PROMPT, pieces: slice = slice(None)) -> None:
+        """Some parts of the lease, or all: pushed and delivered. No turn."""
+        for position, token in enumerate(prompt):
+            for layer in range(NUM_LAYERS):
+                block, offset = 1 + position // BLOCK_SIZE, position % BLOCK_SIZE
+                self._source.pool[block, layer, offset] = FakeModel._kv(layer, position, token)
+        for number, piece in list(enumerate(self.parts(grant, prompt)))[pieces]:
+            blocks = list(range(1 + piece.first, 1 + piece.first + piece.num_blocks))
+            assert self._sender.send(self.node.incarnation, grant.lease, number, blocks, checked=True)
+            self.hub.deliver_all()
+            self._sender.poll()
+
+    def parts(self, grant: Grant, prompt: tuple[int, ...] = PROMPT) -> tuple[Piece, ...]:
+        end = num_blocks_for(len(prompt), BLOCK_SIZE)
+        return plan_parts(self.node.model.layout, PART_BLOCKS, grant.num_held_blocks, end)
+
+    def commit(
+        self, grant: Grant, samples: dict[int, tuple[int, ...]], prompt: tuple[int, ...] = PROMPT, **fields: object
+    ) -> None:
+        """A Commit with these outputs, and a turn."""
+        outputs = tuple(Sample(index, tokens) for index, tokens in samples.items())
+        plain = Commit(grant.lease, grant.work, self.node.incarnation, prompt, outputs, SAMPLING, 60.0)
+        self.hear(FromPeer(PEER, dataclasses.replace(plain, **fields)))  # type: ignore[arg-type]
+        self.turn()
+
+    def prefill(self, name: str, prompt: tuple[int, ...] = PROMPT, n: int = 1, **sampling: object) -> WorkId:
+        """A prompt sent here directly. No turn."""
+        work = WorkId(EPOCH, name, 0)
+        params = dataclasses.replace(SAMPLING, **sampling)  # type: ignore[arg-type]
+        samples = tuple(map(Sample, range(n)))
+        self.hear(FromRouter(EPOCH, Prefill(work, self.node.incarnation, prompt, samples, params, 60.0)))
+        return work
+
+    # ---- what it said ----
+
+    @property
+    def grants(self) -> list[Grant]:
+        return [message for message in self.said if isinstance(message, Grant)]
+
+    @property
+    def replies(self) -> list[CommitReply]:
+        return [message for message in self.said if isinstance(message, CommitReply)]
+
+    def kinds(self, kind: type, work: WorkId = WORK) -> list[object]:
+        return [told for about, told in self.told if about == work and isinstance(told, kind)]
+
+    def output(self, sample: int, work: WorkId = WORK) -> list[int]:
+        told = [kind for about, kind in self.told if about == work and isinstance(kind, Tokens)]
+        return [token for tokens in told if tokens.sample == sample for token in tokens.token_ids]

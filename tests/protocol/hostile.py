@@ -1,0 +1,323 @@
+"""What comes from outside, with any values: a router, a prefill node and a decode node that mean no good, beside a
+router and two nodes that do.
+
+The strategies give protobuf, since that is what others send; `HostileWorld.say` reads it as the nodes' edge does. Most
+fields make sense, so that the state machines are reached; some do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from baton import wire
+from baton.errors import InvalidRequest
+from baton.messages import Abort, Grant, NodeRole, Update, WorkId
+from baton.v1 import common_pb2, node_pb2
+from engine.node.events import (
+    FromPeer,
+    FromRouter,
+    Output,
+    PeerClosed,
+    PeerOpened,
+    SessionLost,
+    SessionOpened,
+    ToDecode,
+    ToPrefill,
+    ToRouter,
+)
+from engine.node.handoff_stream import DECODE_CODEC, PREFILL_CODEC
+from kv_transfer.memory import MemoryTransport
+from kv_transfer.parts import slot_bytes_for
+from kv_transfer.sender import KvSender
+from kv_transfer.staging import Staging
+from tests.protocol.fake_model import VOCAB_SIZE
+from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS, Node
+from tests.protocol.world import World
+
+EVIL = 666
+UNKNOWN = WorkId(EVIL, "unknown", 0)
+EVIL_PREFILL, EVIL_DECODE = "evil-prefill", "evil-decode"
+NUM_SLOTS = 4
+
+# ---- values ----
+
+uint32 = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 16, 63, 64, 65, 1023, 1024, 2**23, 2**31 - 1, 2**31, 2**32 - 1])
+int32 = st.sampled_from([0, 1, 2, 96, 97, 2**31 - 1, -1, -(2**31)])
+uint64 = st.sampled_from([0, 1, 2, 3, 2**39 - 1, 2**39, 2**62, 2**64 - 1])
+number = st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0, 1e10, 1e300, float("nan"), float("inf"), float("-inf")])
+text = st.sampled_from([0, 1, 257, 600]).map(lambda length: "x" * length) | st.just("a\nb")
+seconds = st.sampled_from([0.0, 0.02, 5.0, 1e6]) | number
+in_vocabulary = st.integers(0, VOCAB_SIZE - 1)
+some_tokens = st.lists(in_vocabulary, min_size=1, max_size=16).map(wire.pack_tokens)
+any_tokens = st.sampled_from([(), (VOCAB_SIZE,), (2**31, 1), (0,) * 70]).map(wire.pack_tokens) | st.just(b"123")
+work = st.builds(
+    common_pb2.WorkId,
+    router_epoch=st.just(EVIL),
+    request_id=st.sampled_from("abcde"),
+    attempt=st.sampled_from([0, 0, 0, 1, 2]),
+)
+
+
+def mostly(make: Callable[..., Any], sense: dict[str, Any], nonsense: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """`make` with fields that make sense; in every second case but for one or two, which need not."""
+    other = st.one_of([st.tuples(st.just(name), values) for name, values in nonsense.items()])
+    spoilt = st.just([]) | st.lists(other, min_size=1, max_size=2)
+    return st.builds(lambda good, bad: make(**{**good, **dict(bad)}), st.fixed_dictionaries(sense), spoilt)
+
+
+sampling = mostly(
+    common_pb2.SamplingParams,
+    {
+        "temperature": st.just(1.0),
+        "top_p": st.just(1.0),
+        "repetition_penalty": st.just(1.0),
+        "max_tokens": st.integers(2, 8),
+        "num_logprobs": st.just(-1),
+        "ignore_eos": st.booleans(),
+    },
+    {
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), number),
+        **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "num_logprobs"), int32),
+        "logit_bias": st.dictionaries(int32, number, max_size=2),
+        "stop_token_ids": st.lists(int32, max_size=3) | st.just(2000).map(lambda length: [3] * length),
+        "seed": uint64,
+    },
+)
+
+
+def _samples(outputs: st.SearchStrategy[bytes]) -> st.SearchStrategy[Any]:
+    one = st.builds(common_pb2.Sample, index=st.integers(0, 3), output_tokens=outputs)
+    return st.lists(one, min_size=1, max_size=3, unique_by=lambda sample: sample.index)
+
+
+any_samples = st.lists(st.builds(common_pb2.Sample, index=uint32, output_tokens=some_tokens | any_tokens), max_size=3)
+HERE, THERE = "here", "there"  # the node that is spoken to, and our decode node: `HostileWorld.say` has their names
+
+prefill = mostly(
+    node_pb2.Prefill,
+    {
+        "work": work,
+        "target_incarnation": st.just(HERE),
+        "prompt_tokens": some_tokens,
+        "samples": _samples(st.just(b"")),
+        "sampling": sampling,
+        "deadline_s": st.just(1e6),
+        "decode": st.sampled_from([THERE, EVIL_DECODE]).map(
+            lambda peer: node_pb2.DecodeTarget(address=peer, incarnation=peer)
+        ),
+    },
+    {
+        "target_incarnation": text,
+        "prompt_tokens": any_tokens,
+        "samples": any_samples,
+        "deadline_s": seconds,
+        "cache_salt": text,
+        "decode": st.none() | st.builds(node_pb2.DecodeTarget, address=text, incarnation=text),
+    },
+).map(lambda said: node_pb2.RouterMessage(prefill=said))
+
+abort = st.builds(node_pb2.Abort, work=work, samples=st.lists(st.integers(0, 3) | uint32, max_size=3)).map(
+    lambda said: node_pb2.RouterMessage(abort=said)
+)
+from_router = st.one_of(prefill, prefill, abort)
+
+
+def _name_blocks(said: node_pb2.Reserve) -> node_pb2.PrefillMessage:
+    """As many as are full, unless that is spoilt already."""
+    if not said.block_hashes and said.num_tokens <= MAX_MODEL_LEN:
+        said.block_hashes = b"".join(bytes([i]) * 32 for i in range(said.num_tokens // BLOCK_SIZE))
+    return node_pb2.PrefillMessage(reserve=said)
+
+
+reserve = mostly(
+    node_pb2.Reserve,
+    {
+        "work": work,
+        "target_incarnation": st.just(HERE),
+        "num_tokens": st.integers(1, 16),
+        "num_samples": st.integers(1, 3),
+        "deadline_s": st.just(1e6),
+        "max_total_tokens": st.integers(18, 40),
+        "layer_groups": st.integers(0, 2),
+        "grouped_from_block": st.integers(0, 3),
+    },
+    {
+        **dict.fromkeys(("num_tokens", "num_samples", "max_total_tokens"), uint32),
+        **dict.fromkeys(("layer_groups", "grouped_from_block"), uint32),
+        "target_incarnation": text,
+        "block_hashes": st.sampled_from([31, 64, 3200]).map(bytes),
+        "deadline_s": seconds,
+    },
+).map(_name_blocks)
+
+commit = mostly(
+    node_pb2.Commit,
+    {
+        "target_incarnation": st.just(HERE),
+        "samples": _samples(st.just(wire.pack_tokens([5]))),
+        "sampling": sampling,
+        "deadline_s": st.just(1e6),
+    },
+    {
+        "lease": uint64,
+        "work": work,
+        "prompt_tokens": any_tokens | some_tokens,
+        "samples": any_samples,
+        "deadline_s": seconds,
+        "age_s": seconds,
+        "cache_salt": text,
+    },
+).map(lambda said: node_pb2.PrefillMessage(commit=said))
+
+release = st.builds(node_pb2.Release, lease=uint64, work=work).map(lambda said: node_pb2.PrefillMessage(release=said))
+from_prefill = st.one_of(reserve, reserve, commit, commit, release)
+
+_few = st.integers(0, 6) | st.integers(0, 6) | uint32
+_lease = st.integers(1, 9) | uint64
+_error = st.none() | st.builds(common_pb2.Error, code=st.integers(0, 12), message=text)
+grant = mostly(
+    node_pb2.Grant,
+    {"lease": st.integers(1, 9), "num_parts": st.just(2), "credits": st.integers(0, 2)},  # as 5 to 8 tokens have
+    {"lease": uint64, "num_held_blocks": _few, "num_parts": _few, "credits": _few},
+)
+from_decode = st.one_of(
+    grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
+    grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
+    st.builds(lambda n, c: node_pb2.DecodeMessage(credit=node_pb2.Credit(lease=n, credits=c)), _lease, _few),
+    st.builds(lambda error: node_pb2.DecodeMessage(refuse=node_pb2.Refuse(error=error)), _error),
+    st.builds(lambda n, e: node_pb2.DecodeMessage(commit_reply=node_pb2.CommitReply(lease=n, error=e)), _lease, _error),
+)
+
+
+# ---- the world that they come to ----
+
+
+class HostileWorld(World):
+    """One prefill node and one decode node of ours, and three strangers that they take for their like. `grants`: what
+    the decode node promised the evil prefill node; `num_tokens`: for how many it had asked; `reserved`: what the
+    evil decode node is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(num_prefill=1, num_decode=1, num_slots=NUM_SLOTS)
+        self.grants: dict[int, Grant] = {}
+        self.num_tokens: dict[tuple[str, int], int] = {}
+        self.reserved: list[Any] = []
+        self.prefill, self.decode = (next(n for n in self.nodes.values() if n.role is role) for role in NodeRole)
+        self.run_dry()  # until the router knows them
+        layout = self.decode.model.layout
+        slot_bytes = slot_bytes_for(PART_BLOCKS, layout.block_bytes)
+        stagings = [Staging(64, slot_bytes, "cpu") for _ in range(2)]
+        transports = [
+            MemoryTransport(self.hub, name, staging, lambda: None)
+            for name, staging in zip((EVIL_PREFILL, EVIL_DECODE), stagings, strict=True)
+        ]
+        pool = torch.full((4, layout.block_bytes), 7, dtype=torch.uint8)
+        self.sender = KvSender(transports[0], stagings[0], pool, layout)
+        for node, name, transport in (
+            (self.decode, EVIL_PREFILL, transports[0]),
+            (self.prefill, EVIL_DECODE, transports[1]),
+        ):
+            node.model.lied_to = frozenset({EVIL})
+            node.transport.connect(name, transport.info())
+            transport.connect(node.incarnation, node.transport.info())
+            node.hear(SessionOpened(EVIL))
+            node.hear(PeerOpened(name, PART_BLOCKS))
+
+    def get_in(self) -> None:
+        """The strangers have a foothold: prompts on their way to the evil decode node, and a lease on ours."""
+        params = common_pb2.SamplingParams(temperature=1.0, top_p=1.0, repetition_penalty=1.0, max_tokens=8)
+        target = node_pb2.DecodeTarget(address=EVIL_DECODE, incarnation=EVIL_DECODE)
+        prompt = wire.pack_tokens(range(2, 9))
+        for name in ("a", "b"):
+            about = common_pb2.WorkId(router_epoch=EVIL, request_id=name)
+            asked = node_pb2.Prefill(
+                work=about,
+                target_incarnation=HERE,
+                prompt_tokens=prompt,
+                samples=[common_pb2.Sample()],
+                sampling=params,
+                deadline_s=1e6,
+                decode=target,
+            )
+            self.say(self.prefill, node_pb2.RouterMessage(prefill=asked), 0)
+        about = common_pb2.WorkId(router_epoch=EVIL, request_id="c")
+        room = node_pb2.Reserve(work=about, target_incarnation=HERE, num_tokens=7, num_samples=2, deadline_s=1e6)
+        room.max_total_tokens = 20
+        self.say(self.decode, _name_blocks(room), 0)
+        for node in (self.prefill, self.decode):
+            self.act(("turn", node.incarnation))
+
+    def say(self, node: Node, message: Any, pick: int) -> None:
+        """It reaches the node as it would over gRPC: read within the node's limits, and its work's end if it makes no
+        sense. What it has not said yet (which work, which lease) is one of those that there are, by `pick`."""
+        self._aim(node, message, pick)
+        parsed, limits = type(message).FromString(message.SerializeToString()), wire.Limits.of(node.info)
+        about = wire.work_of(parsed)
+        if isinstance(parsed, node_pb2.RouterMessage):
+            try:
+                node.hear(FromRouter(EVIL, wire.read_router_message(parsed, limits)))
+            except InvalidRequest:
+                if about:
+                    node.hear(FromRouter(EVIL, Abort(about)))
+        else:
+            peer, codec = (EVIL_PREFILL, DECODE_CODEC) if node is self.decode else (EVIL_DECODE, PREFILL_CODEC)
+            try:
+                node.hear(FromPeer(peer, codec.read(parsed, limits)))
+            except InvalidRequest as error:
+                if about:
+                    node.hear(FromPeer(peer, codec.fail(about, error)[1]))
+        self.settle()
+
+    def _aim(self, node: Node, message: Any, pick: int) -> None:
+        said = getattr(message, message.WhichOneof("kind"))
+        if getattr(said, "target_incarnation", "") == HERE:
+            said.target_incarnation = node.incarnation
+        match said:
+            case node_pb2.Prefill() if said.decode.incarnation == THERE:
+                said.decode.incarnation = said.decode.address = self.decode.incarnation
+            case node_pb2.Reserve():
+                self.num_tokens[said.work.request_id, said.work.attempt] = said.num_tokens
+            case node_pb2.Commit() if self.grants:
+                granted = list(self.grants.values())[pick % len(self.grants)]
+                num_tokens = self.num_tokens.get((granted.work.request_id, granted.work.attempt), 1)
+                said.lease = said.lease or granted.lease
+                said.prompt_tokens = said.prompt_tokens or wire.pack_tokens([pick % VOCAB_SIZE] * min(num_tokens, 99))
+                if not said.HasField("work"):
+                    said.work.CopyFrom(wire.write_work(granted.work))
+            case node_pb2.Grant() | node_pb2.Refuse() | node_pb2.CommitReply():
+                others = [work for client in self.clients.values() for work in client.life.works]
+                works = [*self.reserved[-3:], *others, UNKNOWN]
+                said.work.CopyFrom(wire.write_work(works[pick % len(works)]))
+
+    def send_parts(self, lease: int) -> None:
+        """All that the evil prefill node may send of a lease: sevens."""
+        for part in range(self.grants[lease].credits):
+            self.sender.send(self.decode.incarnation, lease, part, [1, 2][:PART_BLOCKS], checked=True)
+        self.sender.poll()
+        self.settle()
+
+    def go_away(self) -> None:
+        """The strangers leave."""
+        for node, name in ((self.decode, EVIL_PREFILL), (self.prefill, EVIL_DECODE)):
+            node.transport.disconnect(name)
+            node.hear(PeerClosed(name, "left"))
+            node.hear(SessionLost(EVIL))
+        self.settle()
+
+    def _carry(self, incarnation: str, output: Output, updates: list[Update]) -> None:
+        match output:
+            case ToRouter(epoch, _) if epoch == EVIL:
+                pass
+            case ToPrefill(peer, message) if peer == EVIL_PREFILL:
+                if isinstance(message, Grant):
+                    self.grants[message.lease] = message
+            case ToDecode(target, message) if target.incarnation not in self.nodes:
+                self.reserved.append(message.work)
+                if target.incarnation != EVIL_DECODE:  # nobody is there
+                    self.nodes[incarnation].hear(PeerClosed(target.incarnation, "connection refused"))
+            case _:
+                super()._carry(incarnation, output, updates)

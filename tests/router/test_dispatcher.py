@@ -1,0 +1,37 @@
+"""The timer of deadlines: it runs for each request, with nothing else happening."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from baton.errors import DeadlineExceeded
+from baton.messages import NodeRole
+from baton.sampling import SamplingParams
+from baton.telemetry import ROUTER, RouterMetrics, new_registry
+from router.accounts import Accounts
+from router.core import RouterCore
+from router.dispatcher import Dispatcher
+from router.life import RequestEnd, RequestEvent, RoutedRequest
+from tests.router.house import info
+
+
+async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
+    dispatcher = Dispatcher(RouterCore(1), Accounts(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
+        dispatcher.node_up(info(name, role), lambda message: None)
+    ended: asyncio.Queue[tuple[str, RequestEvent]] = asyncio.Queue()
+    begun = time.monotonic()
+    for name, deadline_s in (("last", 0.12), ("first", 0.02), ("second", 0.07)):
+        request = RoutedRequest(name, (1, 2), 1, SamplingParams(), deadline_s)
+        dispatcher.submit(request, lambda event, name=name: ended.put_nowait((name, event)), begun)
+    order = []
+    async with asyncio.timeout(10):
+        for deadline_s in (0.02, 0.07, 0.12):
+            name, event = await ended.get()
+            assert isinstance(event, RequestEnd)
+            assert isinstance(event.error, DeadlineExceeded)
+            assert time.monotonic() - begun >= deadline_s, "before its time"
+            order.append(name)
+    assert order == ["first", "second", "last"]
+    dispatcher.close()

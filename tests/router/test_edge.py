@@ -1,0 +1,29 @@
+"""The edge from its settings: how many connections open files allow."""
+
+import logging
+
+import pytest
+
+from router.edge import _max_connections
+from router.settings import RouterSettings
+
+NODES = {"decode": "127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "open_files", "connections", "flag"),
+    [
+        ({}, 2**20, 16_384, ""),
+        ({}, 20_000, 9_872, ""),
+        ({}, 1024, 384, "--max-num-requests wants 4096"),
+        ({"max_num_requests": 100}, 1024, 384, ""),
+        ({"max_connections": 500}, 1024, 384, "--max-connections wants 500"),
+        ({"max_connections": 500}, 2048, 500, ""),
+        ({"max_num_requests": 0}, 64, 1, ""),
+    ],
+)
+def test_connections_are_what_open_files_allow(settings, open_files, connections, flag, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert _max_connections(RouterSettings(**NODES, **settings), open_files) == connections
+    assert ("allows" in caplog.text) is bool(flag)
+    assert flag in caplog.text

@@ -1,0 +1,105 @@
+"""A generation between its nodes and its reader: started and ended as a whole, read bit by bit."""
+
+import pytest
+
+from baton.errors import BatonError, NodeUnavailable, RequestCancelled
+from baton.sampling import FinishReason, SamplingParams
+from router.admission import Admission
+from router.answer import Answer
+from router.dispatcher import Sink
+from router.generation import Generation, Part
+from router.life import RequestEnd, RequestTimings, RoutedRequest, SampleOut, TokensOut
+from router.stops import StopScanner, StopStrings
+from tests.router.tiny_tokenizer import tiny_tokenizer
+
+
+class Placing:
+    """Of a dispatcher, what a generation uses. `refuses`: the request that cannot be placed; `at_once`: those that end
+    while they are placed."""
+
+    def __init__(self, refuses: str = "", at_once: tuple[str, ...] = ()) -> None:
+        self.sinks: dict[str, Sink] = {}
+        self._refuses = refuses
+        self._at_once = at_once
+
+    def submit(self, request: RoutedRequest, sink: Sink, received: float) -> None:
+        if request.request_id == self._refuses:
+            raise NodeUnavailable("no node")
+        self.sinks[request.request_id] = sink
+        if request.request_id in self._at_once:
+            self.end(request.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self.sinks:
+            self.end(request_id, RequestCancelled("left"))
+
+    def end(self, request_id: str, error: BatonError | None = None) -> None:
+        self.sinks.pop(request_id)(RequestEnd(error, RequestTimings()))
+
+
+def part(name: str, n: int = 1) -> Part:
+    def answer(index: int) -> Answer:
+        return Answer(index, tiny_tokenizer().detokenizer(), StopScanner(StopStrings(())), frozenset())
+
+    return Part(RoutedRequest(name, (1, 2), n, SamplingParams(), 60.0), [answer(i) for i in range(n)])
+
+
+def generation(placing: Placing, *parts: Part) -> tuple[Generation, Admission]:
+    admission = Admission()
+    return Generation("r", placing, parts, admission.admit(len(parts), 2 * len(parts))), admission
+
+
+async def test_a_reader_that_lags_gets_all_bit_by_bit():
+    placing = Placing()
+    subject, _ = generation(placing, part("a", n=2))
+    await subject.start(0.0)
+    text = tiny_tokenizer().encode("the fox", False)
+    tokens = text * 500
+    for token in tokens:
+        for sample in range(2):
+            placing.sinks["a"](TokensOut(sample, (token,), ()))
+    for sample in range(2):
+        placing.sinks["a"](SampleOut(sample, FinishReason.STOP, None))
+    placing.end("a")
+    read = {0: "", 1: ""}
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    while not subject.done:
+        deltas = await subject.next()
+        assert len(deltas) <= 2
+        assert 0 < sum(len(delta.token_ids) for delta in deltas) <= 128 or deltas[-1].finish_reason
+        for delta in deltas:
+            read[delta.index] += delta.text
+            ids[delta.index] += delta.token_ids
+    assert read == {0: "the fox" * 500, 1: "the fox" * 500}
+    assert ids == {0: list(tokens), 1: list(tokens)}
+
+
+async def test_what_cannot_be_placed_whole_is_not_placed():
+    placing = Placing(refuses="c")
+    subject, admission = generation(placing, part("a"), part("b"), part("c"), part("d"))
+    with pytest.raises(NodeUnavailable):
+        await subject.start(0.0)
+    assert not placing.sinks
+    assert admission.num_requests == 0
+
+
+async def test_a_part_that_ends_while_others_are_placed_is_not_the_end():
+    placing = Placing(at_once=("a", "c"))
+    subject, admission = generation(placing, part("a"), part("b"), part("c"))
+    await subject.start(0.0)
+    assert not subject.done
+    assert (admission.num_requests, admission.num_tokens) == (3, 6)
+    placing.end("b")
+    assert subject.done
+    assert (admission.num_requests, admission.num_tokens) == (0, 0)
+
+
+async def test_closing_gives_back_what_was_admitted():
+    placing = Placing()
+    subject, admission = generation(placing, part("a"), part("b"))
+    await subject.start(0.0)
+    subject.close()
+    subject.close()
+    assert admission.num_requests == 0
+    with pytest.raises(RequestCancelled):
+        await subject.next()

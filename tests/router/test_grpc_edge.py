@@ -1,0 +1,65 @@
+"""What one client may take of the gRPC port."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
+from tests.router.conftest import Router, says
+from tests.router.fake_node import PATIENCE_S
+from tests.router.test_access import running
+
+GENEROUS = (("grpc.max_send_message_length", 2**28), ("grpc.max_metadata_size", 2**20))
+
+
+def channel_to(router: Router, *options: tuple[str, int]) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(router.grpc, options=[*GENEROUS, *options])
+
+
+async def read_on(call) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_messages_and_metadata_have_one_limit_each(nodes):
+    async with (
+        running(nodes, max_body_bytes=100_000, max_header_bytes=8192) as (router, _),
+        channel_to(router) as channel,
+    ):
+        tokenize = generation_pb2_grpc.GenerationStub(channel).Tokenize
+        assert (await tokenize(pb.TokenizeRequest(prompt="x" * 100))).token_ids
+        for prompt, metadata in (("x" * 100_001, ()), ("x", (("k", "v" * 9000),))):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await tokenize(pb.TokenizeRequest(prompt=prompt), metadata=metadata, timeout=PATIENCE_S)
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await tokenize(pb.TokenizeRequest(prompt="x"), timeout=PATIENCE_S)).token_ids
+
+
+async def test_connections_have_a_limit(nodes):
+    async with running(nodes, max_connections=2) as (router, _):
+        channels = [channel_to(router, ("grpc.use_local_subchannel_pool", 1)) for _ in range(5)]
+        waits = [asyncio.create_task(channel.channel_ready()) for channel in channels]
+        done, waiting = await asyncio.wait(waits, timeout=1.0)
+        for wait in waiting:
+            wait.cancel()
+        await asyncio.gather(*(channel.close() for channel in channels))
+        assert 1 <= len(done) <= 3
+
+
+async def test_a_client_that_does_not_read_loses_its_request(nodes):
+    """The node is told to stop; the client learns it when it reads on."""
+    nodes.script = says("hello world, hello there " * 3)
+    async with running(nodes, write_timeout=0.3) as (router, _):
+        narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1))
+        async with channel_to(router, *narrow) as channel:
+            request = pb.GenerateRequest(prompt="hello", n=128, logprobs=20)
+            call = generation_pb2_grpc.GenerationStub(channel).Generate(request)
+            assert (await call.read()).WhichOneof("event") == "started"
+            await router.idle()
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await read_on(call)
+            assert error.value.code() is grpc.StatusCode.CANCELLED
+            assert "did not read for 0.3 s" in str(error.value.details())

@@ -1,0 +1,44 @@
+"""The API's description: served, whole, and true for the bodies that tests elsewhere send."""
+
+import json
+
+import pytest
+
+from router.http.openapi import describe
+from router.http.schemas import ChatRequest, CompletionRequest
+
+
+def references(node: object) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if "$ref" in node else set()
+        return own.union(*map(references, node.values()))
+    return set().union(*map(references, node)) if isinstance(node, list) else set()
+
+
+def test_every_reference_is_there():
+    document = describe()
+    names = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert references(document) <= names
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_every_field_is_described(kind):
+    described = describe()["components"]["schemas"][kind.__name__]
+    assert set(described["properties"]) == set(kind.model_fields)
+    assert described["properties"]["stop_token_ids"]["anyOf"][0]["maxItems"] == 1024
+    assert (described["properties"]["n"]["minimum"], described["properties"]["n"]["maximum"]) == (1, 128)
+
+
+async def test_it_is_served_and_pages_of_documentation_are_not(client):
+    response = await client.get("/openapi.json")
+    assert (response.status_code, response.json()) == (200, json.loads(json.dumps(describe())))
+    for path in ("/docs", "/redoc"):
+        assert (await client.get(path)).status_code == 404
+
+
+async def test_every_path_of_it_is_there(client):
+    for path, methods in describe()["paths"].items():
+        for method in methods.keys() & {"get", "post"}:
+            response = await client.request(method, path.replace("{name}", "tiny"), content=b"{}")
+            assert response.status_code not in (404, 405), path
+            assert str(response.status_code) in methods[method]["responses"]

@@ -1,0 +1,87 @@
+"""Nodes that a router believes, and why it does not believe others: told on /ready."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.cluster_secret import read_secret
+from baton.messages import NodeRole
+from baton.settings import SettingsError, load
+from baton.trust import Trust
+from router.settings import RouterSettings
+from tests.certificates import make_certificate
+from tests.router.conftest import Router, says
+from tests.router.fake_node import FakeCluster
+
+SECRETS = "a secret of a cluster", "that of another cluster"
+REASONS = {
+    (None, 0): "this node wants a cluster secret, and the router has none",
+    (0, None): "the router has a cluster secret, and this node has none",
+    (0, 1): "the cluster secret differs: what the router has is not this node's",
+    (0, 0): "",
+}
+
+
+@pytest.fixture
+async def nodes():
+    """Stopped until a test says whom they believe."""
+    cluster = FakeCluster(says("hello world"))
+    for role in NodeRole:
+        await (await cluster.add(role)).stop()
+    yield cluster
+    await cluster.close()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), REASONS)
+async def test_secrets_that_do_not_fit_are_named_on_ready(nodes, tmp_path, ours, theirs):
+    files = [tmp_path / "one", tmp_path / "other"]
+    for path, text in zip(files, SECRETS, strict=True):
+        path.write_text(text)
+    for node in nodes.nodes:
+        node.trust = Trust(secret=None if theirs is None else read_secret(files[theirs]))
+        await node.restart()
+    router = Router(nodes, cluster_secret_file=None if ours is None else files[ours])
+    await router.start()
+    reason = REASONS[ours, theirs]
+    if reason:
+        await router.until(lambda: router.server.why_not_ready().count(reason) == 2)
+        assert not any(node.sessions for node in nodes.nodes)
+    else:
+        await router.ready()
+    await router.stop()
+
+
+async def test_a_router_speaks_tls_with_nodes_and_shows_its_certificate(nodes, tmp_path):
+    certificate = make_certificate(tmp_path)
+    settings = RouterSettings(decode="127.0.0.1:1", **certificate.settings)
+    for node in nodes.nodes:
+        node.trust = settings.trust()
+        await node.restart()
+    for files, is_ready in ((certificate.settings, True), ({}, False)):
+        router = Router(nodes, **files)
+        await router.start()
+        if is_ready:
+            await router.ready()
+        else:
+            await router.until(lambda router=router: "not reached yet" not in router.problems())
+            assert router.server.why_not_ready()
+        await router.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["secret_file"], "--cluster-secret-file: {folder}/short has 5 bytes, and needs 16 or more"),
+        (["ssl_keyfile"], "--cluster-ssl-keyfile, --cluster-ssl-certfile, --cluster-ssl-ca-certs: all three or none"),
+        (
+            ["ssl_keyfile", "ssl_certfile", "ssl_ca_certs"],
+            "--cluster-ssl-keyfile, --cluster-ssl-certfile: no key with its certificate: ",
+        ),
+    ],
+)
+def test_files_that_cannot_be_used_end_the_start_with_the_name_of_the_flag(tmp_path, flags, text):
+    path = tmp_path / "short"
+    path.write_text("short")
+    with pytest.raises(SettingsError) as error:
+        load(RouterSettings, {"decode": ["127.0.0.1:1"], **{f"cluster_{flag}": str(path) for flag in flags}})
+    assert str(error.value).startswith(text.format(folder=tmp_path))
