@@ -80,14 +80,15 @@ def _at_most(limit: int, count: int, param: str, what: str) -> None:
         raise InvalidRequest(f"{param} must have at most {limit} {what}, not {count}", param)
 
 
-def encode(text: str, model: ServedModel, add_special_tokens: bool) -> tuple[int, ...]:
-    """Token ids of a text. Raises ContextTooLong for one that is far too long, without tokenizing all of it.
+def encode(text: str, model: ServedModel, add_special_tokens: bool, free_chars: int = 0) -> tuple[int, ...]:
+    """Token ids of a text. Raises ContextTooLong for one that is far too long, and has more than `free_chars`, without
+    tokenizing all of it.
 
     How few tokens a text may have does not follow from its characters: a tokenizer may drop some, and thousands of
     blanks may be one token. But it works from left to right, so that a beginning has nearly as many tokens as it has
     within the whole; half of the context's length is far more than that "nearly" ever was.
     """
-    beginning = text[: _PROBE_CHARS_PER_TOKEN * model.max_model_len]
+    beginning = text[: max(free_chars, _PROBE_CHARS_PER_TOKEN * model.max_model_len)]
     if len(beginning) < len(text):
         num_tokens = model.tokenizer.count(beginning)
         if num_tokens > model.max_model_len + model.max_model_len // 2:

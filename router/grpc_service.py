@@ -22,7 +22,7 @@ from router.ask import Ask, check_answer, check_num_tokens, encode
 from router.generation import Generation
 from router.grpc_requests import parse_request
 from router.life import RequestTimings
-from router.limits import MAX_NAME_CHARS, MAX_ROLE_CHARS
+from router.limits import MAX_COUNTED_CHARS, MAX_NAME_CHARS, MAX_ROLE_CHARS
 from router.models import ServedModel
 from router.scope import RETRY_AFTER_S, usable_request_id
 from router.service import Service, size_of_chat
@@ -109,7 +109,7 @@ class GenerationService:
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else prompt.special
 
                 def answer() -> pb.TokenizeResponse:
-                    ids = wire.pack_tokens(encode(text, model, special))
+                    ids = wire.pack_tokens(encode(text, model, special, MAX_COUNTED_CHARS))
                     return pb.TokenizeResponse(token_ids=ids, max_model_len=model.max_model_len)
 
                 return await self._service.offload.run(answer, len(text))

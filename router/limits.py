@@ -11,6 +11,8 @@ MAX_NAME_CHARS = 256
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 2048
 """Of all stop strings together: what their automaton costs to build and to keep."""
+MAX_COUNTED_CHARS = 2**20
+"""Of a text that is tokenized for its own sake: whoever asks how many tokens it has need not know that it fits."""
 MAX_ECHO_CHARS = 2**22
 """Of all answers to a request that repeat their prompt."""
 MAX_TEMPLATE_VALUES = 256

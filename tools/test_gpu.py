@@ -29,9 +29,13 @@ def main(extra: list[str]) -> int:
     """`extra` goes to pytest. 0: all that ran has passed."""
     began = time.monotonic()
     groups = [[*ALONE]]
-    for number, path in enumerate((*TOGETHER, "tests")):
+    rest = sorted(
+        {f"tests/{path.relative_to(ROOT / 'tests').parts[0]}" for path in marked_files()} - {*TOGETHER, *ALONE}
+    )
+    for number, paths in enumerate([*([path] for path in TOGETHER), rest]):
         others = [*ALONE, *TOGETHER[:number]]
-        groups.append([path, *(f"--ignore={other}" for other in others if other.startswith(path + "/"))])
+        inside = [other for other in others if any(other.startswith(f"{path}/") for path in paths)]
+        groups.append([*paths, *(f"--ignore={other}" for other in inside)])
     done = [run(groups[0], extra)]
     with ThreadPoolExecutor(len(groups)) as pool:
         done += pool.map(lambda group: run(group, extra), groups[1:])
@@ -47,6 +51,11 @@ def main(extra: list[str]) -> int:
     total = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
     print(f"{total} in {time.monotonic() - began:.0f} s")
     return 0 if all(code in (0, NO_TESTS) for code, _ in done) and counts["passed"] else 1
+
+
+def marked_files() -> list[Path]:
+    """Test files, and conftests, that mark something; other folders may need what such a machine does not have."""
+    return [path for path in (ROOT / "tests").rglob("*.py") if "pytest.mark.gpu" in path.read_text()]
 
 
 def run(paths: list[str], extra: list[str]) -> tuple[int, str]:

@@ -27,7 +27,7 @@ from router.http.schemas import (
     TokenizeRequest,
 )
 from router.http.shapes import ChatShape, CompletionShape, Shape
-from router.limits import MAX_ECHO_CHARS
+from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
 from router.service import Service, size_of_chat
 
@@ -91,7 +91,7 @@ class GenerateRoutes:
             text = body.text if body.messages is None else await self._chat_prompt(model, body)
 
             def answer() -> bytes:
-                tokens = encode(text, model, special)
+                tokens = encode(text, model, special, MAX_COUNTED_CHARS)
                 texts = [token_text(model.tokenizer, token) for token in tokens] if body.return_token_strs else None
                 count = {"count": len(tokens), "max_model_len": model.max_model_len}
                 return dump_json({**count, "tokens": tokens, "token_strs": texts})

@@ -119,3 +119,15 @@ def test_without_waiting_a_step_retires_once_it_is_done(ahead: bool) -> None:
         pass
     assert seq.state is SequenceState.FINISHED
     assert engine.device_busy_since is None
+
+
+def test_layers_of_an_earlier_step_are_not_those_of_a_prompts_last() -> None:
+    engine, model = make(async_scheduling=True, max_num_batched_tokens=8)
+    model.slow = True
+    seq = sequence(12, hand_off=True)
+    engine.add(seq)
+    engine.compute(engine.schedule(0.0), wait=False)
+    assert engine.layers_computed() == {}, "its last tokens come with the next step"
+    engine.compute(engine.schedule(0.0), wait=False)
+    assert len(model.batches) == 2
+    assert engine.layers_computed() == {seq: 1}

@@ -20,17 +20,6 @@ def test_parts_go_into_blocks_that_one_lease_has_alone() -> None:
     blocks.pin_write(table[1:])
 
 
-def test_layers_of_an_earlier_chunk_are_not_those_of_the_last() -> None:
-    engine, model = make(max_num_batched_tokens=4, async_scheduling=True)
-    model.slow = True
-    seq = sequence(6, hand_off=True)
-    engine.add(seq)
-    engine.compute(engine.schedule(0.0), wait=False)
-    assert engine.num_layers_computed(seq) == 0
-    engine.compute(engine.schedule(0.0), wait=False)
-    assert engine.num_layers_computed(seq) == 1
-
-
 def test_a_step_ahead_computes_no_token_beyond_the_context() -> None:
     engine, model = make(async_scheduling=True)
     engine.add(sequence(60, first=0, max_tokens=1000))

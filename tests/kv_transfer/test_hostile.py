@@ -26,6 +26,7 @@ from kv_transfer.bell import HostBell, Words
 from kv_transfer.channel import Channel, Frame, Kind
 from kv_transfer.host_memory import REGION_BYTES, HostMemory
 from kv_transfer.ipc import IpcCarrier, IpcTransport
+from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.pair import PairTransport
 from kv_transfer.pair_address import _MAGIC, PairAddress, _checksum
 from kv_transfer.parts import PartHeader, slot_bytes_for
@@ -414,3 +415,26 @@ def test_a_transport_that_fails_is_told_to_who_polls_and_wakes_him(make: Callabl
     with pytest.raises(TransferError, match="the transport is closed"):
         transport.connect("peer", transport.info())
     transport.close()
+
+
+def test_a_part_that_cannot_be_landed_is_told_to_who_polls_and_wakes_him(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, woken = MemoryHub(), threading.Event()
+    pool = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)
+    stagings = [Staging(2, slot_bytes_for(2, BLOCK_BYTES), "cpu") for _ in range(2)]
+    theirs = MemoryTransport(hub, "sender", stagings[0], lambda: None)
+    ours = MemoryTransport(hub, "receiver", stagings[1], woken.set)
+    sender = KvSender(theirs, stagings[0], pool, LAYOUT)
+    receiver = KvReceiver(ours, stagings[1], pool, LAYOUT)
+    theirs.connect("receiver", ours.info())
+    ours.connect("sender", theirs.info())
+
+    def fail() -> None:
+        raise _Broken("of the device")
+
+    monkeypatch.setattr(receiver._copies, "scatter", lambda *where: fail)
+    assert receiver.expect("sender", 1, 0, [1])
+    assert sender.send("receiver", 1, 0, [1], checked=False)
+    hub.deliver_all()
+    assert woken.is_set()
+    with pytest.raises(_Broken, match="of the device"):
+        receiver.poll()

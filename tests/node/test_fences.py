@@ -145,3 +145,10 @@ def test_what_is_kept_again_is_kept_longer_and_never_shorter() -> None:
     assert (remembered.get("a"), "a" in remembered) == (4, True)
     assert remembered.expire(20.0) == ["a"]
     assert (len(remembered), remembered._by_second, remembered._seconds, remembered._longer) == (0, {}, [], {})
+
+
+def test_nothing_is_forgotten_before_its_time() -> None:
+    remembered = Remembered[str, int]()
+    remembered.keep("a", 1, 10.5)
+    assert remembered.expire(10.4) == []
+    assert remembered.expire(11.0) == ["a"]

@@ -7,7 +7,7 @@ import pytest
 
 from baton import PROTOCOL_VERSION
 from baton.errors import InvalidRequest, RequestCancelled
-from baton.messages import Abort, End, Load, NodeRole, Subscribed, Tokens, Update, WorkId
+from baton.messages import Abort, End, Load, NodeRole, Prefill, Subscribed, Tokens, Update, WorkId
 from baton.telemetry import NodeMetrics, new_registry
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -25,7 +25,7 @@ WORK = WorkId(1, "r", 0)
 
 
 def answer(event):
-    """Three updates for each prompt, all of one turn."""
+    """Three updates for each message, all of one turn."""
     if not isinstance(event, FromRouter):
         return []
     work = event.message.work
@@ -96,8 +96,13 @@ async def test_a_router_that_says_nothing_at_all_is_refused():
         assert await router.end() == ("INVALID_ARGUMENT", "a session opens with Subscribe")
 
 
+def answer_prompts(event):
+    return answer(event) if isinstance(event, FromRouter) and isinstance(event.message, Prefill) else []
+
+
 async def test_a_malformed_prompt_fails_that_request_alone():
-    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer) as node, session(node) as router:
+    """The node's core hears of it as of one that is aborted, which is nothing to be answered here."""
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer_prompts) as node, session(node) as router:
         bad = node_pb2.RouterMessage(prefill={"work": {"router_epoch": 1, "request_id": "bad"}})
         await router.call.write(bad)
         (update,) = await router.updates()

@@ -184,11 +184,12 @@ def test_two_grants_for_one_work_are_both_given_back(prefilling: Prefilling) -> 
     prefilling.node.check_integrity()
 
 
-def test_credits_beyond_the_parts_are_none(prefilling: Prefilling) -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+def test_credits_beyond_the_parts_are_none(prefilling: Prefilling, is_over: bool) -> None:
     prefilling.grant(num_parts=GRANTED)
-    prefilling.node.core.handle(FromPeer(prefilling.peer, Credit(1, 2**23)), 2.0)
-    prefilling.node.core.handle(FromRouter(EPOCH, Abort(WORK)), 2.0)
-    prefilling.node.core.handle(FromPeer(prefilling.peer, Credit(1, 2**23)), 2.0)
+    credit, abort = FromPeer(prefilling.peer, Credit(1, 2**23)), FromRouter(EPOCH, Abort(WORK))
+    for event in (abort, credit) if is_over else (credit, abort):
+        prefilling.node.core.handle(event, 2.0)
     prefilling.turn()
     assert prefilling.num_sent == GRANTED
 
