@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from baton.deadlines import Deadlines
 from baton.errors import (
     BatonError,
-    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     NodeUnavailable,
@@ -193,15 +192,7 @@ class RouterCore:
     def tick(self, now: float) -> None:
         for request_id in self._deadlines.due(now):
             life = self._requests[request_id]
-            self._end(life, self._overdue(life), now)
-
-    def _overdue(self, life: RequestLife) -> BatonError:
-        """What ends a request whose time is up: it is the nodes' fault if there was none to run it."""
-        waited = f"within {life.request.deadline_s:g} s"
-        if life.works or not life.unplaced:
-            return DeadlineExceeded(f"not finished {waited}")
-        why = [error.message for error in (life.unplaced[0].error,) if error] + [self.why_not_ready() or "no node"]
-        return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")
+            self._end(life, life.overdue(self.why_not_ready() or "no node"), now)
 
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []

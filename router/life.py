@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
-from baton.errors import BatonError, PeerLost
+from baton.errors import BatonError, DeadlineExceeded, NodeUnavailable, PeerLost
 from baton.messages import (
     Adopted,
     DecodeTarget,
@@ -238,6 +238,14 @@ class RequestLife:
             decode=decode,
             cache_salt=self.request.cache_salt,
         )
+
+    def overdue(self, why_not_ready: str) -> BatonError:
+        """What ends a request whose time is up: it is the nodes' fault if there was none to run it."""
+        waited = f"within {self.request.deadline_s:g} s"
+        if self.works or not self.unplaced:
+            return DeadlineExceeded(f"not finished {waited}")
+        why = [error.message for error in (self.unplaced[0].error,) if error] + [why_not_ready]
+        return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")
 
     def end(self, error: BatonError | None, now: float) -> RequestEnd:
         return RequestEnd(error, dataclasses.replace(self.timings, total_s=now - self.arrived))

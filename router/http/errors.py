@@ -45,6 +45,8 @@ def response_to(error: BatonError) -> JSONResponse:
     headers = {}
     if error.http_status in _RETRYABLE:
         headers["retry-after"] = str(RETRY_AFTER_S)
+    elif error.http_status >= 500:
+        headers["x-should-retry"] = "false"  # OpenAI's clients come again after any 5xx, with what two nodes died of
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(body_of(error), error.http_status, headers)

@@ -5,7 +5,15 @@ import json
 
 import pytest
 
-from baton.errors import CacheExhausted, InvalidRequest, Overloaded
+from baton.errors import (
+    CacheExhausted,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+)
+from router.http.errors import response_to
 from tests.router.conftest import says
 from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of
@@ -174,3 +182,15 @@ async def test_deadlines(client, nodes, router, stream):
     assert response.status_code == 504
     assert error_of(response)["code"] == "deadline_exceeded"
     await router.idle()
+
+
+@pytest.mark.parametrize(
+    ("error", "header"),
+    [
+        (NodeUnavailable("later"), ("retry-after", "1")),
+        (InternalError("nodes were lost that ran it"), ("x-should-retry", "false")),
+        (DeadlineExceeded("too late"), ("x-should-retry", "false")),
+    ],
+)
+def test_clients_are_told_whether_to_come_again(error, header):
+    assert header in response_to(error).headers.items()
