@@ -11,13 +11,15 @@ import contextlib
 import hashlib
 import json
 import secrets
+import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
+import kv_transfer
 from baton import PROTOCOL_VERSION
 from baton.address import HostPort
 from baton.block_hash import chain
@@ -29,7 +31,9 @@ from benchmarks.hostile_watch import get
 
 WAIT_S = 10.0
 LOOKED_AFTER_S = 5.0
+WINDOWS, WINDOW_S = 4, 5.0
 PROMPT = [17 + i for i in range(32)]
+GENERATED = "baton:node_generation_tokens_total"
 UCX_HEAD_BYTES, UCX_SUM_BYTES = 39, 16
 PAIR_HEAD_BYTES = 20
 
@@ -131,6 +135,16 @@ async def stranger(attack: Attack, name: str) -> AsyncIterator[Stranger]:
         yield one
 
 
+@contextlib.contextmanager
+def own_endpoint(transport: str) -> Iterator[common_pb2.TransportEndpoint]:
+    """An address that is well made: nodes tell strangers none, but anyone can run what makes one."""
+    mine = kv_transfer.create(transport, kv_transfer.staging_for(transport, 1, 4096, "cpu"), lambda: None)
+    try:
+        yield common_pb2.TransportEndpoint(transport=transport, address=mine.info())
+    finally:
+        mine.close()
+
+
 async def outcome(attempt: Any) -> str:
     """What `attempt` says, or how it was cut off."""
     try:
@@ -202,11 +216,11 @@ def _error(error: common_pb2.Error) -> str:
 @case
 async def hello_garbage_ucx(attack: Attack) -> str:
     """Hello with a UCX address of the right checksum and garbage inside"""
-    async with stranger(attack, "decode-0") as one:
-        real = one.info.endpoints[0]
+    with own_endpoint("ucx") as real:
         head, garbage = real.address[: UCX_HEAD_BYTES - UCX_SUM_BYTES], secrets.token_bytes(200)
         checksum = hashlib.sha256(head[4:] + garbage).digest()[:UCX_SUM_BYTES]
         endpoint = common_pb2.TransportEndpoint(transport=real.transport, address=head + checksum + garbage)
+    async with stranger(attack, "decode-0") as one:
         attack.begin()
         return await _hello(one, endpoint)
 
@@ -214,11 +228,11 @@ async def hello_garbage_ucx(attack: Attack) -> str:
 @case_with("--transport=ipc")
 async def hello_bad_host_ipc(attack: Attack) -> str:
     """Hello over ipc with a host that is no address"""
-    async with stranger(attack, "decode-0") as one:
-        real = one.info.endpoints[0]
+    with own_endpoint("ipc") as real:
         fields = json.loads(real.address[PAIR_HEAD_BYTES:])
         data = json.dumps({**fields, "id": "f" * 32, "hosts": ["nonsense, no address"]}).encode()
         address = real.address[:4] + hashlib.sha256(data).digest()[:16] + data
+    async with stranger(attack, "decode-0") as one:
         attack.begin()
         return await _hello(one, common_pb2.TransportEndpoint(transport=real.transport, address=address))
 
@@ -247,7 +261,7 @@ async def commit_foreign_bias(attack: Attack) -> str:
         neighbours.extend([await _answer_of(attack) for _ in range(3)])
 
     beyond = {attack.vocab_size + 40: 100.0}
-    told = await _commit(attack, bias=beyond, max_tokens=1500, meanwhile=meanwhile())
+    told = await _commit(attack, bias=beyond, max_tokens=1500, meanwhile=meanwhile)
     lost = sum(answer.startswith("none") for answer in neighbours)
     changed = sum(answer != alone for answer in neighbours) - lost
     return f"{told}; of {len(neighbours)} neighbours' answers {changed} changed, {lost} lost"
@@ -273,10 +287,11 @@ async def _commit(
     attack: Attack, output: int = 7, bias: dict[int, float] | None = None, max_tokens: int = 8, meanwhile: Any = None
 ) -> str:
     """Hand over a prompt of which the decode node has every block, so that none has to travel."""
-    async with stranger(attack, "decode-0") as one, stranger(attack, "prefill-0") as other:
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(stranger(attack, "decode-0"))
         await _ended(one, one.prefill("prime"))
         session = await one.session()
-        call, hello = await one.handoff(list(other.info.endpoints))
+        call, hello = await one.handoff([stack.enter_context(own_endpoint("ucx"))])
         if hello.hello.HasField("error"):
             return _error(hello.hello.error)
         work, target = one.work("commit"), one.info.incarnation
@@ -307,12 +322,15 @@ async def _commit(
         await call.write(node_pb2.PrefillMessage(commit=commit))
 
         async def replied() -> str:
-            reply = (await one.told(call, "commit_reply")).commit_reply
+            answer = await one.told(call, "commit_reply", "refuse")
+            if answer.WhichOneof("kind") == "refuse":
+                return f"refused: {_error(answer.refuse.error)}"
+            reply = answer.commit_reply
             return _error(reply.error) if reply.HasField("error") else f"accepted, {grant.grant.num_parts} parts"
 
         told = await outcome(replied())
         if meanwhile is not None:
-            await meanwhile
+            await meanwhile()
         else:
             await asyncio.sleep(1.0)  # for a step with it
         session.cancel()
@@ -332,9 +350,10 @@ async def reserve_deadline_negative(attack: Attack) -> str:
 
 
 async def _reserve(attack: Attack, deadline_s: float, name: str = "decode-0") -> str:
-    async with stranger(attack, name) as one, stranger(attack, "prefill-0") as other:
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(stranger(attack, name))
         await one.session()
-        call, hello = await one.handoff(list(other.info.endpoints))
+        call, hello = await one.handoff([stack.enter_context(own_endpoint("ucx"))])
         if hello.hello.HasField("error"):
             return _error(hello.hello.error)
         work = one.work("reserve")
@@ -365,8 +384,9 @@ async def _reserve(attack: Attack, deadline_s: float, name: str = "decode-0") ->
 class Liar(node_pb2_grpc.DecodeNodeServicer):
     """Grants what it is asked for, under a number of its choice."""
 
-    def __init__(self, info: Any, lease: int) -> None:
+    def __init__(self, info: Any, endpoint: Any, lease: int) -> None:
         self._info = info
+        self._endpoint = endpoint
         self._lease = lease
         self.asked = asyncio.Event()
 
@@ -377,7 +397,7 @@ class Liar(node_pb2_grpc.DecodeNodeServicer):
             incarnation="liar",
             node_id="liar",
             layout=self._info.layout,
-            endpoints=self._info.endpoints,
+            endpoints=[self._endpoint],
             part_blocks=4,
         )
         await context.write(node_pb2.DecodeMessage(hello=hello))
@@ -393,8 +413,10 @@ async def grant_lease_2_39(attack: Attack) -> str:
     """Grant.lease of 2^39, from a decode node that lies"""
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    async with stranger(attack, "decode-0") as real, stranger(attack, "prefill-0") as one:
-        liar = Liar(real.info, 2**39)
+    async with contextlib.AsyncExitStack() as stack:
+        real = await stack.enter_async_context(stranger(attack, "decode-0"))
+        one = await stack.enter_async_context(stranger(attack, "prefill-0"))
+        liar = Liar(real.info, stack.enter_context(own_endpoint("ucx")), 2**39)
         node_pb2_grpc.add_DecodeNodeServicer_to_server(liar, server)  # type: ignore[no-untyped-call]
         await server.start()
         attack.begin()
@@ -412,19 +434,36 @@ async def grant_lease_2_39(attack: Attack) -> str:
 async def debug_kv_loops(attack: Attack) -> str:
     """two clients that loop over a decode node's /debug/kv"""
     address = attack.metrics("decode-0")
-    attack.begin()
-    until = time.monotonic() + LOOKED_AFTER_S
+    statuses: list[int] = []
 
-    async def loop() -> list[int]:
-        statuses = []
-        while time.monotonic() < until:
+    async def loop() -> None:
+        while True:
             statuses.append((await get(address, "/debug/kv"))[0])
             if statuses[-1] != 200:
                 await asyncio.sleep(0.005)  # refusals come as fast as they are asked for
-        return statuses
 
-    statuses = [status for one in await asyncio.gather(loop(), loop()) for status in one]
-    return f"{len(statuses)} pages, {', '.join(f'{statuses.count(s)} x {s}' for s in sorted(set(statuses)))}"
+    async def rate() -> float:
+        """Tokens a second that the node generates."""
+        before, since = await _num_tokens(address), time.monotonic()
+        await asyncio.sleep(WINDOW_S)
+        return (await _num_tokens(address) - before) / (time.monotonic() - since)
+
+    attack.begin()
+    kept = []
+    for _ in range(WINDOWS):
+        calm = await rate()
+        async with asyncio.TaskGroup() as group:
+            loops = [group.create_task(loop()) for _ in range(2)]
+            kept.append(await rate() / max(calm, 1e-9))
+            for one in loops:
+                one.cancel()
+    pages = ", ".join(f"{statuses.count(status)} x {status}" for status in sorted(set(statuses)))
+    return f"the node's tokens/s: {statistics.median(kept):.0%} of what they are without; pages {pages}"
+
+
+async def _num_tokens(address: HostPort) -> float:
+    _, page = await get(address, "/metrics")
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(GENERATED))
 
 
 @case
