@@ -1,7 +1,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
-export PYTHONPATH := $(CURDIR):$(CURDIR)/proto:$(CURDIR)/kernels
+export PYTHONPATH := $(CURDIR):$(CURDIR)/proto:$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: help setup check test test-full test-gpu mutants demo bench stubs clean
 
