@@ -10,6 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.model import loader
+from engine.model.kv_pool import KvPool, KvShape
 from engine.model.memory import (
     GIB,
     ProfiledMemory,
@@ -167,3 +168,12 @@ def test_a_profile_sees_the_peak_and_what_stays(monkeypatch: pytest.MonkeyPatch)
     assert memory.libraries == 7 << 20
     assert memory.total - memory.free >= weights.nbytes
     assert (memory.free, memory.total) == ours(device)
+
+
+def test_a_block_has_of_each_layer_its_keys_before_its_values() -> None:
+    """Other nodes read blocks in this order."""
+    pool = KvPool(KvShape(2, 3, 4, torch.float32), num_blocks=2, block_size=5, device=torch.device("cpu"))
+    for layer in range(2):
+        keys, values = pool.layer(layer)
+        keys[1], values[1] = 2 * layer + 1, 2 * layer + 2
+    assert pool.as_bytes()[1].view(torch.float32).view(4, -1)[:, [0, -1]].tolist() == [[n, n] for n in (1, 2, 3, 4)]

@@ -56,6 +56,15 @@ def test_nothing_is_put_off_without_a_step_in_flight_or_one_known() -> None:
     assert pace.busy_since is None
 
 
+def test_of_a_step_behind_which_the_device_ran_dry_nobody_knows_the_end() -> None:
+    pace, now = paced(0.010, 0.010), 100.0
+    for _ in range(NUM_REMEMBERED + 1):
+        now += 0.035
+        pace.launched(TEN, now, now, idle=True)
+        pace.retired(now + 0.001)
+    assert waits(pace, has_prompts=True) <= 0.010  # by what launches with prompts cost: none has
+
+
 def with_prompt(*took_s: float, size: StepSize = PROMPT) -> Pace:
     """After two decodes of 10 ms and steps of those times with a prompt, with one of `size` in flight since 200.0."""
     pace, now = paced(0.010, 0.010), 200.0 - sum(took_s)
