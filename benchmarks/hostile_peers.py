@@ -283,6 +283,19 @@ async def _answer_of(attack: Attack) -> str:
         writer.close()
 
 
+def _reserve_prompt(one: Stranger, work: common_pb2.WorkId, max_tokens: int) -> node_pb2.Reserve:
+    """For PROMPT, of which the node has every block."""
+    return node_pb2.Reserve(
+        work=work,
+        target_incarnation=one.info.incarnation,
+        num_tokens=len(PROMPT),
+        block_hashes=b"".join(chain(PROMPT, one.info.layout.block_size)),
+        num_samples=1,
+        deadline_s=60.0,
+        max_total_tokens=len(PROMPT) + max_tokens,
+    )
+
+
 async def _commit(
     attack: Attack, output: int = 7, bias: dict[int, float] | None = None, max_tokens: int = 8, meanwhile: Any = None
 ) -> str:
@@ -295,17 +308,7 @@ async def _commit(
         if hello.hello.HasField("error"):
             return _error(hello.hello.error)
         work, target = one.work("commit"), one.info.incarnation
-        hashes = b"".join(chain(PROMPT, one.info.layout.block_size))
-        reserve = node_pb2.Reserve(
-            work=work,
-            target_incarnation=target,
-            num_tokens=len(PROMPT),
-            block_hashes=hashes,
-            num_samples=1,
-            deadline_s=60.0,
-            max_total_tokens=len(PROMPT) + max_tokens,
-        )
-        await call.write(node_pb2.PrefillMessage(reserve=reserve))
+        await call.write(node_pb2.PrefillMessage(reserve=_reserve_prompt(one, work, max_tokens)))
         grant = await one.told(call, "grant", "refuse")
         if grant.WhichOneof("kind") == "refuse":
             return f"reserve refused: {_error(grant.refuse.error)}"
