@@ -101,7 +101,7 @@ class DecodeCore:
         self._take_transfers(now)
         self._end_overdue(now)
         if not self.engine.has_room:
-            self._take_results(self.engine.compute(Plan(), wait=False))
+            self._take_results(self.engine.retire())
         self._reservations.grant_waiting(now)
         for lease in self._reservations.take_adoptable():
             self._adopt(lease, now)

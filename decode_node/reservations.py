@@ -185,7 +185,7 @@ class Reservations:
         )
         self._leases[lease.serial] = self._lease_of[reserve.work] = self._short[lease.serial] = lease
         self._blocks.pin_write(lease.written)
-        self._engine.num_reserved_seqs += reserve.num_samples
+        self._engine.reserve_seqs(reserve.num_samples)
         self._post_receives(lease)
         told = lease.num_held, lease.num_parts, lease.credits, self._receiver.verify
         self._outbox.to_prefill(lease.peer, Grant(reserve.work, lease.serial, *told))
@@ -315,4 +315,4 @@ class Reservations:
         self._short.pop(lease.serial, None)
         self._deadlines.discard(lease.reserve.work)
         self._outcomes.keep(lease.serial, (lease.peer, outcome), lease.deadline + UNDER_WAY_S)
-        self._engine.num_reserved_seqs -= lease.reserve.num_samples
+        self._engine.unreserve_seqs(lease.reserve.num_samples)

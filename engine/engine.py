@@ -78,10 +78,6 @@ class Engine:
         """Places in the batch promised to leases: waiting sequences are admitted to the others only."""
         return self._scheduler.num_reserved_seqs
 
-    @num_reserved_seqs.setter
-    def num_reserved_seqs(self, value: int) -> None:
-        self._scheduler.num_reserved_seqs = value
-
     @property
     def num_running(self) -> int:
         return self._scheduler.num_running
@@ -187,6 +183,13 @@ class Engine:
             self.blocks.release(table)
         seq.move_to(SequenceState.FINISHED)
 
+    def reserve_seqs(self, n: int) -> None:
+        """Promise `n` places in the batch. The caller gives them back with `unreserve_seqs`, before `adopt`."""
+        self._scheduler.reserve_seqs(n)
+
+    def unreserve_seqs(self, n: int) -> None:
+        self._scheduler.unreserve_seqs(n)
+
     def leave_lane(self, seq: Sequence) -> None:
         """What the sequence's lane stands for has come: its blocks do not count to the lane's share any more."""
         self._scheduler.leave_lane(seq)
@@ -214,7 +217,7 @@ class Engine:
     def compute(self, plan: Plan, wait: bool = True) -> StepResult:
         """Launch the plan's step, and retire the oldest one in flight once there are more than the engine may be ahead,
         or nothing is left to launch. wait: for that one; else it retires only if it is done."""
-        result = StepResult(started=plan.started, preempted=plan.preempted)
+        result = StepResult()
         if plan.chunks:
             step = self._runner.launch(plan.chunks)
             self._pace.launched(StepSize.of(plan.chunks), self._decided, self.clock(), idle=self._oldest_is_done)
@@ -226,6 +229,13 @@ class Engine:
         moved = retires or bool(plan.chunks)
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
         result.again |= self._oldest_is_done
+        return result
+
+    def retire(self) -> StepResult:
+        """Retire the oldest step in flight if it is done. Nothing is launched, and nothing waited for."""
+        result = StepResult()
+        if self._oldest_is_done:
+            self._retire(self._in_flight.popleft(), result)
         return result
 
     @property
@@ -258,7 +268,6 @@ class Engine:
             self._scheduler.remove(seq)
             self._runner.forget(seq)
             seq.move_to(SequenceState.PARKED)
-            result.parked.append(seq)
         elif seq.generates:
             seq.tokens.append(sampled[0].token)
             seq.num_pending_tokens -= 1

@@ -65,6 +65,14 @@ class Scheduler:
         """Places in the batch, less those promised."""
         return self._config.max_num_seqs - self.num_reserved_seqs - len(self._running)
 
+    def reserve_seqs(self, n: int) -> None:
+        """Promise `n` places in the batch, which nobody who waits is admitted to until `unreserve_seqs`."""
+        self.num_reserved_seqs += n
+
+    def unreserve_seqs(self, n: int) -> None:
+        assert n <= self.num_reserved_seqs, f"{n} places given back of {self.num_reserved_seqs} that were promised"
+        self.num_reserved_seqs -= n
+
     def add(self, seq: Sequence) -> None:
         """Queue it behind all others."""
         self._lanes.add(seq)

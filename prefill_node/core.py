@@ -68,7 +68,7 @@ class PrefillCore:
         self._outgoing.end_overdue(now)
         self._fences.expire(now)
         if not self.engine.has_room:
-            self._take_results(self.engine.compute(Plan(), wait=False))
+            self._take_results(self.engine.retire())
         self._outgoing.move_on(now)
         self._plan = self.engine.schedule(now)
         if not self.engine.only_launches:

@@ -16,7 +16,7 @@ from baton.layout import num_blocks_for
 from baton.messages import WorkId
 from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
-from engine.engine import Engine, SampledToken, StepResult
+from engine.engine import Engine, Plan, SampledToken, StepResult
 from engine.holdings import Holding
 from engine.sequence import Sequence, SequenceState
 from tests.machines import machine
@@ -121,10 +121,10 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.now += 1
             before = [seq for seq in self.live(SequenceState.WAITING) if seq.num_preemptions]
-            result = self.compute()
-            self.take(result)
+            plan, result = self.compute()
+            self.take(plan, result)
             self.whole()
-            if result.started:
+            if plan.started:
                 assert not any(seq.state is SequenceState.WAITING for seq in before), "newcomers went first"
 
     @precondition(lambda self: any(not request.ended for request in self.requests.values()))
@@ -167,7 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
         blocks.acquire(hits)
         fresh = blocks.allocate(needed)
         table = hits + fresh[: num_full + 1 - len(hits)]
-        self.engine.num_reserved_seqs += len(samples)
+        self.engine.reserve_seqs(len(samples))
         self.leases.append(Lease(seq, table, fresh[num_full + 1 - len(hits) :], samples))
 
     @precondition(lambda self: self.leases)
@@ -183,7 +183,7 @@ class EngineMachine(RuleBasedStateMachine):
         target = Sequence(source.work, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s)
         target.cache_salt, target.block_table = source.cache_salt, lease.table
         outputs = {s: tuple(request.got[s]) for s in lease.samples}
-        self.engine.num_reserved_seqs -= len(lease.samples)
+        self.engine.unreserve_seqs(len(lease.samples))
         event(f"adopted {len(outputs)}")
         children = self.engine.adopt(target, outputs, lease.spares)
         assert [child.samples for child in children] == [[s] for s in lease.samples]
@@ -200,26 +200,26 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- what must hold ----
 
-    def compute(self) -> StepResult:
+    def compute(self) -> tuple[Plan, StepResult]:
         plan = self.engine.schedule(self.now)
         assert len(plan.chunks) <= self.config.max_num_seqs
         assert sum(c.length for c in plan.chunks if c.length > 1) <= self.config.max_num_batched_tokens
-        return self.engine.compute(plan)
+        return plan, self.engine.compute(plan)
 
-    def take(self, result: StepResult) -> None:
-        for seq in result.started:
+    def take(self, plan: Plan, result: StepResult) -> None:
+        for seq in plan.started:
             assert self.queue.pop(0) == seq.work, "not first come, first served"
             assert seq.num_cached_tokens % BLOCK_SIZE == 0
             assert seq.num_cached_tokens < seq.num_tokens
             event(f"prefix hit {bool(seq.num_cached_tokens)}")
-        if result.preempted:
+        if plan.preempted:
             event("preempted")
-            assert all(not seq.hand_off for seq in result.preempted)
+            assert all(not seq.hand_off for seq in plan.preempted)
             stayed = [seq.arrived_s for seq in self.live(SequenceState.RUNNING) if not seq.hand_off]
-            assert max(stayed, default=0) <= min(seq.arrived_s for seq in result.preempted), "not the youngest"
+            assert max(stayed, default=0) <= min(seq.arrived_s for seq in plan.preempted), "not the youngest"
         for token in result.sampled:
             self.hear(token)
-        for seq in result.parked:
+        for seq in {token.sequence for token in result.sampled if token.sequence.hand_off}:
             assert seq.state is SequenceState.PARKED
             assert seq.num_computed_tokens == seq.num_tokens
             assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE)
@@ -255,7 +255,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def drop(self, lease: Lease) -> None:
         self.leases.remove(lease)
-        self.engine.num_reserved_seqs -= len(lease.samples)
+        self.engine.unreserve_seqs(len(lease.samples))
         self.engine.blocks.release(lease.table)
         self.engine.blocks.release(lease.spares)
 
@@ -276,8 +276,8 @@ class EngineMachine(RuleBasedStateMachine):
         while self.leases:
             self.expire()
         for _ in range(2000):
-            result = self.compute()
-            self.take(result)
+            plan, result = self.compute()
+            self.take(plan, result)
             for seq in self.parked():
                 self.requests[seq.work].aborted = True
                 self.engine.release(seq)

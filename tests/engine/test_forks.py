@@ -12,8 +12,9 @@ def test_a_prompt_to_hand_off_is_parked_with_its_tokens_until_released() -> None
     seq = sequence(6, samples=3, hand_off=True, max_tokens=1)
     engine.add(seq)
     first, second = engine.compute(engine.schedule(0.0)), engine.compute(engine.schedule(1.0))
-    assert (first.advanced, first.parked, first.sampled) == ([seq], [], [])
-    assert (second.advanced, second.parked) == ([seq], [seq])
+    assert (first.advanced, first.sampled) == ([seq], [])
+    assert second.advanced == [seq]
+    assert seq.state is SequenceState.PARKED
     assert [(t.sequence, t.sample, t.index) for t in second.sampled] == [(seq, 0, 0), (seq, 1, 0), (seq, 2, 0)]
     assert seq.tokens == list(seq.prompt_tokens)
     assert not engine.has_work
@@ -60,10 +61,11 @@ def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:
     engine.check_integrity()
     assert model.copies == [(forks[0].block_table[2], spare)]
     assert len(engine.blocks.match(forks[1].block_hashes(2, 4))) == 2
-    result = engine.compute(engine.schedule(0.0))
+    plan = engine.schedule(0.0)
+    result = engine.compute(plan)
     assert [(c.start, c.length) for c in model.batches[0]] == [(9, 1), (9, 1)]
     assert [(t.sample, t.index) for t in result.sampled] == [(0, 1), (3, 1)]
-    assert not result.started
+    assert not plan.started
     assert not result.advanced
 
 
