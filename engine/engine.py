@@ -26,9 +26,11 @@ from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.holdings import Holding, recount
 from engine.pace import Pace, StepSize
+from engine.prefix_cache import Evicted
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import Choice, Chunk, LaunchedStep, ModelRunner, SampledToken, StepResult
+from engine.tier import KvTier
 
 __all__ = ["Choice", "Chunk", "Engine", "LaunchedStep", "ModelRunner", "Plan", "SampledToken", "StepResult"]
 
@@ -47,8 +49,9 @@ class Engine:
     """Runs sequences to their ends. Owned by one thread; nothing here blocks but the model.
 
     A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With
-    `hand_off` it is parked after its prompt and keeps them until `release`. Blocks that a role allocates from `blocks`
-    for its leases are the role's, until `adopt` takes them over.
+    `hand_off` it is parked after its prompt and keeps them until `release`. Blocks that others `allocate`, as a role
+    does for its leases, are theirs until they release them to `blocks`, or `adopt` takes them over. `tier` is told of
+    each block that is evicted while its content is there.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Engine:
         runner: ModelRunner,
         blocks: BlockManager | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tier: KvTier | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
         self.blocks = blocks or BlockManager(config.num_blocks, config.block_size)
         self._runner = runner
+        self._tier = tier
         self._scheduler = Scheduler(config, self.blocks)
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
@@ -111,7 +116,9 @@ class Engine:
     def launch_at(self) -> float | None:
         """When to launch one more step, by the engine's clock: until then whoever comes can join it. None: at once, or
         not before the oldest has retired. At once also where prompts wait: who comes later is behind them."""
-        if not self.has_room or not self.num_running or self.num_waiting or self._oldest_is_done:
+        if not self.has_room or not self.num_running or self._oldest_is_done:
+            return None
+        if self.num_waiting > self._scheduler.num_awaiting_load:
             return None
         return self._pace.launch_at(bool(self._in_flight) and self._in_flight[-1].leaves_prompts)
 
@@ -183,6 +190,17 @@ class Engine:
             self.blocks.release(table)
         seq.move_to(SequenceState.FINISHED)
 
+    def allocate(self, n: int) -> list[int]:
+        """`n` blocks, the caller's, to be written from now on. Raises CacheExhausted: all or nothing."""
+        blocks, evicted = self.blocks.allocate(n)
+        self._store(evicted)
+        return blocks
+
+    def _store(self, evicted: list[Evicted]) -> None:
+        """What was evicted is about to be written over."""
+        if evicted and self._tier:
+            self._tier.store(evicted)
+
     def reserve_seqs(self, n: int) -> None:
         """Promise `n` places in the batch. The caller gives them back with `unreserve_seqs`, before `adopt`."""
         self._scheduler.reserve_seqs(n)
@@ -219,6 +237,7 @@ class Engine:
         or nothing is left to launch. wait: for that one; else it retires only if it is done."""
         result = StepResult()
         if plan.chunks:
+            self._store(plan.evicted)
             step = self._runner.launch(plan.chunks)
             self._pace.launched(StepSize.of(plan.chunks), self._decided, self.clock(), idle=self._oldest_is_done)
             leaves_prompts = not all(chunk.samples_token for chunk in plan.chunks)
@@ -315,7 +334,7 @@ class Engine:
         while num_running and not self.blocks.can_allocate(num_running - 1 + room):
             num_running -= 1
         if num_running:
-            fresh = self.blocks.allocate(num_running - 1 + room)
+            fresh = self.allocate(num_running - 1 + room)
             self._start_forks(children[:num_running], table + fresh[:room], num_computed, fresh[room:])
         else:
             self.blocks.release(table)

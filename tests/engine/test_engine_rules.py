@@ -193,7 +193,7 @@ def test_the_youngest_is_preempted_and_comes_back_before_newcomers() -> None:
 
 def test_alone_without_blocks_a_sequence_waits_for_leases() -> None:
     engine, _ = make(num_blocks=17)
-    lease = engine.blocks.allocate(14)
+    lease = engine.allocate(14)
     seq = sequence(7, max_tokens=9)
     engine.add(seq)
     results = [engine.compute(engine.schedule(0.0)) for _ in range(6)]

@@ -55,7 +55,7 @@ def test_forks_without_a_place_wait_and_lose_nothing() -> None:
 def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:
     engine, model = make()
     seq = sequence(9, max_tokens=4)
-    seq.block_table = engine.blocks.allocate(9 // 4 + 2)
+    seq.block_table = engine.allocate(9 // 4 + 2)
     spare = seq.block_table.pop()
     forks = engine.adopt(seq, {0: (10,), 3: (11,)}, [spare])
     engine.check_integrity()
@@ -72,7 +72,7 @@ def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:
 def test_adopted_blocks_keep_the_names_that_came_with_them() -> None:
     engine, _ = make()
     seq = sequence(9, max_tokens=8)
-    seq.block_table, names = engine.blocks.allocate(3), [b"a" * 32, b"b" * 32]
+    seq.block_table, names = engine.allocate(3), [b"a" * 32, b"b" * 32]
     seq.take_names(names)
     (running,) = engine.adopt(seq, {0: (10,)}, [])
     table = running.block_table

@@ -169,7 +169,7 @@ def hand_over(seq: Sequence, first: list[SampledToken], p: TorchModelRunner, d_e
     num_full = seq.num_tokens // d_engine.config.block_size
     hits = d_engine.blocks.match(seq.block_hashes(num_full, d_engine.config.block_size))
     d_engine.blocks.acquire(hits)
-    fresh = d_engine.blocks.allocate(num_full + len(outputs) - len(hits))
+    fresh = d_engine.allocate(num_full + len(outputs) - len(hits))
     table, spares = hits + fresh[: num_full + 1 - len(hits)], fresh[num_full + 1 - len(hits) :]
     moved = seq.block_table[len(hits) :]
     staging = torch.empty((len(moved), d.pool.as_bytes().shape[1]), dtype=torch.uint8)
