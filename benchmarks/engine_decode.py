@@ -116,7 +116,7 @@ def adopt(bench: Bench, cell: Cell, num_steps: int, sampling: str) -> list[Seque
     for i in range(batch):
         prompt = bench.prompt(context + i % block_size)
         seq = bench.sequence(prompt, params)
-        seq.block_table = engine.blocks.allocate(len(prompt) // block_size + 1)
+        seq.block_table = engine.allocate(len(prompt) // block_size + 1)
         running += engine.adopt(seq, {0: (prompt[-1],)}, [])
     return running
 

@@ -2,7 +2,7 @@
 
 Nothing here runs a model. A lease that is committed and has all its parts is handed out by `take_adoptable`, blocks and
 all; everything else ends here, exactly once, with its blocks back in the pool at once and its slots as soon as their
-parts have come or failed. Blocks that parts go into are pinned until then: the receiver writes them when it likes.
+parts have come or failed. Blocks that parts go into are loading until then: the receiver writes them when it likes.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Reservations:
             return False
         reserve = waiting.reserve
         self._blocks.acquire(held)
-        taken = held + self._blocks.allocate(self._num_blocks(reserve) - len(held))
+        taken = held + self._engine.allocate(self._num_blocks(reserve) - len(held))
         cut = len(taken) - (reserve.num_samples - 1)
         end = num_blocks_for(reserve.num_tokens, self._blocks.block_size)
         tail = reserve.grouped_from_block, reserve.layer_groups
@@ -184,8 +184,8 @@ class Reservations:
             block_size=self._blocks.block_size,
         )
         self._leases[lease.serial] = self._lease_of[reserve.work] = self._short[lease.serial] = lease
-        self._blocks.pin_write(lease.written)
-        self._engine.num_reserved_seqs += reserve.num_samples
+        self._blocks.begin_load(lease.written)
+        self._engine.reserve_seqs(reserve.num_samples)
         self._post_receives(lease)
         told = lease.num_held, lease.num_parts, lease.credits, self._receiver.verify
         self._outbox.to_prefill(lease.peer, Grant(reserve.work, lease.serial, *told))
@@ -255,6 +255,7 @@ class Reservations:
         """Leases whose KV is all here and whose request is this node's. The caller owns their blocks now."""
         ready, self._ready = [lease for lease in self._ready if lease.serial in self._leases], []
         for lease in ready:
+            self._blocks.finish_load(lease.written)
             self._forget(lease, None)
         return ready
 
@@ -305,14 +306,14 @@ class Reservations:
 
     def _give_back(self, lease: Lease, outcome: BatonError) -> None:
         self._receiver.withdraw(lease.serial)
+        self._blocks.fail_load(lease.written)
         self._forget(lease, outcome)
         self._blocks.release([*lease.table, *lease.spares])
 
     def _forget(self, lease: Lease, outcome: BatonError | None) -> None:
         """Nothing is landed for it any more. Its peer may repeat the Commit until its deadline."""
-        self._blocks.unpin_write(lease.written)
         del self._leases[lease.serial], self._lease_of[lease.reserve.work]
         self._short.pop(lease.serial, None)
         self._deadlines.discard(lease.reserve.work)
         self._outcomes.keep(lease.serial, (lease.peer, outcome), lease.deadline + UNDER_WAY_S)
-        self._engine.num_reserved_seqs -= lease.reserve.num_samples
+        self._engine.unreserve_seqs(lease.reserve.num_samples)

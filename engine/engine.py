@@ -26,9 +26,11 @@ from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.holdings import Holding, recount
 from engine.pace import Pace, StepSize
+from engine.prefix_cache import Evicted
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import Choice, Chunk, LaunchedStep, ModelRunner, SampledToken, StepResult
+from engine.tier import KvTier
 
 __all__ = ["Choice", "Chunk", "Engine", "LaunchedStep", "ModelRunner", "Plan", "SampledToken", "StepResult"]
 
@@ -47,8 +49,9 @@ class Engine:
     """Runs sequences to their ends. Owned by one thread; nothing here blocks but the model.
 
     A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With
-    `hand_off` it is parked after its prompt and keeps them until `release`. Blocks that a role allocates from `blocks`
-    for its leases are the role's, until `adopt` takes them over.
+    `hand_off` it is parked after its prompt and keeps them until `release`. Blocks that others `allocate`, as a role
+    does for its leases, are theirs until they release them to `blocks`, or `adopt` takes them over. `tier` is told of
+    each block that is evicted while its content is there.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Engine:
         runner: ModelRunner,
         blocks: BlockManager | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tier: KvTier | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
         self.blocks = blocks or BlockManager(config.num_blocks, config.block_size)
         self._runner = runner
+        self._tier = tier
         self._scheduler = Scheduler(config, self.blocks)
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
@@ -77,10 +82,6 @@ class Engine:
     def num_reserved_seqs(self) -> int:
         """Places in the batch promised to leases: waiting sequences are admitted to the others only."""
         return self._scheduler.num_reserved_seqs
-
-    @num_reserved_seqs.setter
-    def num_reserved_seqs(self, value: int) -> None:
-        self._scheduler.num_reserved_seqs = value
 
     @property
     def num_running(self) -> int:
@@ -115,7 +116,9 @@ class Engine:
     def launch_at(self) -> float | None:
         """When to launch one more step, by the engine's clock: until then whoever comes can join it. None: at once, or
         not before the oldest has retired. At once also where prompts wait: who comes later is behind them."""
-        if not self.has_room or not self.num_running or self.num_waiting or self._oldest_is_done:
+        if not self.has_room or not self.num_running or self._oldest_is_done:
+            return None
+        if self.num_waiting > self._scheduler.num_awaiting_load:
             return None
         return self._pace.launch_at(bool(self._in_flight) and self._in_flight[-1].leaves_prompts)
 
@@ -187,6 +190,24 @@ class Engine:
             self.blocks.release(table)
         seq.move_to(SequenceState.FINISHED)
 
+    def allocate(self, n: int) -> list[int]:
+        """`n` blocks, the caller's, to be written from now on. Raises CacheExhausted: all or nothing."""
+        blocks, evicted = self.blocks.allocate(n)
+        self._store(evicted)
+        return blocks
+
+    def _store(self, evicted: list[Evicted]) -> None:
+        """What was evicted is about to be written over."""
+        if evicted and self._tier:
+            self._tier.store(evicted)
+
+    def reserve_seqs(self, n: int) -> None:
+        """Promise `n` places in the batch. The caller gives them back with `unreserve_seqs`, before `adopt`."""
+        self._scheduler.reserve_seqs(n)
+
+    def unreserve_seqs(self, n: int) -> None:
+        self._scheduler.unreserve_seqs(n)
+
     def leave_lane(self, seq: Sequence) -> None:
         """What the sequence's lane stands for has come: its blocks do not count to the lane's share any more."""
         self._scheduler.leave_lane(seq)
@@ -214,8 +235,9 @@ class Engine:
     def compute(self, plan: Plan, wait: bool = True) -> StepResult:
         """Launch the plan's step, and retire the oldest one in flight once there are more than the engine may be ahead,
         or nothing is left to launch. wait: for that one; else it retires only if it is done."""
-        result = StepResult(started=plan.started, preempted=plan.preempted)
+        result = StepResult()
         if plan.chunks:
+            self._store(plan.evicted)
             step = self._runner.launch(plan.chunks)
             self._pace.launched(StepSize.of(plan.chunks), self._decided, self.clock(), idle=self._oldest_is_done)
             leaves_prompts = not all(chunk.samples_token for chunk in plan.chunks)
@@ -226,6 +248,13 @@ class Engine:
         moved = retires or bool(plan.chunks)
         result.again = (self.has_work and self.has_room and moved) or (wait and bool(self._in_flight))
         result.again |= self._oldest_is_done
+        return result
+
+    def retire(self) -> StepResult:
+        """Retire the oldest step in flight if it is done. Nothing is launched, and nothing waited for."""
+        result = StepResult()
+        if self._oldest_is_done:
+            self._retire(self._in_flight.popleft(), result)
         return result
 
     @property
@@ -258,7 +287,6 @@ class Engine:
             self._scheduler.remove(seq)
             self._runner.forget(seq)
             seq.move_to(SequenceState.PARKED)
-            result.parked.append(seq)
         elif seq.generates:
             seq.tokens.append(sampled[0].token)
             seq.num_pending_tokens -= 1
@@ -306,7 +334,7 @@ class Engine:
         while num_running and not self.blocks.can_allocate(num_running - 1 + room):
             num_running -= 1
         if num_running:
-            fresh = self.blocks.allocate(num_running - 1 + room)
+            fresh = self.allocate(num_running - 1 + room)
             self._start_forks(children[:num_running], table + fresh[:room], num_computed, fresh[room:])
         else:
             self.blocks.release(table)

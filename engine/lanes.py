@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator
 
 from baton.layout import num_blocks_for
 from engine.sequence import Sequence
@@ -59,10 +59,15 @@ class Lanes:
             if not queue:
                 del self._queues[seq.lane]
 
-    def first(self) -> Sequence | None:
-        """The next to be admitted: the first of those whose lanes have room for it. None: there is none."""
-        heads = [next(iter(queue.items())) for queue in self._queues.values()]
-        return min(((serial, seq) for seq, serial in heads if self._has_room(seq)), default=(0, None))[1]
+    def first(self, without: Container[Sequence] = ()) -> Sequence | None:
+        """The next to be admitted: the first of those whose lanes have room for it; `without` some, which the others of
+        their lanes go past. None: there is none."""
+        heads = list[tuple[int, Sequence]]()
+        for queue in self._queues.values():
+            head = next((seq for seq in queue if seq not in without), None)
+            if head is not None and self._has_room(head):
+                heads.append((queue[head], head))
+        return min(heads, default=(0, None))[1]
 
     def hold(self, seq: Sequence) -> None:
         """It is admitted, and has blocks for all of its tokens."""

@@ -12,21 +12,25 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
+from baton.block_hash import BlockHash
 from baton.layout import num_blocks_for
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.lanes import Lanes
+from engine.prefix_cache import Evicted
 from engine.sequence import Sequence, SequenceState
 from engine.step import Chunk
 
 
 @dataclass(slots=True)
 class Plan:
-    """A step, decided: block tables already cover the chunks."""
+    """A step, decided: block tables already cover the chunks. What was `evicted` for it stays as it is until it is
+    launched."""
 
     chunks: list[Chunk] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)  # first time scheduled
     preempted: list[Sequence] = field(default_factory=list)
+    evicted: list[Evicted] = field(default_factory=list)
 
 
 class Scheduler:
@@ -35,6 +39,8 @@ class Scheduler:
     - A waiting sequence is admitted when its lane has room and all blocks of its tokens can be had, after its prefix
       hit. One for which there are too few blocks keeps all behind it waiting, so nobody starves; one whose lane has its
       share keeps that lane waiting.
+    - One whose prefix hit goes on with a block that is being loaded waits until that is a hit or has failed. It has no
+      blocks meanwhile, and the others go past it.
     - Only generating sequences ask for more blocks. When there are none, the youngest running sequence gives back all
       of its own and is computed anew later, before anything that still waits. Sequences to hand off never do: a
       prefill node promised their blocks to a transfer.
@@ -47,6 +53,7 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}
         self._lanes = Lanes(blocks.num_total, config.block_size)  # with those that wait
         self._preempted: list[Sequence] = []  # by arrival; all go before them
+        self._awaited: dict[Sequence, BlockHash] = {}  # of both: those that wait for a load, and what for
 
     @property
     def num_running(self) -> int:
@@ -57,6 +64,11 @@ class Scheduler:
         return len(self._lanes) + len(self._preempted)
 
     @property
+    def num_awaiting_load(self) -> int:
+        """Those of the waiting ones that more room would not help, when the last step was scheduled."""
+        return len(self._awaited)
+
+    @property
     def num_preempted(self) -> int:
         return len(self._preempted)
 
@@ -64,6 +76,14 @@ class Scheduler:
     def num_free_seqs(self) -> int:
         """Places in the batch, less those promised."""
         return self._config.max_num_seqs - self.num_reserved_seqs - len(self._running)
+
+    def reserve_seqs(self, n: int) -> None:
+        """Promise `n` places in the batch, which nobody who waits is admitted to until `unreserve_seqs`."""
+        self.num_reserved_seqs += n
+
+    def unreserve_seqs(self, n: int) -> None:
+        assert n <= self.num_reserved_seqs, f"{n} places given back of {self.num_reserved_seqs} that were promised"
+        self.num_reserved_seqs -= n
 
     def add(self, seq: Sequence) -> None:
         """Queue it behind all others."""
@@ -84,6 +104,7 @@ class Scheduler:
         """Forget it, wherever it is; its blocks are the caller's to release."""
         self._running.pop(seq, None)
         self._lanes.remove(seq)
+        self._awaited.pop(seq, None)
         if seq in self._preempted:
             self._preempted.remove(seq)
 
@@ -112,7 +133,7 @@ class Scheduler:
         for seq in sorted(lacking, key=_arrival):
             while seq.state is SequenceState.RUNNING and self._lacks_block(seq):
                 if self._blocks.can_allocate(1):
-                    seq.block_table += self._blocks.allocate(1)
+                    self._allocate(plan, seq, 1)
                 else:
                     self._preempt_youngest(plan)
 
@@ -153,9 +174,17 @@ class Scheduler:
         return budget > 0 and (enough is None or self._config.max_num_batched_tokens - budget < enough)
 
     def _admit(self, plan: Plan, budget: int) -> None:
+        if self._awaited:
+            self._awaited = {seq: wanted for seq, wanted in self._awaited.items() if self._blocks.is_loading(wanted)}
         while self._has_room(budget) and self.num_waiting and self.num_free_seqs > 0:
-            seq = self._preempted[0] if self._preempted else self._lanes.first()
-            if seq is None or not self._allocate_all(seq):
+            seq = self._next_waiting()
+            if seq is None:
+                return
+            hits, wanted = self._match(seq)
+            if wanted is not None:
+                self._awaited[seq] = wanted
+                continue
+            if not self._allocate_all(plan, seq, hits):
                 return
             self.remove(seq)
             self._lanes.hold(seq)
@@ -165,18 +194,37 @@ class Scheduler:
                 plan.started.append(seq)
             budget -= self._take_chunk(plan, seq, min(self._to_go(seq), budget))
 
-    def _allocate_all(self, seq: Sequence) -> bool:
-        """Blocks for all of its tokens: those that the prefix cache has, then fresh ones. False: too few are left."""
+    def _next_waiting(self) -> Sequence | None:
+        """The next to be admitted, of those that wait for nothing but room."""
+        preempted = (seq for seq in self._preempted if seq not in self._awaited)
+        return next(preempted, None) or self._lanes.first(without=self._awaited)
+
+    def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
+        """The blocks that the prefix cache has of it; and, if the next one is being loaded, its hash."""
         block_size = self._config.block_size
         # At least one token is computed, for its logits, and never into a shared block.
-        hits = self._blocks.match(seq.block_hashes((seq.num_tokens - 1) // block_size, block_size))
+        hashes = seq.block_hashes((seq.num_tokens - 1) // block_size, block_size)
+        hits = self._blocks.match(hashes)
+        wanted = hashes[len(hits)] if len(hits) < len(hashes) else None
+        return hits, wanted if wanted is not None and self._blocks.is_loading(wanted) else None
+
+    def _allocate_all(self, plan: Plan, seq: Sequence, hits: list[int]) -> bool:
+        """Blocks for all of its tokens: the hits, then fresh ones. False: too few are left."""
+        block_size = self._config.block_size
         num_fresh = num_blocks_for(seq.num_tokens, block_size) - len(hits)
         if not self._blocks.can_allocate(num_fresh, keep=hits):
             return False
         self._blocks.acquire(hits)
-        seq.block_table = hits + self._blocks.allocate(num_fresh)
+        seq.block_table = hits
         seq.rewind(len(hits) * block_size)
+        self._allocate(plan, seq, num_fresh)
         return True
+
+    def _allocate(self, plan: Plan, seq: Sequence, n: int) -> None:
+        """`n` blocks more at the end of its table."""
+        blocks, evicted = self._blocks.allocate(n)
+        seq.block_table += blocks
+        plan.evicted += evicted
 
     def _take_chunk(self, plan: Plan, seq: Sequence, length: int) -> int:
         chunk = Chunk.of(seq, seq.num_launched_tokens, length)
@@ -201,6 +249,7 @@ class Scheduler:
             assert seq.state is SequenceState.WAITING
             assert not seq.in_flight
             assert not seq.block_table, f"{seq.work} waits and holds blocks"
+        assert self._awaited.keys() <= {*self._lanes, *self._preempted}, "a load is waited for by nobody who waits"
         assert len({*self._running, *self._lanes, *self._preempted}) == self.num_running + self.num_waiting
 
 

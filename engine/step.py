@@ -92,12 +92,10 @@ class SampledToken:
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of one turn: who began, and what the step that retired did. Each list is in batch order."""
+    """What the step that retired did, if one did. Each list is in batch order. A prompt to hand off whose tokens are
+    sampled is parked, with its blocks held until `release`."""
 
-    started: list[Sequence] = field(default_factory=list)  # scheduled for the first time
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
     sampled: list[SampledToken] = field(default_factory=list)
-    parked: list[Sequence] = field(default_factory=list)  # prompt done, blocks held until `release`
-    preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; will be computed anew
     num_tokens: int = 0  # computed by the step that retired
     again: bool = False  # go on at once; False: nothing could be done before an event or the end of a step

@@ -1,31 +1,24 @@
 """The prefill node as a state machine: prompts in, KV parts and first tokens out.
 
-Its loop is `prepare` and `compute`: take what the network and the device did, end what is overdue, send what is ready,
-decide a step; launch it. Neither waits: a step's end, or that of a group of its layers, makes a turn like an event.
-What becomes of a prompt from its intake on, and of its KV, is `outgoing`'s.
+In a turn of its loop (`engine.node.core`) it takes what the transport did, sends what is ready, and launches a step.
+The end of a group of a step's layers makes a turn like an event. What becomes of a prompt from its intake on, and of
+its KV, is the business of `outgoing`.
 """
 
 from __future__ import annotations
 
-from baton.audit import KvAudit
-from baton.errors import BatonError, InvalidRequest, NodeUnavailable, Overloaded, PeerLost, RequestCancelled
-from baton.messages import Abort, End, Load, NodeRole, Prefill
-from engine.engine import Engine, Plan
-from engine.node.audit import make_audit, verdict
-from engine.node.events import (
-    Draining,
-    Event,
-    FromPeer,
-    FromRouter,
-    Output,
-    PeerClosed,
-    PeerOpened,
-    SessionLost,
-    SessionOpened,
-)
-from engine.node.fences import Fences
+from collections.abc import Sequence as Seq
+from typing import ClassVar
+
+from baton.audit import KvSlot
+from baton.errors import BatonError, InvalidRequest, PeerLost
+from baton.messages import Abort, NodeRole, Prefill, WorkId
+from engine.engine import Engine
+from engine.holdings import Holding
+from engine.node.core import RoleCore
+from engine.node.events import FromPeer, PeerClosed, PeerOpened
 from engine.node.intake import make_sequence
-from engine.node.outbox import Outbox
+from engine.sequence import Sequence
 from engine.step import StepResult
 from kv_transfer.sender import KvSender, PartFailed, PartSent
 from kv_transfer.sender import PeerLost as PeerGone
@@ -34,9 +27,10 @@ from prefill_node.outgoing import Outgoing
 from prefill_node.parts_out import PartsOut
 
 
-class PrefillCore:
-    """Owned by the engine's thread, and owner of engine and sender. `max_waiting` prompts may queue; no request has
-    more than `max_deadline_s`. `layer_groups`, `whole_tokens`: see PartsOut."""
+class PrefillCore(RoleCore):
+    """Owner of engine and sender. `layer_groups`, `whole_tokens`: see PartsOut."""
+
+    role: ClassVar[NodeRole] = NodeRole.PREFILL
 
     def __init__(
         self,
@@ -49,52 +43,11 @@ class PrefillCore:
         layer_groups: int = 1,
         whole_tokens: int = 0,
     ) -> None:
-        self.engine = engine
+        super().__init__(engine, incarnation=incarnation, max_waiting=max_waiting, max_deadline_s=max_deadline_s)
         self.sender = sender
-        self._incarnation = incarnation
-        self._max_waiting = max_waiting
-        self._max_deadline_s = max_deadline_s
-        self._fences = Fences(max_deadline_s)
-        self._outbox = Outbox()
         self._outgoing = Outgoing(engine, PartsOut(engine, sender, layer_groups, whole_tokens), self._outbox)
-        self._stopping = False
-        self._plan = Plan()
 
-    # ---- the loop ----
-
-    def prepare(self, now: float) -> None:
-        self.engine.blocks.now = now
-        self._take_transfers(now)
-        self._outgoing.end_overdue(now)
-        self._fences.expire(now)
-        if not self.engine.has_room:
-            self._take_results(self.engine.compute(Plan(), wait=False))
-        self._outgoing.move_on(now)
-        self._plan = self.engine.schedule(now)
-        if not self.engine.only_launches:
-            self._tell_started(now)
-
-    def compute(self, now: float) -> bool:
-        result = self.engine.compute(self._plan, wait=False)
-        if self.engine.only_launches:
-            self._tell_started(now)
-        self._take_results(result)
-        self._outgoing.move_on(now)
-        return result.again
-
-    @property
-    def device_busy_since(self) -> float | None:
-        return self.engine.device_busy_since
-
-    def _tell_started(self, now: float) -> None:
-        for sequence in self._plan.started:
-            self._outgoing.started(sequence, now)
-
-    def _take_results(self, result: StepResult) -> None:
-        for token in result.sampled:
-            self._outgoing.sampled(token)
-        for sequence in result.advanced:
-            self._outgoing.advanced(sequence)
+    # ---- the turn ----
 
     def _take_transfers(self, now: float) -> None:
         for event in self.sender.poll():
@@ -106,100 +59,82 @@ class PrefillCore:
                 case PeerGone(peer, reason):
                     self._outgoing.peer_lost(peer, reason)
 
-    # ---- events in ----
+    def _end_overdue(self, now: float) -> None:
+        self._outgoing.end_overdue(now)
 
-    def handle(self, event: Event, now: float) -> None:
-        self.engine.blocks.now = now
+    def _take_results(self, result: StepResult) -> None:
+        for token in result.sampled:
+            self._outgoing.sampled(token)
+        for sequence in result.advanced:
+            self._outgoing.advanced(sequence)
+
+    def _move_on(self, now: float) -> None:
+        self._outgoing.move_on(now)
+
+    def _tell_started(self, sequences: Seq[Sequence], now: float) -> None:
+        for sequence in sequences:
+            self._outgoing.started(sequence, now)
+
+    def _computed(self, result: StepResult, now: float) -> bool:
+        self._outgoing.move_on(now)
+        return result.again
+
+    def next_deadline(self) -> float | None:
+        return self._outgoing.next_deadline()
+
+    # ---- decode nodes ----
+
+    def _handle_peer(self, event: PeerOpened | PeerClosed | FromPeer, now: float) -> None:
         match event:
-            case SessionOpened(epoch):
-                self._outbox.epochs.add(epoch)
-            case SessionLost(epoch):
-                self._outbox.epochs.discard(epoch)
-                self._outgoing.end_epoch(epoch, RequestCancelled("the router's stream ended"))
-            case FromRouter(epoch, Prefill() as prefill):
-                self._intake(epoch, prefill, now)
-            case FromRouter(_, Abort() as abort):
-                self._abort(abort, now)
             case PeerOpened(peer, part_blocks):
                 self._outgoing.peer_opened(peer, part_blocks)
             case PeerClosed(peer, reason):
                 self._outgoing.peer_closed(peer, reason)
             case FromPeer(peer, message):
                 self._outgoing.hear(peer, message)
-            case Draining():
-                self._stopping = True
 
-    def _intake(self, epoch: int, prefill: Prefill, now: float) -> None:
-        work = prefill.work
-        last = self._fences.last(work)
-        if epoch not in self._outbox.epochs or not self._fences.admit(work, now, prefill.deadline_s):
-            return  # a repeat, or fenced: whoever sent it has its answer or wants none
-        if last:
-            self._outgoing.end_work(last, RequestCancelled(f"attempt {work.attempt} took its place"))
-        try:
-            self._check(prefill)
-            sequence = make_sequence(prefill, hand_off=True, now=now)
-            if prefill.decode and needs_decode_node(prefill):
-                sequence.lane = prefill.decode.incarnation
-            self.engine.add(sequence)
-        except BatonError as error:
-            self._outbox.to_router(work, End(error))
-            return
-        self._outgoing.add(prefill, sequence, now, now + min(prefill.deadline_s, self._max_deadline_s))
+    # ---- requests ----
 
-    def _check(self, prefill: Prefill) -> None:
-        if prefill.target_incarnation != self._incarnation:
-            raise NodeUnavailable("the prefill node was started anew")
-        if self._stopping:
-            raise NodeUnavailable("this node is stopping")
-        if self.engine.num_waiting >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} prompts are waiting")
+    def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
         if prefill.decode is None and needs_decode_node(prefill):
             raise InvalidRequest("a prefill node needs a decode node for more than one token", "decode")
         if prefill.decode and self._outgoing.is_lost(prefill.decode.incarnation):
             raise PeerLost(f"decode node {prefill.decode.address} is being disconnected")
+        sequence = make_sequence(prefill, hand_off=True, now=now)
+        if prefill.decode and needs_decode_node(prefill):
+            sequence.lane = prefill.decode.incarnation
+        return sequence
 
-    def _abort(self, abort: Abort, now: float) -> None:
-        if abort.samples:
-            return  # the decode node drops them: what is done here, the prompt, is the same without
-        work = abort.work
-        last = self._fences.last(work)
-        if not self._fences.fence(work, now, abort.deadline_s):
-            self._outbox.close_session(work.router_epoch, "too many aborts of work that is not known here")
-        if last and last.attempt <= work.attempt:
-            self._outgoing.end_work(last, RequestCancelled("aborted by the router"))
+    def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
+        self._outgoing.add(prefill, sequence, now, deadline)
 
-    # ---- what the shell asks ----
+    def _works(self) -> list[WorkId]:
+        return self._outgoing.works()
 
-    def next_deadline(self) -> float | None:
-        return self._outgoing.next_deadline()
+    def _end_work(self, work: WorkId, error: BatonError) -> None:
+        self._outgoing.end_work(work, error)
 
-    def take_outputs(self) -> list[Output]:
-        return self._outbox.take()
+    def _stop_samples(self, abort: Abort, now: float) -> None:
+        """The decode node drops them: what is done here, the prompt, is the same without."""
 
-    def load(self) -> Load:
-        waiting, blocks = self.engine.num_waiting, self.engine.blocks
-        running = len(self._outgoing) - waiting
-        return Load(waiting, running, blocks.num_free + blocks.num_cached, blocks.num_total, self._stopping)
+    # ---- its books ----
 
     @property
     def idle(self) -> bool:
         return self._outgoing.idle
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where blocks, slots and handoffs disagree. For tests and the audit."""
+        """Raise AssertionError where blocks, slots and handoffs disagree."""
         self.engine.check_integrity()
         self.sender.check_integrity()
         self._outgoing.check_integrity()
 
-    def audit(self, now: float) -> KvAudit:
-        return make_audit(
-            role=NodeRole.PREFILL,
-            incarnation=self._incarnation,
-            integrity=verdict(self.check_integrity),
-            idle=self.idle,
-            blocks=self.engine.blocks,
-            holdings=self._outgoing.holdings(),
-            slots=self.sender.slots(),
-            now=now,
-        )
+    def _count_requests(self) -> tuple[int, int]:
+        num_waiting = self.engine.num_waiting
+        return num_waiting, len(self._outgoing) - num_waiting
+
+    def _holdings(self) -> list[Holding]:
+        return self._outgoing.holdings()
+
+    def _slots(self) -> list[KvSlot]:
+        return self.sender.slots()

@@ -62,6 +62,10 @@ class Outgoing:
         """Nothing is here, and no decode node waits for parts of a dead lease."""
         return not self._handoffs and not any(peer.drains for peer in self._peers.values())
 
+    def works(self) -> list[WorkId]:
+        """All of it."""
+        return [*self._handoffs]
+
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
@@ -278,11 +282,6 @@ class Outgoing:
             self._outbox.to_router(handoff.work, result)
 
     # ---- ends ----
-
-    def end_epoch(self, epoch: int, error: BatonError) -> None:
-        """End all that one router has here."""
-        for work in [work for work in self._handoffs if work.router_epoch == epoch]:
-            self.end_work(work, error)
 
     def end_work(self, work: WorkId, error: BatonError) -> None:
         """Nothing happens if it is not here."""

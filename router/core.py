@@ -134,14 +134,6 @@ class RouterCore:
         placed = [work.state for life in self._requests.values() for work in life.works.values()]
         return placed + [WorkState.UNPLACED] * len(self._waiting)
 
-    def state_of(self, request_id: str) -> WorkState | None:
-        """The least advanced state of the request's live work. None: not live."""
-        life = self._requests.get(request_id)
-        if life is None:
-            return None
-        states = [work.state for work in life.works.values()] + [WorkState.UNPLACED for _ in life.unplaced]
-        return min(states, key=list(WorkState).index, default=None)
-
     # ---- what the client wants ----
 
     def submit(self, request: RoutedRequest, now: float) -> None:

@@ -149,7 +149,6 @@ def describe(
         special_tokens=tokenizer.special_tokens,
         generation_defaults=built.generation_defaults,
         vocab_size=config.vocab_size,
-        add_bos=tokenizer.add_bos,
         version=baton.__version__,
     )
 

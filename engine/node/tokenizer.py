@@ -19,7 +19,6 @@ class TokenizerFiles:
     json: bytes
     chat_template: str
     special_tokens: dict[str, str]
-    add_bos: bool
 
 
 def read_tokenizer(path: Path) -> TokenizerFiles:
@@ -33,12 +32,10 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModel(f"{path}: {type(tokenizer).__name__} has no fast form (tokenizer.json)")
-    first = backend.encode("a").ids[:1]
     return TokenizerFiles(
         json=backend.to_str().encode(),
         chat_template=_chat_template(tokenizer.chat_template),
         special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items() if _is_text(token)},
-        add_bos=tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
     )
 
 

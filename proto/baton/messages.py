@@ -356,7 +356,6 @@ class NodeInfo:
     special_tokens: dict[str, str]
     generation_defaults: GenerationDefaults
     vocab_size: int
-    add_bos: bool = False
     protocol_version: int = PROTOCOL_VERSION
     version: str = ""
 

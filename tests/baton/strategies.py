@@ -166,7 +166,6 @@ node_info = st.builds(
         max_new_tokens=maybe_int,
     ),
     vocab_size=st.integers(1, 2**31),
-    add_bos=st.booleans(),
     protocol_version=uint32,
     version=text,
 )

@@ -8,7 +8,7 @@ import itertools
 from baton.messages import WorkId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
-from engine.engine import Choice, Chunk, Engine, StepResult
+from engine.engine import Choice, Chunk, Engine, Plan, StepResult
 from engine.sequence import Sequence
 
 SIZES = EngineConfig(num_blocks=33, max_model_len=64, vocab_size=100, eos_token_ids=(1, 2), block_size=4)
@@ -72,11 +72,17 @@ def sequence(num_tokens: int = 5, *, samples: int = 1, first: int = 50, **kwargs
 
 
 def run(engine: Engine, limit: int = 200) -> list[StepResult]:
-    results = []
+    return [result for _, result in turns(engine, limit)]
+
+
+def turns(engine: Engine, limit: int = 200) -> list[tuple[Plan, StepResult]]:
+    """What was decided and what came of it, turn by turn, until nothing is left to do."""
+    done: list[tuple[Plan, StepResult]] = []
     again = True
-    while (again or engine.has_work) and len(results) < limit:
-        again = False
-        results.append(engine.compute(engine.schedule(float(len(results)))))
-        again = results[-1].again
+    while (again or engine.has_work) and len(done) < limit:
+        plan = engine.schedule(float(len(done)))
+        result = engine.compute(plan)
+        done.append((plan, result))
+        again = result.again
         engine.check_integrity()
-    return results
+    return done

@@ -61,14 +61,15 @@ def test_nobody_is_preempted_under_a_launched_step() -> None:
     num_quiet = 0
     while not engine.has_preempted:
         num_launched = len(model.batches)
-        result = engine.compute(engine.schedule(0.0))
+        plan = engine.schedule(0.0)
+        result = engine.compute(plan)
         engine.check_integrity()
         if len(model.batches) == num_launched:
             num_quiet += 1
             assert result.num_tokens, "the turn without a launch lets the last step retire"
             assert result.again
     assert num_quiet == 1
-    assert result.preempted == [young]
+    assert plan.preempted == [young]
     assert young in model.forgotten
     run(engine)
     for seq in (old, young):

@@ -8,25 +8,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.errors import CacheExhausted
 from engine.block_manager import BlockManager, BlockState
+from engine.prefix_cache import Evicted
 from tests.machines import machine
 
 BLOCK_SIZE = 4
 
 
-def name(number: int) -> bytes:
+def hash_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Keeps its own account of tables, pins and the cache's content, and compares."""
+    """Keeps its own account of tables, pins, loads and the cache's content, and compares."""
 
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks: int) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.tables: list[list[int]] = []
         self.readers: list[int] = []
-        self.writers: list[int] = []
-        self.heard: set[bytes] | None = None
+        self.loads: dict[int, bytes | None] = {}  # what each block is being loaded as, if anybody may know
+        self.cached: dict[bytes, int] = {}  # all hashes
         self.states = dict.fromkeys(range(1, num_blocks), (BlockState.FREE, 0.0))  # and since when
 
     def holders(self, block: int) -> int:
@@ -40,10 +41,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.blocks.allocate(n)
         else:
             before = self.blocks.num_free
-            got = self.blocks.allocate(n)
-            assert len(set(got)) == n
+            self.tables.append(self.take(n))
             assert self.blocks.num_free == max(0, before - n), "free blocks go before cached ones"
-            self.tables.append(got)
+
+    def take(self, n: int) -> list[int]:
+        got, evicted = self.blocks.allocate(n)
+        assert len(set(got)) == n
+        assert {block for block, _ in evicted} <= set(got)
+        for block, block_hash in evicted:
+            assert self.cached.pop(block_hash) == block, "what is told of an eviction is not so"
+        return got
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -54,19 +61,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), number=st.integers(0, 5))
     def seal(self, data: st.DataObject, number: int) -> None:
         block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
-        if block in self.writers or self.blocks.hash_of(block) is not None:
+        if block in self.loads or self.blocks.hash_of(block) is not None:
             return
-        taken = bool(self.blocks.match([name(number)])) or any(
-            self.blocks.hash_of(b) == name(number) for b in range(1, self.blocks.num_total + 1)
-        )
-        assert self.blocks.seal(block, name(number)) is not taken
+        assert self.blocks.seal(block, hash_of(number)) is (hash_of(number) not in self.cached)
+        self.cached.setdefault(hash_of(number), block)
 
     @rule(numbers=st.lists(st.integers(0, 5), min_size=1, max_size=3))
     def acquire(self, numbers: list[int]) -> None:
-        hits = self.blocks.match([name(n) for n in numbers])
+        hits = self.blocks.match([hash_of(n) for n in numbers])
         for block, number in zip(hits, numbers, strict=False):
-            assert self.blocks.hash_of(block) == name(number)
-            assert self.blocks.state(block) is not BlockState.IN_FLIGHT
+            assert self.blocks.hash_of(block) == hash_of(number)
+            assert self.blocks.state(block) in (BlockState.OWNED, BlockState.CACHED)
         self.blocks.acquire(hits)
         self.tables.append(hits)
 
@@ -74,7 +79,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin_read(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
-        if block not in self.writers:
+        if block not in self.loads:
             self.blocks.pin_read([block])
             self.readers.append(block)
 
@@ -85,24 +90,38 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.blocks.unpin_read([block])
 
     @precondition(lambda self: any(self.tables))
-    @rule(data=st.data())
-    def pin_write(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), number=st.none() | st.integers(0, 5))
+    def begin_load(self, data: st.DataObject, number: int | None) -> None:
         block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
         sole = self.holders(block) == 1 and self.blocks.hash_of(block) is None
-        if sole and block not in self.readers + self.writers:
-            self.blocks.pin_write([block])
-            self.writers.append(block)
+        if not sole or block in self.readers or block in self.loads:
+            return
+        if number is None:
+            self.blocks.begin_load([block])
+            self.loads[block] = None
+        elif hash_of(number) not in self.cached:
+            self.blocks.begin_load([block], [hash_of(number)])
+            self.loads[block] = hash_of(number)
+            self.cached[hash_of(number)] = block
 
-    @precondition(lambda self: self.writers)
-    @rule()
-    def unpin_write(self) -> None:
-        self.blocks.unpin_write([self.writers.pop()])
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), fails=st.booleans())
+    def end_load(self, data: st.DataObject, fails: bool) -> None:
+        block = data.draw(st.sampled_from(sorted(self.loads)))
+        block_hash = self.loads.pop(block)
+        if fails:
+            self.blocks.fail_load([block])
+            self.cached.pop(block_hash or b"", None)
+        else:
+            self.blocks.finish_load([block])
+        if block_hash is not None:
+            assert self.blocks.match([block_hash]) == ([] if fails else [block])
 
     @rule(num_forks=st.integers(1, 3), num_full=st.integers(0, 2), partial=st.integers(0, BLOCK_SIZE - 1))
     def fork(self, num_forks: int, num_full: int, partial: int) -> None:
         if not self.blocks.can_allocate(num_full + num_forks):
             return
-        table, spares = self.blocks.allocate(num_full + 1), self.blocks.allocate(num_forks - 1)
+        table, spares = self.take(num_full + 1), self.take(num_forks - 1)
         tables, copies = self.blocks.fork(table, num_full * BLOCK_SIZE + partial, spares)
         assert len(tables) == num_forks
         assert {own[-1] for own in tables} == {table[-1], *spares}
@@ -110,17 +129,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert copies == ([(table[-1], spare) for spare in spares] if partial else [])
         self.tables += tables
 
-    @rule()
-    def take_events(self) -> None:
-        events = self.blocks.take_events()
-        assert not set(events.stored) & set(events.removed)
-        self.heard = (self.heard or set()) - set(events.removed) | set(events.stored)
-        assert self.heard == set(self.blocks._block_of)
-
     @invariant()
     def whole(self) -> None:
         if hasattr(self, "blocks"):
-            self.blocks.check_integrity(self.tables, [self.readers], [self.writers])
+            self.blocks.check_integrity(self.tables, [self.readers], [[*self.loads]])
+            assert self.blocks.counts_by_state()[BlockState.LOADING] == len(self.loads)
+            assert all(self.blocks.find(known) == block for known, block in self.cached.items())
             self.check_ages()
 
     def check_ages(self) -> None:
@@ -140,7 +154,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for table in self.tables:
             self.blocks.release(table)
         self.blocks.unpin_read(self.readers)
-        self.blocks.unpin_write(self.writers)
+        self.blocks.fail_load([*self.loads])
         assert self.blocks.num_free + self.blocks.num_cached == self.blocks.num_total
 
 
@@ -150,83 +164,120 @@ TestBlockManager = BlockManagerMachine.TestCase
 
 def test_the_leaves_of_the_least_recently_used_prefix_are_evicted_first() -> None:
     blocks = BlockManager(7, BLOCK_SIZE)
-    old, new = blocks.allocate(3), blocks.allocate(3)
+    old, new = blocks.allocate(3).blocks, blocks.allocate(3).blocks
     for number, block in enumerate(old + new):
-        blocks.seal(block, name(number))
+        blocks.seal(block, hash_of(number))
     blocks.release(old)
     blocks.release(new)
-    assert [blocks.allocate(1)[0] for _ in range(6)] == old[::-1] + new[::-1]
+    assert [blocks.allocate(1).blocks[0] for _ in range(6)] == old[::-1] + new[::-1]
 
 
 def test_a_hit_makes_a_block_recently_used() -> None:
     blocks = BlockManager(3, BLOCK_SIZE)
     for number in (0, 1):
-        (block,) = blocks.allocate(1)
-        blocks.seal(block, name(number))
+        (block,) = blocks.allocate(1).blocks
+        blocks.seal(block, hash_of(number))
         blocks.release([block])
-    hit = blocks.match([name(0)])
+    hit = blocks.match([hash_of(0)])
     blocks.acquire(hit)
     blocks.release(hit)
     blocks.allocate(1)
-    assert blocks.match([name(0)])
-    assert not blocks.match([name(1)])
+    assert blocks.match([hash_of(0)])
+    assert not blocks.match([hash_of(1)])
 
 
 def test_the_first_to_seal_wins_and_a_duplicate_becomes_free() -> None:
     blocks = BlockManager(3, BLOCK_SIZE)
-    first, second = blocks.allocate(2)
-    assert blocks.seal(first, name(1))
-    assert not blocks.seal(second, name(1))
-    assert blocks.match([name(1)]) == [first]
+    first, second = blocks.allocate(2).blocks
+    assert blocks.seal(first, hash_of(1))
+    assert not blocks.seal(second, hash_of(1))
+    assert blocks.match([hash_of(1)]) == [first]
     blocks.release([first, second])
     assert (blocks.state(first), blocks.state(second)) == (BlockState.CACHED, BlockState.FREE)
 
 
 def test_a_block_in_flight_is_no_hit_and_settles_with_its_last_pin() -> None:
     blocks = BlockManager(2, BLOCK_SIZE)
-    (block,) = blocks.allocate(1)
-    blocks.seal(block, name(1))
+    (block,) = blocks.allocate(1).blocks
+    blocks.seal(block, hash_of(1))
     blocks.pin_read([block, block])
     blocks.release([block])
     for _ in range(2):
         assert blocks.state(block) is BlockState.IN_FLIGHT
-        assert not blocks.match([name(1)])
+        assert not blocks.match([hash_of(1)])
         assert not blocks.can_allocate(1)
         blocks.unpin_read([block])
     assert blocks.state(block) is BlockState.CACHED
 
 
-def test_a_write_whose_owner_let_go_ends_in_a_free_block() -> None:
+def test_a_load_without_a_hash_whose_owner_let_go_ends_in_a_free_block() -> None:
     blocks = BlockManager(2, BLOCK_SIZE)
-    (block,) = blocks.allocate(1)
-    blocks.pin_write([block])
+    (block,) = blocks.allocate(1).blocks
+    blocks.begin_load([block])
     blocks.release([block])
     assert not blocks.can_allocate(1)
-    blocks.unpin_write([block])
+    blocks.finish_load([block])
     assert blocks.state(block) is BlockState.FREE
 
 
 def test_blocks_to_be_acquired_do_not_count_as_room() -> None:
     blocks = BlockManager(3, BLOCK_SIZE)
-    table = blocks.allocate(1)
-    blocks.seal(table[0], name(1))
+    table = blocks.allocate(1).blocks
+    blocks.seal(table[0], hash_of(1))
     blocks.release(table)
     assert blocks.can_allocate(2)
     assert not blocks.can_allocate(2, keep=table)
     assert blocks.can_allocate(1, keep=table)
 
 
-def test_events_are_net_and_the_first_call_tells_all() -> None:
-    blocks = BlockManager(2, BLOCK_SIZE)
-    table = blocks.allocate(1)
-    blocks.seal(table[0], name(1))
-    assert blocks.take_events().stored == [name(1)]
-    assert blocks.take_events().stored == []
+def test_eviction_is_told_with_what_the_block_was() -> None:
+    blocks = BlockManager(4, BLOCK_SIZE)
+    first, second, _ = table = blocks.allocate(3).blocks
+    blocks.seal(first, hash_of(1))
+    blocks.seal(second, hash_of(2))
     blocks.release(table)
-    table = blocks.allocate(1)
-    blocks.seal(table[0], name(2))
-    events = blocks.take_events()
-    assert (events.stored, events.removed) == ([name(2)], [name(1)])
+    assert blocks.allocate(1).evicted == []
+    got, evicted = blocks.allocate(2)
+    assert evicted == [Evicted(second, hash_of(2)), Evicted(first, hash_of(1))]
+    assert got == [second, first]
+    assert [blocks.find(hash_of(number)) for number in (1, 2)] == [None, None]
+
+
+def test_a_block_is_no_hit_while_it_is_loading_and_one_when_it_is_loaded() -> None:
+    blocks = BlockManager(3, BLOCK_SIZE)
+    table = blocks.allocate(2).blocks
+    blocks.begin_load(table, [hash_of(1), hash_of(2)])
+    assert blocks.counts_by_state()[BlockState.LOADING] == 2
+    assert blocks.match([hash_of(1)]) == []
+    assert blocks.is_loading(hash_of(1))
+    blocks.finish_load(table[:1])
+    assert not blocks.is_loading(hash_of(1))
+    assert blocks.is_loading(hash_of(2))
+    assert blocks.match([hash_of(1), hash_of(2)]) == table[:1]
+    assert [blocks.state(block) for block in table] == [BlockState.OWNED, BlockState.LOADING]
+
+
+def test_a_load_whose_owner_let_go_ends_cached_or_free() -> None:
+    blocks = BlockManager(3, BLOCK_SIZE)
+    table = blocks.allocate(2).blocks
+    blocks.begin_load(table, [hash_of(1), hash_of(2)])
+    blocks.release(table)
+    assert not blocks.can_allocate(1), "it may still be written"
+    blocks.finish_load(table[:1])
+    blocks.fail_load(table[1:])
+    assert [blocks.state(block) for block in table] == [BlockState.CACHED, BlockState.FREE]
+    assert blocks.match([hash_of(1)]) == table[:1]
+    assert blocks.find(hash_of(2)) is None
+
+
+def test_what_is_computed_meanwhile_does_not_take_the_hash_of_a_load() -> None:
+    blocks = BlockManager(3, BLOCK_SIZE)
+    loading, computed = blocks.allocate(2).blocks
+    blocks.begin_load([loading], [hash_of(1)])
+    assert not blocks.seal(computed, hash_of(1))
+    blocks.fail_load([loading])
+    assert blocks.seal(computed, hash_of(1))
+    assert not blocks.seal(loading, hash_of(1))
 
 
 @pytest.mark.parametrize(
@@ -234,10 +285,16 @@ def test_events_are_net_and_the_first_call_tells_all() -> None:
     [
         lambda blocks, block: blocks.release([block, block]),
         lambda blocks, block: blocks.acquire([block]),
-        lambda blocks, block: (blocks.seal(block, name(1)), blocks.pin_write([block])),
-        lambda blocks, block: (blocks.pin_write([block]), blocks.seal(block, name(1))),
-        lambda blocks, block: (blocks.pin_write([block]), blocks.pin_read([block])),
-        lambda blocks, block: (blocks.pin_read([block]), blocks.pin_write([block])),
+        lambda blocks, block: (blocks.seal(block, hash_of(1)), blocks.begin_load([block])),
+        lambda blocks, block: (blocks.begin_load([block]), blocks.seal(block, hash_of(1))),
+        lambda blocks, block: (blocks.begin_load([block]), blocks.pin_read([block])),
+        lambda blocks, block: (blocks.pin_read([block]), blocks.begin_load([block])),
+        lambda blocks, block: (blocks.begin_load([block]), blocks.begin_load([block])),
+        lambda blocks, block: (blocks.begin_load([block], [hash_of(1)]), blocks.acquire([block])),
+        lambda blocks, block: blocks.begin_load([block], [hash_of(1), hash_of(2)]),
+        lambda blocks, block: blocks.begin_load([*blocks.allocate(1).blocks, block], [hash_of(1), hash_of(1)]),
+        lambda blocks, block: blocks.finish_load([block]),
+        lambda blocks, block: blocks.fail_load([block]),
         lambda blocks, block: blocks.unpin_read([block]),
         lambda blocks, block: blocks.check_integrity([]),
         lambda blocks, block: blocks.check_integrity([[block]], read=[[block]]),
@@ -245,7 +302,7 @@ def test_events_are_net_and_the_first_call_tells_all() -> None:
 )
 def test_misuse_is_caught(misuse) -> None:
     blocks = BlockManager(3, BLOCK_SIZE)
-    (block,) = blocks.allocate(1)
+    (block,) = blocks.allocate(1).blocks
     with pytest.raises(AssertionError):
         misuse(blocks, block)
 
@@ -253,13 +310,13 @@ def test_misuse_is_caught(misuse) -> None:
 def test_a_prefix_that_somebody_owns_takes_nothing_from_what_can_be_allocated() -> None:
     """It is not among the blocks that could be evicted, so keeping it costs none."""
     blocks = BlockManager(6, BLOCK_SIZE)
-    table = blocks.allocate(3)
+    table = blocks.allocate(3).blocks
     for i, block in enumerate(table):
-        blocks.seal(block, name(i))
+        blocks.seal(block, hash_of(i))
     assert blocks.can_allocate(2, keep=table)
     blocks.release(table[2:])
     assert blocks.can_allocate(2, keep=table)
     assert blocks.can_allocate(3, keep=table[:2])
     assert not blocks.can_allocate(3, keep=table)
     blocks.acquire(table)
-    assert len(blocks.allocate(2)) == 2
+    assert len(blocks.allocate(2).blocks) == 2

@@ -13,11 +13,11 @@ from tests.engine.counting import SIZES, make, run, sequence
 
 def test_parts_go_into_blocks_that_one_lease_has_alone() -> None:
     blocks = BlockManager(4, 4)
-    table = blocks.allocate(2)
-    blocks.fork(table, 4, blocks.allocate(1))  # shares the first
+    table = blocks.allocate(2).blocks
+    blocks.fork(table, 4, blocks.allocate(1).blocks)  # shares the first
     with pytest.raises(AssertionError, match="2 owners"):
-        blocks.pin_write(table[:1])
-    blocks.pin_write(table[1:])
+        blocks.begin_load(table[:1])
+    blocks.begin_load(table[1:])
 
 
 def test_a_step_ahead_computes_no_token_beyond_the_context() -> None:

@@ -16,9 +16,10 @@ from baton.layout import num_blocks_for
 from baton.messages import WorkId
 from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
-from engine.engine import Engine, SampledToken, StepResult
+from engine.engine import Engine, Plan, SampledToken, StepResult
 from engine.holdings import Holding
 from engine.sequence import Sequence, SequenceState
+from tests.engine.fake_tier import NOBODY, FakeTier
 from tests.machines import machine
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output
 
@@ -71,7 +72,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.config = config
         self.model = FakeModel(num_blocks, BLOCK_SIZE)
-        self.engine = Engine(config, self.model)
+        self.tier = FakeTier(self.model)
+        self.engine = self.tier.engine = Engine(config, self.model, tier=self.tier)
         self.model.blocks = self.engine.blocks
         self.requests: dict[WorkId, Request] = {}
         self.queue: list[WorkId] = []  # as they arrived, until started
@@ -121,10 +123,11 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.now += 1
             before = [seq for seq in self.live(SequenceState.WAITING) if seq.num_preemptions]
-            result = self.compute()
-            self.take(result)
+            before = [seq for seq in before if not self.awaits_load(seq)]
+            plan, result = self.compute()
+            self.take(plan, result)
             self.whole()
-            if result.started:
+            if plan.started:
                 assert not any(seq.state is SequenceState.WAITING for seq in before), "newcomers went first"
 
     @precondition(lambda self: any(not request.ended for request in self.requests.values()))
@@ -143,12 +146,34 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 4))
     def hold(self, n: int) -> None:
         if len(self.held) < 2 and self.engine.blocks.can_allocate(n):
-            self.held.append(self.engine.blocks.allocate(n))
+            self.held.append(self.engine.allocate(n))
 
     @precondition(lambda self: self.held)
     @rule()
     def let_go(self) -> None:
         self.engine.blocks.release(self.held.pop())
+
+    @precondition(lambda self: self.live(SequenceState.WAITING))
+    @rule(data=st.data(), squeeze=st.booleans())
+    def begin_load(self, data: st.DataObject, squeeze: bool) -> None:
+        """What a waiting sequence lacks, from the tier, which has taken all that was evicted."""
+        if squeeze:
+            self.engine.blocks.release(
+                self.engine.allocate(self.engine.blocks.num_free + self.engine.blocks.num_cached)
+            )
+        if load := self.tier.begin(data.draw(st.sampled_from(self.live(SequenceState.WAITING)))):
+            event(f"{len(load.blocks)} blocks to load")
+
+    @precondition(lambda self: self.tier.loads)
+    @rule(data=st.data(), end=st.sampled_from(["finish", "finish", "fail", "let go"]))
+    def end_load(self, data: st.DataObject, end: str) -> None:
+        load = data.draw(st.sampled_from(self.tier.loads))
+        if end == "let go" and load.owned:
+            self.tier.let_go(load)
+        elif end == "fail":
+            self.tier.fail(load)
+        else:
+            self.tier.finish(load)
 
     @precondition(lambda self: self.parked())
     @rule(data=st.data())
@@ -165,9 +190,9 @@ class EngineMachine(RuleBasedStateMachine):
         if not samples or len(samples) > places or not blocks.can_allocate(needed, keep=hits):
             return
         blocks.acquire(hits)
-        fresh = blocks.allocate(needed)
+        fresh = self.engine.allocate(needed)
         table = hits + fresh[: num_full + 1 - len(hits)]
-        self.engine.num_reserved_seqs += len(samples)
+        self.engine.reserve_seqs(len(samples))
         self.leases.append(Lease(seq, table, fresh[num_full + 1 - len(hits) :], samples))
 
     @precondition(lambda self: self.leases)
@@ -183,7 +208,7 @@ class EngineMachine(RuleBasedStateMachine):
         target = Sequence(source.work, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s)
         target.cache_salt, target.block_table = source.cache_salt, lease.table
         outputs = {s: tuple(request.got[s]) for s in lease.samples}
-        self.engine.num_reserved_seqs -= len(lease.samples)
+        self.engine.unreserve_seqs(len(lease.samples))
         event(f"adopted {len(outputs)}")
         children = self.engine.adopt(target, outputs, lease.spares)
         assert [child.samples for child in children] == [[s] for s in lease.samples]
@@ -200,26 +225,30 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- what must hold ----
 
-    def compute(self) -> StepResult:
+    def compute(self) -> tuple[Plan, StepResult]:
         plan = self.engine.schedule(self.now)
         assert len(plan.chunks) <= self.config.max_num_seqs
         assert sum(c.length for c in plan.chunks if c.length > 1) <= self.config.max_num_batched_tokens
-        return self.engine.compute(plan)
+        return plan, self.engine.compute(plan)
 
-    def take(self, result: StepResult) -> None:
-        for seq in result.started:
-            assert self.queue.pop(0) == seq.work, "not first come, first served"
+    def take(self, plan: Plan, result: StepResult) -> None:
+        for seq in plan.started:
+            passed = self.queue[: self.queue.index(seq.work)]
+            assert all(self.awaits_load(self.requests[work].sequences[0]) for work in passed), "not in order of arrival"
+            self.queue.remove(seq.work)
+            assert not self.awaits_load(seq)
+            event(f"past others {bool(passed)}")
             assert seq.num_cached_tokens % BLOCK_SIZE == 0
             assert seq.num_cached_tokens < seq.num_tokens
             event(f"prefix hit {bool(seq.num_cached_tokens)}")
-        if result.preempted:
+        if plan.preempted:
             event("preempted")
-            assert all(not seq.hand_off for seq in result.preempted)
+            assert all(not seq.hand_off for seq in plan.preempted)
             stayed = [seq.arrived_s for seq in self.live(SequenceState.RUNNING) if not seq.hand_off]
-            assert max(stayed, default=0) <= min(seq.arrived_s for seq in result.preempted), "not the youngest"
+            assert max(stayed, default=0) <= min(seq.arrived_s for seq in plan.preempted), "not the youngest"
         for token in result.sampled:
             self.hear(token)
-        for seq in result.parked:
+        for seq in {token.sequence for token in result.sampled if token.sequence.hand_off}:
             assert seq.state is SequenceState.PARKED
             assert seq.num_computed_tokens == seq.num_tokens
             assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE)
@@ -245,6 +274,12 @@ class EngineMachine(RuleBasedStateMachine):
                 assert token.sequence.state is SequenceState.FINISHED
                 assert not token.sequence.block_table
 
+    def awaits_load(self, seq: Sequence) -> bool:
+        """Whether the first block that it lacks is on its way."""
+        hashes = seq.block_hashes((seq.num_tokens - 1) // BLOCK_SIZE, BLOCK_SIZE)
+        blocks = self.engine.blocks
+        return any(map(blocks.is_loading, hashes[len(blocks.match(hashes)) :][:1]))
+
     def live(self, state: SequenceState) -> list[Sequence]:
         known = [seq for request in self.requests.values() for seq in request.sequences]
         return [seq for seq in known if seq.state is state]
@@ -255,7 +290,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def drop(self, lease: Lease) -> None:
         self.leases.remove(lease)
-        self.engine.num_reserved_seqs -= len(lease.samples)
+        self.engine.unreserve_seqs(len(lease.samples))
         self.engine.blocks.release(lease.table)
         self.engine.blocks.release(lease.spares)
 
@@ -263,8 +298,8 @@ class EngineMachine(RuleBasedStateMachine):
     def whole(self) -> None:
         if hasattr(self, "engine"):
             leases = [blocks for lease in self.leases for blocks in (lease.table, lease.spares)]
-            work = WorkId(0, "", 0)
-            self.engine.check_integrity(Holding("lease", "", work, (), 0.0, blocks) for blocks in leases + self.held)
+            held = [Holding("lease", "", NOBODY, (), 0.0, blocks) for blocks in leases + self.held]
+            self.engine.check_integrity(held + self.tier.holdings())
             assert self.engine.num_running + self.engine.num_reserved_seqs <= self.config.max_num_seqs
 
     def teardown(self) -> None:
@@ -275,9 +310,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.let_go()
         while self.leases:
             self.expire()
+        while self.tier.loads:
+            self.tier.finish(self.tier.loads[0])
         for _ in range(2000):
-            result = self.compute()
-            self.take(result)
+            plan, result = self.compute()
+            self.take(plan, result)
             for seq in self.parked():
                 self.requests[seq.work].aborted = True
                 self.engine.release(seq)

@@ -10,7 +10,7 @@ from baton.errors import InvalidRequest
 from baton.messages import WorkId
 from baton.sampling import FinishReason, SamplingParams
 from engine.sequence import Sequence, SequenceState
-from tests.engine.counting import SIZES, make, run, sequence
+from tests.engine.counting import SIZES, make, run, sequence, turns
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_several_prompts_share_a_step_and_leave_in_order() -> None:
     prompts = [sequence(5, first=10 * i, max_tokens=1) for i in range(1, 5)]
     for seq in prompts:
         engine.add(seq)
-    results = run(engine)
+    plans = [plan for plan, _ in turns(engine)]
     assert [[(c.sequence, c.length) for c in batch] for batch in model.batches] == [
         [(prompts[0], 5), (prompts[1], 5), (prompts[2], 2)],
         [(prompts[2], 3), (prompts[3], 5)],
     ]
-    assert [result.started for result in results] == [prompts[:3], prompts[3:]]
+    assert [plan.started for plan in plans] == [prompts[:3], prompts[3:]]
     assert [seq.started_s for seq in prompts] == [0.0, 0.0, 0.0, 1.0]
 
 
@@ -158,13 +158,13 @@ def test_generated_blocks_are_hits_for_the_next_turn_and_salts_part_caches() -> 
 
 def test_reserved_places_are_not_given_to_waiting_sequences() -> None:
     engine, _ = make(max_num_seqs=2)
-    engine.num_reserved_seqs = 1
+    engine.reserve_seqs(1)
     seqs = [sequence(3), sequence(3, first=60)]
     for seq in seqs:
         engine.add(seq)
     engine.compute(engine.schedule(0.0))
     assert (engine.num_running, engine.num_waiting) == (1, 1)
-    engine.num_reserved_seqs = 0
+    engine.unreserve_seqs(1)
     engine.compute(engine.schedule(0.0))
     assert engine.num_running == 2
 
@@ -175,24 +175,25 @@ def test_the_youngest_is_preempted_and_comes_back_before_newcomers() -> None:
     for seq in (old, young):
         engine.add(seq)
     while not engine.has_preempted:
-        result = engine.compute(engine.schedule(0.0))
+        plan = engine.schedule(0.0)
+        engine.compute(plan)
         engine.check_integrity()
-    assert result.preempted == [young]
+    assert plan.preempted == [young]
     assert not young.block_table
     num_outputs = young.num_output_tokens
     newcomer = sequence(2, first=90)
     engine.add(newcomer)
-    results = run(engine)
+    done = turns(engine)
     assert young.num_output_tokens == 30 > num_outputs
     assert engine.num_preemptions == young.num_preemptions > 0
-    order = [token.sequence for result in results for token in result.sampled]
+    order = [token.sequence for _, result in done for token in result.sampled]
     assert order.index(young) < order.index(newcomer)
-    assert young not in [seq for result in results for seq in result.started]
+    assert young not in [seq for plan, _ in done for seq in plan.started]
 
 
 def test_alone_without_blocks_a_sequence_waits_for_leases() -> None:
     engine, _ = make(num_blocks=17)
-    lease = engine.blocks.allocate(14)
+    lease = engine.allocate(14)
     seq = sequence(7, max_tokens=9)
     engine.add(seq)
     results = [engine.compute(engine.schedule(0.0)) for _ in range(6)]

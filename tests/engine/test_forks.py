@@ -12,8 +12,9 @@ def test_a_prompt_to_hand_off_is_parked_with_its_tokens_until_released() -> None
     seq = sequence(6, samples=3, hand_off=True, max_tokens=1)
     engine.add(seq)
     first, second = engine.compute(engine.schedule(0.0)), engine.compute(engine.schedule(1.0))
-    assert (first.advanced, first.parked, first.sampled) == ([seq], [], [])
-    assert (second.advanced, second.parked) == ([seq], [seq])
+    assert (first.advanced, first.sampled) == ([seq], [])
+    assert second.advanced == [seq]
+    assert seq.state is SequenceState.PARKED
     assert [(t.sequence, t.sample, t.index) for t in second.sampled] == [(seq, 0, 0), (seq, 1, 0), (seq, 2, 0)]
     assert seq.tokens == list(seq.prompt_tokens)
     assert not engine.has_work
@@ -54,23 +55,24 @@ def test_forks_without_a_place_wait_and_lose_nothing() -> None:
 def test_adoption_loses_no_step_and_names_the_prompts_blocks() -> None:
     engine, model = make()
     seq = sequence(9, max_tokens=4)
-    seq.block_table = engine.blocks.allocate(9 // 4 + 2)
+    seq.block_table = engine.allocate(9 // 4 + 2)
     spare = seq.block_table.pop()
     forks = engine.adopt(seq, {0: (10,), 3: (11,)}, [spare])
     engine.check_integrity()
     assert model.copies == [(forks[0].block_table[2], spare)]
     assert len(engine.blocks.match(forks[1].block_hashes(2, 4))) == 2
-    result = engine.compute(engine.schedule(0.0))
+    plan = engine.schedule(0.0)
+    result = engine.compute(plan)
     assert [(c.start, c.length) for c in model.batches[0]] == [(9, 1), (9, 1)]
     assert [(t.sample, t.index) for t in result.sampled] == [(0, 1), (3, 1)]
-    assert not result.started
+    assert not plan.started
     assert not result.advanced
 
 
 def test_adopted_blocks_keep_the_names_that_came_with_them() -> None:
     engine, _ = make()
     seq = sequence(9, max_tokens=8)
-    seq.block_table, names = engine.blocks.allocate(3), [b"a" * 32, b"b" * 32]
+    seq.block_table, names = engine.allocate(3), [b"a" * 32, b"b" * 32]
     seq.take_names(names)
     (running,) = engine.adopt(seq, {0: (10,)}, [])
     table = running.block_table

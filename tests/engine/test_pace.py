@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.engine import Chunk, Engine, Plan
+from engine.engine import Chunk, Engine
 from engine.pace import COST_FACTOR, NUM_REMEMBERED, SHARE, SLACK_S, Pace, StepSize
 from tests.engine.counting import SIZES, Counting, sequence
 
@@ -221,7 +221,7 @@ class Device:
     def retire(self) -> None:
         self.now += 0.010
         self.finish()
-        self.engine.compute(Plan(), wait=False)
+        self.engine.retire()
 
 
 def test_the_engine_tells_when_to_launch() -> None:

@@ -130,8 +130,9 @@ def test_preemption_and_eviction(folder: Path, prompts: list[tuple[int, ...]], e
     for seq in seqs:
         engine.add(seq)
     while engine.has_work:
-        result = engine.compute(engine.schedule(0.0))
-        preempted += len(result.preempted)
+        plan = engine.schedule(0.0)
+        result = engine.compute(plan)
+        preempted += len(plan.preempted)
         for token in result.sampled:
             said[token.sequence.work.request_id, 0].append(token.token)
     assert preempted
@@ -168,7 +169,7 @@ def hand_over(seq: Sequence, first: list[SampledToken], p: TorchModelRunner, d_e
     num_full = seq.num_tokens // d_engine.config.block_size
     hits = d_engine.blocks.match(seq.block_hashes(num_full, d_engine.config.block_size))
     d_engine.blocks.acquire(hits)
-    fresh = d_engine.blocks.allocate(num_full + len(outputs) - len(hits))
+    fresh = d_engine.allocate(num_full + len(outputs) - len(hits))
     table, spares = hits + fresh[: num_full + 1 - len(hits)], fresh[num_full + 1 - len(hits) :]
     moved = seq.block_table[len(hits) :]
     staging = torch.empty((len(moved), d.pool.as_bytes().shape[1]), dtype=torch.uint8)
@@ -194,7 +195,7 @@ def test_handed_off_requests_go_on_as_if_nothing_had_happened(
         p_step, d_step = p_engine.compute(p_engine.schedule(0.0)), d_engine.compute(d_engine.schedule(0.0))
         for token in p_step.sampled + d_step.sampled:
             said[token.sequence.work.request_id, token.sample].append(token.token)
-        for seq in p_step.parked:
+        for seq in dict.fromkeys(token.sequence for token in p_step.sampled):
             first = [token for token in p_step.sampled if token.sequence is seq]
             if not all(token.finish for token in first):
                 num_hits += hand_over(seq, first, p_runner, d_engine, d_runner)[1]

@@ -112,7 +112,7 @@ async def test_the_audit_lists_every_block_and_slot():
             "role": "prefill",
             "integrity": "block 3 is lost",
             "idle": False,
-            "num_blocks": {"free": 1, "cached": 1, "owned": 0, "in_flight": 1},
+            "num_blocks": {"free": 1, "cached": 1, "owned": 0, "in_flight": 1, "loading": 0},
             "num_slots": {"in_flight": 1},
             "holders": [
                 {"kind": "sequence", "state": "parked", "use": use, "lease": 7, "peer": "d", "samples": [0, 1]}
@@ -172,7 +172,7 @@ def fill(node: Running) -> None:
     """Of three blocks one is being sent, one cached, one free."""
     role = node.role
     role.blocks.now = 10.0
-    blocks = role.blocks.allocate(2)
+    blocks = role.blocks.allocate(2).blocks
     role.blocks.pin_read(blocks[:1])
     role.blocks.now = 20.0
     role.blocks.seal(blocks[1], b"\xab" * 32)

@@ -112,6 +112,10 @@ class FakeModel:
         """The next piece of work happens: a layer of a chunk, or a copy."""
         self._queue.advance()
 
+    def enqueue(self, piece: Callable[[], None]) -> None:
+        """Have something happen behind all that is launched so far."""
+        self._queue.append(piece)
+
     def mark(self) -> int:
         """All that is launched so far, for `reach`."""
         return self._queue.num_done + len(self._queue)

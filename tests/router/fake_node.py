@@ -292,5 +292,4 @@ def node_info(role: NodeRole, node_id: str, address: str) -> NodeInfo:
         special_tokens=SPECIAL_TOKENS,
         generation_defaults=GenerationDefaults(eos_token_ids=(IM_END, EOT), temperature=0.7, top_p=0.9),
         vocab_size=vocab_size(),
-        add_bos=True,
     )

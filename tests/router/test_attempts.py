@@ -171,7 +171,7 @@ def test_a_lost_decode_node_costs_the_attempt_at_any_time() -> None:
     assert again.work.attempt == 1
     assert again.decode
     assert again.decode.incarnation == "d2"
-    assert house.core.state_of("r") is WorkState.QUEUED
+    assert house.core.states() == [WorkState.QUEUED]
 
 
 # ---- the next attempt ----

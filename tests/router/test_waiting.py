@@ -43,7 +43,6 @@ def test_who_came_first_is_placed_first_when_a_node_comes() -> None:
         submit(house, name)
     assert placed(house) == []
     assert house.core.states() == [WorkState.UNPLACED] * 3
-    assert house.core.state_of("a") is WorkState.UNPLACED
     house.core.cancel("b", 1.0)
     come(house, "d1")
     assert placed(house) == ["a", "c"]

@@ -39,7 +39,6 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
         generation_defaults=_write_defaults(info.generation_defaults),
         vocab_size=info.vocab_size,
         version=info.version,
-        add_bos=info.add_bos,
     )
 
 
@@ -67,7 +66,6 @@ def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
         special_tokens=_read_special_tokens(wire.special_tokens),
         generation_defaults=_read_defaults(wire.generation_defaults),
         vocab_size=wire.vocab_size,
-        add_bos=wire.add_bos,
         protocol_version=wire.protocol_version,
         version=values.read_text(wire.version, "version"),
     )

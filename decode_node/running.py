@@ -1,0 +1,151 @@
+"""The requests that generate on a decode node: from their adoption, or their own prompt, to their one end.
+
+What of a request is in the engine is here: its deadline, the sequence of each of its samples, and what the router has
+yet to hear of its adoption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.deadlines import Deadlines
+from baton.errors import BatonError, DeadlineExceeded
+from baton.messages import End, SampleEnd, Started, Tokens, WorkId
+from decode_node.leases import Lease
+from engine.engine import Engine
+from engine.node.fences import Fences
+from engine.node.outbox import Outbox
+from engine.sequence import Sequence
+from engine.step import Chunk, SampledToken
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in this node's engine: the sequence of each live sample (one for all until a local prompt forks)."""
+
+    work: WorkId
+    received: float
+    sequences: dict[int, Sequence]
+
+
+class RunningRequests:
+    """Releases the sequences that the engine was given, or adopted; tells routers through `outbox`. `fences` know which
+    samples were stopped."""
+
+    def __init__(self, engine: Engine, outbox: Outbox, fences: Fences) -> None:
+        self._engine = engine
+        self._outbox = outbox
+        self._fences = fences
+        self._running: dict[WorkId, Running] = {}
+        self._deadlines = Deadlines[WorkId]()
+        self._adopted: dict[WorkId, Lease] = {}  # those whose first step has not begun
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, work: WorkId) -> bool:
+        return work in self._running
+
+    def works(self) -> list[WorkId]:
+        """All of it."""
+        return [*self._running]
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    # ---- in ----
+
+    def add(self, sequence: Sequence, now: float, deadline: float) -> None:
+        """A prompt of its own, which the engine has: one sequence for all samples."""
+        self._add(Running(sequence.work, now, dict.fromkeys(sequence.samples, sequence)), deadline)
+
+    def adopt(self, lease: Lease, now: float) -> None:
+        """Into the next step's batch: all KV is here. The engine takes over the lease's blocks."""
+        commit, work = lease.commit, lease.reserve.work
+        assert commit is not None
+        stopped = self._fences.stopped(work)
+        outputs = {s.index: s.output_tokens for s in commit.samples if s.index not in stopped}
+        needed = max(0, len(outputs) - 1)
+        self._engine.blocks.release(lease.spares[needed:])
+        if not outputs:
+            self._engine.blocks.release(lease.table)
+            self._outbox.to_router(work, End())
+            return
+        sequence = Sequence(
+            work=work,
+            samples=list(outputs),
+            prompt_tokens=commit.prompt_tokens,
+            sampling=commit.sampling,
+            cache_salt=commit.cache_salt,
+            arrived_s=now,
+            block_table=lease.table,
+            num_computed_tokens=lease.reserve.num_tokens,
+            num_cached_tokens=lease.num_cached_tokens,
+        )
+        sequence.take_names(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
+        adopted = self._engine.adopt(sequence, outputs, lease.spares[:needed])
+        self._add(Running(work, now, {s.samples[0]: s for s in adopted}), lease.deadline)
+        self._adopted[work] = lease
+
+    def _add(self, running: Running, deadline: float) -> None:
+        self._running[running.work] = running
+        self._deadlines.set(running.work, deadline)
+
+    # ---- what the engine did ----
+
+    def tell_started(self, sequences: Iterable[Sequence], now: float) -> None:
+        for sequence in sequences:
+            queue_s = now - self._running[sequence.work].received
+            self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
+
+    def tell_adopted(self, chunks: Iterable[Chunk]) -> None:
+        """Whose first step this is, which begins now."""
+        if self._adopted:
+            for work in self._adopted.keys() & {chunk.sequence.work for chunk in chunks}:
+                self._outbox.to_router(work, self._adopted.pop(work).adopted(self._engine.clock()))
+
+    def sampled(self, token: SampledToken) -> None:
+        running = self._running[token.sequence.work]
+        running.sequences[token.sample] = token.sequence
+        if token.sample in self._fences.stopped(running.work):  # stopped while its prompt stood for several samples
+            self._drop_sample(running, token.sample)
+            return
+        logprobs = (token.logprobs,) if token.logprobs else ()
+        self._outbox.to_router(running.work, Tokens(token.sample, token.index, (token.token,), logprobs))
+        if token.finish:
+            self._outbox.to_router(running.work, SampleEnd(token.sample, token.finish, token.stop_token_id))
+            self._drop_sample(running, token.sample)
+
+    # ---- ends ----
+
+    def stop_samples(self, work: WorkId, samples: Iterable[int]) -> None:
+        """Those that have sequences of their own; the others end when they fork."""
+        running = self._running.get(work)
+        for sample in samples:
+            sequence = running.sequences.get(sample) if running else None
+            if running and sequence and len(sequence.samples) == 1:
+                self._drop_sample(running, sample)
+
+    def end_work(self, work: WorkId, error: BatonError) -> None:
+        """Nothing happens if it is not here."""
+        if running := self._running.get(work):
+            self._forget(work)
+            for sequence in running.sequences.values():
+                self._engine.release(sequence)
+            self._outbox.to_router(work, End(error))
+
+    def end_overdue(self, now: float) -> None:
+        for work in self._deadlines.due(now):
+            self.end_work(work, DeadlineExceeded("not finished by its deadline"))
+
+    def _drop_sample(self, running: Running, sample: int) -> None:
+        self._engine.release(running.sequences.pop(sample))
+        if not running.sequences:
+            self._forget(running.work)
+            self._outbox.to_router(running.work, End())
+
+    def _forget(self, work: WorkId) -> None:
+        del self._running[work]
+        self._deadlines.discard(work)
+        self._adopted.pop(work, None)

@@ -1,0 +1,78 @@
+"""Which full block holds the KV of which tokens, and which of these blocks may be evicted. No tensor is touched here.
+
+A block's hash names all tokens up to its end (`baton.block_hash`), so equal hashes mean equal KV. No two blocks have
+the same hash. Who owns a block is counted elsewhere (`engine.block_manager`), which tells when the last owner goes.
+Every operation is O(1).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from baton.block_hash import BlockHash
+
+
+class Evicted(NamedTuple):
+    """A block that has just lost its hash to make room. Its content stays until whoever has the block now writes."""
+
+    block: int
+    block_hash: BlockHash
+
+
+class PrefixCache:
+    """Hashes of blocks 0 to `num_blocks - 1`, and the evictable ones in order of their last use."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._hash: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    def is_evictable(self, block: int) -> bool:
+        return block in self._evictable
+
+    def hash_of(self, block: int) -> BlockHash | None:
+        return self._hash[block]
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """The block with that hash, whatever its state."""
+        return self._block_of.get(block_hash)
+
+    def add(self, block: int, block_hash: BlockHash) -> bool:
+        """Give a block its hash. False: another block has it, and this one stays without."""
+        assert self._hash[block] is None, f"block {block} has a hash"
+        if block_hash in self._block_of:
+            return False
+        self._hash[block] = block_hash
+        self._block_of[block_hash] = block
+        return True
+
+    def remove(self, block: int) -> BlockHash:
+        """Take a block's hash away; what it was."""
+        block_hash = self._hash[block]
+        assert block_hash is not None, f"block {block} has no hash"
+        self._hash[block] = None
+        del self._block_of[block_hash]
+        return block_hash
+
+    def retire(self, block: int) -> None:
+        """Its last owner has gone: from now on it may be evicted, after all that were used before."""
+        assert self._hash[block] is not None, f"block {block} has no hash"
+        self._evictable[block] = None
+
+    def revive(self, block: int) -> None:
+        """It has an owner again."""
+        del self._evictable[block]
+
+    def evict(self) -> Evicted:
+        """The least recently used evictable block loses its hash and is the caller's."""
+        block, _ = self._evictable.popitem(last=False)
+        return Evicted(block, self.remove(block))
+
+    def check_integrity(self) -> None:
+        assert {name: block for block, name in enumerate(self._hash) if name is not None} == self._block_of
+        assert all(self._hash[block] is not None for block in self._evictable), "a block without a hash is evictable"
