@@ -170,17 +170,17 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
     """The choices of the chunks that have logits, which are in their order: of each, one for each sample of the
     sequence, and for the position of the token that it chooses."""
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
-    number = 0
+    num_logits = 0
     for chunk, row in zip(chunks, rows, strict=True):
-        if not chunk.num_logits:
-            continue
-        for position in range(chunk.end - chunk.num_logits + 1, chunk.end + 1):
-            for sample in chunk.sequence.samples:
-                logits_rows.append(number)
+        position, of_sequence = chunk.start + chunk.length - chunk.num_logits, chunk.sequence.samples
+        for logits_row in range(num_logits, num_logits + chunk.num_logits):
+            position += 1
+            for sample in of_sequence:
+                logits_rows.append(logits_row)
                 own.append(row)
                 samples.append(sample)
                 positions.append(position)
-            number += 1
+        num_logits += chunk.num_logits
     return SampleBatch(logits_rows, own, samples, positions)
 
 
