@@ -17,7 +17,7 @@ class EngineConfig:
     on a device of its own. `saturating_num_tokens`: no further prompt joins a step with so many tokens of prompts,
     which keep the device busy, so that it would only make the others' first tokens later; the budget above is for
     chunks of long prompts, whose attention gains from it (DistServe, section 4.3, has the idea). None: the budget alone
-    bounds a step.
+    bounds a step. `num_speculative_tokens`: most draft tokens of a sequence that a step checks beside its last token.
     """
 
     num_blocks: int
@@ -29,6 +29,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     async_scheduling: bool = False
     saturating_num_tokens: int | None = None
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", self.block_size, "must be 1 or more")
@@ -37,6 +38,8 @@ class EngineConfig:
         _check(
             self.max_num_batched_tokens >= 1, "max-num-batched-tokens", self.max_num_batched_tokens, "must be 1 or more"
         )
+        drafts = self.num_speculative_tokens
+        _check(drafts >= 0, "num-speculative-tokens", drafts, "must be 0 or more")
         _check(self.vocab_size >= 1, "model", self.vocab_size, "must have a vocabulary of 1 or more tokens")
         needed = num_blocks_for(self.max_model_len, self.block_size)
         _check(

@@ -8,8 +8,9 @@ With `async_scheduling` a step is launched before the one before it has retired,
 A caller that has other things to do does not wait for N, but computes again when it is done (`compute(wait=False)`).
 One to whom newcomers come launches N+1 not before `launch_at`: until then they can join it.
 
-A sequence whose token N samples goes on in N+1 without the host knowing the token. If that token ends it, its part of
-N+1 was in vain and is dropped; its blocks are settled when N+1 retires, since N+1 writes into one of them.
+A sequence whose token N samples goes on in N+1 without the host knowing the token. If that token ends it, or N chose
+none, its part of N+1 was in vain and is dropped; its blocks are settled when N+1 retires, since N+1 writes into one of
+them. One that does not run ahead is not in N+1: what it computes next is decided when N has retired (see `propose`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from baton.errors import InvalidRequest
@@ -212,6 +214,18 @@ class Engine:
         """What the sequence's lane stands for has come: its blocks do not count to the lane's share any more."""
         self._scheduler.leave_lane(seq)
 
+    def propose(self, seq: Sequence, draft_tokens: Seq[int]) -> None:
+        """Have the sequence's next step check whether these tokens follow its own: those that do are its next tokens,
+        with one more, all of them at once. Of a long guess the beginning is taken, and none of it where the blocks are
+        short. `seq.takes_drafts` must hold."""
+        assert seq.takes_drafts
+        room = min(
+            self.config.num_speculative_tokens,
+            seq.sampling.max_tokens - seq.num_output_tokens - 1,
+            self.config.max_model_len - seq.num_tokens - 1,
+        )
+        seq.draft_tokens = tuple(draft_tokens[: max(room, 0)])
+
     # ---- step ----
 
     def schedule(self, now: float) -> Plan:
@@ -240,7 +254,7 @@ class Engine:
             self._store(plan.evicted)
             step = self._runner.launch(plan.chunks)
             self._pace.launched(StepSize.of(plan.chunks), self._decided, self.clock(), idle=self._oldest_is_done)
-            leaves_prompts = not all(chunk.samples_token for chunk in plan.chunks)
+            leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
             self._in_flight.append(InFlight(plan.chunks, step, leaves_prompts))
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
@@ -273,28 +287,48 @@ class Engine:
             self.blocks.release(table)
 
     def _enter(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
-        """Full blocks get their names, sequences their tokens."""
+        """Sequences get their tokens, full blocks their names."""
         seq = chunk.sequence
+        if chunk.start != seq.num_computed_tokens:  # behind a step that chose nothing
+            self._settle(chunk, seq.num_computed_tokens)
+            return
         if seq.hand_off or chunk.start < len(seq.prompt_tokens):
             result.advanced.append(seq)
-        block_size = self.config.block_size
-        self._seal(seq, seq.block_table, chunk.start // block_size, chunk.end // block_size)
-        seq.num_computed_tokens = chunk.end
-        if not chunk.samples_token:
-            return
-        sampled = [self._judge(seq, *drawn) for drawn in zip(seq.samples, choices, strict=True)]
-        if seq.hand_off:
-            self._scheduler.remove(seq)
-            self._runner.forget(seq)
-            seq.move_to(SequenceState.PARKED)
-        elif seq.generates:
-            seq.tokens.append(sampled[0].token)
-            seq.num_pending_tokens -= 1
-            if sampled[0].finish:
+        if seq.generates:
+            sampled = self._append(chunk, choices)
+            self._settle(chunk, min(chunk.end, len(seq.tokens) - 1))
+            if sampled and sampled[-1].finish:
                 self.release(seq)
+        elif choices:
+            sampled = [self._judge(seq, *drawn) for drawn in zip(seq.samples, choices, strict=True)]
+            self._settle(chunk, chunk.end)
+            sampled = self._park(seq, sampled) if seq.hand_off else self._fork(seq, sampled)
         else:
-            sampled = self._fork(seq, sampled)
+            sampled = []
+            self._settle(chunk, min(chunk.end, len(seq.tokens) - 1))
         result.sampled += sampled
+
+    def _append(self, chunk: Chunk, choices: list[Choice]) -> list[SampledToken]:
+        """The sequence's next tokens, up to the one that ends it."""
+        seq, sampled = chunk.sequence, []
+        assert len(choices) <= chunk.num_logits, f"{seq.work}: a step chose tokens that it has no logits of"
+        if chunk.num_logits and seq.num_pending_tokens:
+            seq.num_pending_tokens -= 1
+        for choice in choices:
+            sampled.append(self._judge(seq, seq.samples[0], choice))
+            seq.tokens.append(choice.token)
+            if sampled[-1].finish:
+                break
+        return sampled
+
+    def _settle(self, chunk: Chunk, num_computed: int) -> None:
+        """Of what the chunk computed, so much is KV of the sequence's tokens; the last of these counts as computed only
+        once its logits have chosen. The rest will be written over."""
+        seq, block_size = chunk.sequence, self.config.block_size
+        self._seal(seq, seq.block_table, chunk.start // block_size, num_computed // block_size)
+        seq.num_computed_tokens = num_computed
+        if num_computed != chunk.end == seq.num_launched_tokens:
+            seq.rewind(num_computed)
 
     def _judge(self, seq: Sequence, sample: int, choice: Choice) -> SampledToken:
         """Whether the token ends its sample, and why."""
@@ -308,6 +342,12 @@ class Engine:
         elif index + 1 >= sampling.max_tokens or seq.num_tokens + 1 >= self.config.max_model_len:
             finish = FinishReason.LENGTH
         return SampledToken(seq, sample, index, token, choice.logprobs, finish, stop_token_id)
+
+    def _park(self, seq: Sequence, sampled: list[SampledToken]) -> list[SampledToken]:
+        self._scheduler.remove(seq)
+        self._runner.forget(seq)
+        seq.move_to(SequenceState.PARKED)
+        return sampled
 
     # ---- forks ----
 

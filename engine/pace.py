@@ -32,8 +32,9 @@ FORGETTING = 1 / 32
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step's time depends on. num_context_tokens: of all sequences that it computes one token for.
-    num_prompt_pairs: for each longer chunk, its tokens times those that the last of them attends to."""
+    """What a step's time depends on. num_seqs: each as often as it has tokens to choose. num_context_tokens: of all
+    sequences that only generate. num_prompt_pairs: for each other chunk, its tokens times those that the last of them
+    attends to."""
 
     num_seqs: int
     num_context_tokens: int
@@ -44,10 +45,11 @@ class StepSize:
     def of(cls, chunks: Iterable[Chunk]) -> StepSize:
         num_seqs = num_context_tokens = num_prompt_tokens = num_prompt_pairs = 0
         for chunk in chunks:
-            num_seqs += 1
-            if chunk.length == 1:
+            if chunk.length == chunk.num_logits:
+                num_seqs += chunk.length
                 num_context_tokens += chunk.end
             else:
+                num_seqs += 1
                 num_prompt_tokens += chunk.length
                 num_prompt_pairs += chunk.length * chunk.end
         return cls(num_seqs, num_context_tokens, num_prompt_tokens, num_prompt_pairs)

@@ -34,7 +34,8 @@ class SampleBatch:
 
     logits_rows: whose logits. rows: the sequence's row in the sampler. samples: for which of the request's answers.
     positions: of the new token in its sequence, which is the number of tokens before it.
-    Choices may share both rows: several samples of one prompt.
+    Choices may share both rows: several samples of one prompt. Or the sequence's row: at several positions, of which
+    each follows draft tokens; `last_tokens` has any of them then, as the host goes on with the one that holds.
     """
 
     logits_rows: Seq[int] | NDArray[np.integer]

@@ -1,15 +1,17 @@
 """What the next step computes. One scheduler serves both roles; it decides and touches no tensor.
 
-Every sequence has `num_launched_tokens` and catches up with its tokens: a decode step is the case of one token to go
-(vLLM's v1 scheduler made this the one rule). A token that a launched step is sampling counts already. Sequences that
-generate are in every step. What it has of prompts beside them, of running ones first and then of waiting ones in order
-of arrival, is bounded by a budget of tokens. That is the prompts' alone: else one as long as the budget would take a
-step more whenever somebody generates.
+Every sequence has `num_launched_tokens` and catches up with its tokens: a decode step is the case of its last token to
+go (vLLM's v1 scheduler made this the one rule), with the draft tokens behind it, if there are any. A token that a
+launched step is sampling counts already, if the sequence runs ahead. Sequences that generate are in every step. What
+it has of prompts beside them, of running ones first and then of waiting ones in order of arrival, is bounded by a
+budget of tokens. That is the prompts' alone: else one as long as the budget would take a step more whenever somebody
+generates.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.block_hash import BlockHash
@@ -119,27 +121,36 @@ class Scheduler:
         and `may_preempt` is False.
         """
         plan = Plan()
-        lacking = [seq for seq in self._running if self._lacks_block(seq)]
-        if not may_preempt and not self._blocks.can_allocate(len(lacking)):
-            return plan
+        lacking = self._lacking()
+        if not self._blocks.can_allocate(sum(lacking.values())):
+            for seq in lacking:
+                seq.draft_tokens = ()  # a guess is worth nobody's blocks
+            lacking = self._lacking()
+            if not may_preempt and not self._blocks.can_allocate(len(lacking)):
+                return plan
         self._extend_tables(plan, lacking)
         budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
         if not plan.preempted:  # their blocks are somebody's next ones: admitting now would preempt again
             self._admit(plan, budget)
         return plan
 
-    def _extend_tables(self, plan: Plan, lacking: list[Sequence]) -> None:
-        """Give each sequence the block that its next token needs, the oldest first."""
+    def _lacking(self) -> dict[Sequence, int]:
+        """Blocks that the next step needs and the tables have not."""
+        return {seq: num for seq in self._running if (num := self._num_lacking_blocks(seq)) > 0}
+
+    def _extend_tables(self, plan: Plan, lacking: Iterable[Sequence]) -> None:
+        """Give each sequence the blocks that its next tokens need, the oldest first."""
         for seq in sorted(lacking, key=_arrival):
-            while seq.state is SequenceState.RUNNING and self._lacks_block(seq):
+            while seq.state is SequenceState.RUNNING and self._num_lacking_blocks(seq) > 0:
                 if self._blocks.can_allocate(1):
                     self._allocate(plan, seq, 1)
                 else:
                     self._preempt_youngest(plan)
 
-    def _lacks_block(self, seq: Sequence) -> bool:
-        covered = len(seq.block_table) * self._config.block_size
-        return covered < seq.num_tokens + seq.num_pending_tokens and self._to_go(seq) > 0
+    def _num_lacking_blocks(self, seq: Sequence) -> int:
+        block_size, needed = self._config.block_size, len(seq.tokens) + seq.num_pending_tokens + len(seq.draft_tokens)
+        lacking = needed - len(seq.block_table) * block_size
+        return -(-lacking // block_size) if lacking > 0 and self._to_go(seq) > 0 else 0
 
     def _to_go(self, seq: Sequence) -> int:
         return seq.num_tokens_to_go(self._config.max_model_len)
@@ -155,13 +166,15 @@ class Scheduler:
         plan.preempted.append(victim)
 
     def _schedule_running(self, plan: Plan, budget: int) -> int:
-        """Chunks of the running sequences, those with one token to go first, which is nobody's budget. Returns what is
-        left of it."""
+        """Chunks of the running sequences, those with their last token to go first, which is nobody's budget. Returns
+        what is left of it."""
         prompts = list[tuple[Sequence, int]]()
+        max_model_len = self._config.max_model_len
         for seq in self._running:
-            if (to_go := self._to_go(seq)) == 1:
-                self._take_chunk(plan, seq, 1)
-            elif to_go:
+            to_go = seq.num_tokens_to_go(max_model_len)
+            if to_go == 1 + len(seq.draft_tokens):
+                self._take_chunk(plan, seq, to_go)
+            elif to_go > 0:
                 prompts.append((seq, to_go))
         for seq, to_go in prompts:
             if self._has_room(budget):
@@ -229,7 +242,7 @@ class Scheduler:
     def _take_chunk(self, plan: Plan, seq: Sequence, length: int) -> int:
         chunk = Chunk.of(seq, seq.num_launched_tokens, length)
         seq.num_launched_tokens = chunk.end
-        if chunk.samples_token and seq.generates:
+        if chunk.num_logits and seq.runs_ahead and seq.generates:
             seq.num_pending_tokens += 1
         plan.chunks.append(chunk)
         return length
@@ -239,12 +252,13 @@ class Scheduler:
         block_size = self._config.block_size
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
-            total = seq.num_tokens + seq.num_pending_tokens
+            total = seq.num_tokens + seq.num_pending_tokens + len(seq.draft_tokens)
             assert seq.num_computed_tokens < seq.num_tokens, f"{seq.work} has nothing to compute"
             assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.work} ran past its tokens"
             covered = len(seq.block_table) * block_size
             assert seq.num_launched_tokens <= covered, f"{seq.work}: KV outside its table"
-            assert covered < total + block_size, f"{seq.work}: its table is too long"
+            most = total + self._config.num_speculative_tokens  # blocks for draft tokens stay where these were wrong
+            assert covered < most + block_size, f"{seq.work}: its table is too long"
         for seq in (*self._lanes, *self._preempted):
             assert seq.state is SequenceState.WAITING
             assert not seq.in_flight

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.block_hash import BlockHash, next_hash, root_hash
 from baton.messages import WorkId
@@ -45,6 +46,10 @@ class Sequence:
     indexes of the request's answers that it stands for: several share one prefill, and fork when their first tokens
     differ. `hand_off`: park after the prompt, with its blocks held, instead of generating. `arrived_s` orders
     preemption: the youngest goes first. `lane`: what it may have to wait for with its blocks held, see `engine.lanes`.
+    `runs_ahead`: its next step may be launched before the tokens of the last one are known to the host. Not so where
+    the host has a word in what the next step computes: it may have a guess at its tokens, or masks for its logits.
+    `extensions`: what its steps carry beside tokens, by name, see `engine.model.extensions`. Where KV depends on it,
+    `cache_salt` must tell it from that of other sequences with the same tokens.
     """
 
     work: WorkId
@@ -56,12 +61,15 @@ class Sequence:
     cache_salt: str = ""
     arrived_s: float = 0.0
     lane: Hashable = None
+    runs_ahead: bool = True
+    extensions: Mapping[str, Any] = field(default_factory=dict)
 
     # The engine's own; read, but not written, by others (but see Engine.adopt for block_table).
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # whose KV is there
     num_launched_tokens: int = 0  # whose KV is there or is being computed
-    num_pending_tokens: int = 0  # being sampled, not yet in `tokens`
+    num_pending_tokens: int = 0  # being sampled, not yet in `tokens`, and a later step may go on from them
+    draft_tokens: tuple[int, ...] = ()  # a guess at what follows `tokens`, for the next step to check
     num_cached_tokens: int = 0  # prefix hit when it was first scheduled
     started_s: float | None = None  # when it was first scheduled
     num_preemptions: int = 0
@@ -90,23 +98,33 @@ class Sequence:
         return not self.hand_off and len(self.samples) == 1
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether all that its next step lacks is the KV of its last token, and only the host knows what that step will
+        compute. Penalties depend on the tokens that the same step chooses before, which no sampler knows."""
+        stands = self.num_launched_tokens == self.num_computed_tokens == len(self.tokens) - 1
+        generates = self.state is SequenceState.RUNNING and self.generates
+        return stands and generates and not self.runs_ahead and not self.sampling.has_penalties
+
+    @property
     def in_flight(self) -> bool:
         """Whether a launched step has yet to retire that reads or writes its blocks."""
         return self.num_launched_tokens > self.num_computed_tokens
 
     def num_tokens_to_go(self, max_model_len: int) -> int:
-        """Tokens whose KV the next step may compute. 0: what comes next is known only when a launched step retires."""
+        """Tokens whose KV the next step may compute, draft tokens among them. 0: what comes next is known only when a
+        launched step retires."""
         total = len(self.tokens) + self.num_pending_tokens
         if self.num_pending_tokens:
             num_output = total - len(self.prompt_tokens)
             if num_output >= self.sampling.max_tokens or total >= max_model_len:
                 return 0  # the token being sampled is the last one, whatever it is
-        return total - self.num_launched_tokens
+        return total + len(self.draft_tokens) - self.num_launched_tokens
 
     def rewind(self, num_computed_tokens: int) -> None:
         """KV of so many tokens is in its blocks, and nothing is in flight."""
         self.num_computed_tokens = self.num_launched_tokens = num_computed_tokens
         self.num_pending_tokens = 0
+        self.draft_tokens = ()
 
     def move_to(self, state: SequenceState) -> None:
         """The one way to change the state."""
@@ -139,6 +157,8 @@ class Sequence:
             tokens=[*self.prompt_tokens, *output_tokens],
             cache_salt=self.cache_salt,
             arrived_s=self.arrived_s,
+            runs_ahead=self.runs_ahead,
+            extensions=self.extensions,
             num_cached_tokens=self.num_cached_tokens,
             started_s=self.started_s,
         )

@@ -13,25 +13,39 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute the KV of a sequence's tokens [start, start + length); all KV before `start` exists, or is computed by a
-    step launched earlier. The last token may be one that such a step samples: then only the runner knows its value.
+    """Compute the KV of a sequence's tokens [start, start + length), which are its queries in the step's attention. All
+    KV before `start` exists, or is computed by a step launched earlier. The last token may be one that such a step
+    samples: then only the runner knows its value.
 
-    `samples_token`: it reaches the sequence's last token, so that its logits choose the next.
+    `num_logits`: the logits of so many of its last tokens each choose the token that follows. 0: the chunk ends before
+    the sequence does. 1: its last token is the sequence's. More: behind that come the sequence's draft tokens.
+    A chunk of a sequence that only generates, a decode, has logits of all of its tokens.
     """
 
     sequence: Sequence
     start: int
     length: int
-    samples_token: bool
+    num_logits: int
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, length: int) -> Chunk:
         """As the sequence stands now."""
-        return cls(sequence, start, length, start + length == sequence.num_tokens + sequence.num_pending_tokens)
+        num_logits = start + length - len(sequence.tokens) - sequence.num_pending_tokens + 1
+        return cls(sequence, start, length, num_logits if num_logits > 0 else 0)
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @property
+    def samples_token(self) -> bool:
+        """Whether it reaches the sequence's last token."""
+        return self.num_logits > 0
+
+    @property
+    def draft_tokens(self) -> tuple[int, ...]:
+        """What its last tokens are, if the guess is right: behind the sequence's own."""
+        return self.sequence.draft_tokens[: self.num_logits - 1] if self.num_logits > 1 else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +67,13 @@ class LaunchedStep(Protocol):
         step is done."""
 
     def wait(self) -> list[list[Choice]]:
-        """Wait for its end. Per chunk: [] unless it `samples_token`, else one Choice for each of the sequence's
-        `samples`, drawn with seed `sampling.seed + sample`."""
+        """Wait for its end. What each chunk chose, drawn with seed `sampling.seed + sample`:
+
+        - [] without logits; and for a sequence that sits the step out, whose last token is computed once more then.
+        - One Choice for each of the sequence's `samples`, where there are several.
+        - Else the tokens that follow the sequence's, in order: all draft tokens that are what the logits before them
+          choose, and what the logits behind these choose; so 1 to `num_logits`.
+        """
 
 
 class ModelRunner(Protocol):
@@ -92,8 +111,9 @@ class SampledToken:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the step that retired did, if one did. Each list is in batch order. A prompt to hand off whose tokens are
-    sampled is parked, with its blocks held until `release`."""
+    """What the step that retired did, if one did. Each list is in batch order; of tokens that one sample got together,
+    `sampled` has the first one first. A prompt to hand off whose tokens are sampled is parked, with its blocks held
+    until `release`."""
 
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
     sampled: list[SampledToken] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,14 @@ from torch import Tensor
 
 from baton_kernels.paged_attention import PagedBatch
 from baton_kernels.step_inputs import step_inputs
+from engine.model.extensions import BatchExtension, torch_dtype
 from engine.sampler import SampleBatch
 from engine.step import Chunk
 from engine.upload import upload
 
 Int32Array = NDArray[np.int32]
+_ON_DEVICE = -1
+"""For a token that the host does not know: a launched step samples it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class ModelInputs:
     """What a forward reads. input_ids, slot_mapping: [num_tokens] int64. positions: [num_tokens] int32.
 
     keep: [num_rows] int64, the tokens whose logits are wanted; None: those of all.
+    extensions: arguments of the model's forward, by name.
     """
 
     input_ids: Tensor
@@ -31,95 +35,119 @@ class ModelInputs:
     slot_mapping: Tensor
     paged: PagedBatch
     keep: Tensor | None
+    extensions: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """What steps find on the device. block_tables: [num_rows, max_blocks] int32. last_tokens: [num_rows] int32."""
+    """What steps find on the device, and what they carry beside tokens. block_tables: [num_rows, max_blocks] int32.
+    last_tokens: [num_rows] int32."""
 
     block_tables: Tensor
     last_tokens: Tensor
     block_size: int
+    extensions: tuple[BatchExtension, ...] = ()
 
 
-def decodes_first(chunks: Seq[Chunk]) -> list[Chunk]:
-    """Those with one token before those with more, as PagedBatch wants them."""
+def singles_first(chunks: Seq[Chunk]) -> list[Chunk]:
+    """Chunks of one token before longer ones, as PagedBatch wants them: attention has a kernel of its own for those."""
     return [c for c in chunks if c.length == 1] + [c for c in chunks if c.length > 1]
 
 
+def num_singles(chunks: Seq[Chunk]) -> int:
+    """How many of the chunks, in the order of `singles_first`, are of one token."""
+    return len(chunks) if chunks and chunks[-1].length == 1 else sum(chunk.length == 1 for chunk in chunks)
+
+
 def build(chunks: Seq[Chunk], rows: list[int], state: DeviceState) -> ModelInputs:
-    """Chunks in the order of `decodes_first`, by one copy to the device."""
-    size = BatchSize.of(chunks)
+    """Chunks in the order of `singles_first`, by one copy to the device."""
+    size = BatchSize.of(chunks, state.extensions)
     packed = upload(pack(chunks, rows, size), state.block_tables.device)
     return unpack(packed, size, state, [chunk.length for chunk in chunks], [chunk.end for chunk in chunks])
 
 
-def host_token(chunk: Chunk) -> int:
-    """The token of a chunk of one; -1 when only the device knows it."""
-    tokens = chunk.sequence.tokens
-    return tokens[chunk.start] if chunk.start < len(tokens) else -1
-
-
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """What a batch has, or has room for: `num_rows` of logits."""
+    """What a batch has, or has room for: `num_rows` of logits, None being those of all tokens; and what each token
+    carries beside its id."""
 
     num_seqs: int
     num_tokens: int
-    num_rows: int
+    num_rows: int | None = None
+    extensions: tuple[BatchExtension, ...] = ()
 
     @classmethod
-    def of(cls, chunks: Seq[Chunk]) -> BatchSize:
-        return cls(len(chunks), sum(c.length for c in chunks), sum(c.samples_token for c in chunks))
+    def of(cls, chunks: Seq[Chunk], extensions: tuple[BatchExtension, ...] = ()) -> BatchSize:
+        return cls(len(chunks), sum(c.length for c in chunks), sum(c.num_logits for c in chunks), extensions)
 
     @property
     def lengths(self) -> list[int]:
         """Of the arrays of `pack`."""
-        return [self.num_seqs, self.num_seqs + 1, self.num_seqs, *[self.num_tokens] * 3, self.num_rows]
+        carried = [extension.width * self.num_tokens for extension in self.extensions]
+        return [self.num_seqs, self.num_seqs + 1, self.num_seqs, *[self.num_tokens] * 3, self.num_rows or 0, *carried]
 
 
-def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize, decode_places: int = 0) -> Int32Array:
-    """Chunks in the order of `decodes_first`, with the rows of their sequences, as one array for `unpack`.
+def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize, single_places: int | None = None) -> Int32Array:
+    """Chunks in the order of `singles_first`, with the rows of their sequences, as one array for `unpack`.
 
     What pads them to `size` are sequences without tokens, tokens without a row, and logits of the first token.
-    decode_places: so many sequences and tokens at the beginning are for chunks of one token, as many as there are.
+    single_places: so many sequences and tokens at the beginning are for chunks of one token; None: as many as needed.
     """
     arrays, packed = _views(size)
-    row, start, context, token_rows, positions, host_tokens, keep = arrays
-    token_rows[:] = -1
-    num_decodes = sum(chunk.length == 1 for chunk in chunks) if decode_places else 0
-    num_kept = 0
-    for first, group, own in (
-        (0, chunks[:num_decodes], rows[:num_decodes]),
-        (decode_places, chunks[num_decodes:], rows[num_decodes:]),
-    ):
-        lengths = [chunk.length for chunk in group]
-        ends = list(itertools.accumulate(lengths, initial=first))[1:]
-        seqs, end = slice(first, first + len(group)), ends[-1] if ends else first
-        row[seqs], context[seqs] = own, [chunk.end for chunk in group]
-        start[first + 1 : first + 1 + len(group)], start[first + 1 + len(group) :] = ends, end
-        if group:
-            token_rows[first:end] = np.repeat(row[seqs], lengths)
-            pieces = [np.arange(c.start, c.end, dtype=np.int32) for c in group]
-            np.concatenate(pieces, out=positions[first:end])
-        tokens = itertools.chain.from_iterable(_host_tokens(chunk) for chunk in group)
-        host_tokens[first:end] = np.fromiter(tokens, dtype=np.int32, count=end - first)
-        last = [after - 1 for chunk, after in zip(group, ends, strict=True) if chunk.samples_token]
-        keep[num_kept : num_kept + len(last)] = last
-        num_kept += len(last)
-    start[: decode_places + 1] = np.arange(decode_places + 1)
+    row, start, context, token_rows, positions, host_tokens, keep, *carried = arrays
+    n = num_singles(chunks)
+    singles, longer, places = chunks[:n], chunks[n:], n if single_places is None else single_places
+    row[:n] = rows[:n]
+    token_rows[:n], token_rows[n:] = row[:n], -1
+    positions[:n] = [chunk.start for chunk in singles]
+    context[:n] = positions[:n] + 1
+    host_tokens[:n] = [
+        tokens[chunk.start] if chunk.start < len(tokens := chunk.sequence.tokens) else _ON_DEVICE for chunk in singles
+    ]
+    start[: places + 1], start[places + 1 :] = np.arange(places + 1), places
+    if longer:
+        _pack_longer(longer, rows[n:], places, arrays)
+    if size.num_rows:
+        singles_kept = [place for place, chunk in enumerate(singles) if chunk.num_logits]
+        ends = start[places + 1 : places + 1 + len(longer)].tolist()
+        kept = [range(end - chunk.num_logits, end) for chunk, end in zip(longer, ends, strict=True)]
+        keep_places = [*singles_kept, *itertools.chain.from_iterable(kept)]
+        keep[: len(keep_places)] = keep_places
+    for extension, array in zip(size.extensions, carried, strict=True):
+        values = array.view(extension.dtype).reshape(-1, extension.width)
+        for number, chunk in enumerate(chunks):
+            first = start[number if number < n else number - n + places]
+            extension.fill(chunk, values[first : first + chunk.length])
     return packed
+
+
+def _pack_longer(chunks: Seq[Chunk], rows: list[int], first: int, arrays: list[Int32Array]) -> None:
+    """Chunks of more than one token, of which the first is sequence `first` and begins at that token."""
+    row, start, context, token_rows, positions, host_tokens, *_ = arrays
+    lengths = np.array([chunk.length for chunk in chunks], np.int32)
+    ends = first + np.cumsum(lengths)
+    seqs, tokens = slice(first, first + len(chunks)), slice(first, ends[-1])
+    row[seqs], context[seqs] = rows, [chunk.end for chunk in chunks]
+    start[first + 1 : first + 1 + len(chunks)], start[first + 1 + len(chunks) :] = ends, ends[-1]
+    token_rows[tokens] = np.repeat(row[seqs], lengths)
+    # A token's position is its place in the batch, moved by the same distance for all tokens of a chunk.
+    positions[tokens] = np.arange(first, ends[-1]) + np.repeat(context[seqs] - ends, lengths)
+    host_tokens[tokens] = list(itertools.chain.from_iterable(map(_host_tokens, chunks)))
+
+
+def _host_tokens(chunk: Chunk) -> list[int]:
+    known = [*chunk.sequence.tokens[chunk.start : chunk.end], *chunk.draft_tokens]
+    return known if len(known) == chunk.length else [*known, _ON_DEVICE]
 
 
 def unpack(
     packed: Tensor, size: BatchSize, state: DeviceState, query_lens: list[int], context_lens: list[int]
 ) -> ModelInputs:
     """What `pack` made, once it is on the device. query_lens, context_lens: as in PagedBatch."""
-    row, start, context, token_rows, positions, host_tokens, keep = _cut(packed, size)
+    row, start, context, token_rows, positions, host_tokens, keep, *carried = _cut(packed, size)
     ids, slots = step_inputs(
         token_rows, positions, host_tokens, state.last_tokens, state.block_tables, state.block_size
     )
-    num_decodes = sum(1 for _ in itertools.takewhile(lambda length: length == 1, query_lens))
     paged = PagedBatch(
         state.block_size,
         state.block_tables,
@@ -127,23 +155,32 @@ def unpack(
         start,
         context,
         size.num_tokens,
-        num_decodes,
-        query_lens,
-        context_lens,
+        num_decodes=sum(1 for _ in itertools.takewhile(lambda length: length == 1, query_lens)),
+        query_lens=query_lens,
+        host_context_lens=context_lens,
     )
-    return ModelInputs(ids, positions, slots, paged, keep.long())
+    extensions = {
+        extension.name: extension.argument(array.view(torch_dtype(extension)).view(-1, extension.width))
+        for extension, array in zip(size.extensions, carried, strict=True)
+    }
+    return ModelInputs(ids, positions, slots, paged, None if size.num_rows is None else keep.long(), extensions)
 
 
 def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
-    """The choices of the chunks that sample, whose logits are in their order: one for each sample of a sequence."""
+    """The choices of the chunks that have logits, which are in their order: of each, one for each sample of the
+    sequence, and for the position of the token that it chooses."""
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
-    sampling = [(chunk, row) for chunk, row in zip(chunks, rows, strict=True) if chunk.samples_token]
-    for number, (chunk, row) in enumerate(sampling):
-        for sample in chunk.sequence.samples:
-            logits_rows.append(number)
-            own.append(row)
-            samples.append(sample)
-            positions.append(chunk.end)
+    num_logits = 0
+    for chunk, row in zip(chunks, rows, strict=True):
+        position, of_sequence = chunk.start + chunk.length - chunk.num_logits, chunk.sequence.samples
+        for logits_row in range(num_logits, num_logits + chunk.num_logits):
+            position += 1
+            for sample in of_sequence:
+                logits_rows.append(logits_row)
+                own.append(row)
+                samples.append(sample)
+                positions.append(position)
+        num_logits += chunk.num_logits
     return SampleBatch(logits_rows, own, samples, positions)
 
 
@@ -161,21 +198,3 @@ def _views(size: BatchSize) -> tuple[list[Int32Array], Int32Array]:
 
 def _cut(packed: Tensor, size: BatchSize) -> list[Tensor]:
     return [packed[first : first + n] for first, n in zip(_starts(size), size.lengths, strict=False)]
-
-
-def _host_tokens(chunk: Chunk) -> Seq[int]:
-    if chunk.length == 1:
-        return (host_token(chunk),)
-    known = chunk.sequence.tokens[chunk.start : chunk.end]
-    return known if len(known) == chunk.length else [*known, -1]
-
-
-def decode_inputs(chunks: Seq[Chunk], rows: list[int], size: int) -> Int32Array:
-    """[4, size]: rows, positions, host tokens and context lengths of chunks of one token; padded with row -1."""
-    packed = np.zeros((4, size), dtype=np.int32)
-    n = len(chunks)
-    packed[0, :n], packed[0, n:] = rows, -1
-    packed[1, :n] = [chunk.start for chunk in chunks]
-    packed[2, :n] = [host_token(chunk) for chunk in chunks]
-    packed[3, :n] = packed[1, :n] + 1
-    return packed

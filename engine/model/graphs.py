@@ -1,12 +1,13 @@
 """Steps as CUDA graphs: one launch instead of hundreds.
 
-Decodes take a graph of a ladder of batch sizes, a few short prompts one of a ladder of token counts, and such prompts
-beside decodes one with places for both: in all cases the next larger one, so that the ladder is finer where what pads a
-batch costs more. A prompt that is alone in its step, from its first token on, has one of its own where attention is
-faster for squares: what pads it comes behind it, so that no token of it attends to that. Larger prompts keep a GPU busy
-for longer than their launches take, and have faster attention when their lengths are known. How long launches take is
-up to the host: 1024 tokens of an 8B model are 23 ms of an H200's work, 2048 are 43, and either takes 22 to 38 ms of
-Python in a node that serves, which has better things to do.
+Decodes take a graph of a ladder of batch sizes, one ladder for each number of tokens that a sequence may have. A few
+short prompts take one of a ladder of token counts, and such prompts beside decodes one with places for both. In all
+cases it is the next larger one, so that the ladder is finer where what pads a batch costs more. A prompt that is alone
+in its step, from its first token on, has one of its own where attention is faster for squares: what pads it comes
+behind it, so that no token of it attends to that. Larger prompts keep a GPU busy for longer than their launches take,
+and have faster attention when their lengths are known. How long launches take is up to the host: 1024 tokens of an 8B
+model are 23 ms of an H200's work, 2048 are 43, and either takes 22 to 38 ms of Python in a node that serves, which has
+better things to do.
 
 A graph of prompts is cut after each group of layers that a prefill node sends on its own, so that events between its
 pieces tell which layers are computed.
@@ -25,9 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_kernels.paged_attention import PagedBatch
-from baton_kernels.step_inputs import step_inputs
-from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, decode_inputs, pack, unpack
+from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, num_singles, pack, unpack
 from engine.model.watch import SeesLayers
 from engine.step import Chunk
 from engine.upload import upload_to
@@ -70,7 +69,7 @@ def ladder(max_num_seqs: int) -> list[int]:
 
 class StepGraphs:
     """Graphs of `forward`. Owns their static inputs and outputs. group_ends: the layers, counted from 1, after which
-    those of prompts are cut."""
+    those of prompts are cut. decode_query_lens: most tokens of each sequence, of one ladder of decodes each."""
 
     def __init__(
         self,
@@ -81,23 +80,28 @@ class StepGraphs:
         mixed_sizes: Seq[int] = (),
         square_sizes: Seq[int] = (),
         group_ends: tuple[int, ...] = (),
+        decode_query_lens: Seq[int] = (1,),
     ) -> None:
+        self._decode_query_lens = sorted(decode_query_lens)
         self._decode_sizes, self._prompt_sizes = sorted(decode_sizes), sorted(prompt_sizes)
         self._mixed_sizes, self._square_sizes = sorted(mixed_sizes), sorted(square_sizes)
-        capture = _Capture(forward, state, group_ends)
+        capture = _Capture(forward, state, group_ends, self._decode_query_lens[-1])
         self._squares = {size: _PromptGraph(capture, size, is_square=True) for size in reversed(self._square_sizes)}
         self._prompts = {size: _PromptGraph(capture, size) for size in reversed(self._prompt_sizes)}
         self._mixed = {size: _PromptGraph(capture, size, DECODE_PLACES) for size in reversed(self._mixed_sizes)}
-        self._decodes = {size: _DecodeGraph(capture, size) for size in reversed(self._decode_sizes)}
+        lengths_and_sizes = itertools.product(reversed(self._decode_query_lens), reversed(self._decode_sizes))
+        self._decodes = {(length, size): _DecodeGraph(capture, size, length) for length, size in lengths_and_sizes}
         torch.cuda.synchronize()
 
     def run(self, chunks: Seq[Chunk], rows: list[int], marks: SeesLayers | None = None) -> Tensor | None:
-        """Launch a step of chunks in the order of `decodes_first`. Logits [num_sampling, vocab_size], valid until the
-        next run; None when no graph fits, and nothing was launched."""
-        if all(chunk.length == 1 and chunk.samples_token for chunk in chunks):
-            decode = self._decodes.get(_fitting(self._decode_sizes, len(chunks)))
+        """Launch a step of chunks in the order of `singles_first`. Logits, as many as the chunks have, [., vocab_size],
+        valid until the next run; None when no graph fits, and nothing was launched."""
+        if all(chunk.length == chunk.num_logits for chunk in chunks):
+            longest = max(chunk.length for chunk in chunks) if chunks[-1].length > 1 else 1
+            size = _fitting(self._decode_query_lens, longest), _fitting(self._decode_sizes, len(chunks))
+            decode = self._decodes.get(size)
             return decode.run(chunks, rows) if decode else None
-        num_decodes = sum(chunk.length == 1 for chunk in chunks)
+        num_decodes = num_singles(chunks)
         prompts = chunks[num_decodes:]
         if not 0 < len(prompts) <= MAX_PROMPTS or max(chunk.end for chunk in prompts) > MAX_PROMPT_CONTEXT:
             return None
@@ -153,12 +157,16 @@ class _Pieces:
 
 
 class _Capture:
-    """Captures graphs that share a pool of memory, which takes one stream for all of them."""
+    """Captures graphs that share a pool of memory, which takes one stream for all of them.
 
-    def __init__(self, forward: Forward, state: DeviceState, group_ends: tuple[int, ...]) -> None:
+    most_logits: of each sequence.
+    """
+
+    def __init__(self, forward: Forward, state: DeviceState, group_ends: tuple[int, ...], most_logits: int) -> None:
         self.forward = forward
         self.state = state
         self.group_ends = group_ends
+        self.most_logits = most_logits
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -180,29 +188,24 @@ class _Capture:
 
 
 class _DecodeGraph:
-    def __init__(self, capture: _Capture, size: int) -> None:
-        state = capture.state
-        self._size = size
-        self._packed = capture.on_device(decode_inputs([], [], size))
-        rows, positions, host_tokens, context_lens = self._packed.unbind()
-        starts = torch.arange(size + 1, dtype=torch.int32, device=rows.device)
+    """Of up to `num_seqs` sequences with up to `query_len` tokens each, whose logits are all wanted. Those of one token
+    have places; longer ones follow one another, and how many tokens each has is known only on the device."""
+
+    def __init__(self, capture: _Capture, num_seqs: int, query_len: int) -> None:
+        self._size = size = BatchSize(num_seqs, num_seqs * query_len, extensions=capture.state.extensions)
+        self._places = num_seqs if query_len == 1 else None
+        self._packed = capture.on_device(pack([], [], size, self._places))
+        bounds = [query_len] * num_seqs
 
         def step(marks: SeesLayers | None) -> Tensor:
-            ids, slots = step_inputs(
-                rows, positions, host_tokens, state.last_tokens, state.block_tables, state.block_size
-            )
-            lengths = [1] * size
-            paged = PagedBatch(
-                state.block_size, state.block_tables, rows, starts, context_lens, size, size, lengths, []
-            )
-            return capture.forward(ModelInputs(ids, positions, slots, paged, None), marks)
+            return capture.forward(unpack(self._packed, size, capture.state, bounds, []), marks)
 
         self._graph, self._logits = capture(step)
 
     def run(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor:
-        upload_to(self._packed, decode_inputs(chunks, rows, self._size))
+        upload_to(self._packed, pack(chunks, rows, self._size, self._places))
         self._graph.replay()
-        return self._logits[: len(chunks)]
+        return self._logits[: len(chunks) if self._places else sum(chunk.length for chunk in chunks)]
 
 
 class _PromptGraph:
@@ -212,8 +215,8 @@ class _PromptGraph:
     def __init__(self, capture: _Capture, num_tokens: int, decode_places: int = 0, is_square: bool = False) -> None:
         self._decode_places = decode_places
         num_prompts = 1 if is_square else MAX_PROMPTS
-        num_seqs = decode_places + num_prompts
-        self._size = size = BatchSize(num_seqs, decode_places + num_tokens, num_seqs)
+        num_seqs, num_rows = decode_places + num_prompts, decode_places + num_prompts * capture.most_logits
+        self._size = size = BatchSize(num_seqs, decode_places + num_tokens, num_rows, capture.state.extensions)
         self.num_tokens = size.num_tokens
         self._packed = capture.on_device(pack([], [], size, decode_places))
         bounds = [1] * decode_places + [num_tokens] * num_prompts
@@ -227,4 +230,4 @@ class _PromptGraph:
     def run(self, chunks: Seq[Chunk], rows: list[int], marks: SeesLayers | None) -> Tensor:
         upload_to(self._packed, pack(chunks, rows, self._size, self._decode_places))
         self._graph.replay(marks)
-        return self._logits[: sum(chunk.samples_token for chunk in chunks)]
+        return self._logits[: sum(chunk.num_logits for chunk in chunks)]

@@ -34,12 +34,14 @@ def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
     run at once, and of decodes beside the later half of a prompt. All use the same KV blocks, those of
     `profile_config`: what they compute is of no use to anybody."""
     longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    num_drafts = min(config.num_speculative_tokens, longest - 1)
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, longest)
     few = min(config.max_num_batched_tokens // longest, num_seqs)
 
     def decodes(num: int) -> list[Chunk]:
-        return [Chunk.of(prompt, longest - 1, 1) for prompt in _prompts(num, longest, config.block_size)]
+        seqs = _prompts(num, longest, config.block_size, num_drafts=num_drafts)
+        return [Chunk.of(seq, seq.num_tokens - 1, 1 + num_drafts) for seq in seqs]
 
     def prompts(num: int, start: int, end: int) -> list[Chunk]:
         return [Chunk.of(prompt, start, end - start) for prompt in _prompts(num, end, config.block_size)]
@@ -68,10 +70,13 @@ def first_steps(config: EngineConfig) -> list[list[Chunk]]:
     return steps
 
 
-def _prompts(num_seqs: int, length: int, block_size: int, sampling: SamplingParams = _SAMPLING) -> list[Sequence]:
-    tokens = tuple([0] * length)
+def _prompts(
+    num_seqs: int, length: int, block_size: int, sampling: SamplingParams = _SAMPLING, num_drafts: int = 0
+) -> list[Sequence]:
+    """Of so many tokens, of which the last are drafts."""
+    tokens, drafts = (0,) * (length - num_drafts), (0,) * num_drafts
     blocks = list(range(1, num_blocks_for(length, block_size) + 1))
     return [
-        Sequence(WorkId(0, f"profile-{index}", 0), [0], tokens, sampling, block_table=blocks)
+        Sequence(WorkId(0, f"profile-{index}", 0), [0], tokens, sampling, block_table=blocks, draft_tokens=drafts)
         for index in range(num_seqs)
     ]

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.model import batch
 from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
+from engine.model.extensions import BatchExtension
 from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes, square_sizes
 from engine.model.kv_pool import KvPool
 from engine.model.rehearsal import first_steps
@@ -33,7 +34,8 @@ class TorchModelRunner:
     Nothing here waits for a GPU but `LaunchedStep.wait`. Owns `pool`, runs `model`. The model must have been loaded by
     `loader.load_model`; its attention modules are bound to the pool. Pass `probed` when the probe was made before, to
     size the pool. `wake` is called, on a thread of its own, when a GPU has done a step, or a group of layers of one
-    that ends a prompt to hand off; `layer_groups`: how many such groups. Raises UnsupportedModel.
+    that ends a prompt to hand off; `layer_groups`: how many such groups. `extensions`: what the model takes for each
+    token beside its id. Raises UnsupportedModel.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class TorchModelRunner:
         *,
         wake: Callable[[], None] | None = None,
         layer_groups: int = 1,
+        extensions: tuple[BatchExtension, ...] = (),
     ) -> None:
         probed = probed or probe(model, config.max_model_len)
         self.model = model
@@ -52,7 +55,7 @@ class TorchModelRunner:
         self._step = attach(probed.layers, self.pool)
         self._sampler = Sampler(config.max_num_seqs, config.vocab_size, config.eos_token_ids, model.device)
         self._rows = Rows(config, self._sampler, model.device)
-        self._state = DeviceState(self._rows.block_tables, self._sampler.last_tokens, config.block_size)
+        self._state = DeviceState(self._rows.block_tables, self._sampler.last_tokens, config.block_size, extensions)
         self._graphs: StepGraphs | None = None
         self._watch = DeviceWatch(model.device, wake) if wake and model.device.type == "cuda" else None
         groups = layer_groups_of(probed.shape.num_layers, layer_groups)
@@ -79,13 +82,21 @@ class TorchModelRunner:
         of at most so many beside decodes. Without, all steps are launched op by op."""
         budget = self._config.max_num_batched_tokens
         prompts, squares = (sizes(budget, most_prompt_tokens) for sizes in (prompt_sizes, square_sizes))
-        mixed = mixed_sizes(budget, most_mixed_tokens)
-        self._graphs = StepGraphs(self._forward, self._state, decode_sizes, prompts, mixed, squares, self._group_ends)
+        self._graphs = StepGraphs(
+            self._forward,
+            self._state,
+            decode_sizes,
+            prompts,
+            mixed_sizes(budget, most_mixed_tokens),
+            squares,
+            self._group_ends,
+            decode_query_lens=sorted({1, 1 + self._config.num_speculative_tokens}),
+        )
 
     @torch.inference_mode()
     def launch(self, chunks: Seq[Chunk]) -> TorchStep:
         """See `engine.step.ModelRunner`."""
-        ordered = batch.decodes_first(chunks)
+        ordered = batch.singles_first(chunks)
         rows = self._rows.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
         marks = self._marks(chunks)
@@ -112,7 +123,7 @@ class TorchModelRunner:
         self._rows.forget(sequence)
 
     def _logits(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None = None) -> Tensor:
-        """Of the last token of each chunk that samples, in their order: [num_rows, vocab_size]."""
+        """Of the last `num_logits` tokens of each chunk, in their order: [num_rows, vocab_size]."""
         if self._graphs is not None:
             logits = self._graphs.run(chunks, rows, marks)
             if logits is not None:
@@ -125,9 +136,9 @@ class TorchModelRunner:
         self._step.batch, self._step.slot_mapping, self._step.marks = inputs.paged, inputs.slot_mapping, marks
         output = self.model(
             input_ids=inputs.input_ids[None],
-            position_ids=inputs.positions[None],
             use_cache=False,
             logits_to_keep=0 if inputs.keep is None else inputs.keep,
+            **{"position_ids": inputs.positions[None], **inputs.extensions},
         )
         logits: Tensor = output.logits[0]
         return logits
@@ -173,12 +184,22 @@ class TorchStep:
     def wait(self) -> list[list[Choice]]:
         if self.done is not None:
             self.done.synchronize()
-        choices = iter(self.sampled.choices())
-        own = {
-            id(chunk): list(itertools.islice(choices, len(chunk.sequence.samples))) if chunk.samples_token else []
-            for chunk in self.ordered
-        }
+        choices, first = self.sampled.choices(), 0
+        own: dict[int, list[Choice]] = {}
+        for chunk in self.ordered:
+            end = first + chunk.num_logits * len(chunk.sequence.samples)
+            own[id(chunk)] = choices[first:end]
+            if chunk.num_logits > 1:
+                own[id(chunk)] = accepted(choices[first:end], chunk.draft_tokens)
+            first = end
         return [own[id(chunk)] for chunk in self.chunks]
+
+
+def accepted(choices: list[Choice], draft_tokens: Seq[int]) -> list[Choice]:
+    """Those that hold: the first, and each behind a draft token that is what was chosen in its place. Draws are pinned
+    to positions, so they are what the same number of steps without a guess would choose."""
+    held = itertools.takewhile(lambda pair: pair[0].token == pair[1], zip(choices, draft_tokens, strict=False))
+    return choices[: 1 + sum(1 for _ in held)]
 
 
 def _mark(sampled: Sampled) -> torch.cuda.Event | None:

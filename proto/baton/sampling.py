@@ -74,6 +74,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+
 
 def _check(holds: bool, param: str, value: object, rule: str) -> None:
     if not holds:  # also catches NaN: every comparison with it is false

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.messages import WorkId
 from baton.sampling import SamplingParams
-from engine.model.batch import BatchSize, _cut, decode_inputs, pack, sample_batch
+from engine.model.batch import BatchSize, _cut, pack, sample_batch
 from engine.sequence import Sequence
 from engine.step import Chunk
 
@@ -38,9 +38,8 @@ def test_each_token_lies_where_its_sequence_begins(
     num_tokens = free + sum(c.length for c in chunks)
     size = BatchSize(free + len(chunks) + 2, num_tokens + 3, len(chunks) + 2)
     rows = [10 + i for i in range(len(chunks))]
-    row, start, context, token_rows, positions, host_tokens, keep = (
-        array.tolist() for array in _cut(torch.from_numpy(pack(chunks, rows, size, places)), size)
-    )
+    packed = torch.from_numpy(pack(chunks, rows, size, places if with_places else None))
+    row, start, context, token_rows, positions, host_tokens, keep = (array.tolist() for array in _cut(packed, size))
     assert start[: places + 1] == list(range(places + 1)), "a decode's token is found by its place"
     seen, kept = set[int](), list[int]()
     for number, (c, own) in enumerate(zip(chunks, rows, strict=True)):
@@ -85,8 +84,30 @@ def test_a_token_that_only_the_device_knows_has_its_place() -> None:
 
 
 def test_padding_of_a_graph_has_no_row() -> None:
-    rows, positions, tokens, contexts = decode_inputs([chunk(0, 3, 1, 0), chunk(1, 0, 1, 0)], [7, 0], 4).tolist()
-    assert rows == [7, 0, -1, -1]
+    size = BatchSize(4, 4)
+    packed = torch.from_numpy(pack([chunk(0, 3, 1, 0), chunk(1, 0, 1, 0)], [7, 0], size, 4))
+    _, start, contexts, token_rows, positions, tokens, keep = (array.tolist() for array in _cut(packed, size))
+    assert token_rows == [7, 0, -1, -1]
     assert positions[:2] == [3, 0]
     assert tokens[:2] == [3, 100]
     assert contexts == [4, 1, 0, 0]
+    assert start == [0, 1, 2, 3, 4]
+    assert keep == [], "all tokens have logits"
+
+
+def test_draft_tokens_follow_the_sequences_own_and_each_has_logits_for_its_position() -> None:
+    alone, guessed, cut = chunk(0, 4, 1, 0), chunk(1, 5, 1, 0), chunk(2, 0, 3, 2)
+    guessed.sequence.draft_tokens = (8, 9)
+    guessed = Chunk.of(guessed.sequence, 5, 3)
+    size = BatchSize.of([alone, guessed, cut])
+    assert (size.num_seqs, size.num_tokens, size.num_rows) == (3, 7, 4)
+    packed = torch.from_numpy(pack([alone, guessed, cut], [10, 11, 12], size))
+    _, start, contexts, _, positions, tokens, keep = (array.tolist() for array in _cut(packed, size))
+    assert (start, contexts) == ([0, 1, 4, 7], [5, 8, 3])
+    assert positions == [4, 5, 6, 7, 0, 1, 2]
+    assert tokens == [4, 105, 8, 9, 200, 201, 202]
+    assert keep == [0, 1, 2, 3]
+    drawn = sample_batch([alone, guessed, cut], [10, 11, 12])
+    assert drawn.logits_rows == [0, 1, 2, 3]
+    assert drawn.rows == [10, 11, 11, 11]
+    assert drawn.positions == [5, 6, 7, 8]

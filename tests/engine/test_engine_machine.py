@@ -6,6 +6,7 @@ tokens are compared, one by one, with those of an undisturbed run.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 from hypothesis import event
@@ -58,8 +59,12 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([64, 16, 7, 3, 1]),
         max_num_seqs=st.sampled_from([8, 4, 2]),
         ahead=st.booleans(),
+        num_speculative_tokens=st.sampled_from([0, 2, 5]),
+        seed=st.integers(0, 1000),
     )
-    def start(self, num_blocks: int, budget: int, max_num_seqs: int, ahead: bool) -> None:
+    def start(
+        self, num_blocks: int, budget: int, max_num_seqs: int, ahead: bool, num_speculative_tokens: int, seed: int
+    ) -> None:
         config = EngineConfig(
             num_blocks=num_blocks,
             max_model_len=MAX_MODEL_LEN,
@@ -69,10 +74,14 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             async_scheduling=ahead,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self.config = config
         self.model = FakeModel(num_blocks, BLOCK_SIZE)
         self.tier = FakeTier(self.model)
+        self.random = random.Random(seed)
+        if num_speculative_tokens:
+            self.model.chooses_nothing = lambda: self.random.random() < 0.1
         self.engine = self.tier.engine = Engine(config, self.model, tier=self.tier)
         self.model.blocks = self.engine.blocks
         self.requests: dict[WorkId, Request] = {}
@@ -113,7 +122,10 @@ class EngineMachine(RuleBasedStateMachine):
         given = expected[0][0][: min(num_given, len(expected[0][0]) - 1)] if num_samples == 1 else []
         self.now += 1
         work = WorkId(1, str(len(self.requests)), 0)
-        seq = Sequence(work, samples, prompt, sampling, [*prompt, *given], hand_off, salt, self.now)
+        runs_ahead = not self.config.num_speculative_tokens or self.random.random() < 0.3
+        seq = Sequence(
+            work, samples, prompt, sampling, [*prompt, *given], hand_off, salt, self.now, runs_ahead=runs_ahead
+        )
         self.engine.add(seq)
         self.requests[work] = Request(expected, {s: list(given) for s in samples}, [seq])
         self.queue.append(work)
@@ -206,7 +218,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.model.copy_blocks([(block, target)])
         self.engine.release(source)
         target = Sequence(source.work, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s)
-        target.cache_salt, target.block_table = source.cache_salt, lease.table
+        target.cache_salt, target.block_table, target.runs_ahead = source.cache_salt, lease.table, source.runs_ahead
         outputs = {s: tuple(request.got[s]) for s in lease.samples}
         self.engine.unreserve_seqs(len(lease.samples))
         event(f"adopted {len(outputs)}")
@@ -225,10 +237,20 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- what must hold ----
 
+    def guess(self) -> None:
+        """As a drafter does that is right every other time."""
+        for seq in self.live(SequenceState.RUNNING):
+            if seq.takes_drafts:
+                output = self.requests[seq.work].expected[seq.samples[0]][0][seq.num_output_tokens :]
+                guess = [token if self.random.random() < 0.7 else token + 1 for token in output]
+                self.engine.propose(seq, guess + [3] * self.random.randrange(3))  # also beyond its end
+
     def compute(self) -> tuple[Plan, StepResult]:
+        self.guess()
         plan = self.engine.schedule(self.now)
         assert len(plan.chunks) <= self.config.max_num_seqs
-        assert sum(c.length for c in plan.chunks if c.length > 1) <= self.config.max_num_batched_tokens
+        prompts = [chunk for chunk in plan.chunks if chunk.length > max(1, chunk.num_logits)]
+        assert sum(chunk.length for chunk in prompts) <= self.config.max_num_batched_tokens
         return plan, self.engine.compute(plan)
 
     def take(self, plan: Plan, result: StepResult) -> None:
@@ -270,6 +292,7 @@ class EngineMachine(RuleBasedStateMachine):
         if token.finish:
             request.finished[token.sample] = token.finish
             event(f"finished after {token.sequence.num_preemptions} preemptions")
+            event(f"finished {'ahead' if token.sequence.runs_ahead else 'with guesses'}")
             if not token.sequence.hand_off:
                 assert token.sequence.state is SequenceState.FINISHED
                 assert not token.sequence.block_table

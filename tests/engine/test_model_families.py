@@ -15,7 +15,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import loader
 from engine.model.attention import probe
-from engine.model.batch import decodes_first
+from engine.model.batch import singles_first
 from engine.model.errors import UnsupportedModel
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
@@ -36,7 +36,7 @@ class LogitsOf(TorchModelRunner):
 
     @torch.inference_mode()
     def __call__(self, *chunks: Chunk) -> list[torch.Tensor]:
-        ordered = decodes_first(chunks)
+        ordered = singles_first(chunks)
         return list(self._logits(ordered, self._rows.place(ordered)))
 
 

@@ -45,6 +45,20 @@ def expected_output(
             return output, FinishReason.LENGTH
 
 
+def choose(tokens: Sequence[int], chunk: Chunk) -> list[Choice]:
+    """What follows the sequence's tokens: `tokens` are those, and the chunk's draft tokens, of which the ones that are
+    right make one more choice each."""
+    seed, samples = chunk.sequence.sampling.seed, chunk.sequence.samples
+    if chunk.num_logits == 1:
+        return [Choice(next_token(tokens, seed + sample)) for sample in samples]
+    choices = list[Choice]()
+    for end in range(len(tokens) - chunk.num_logits + 1, len(tokens) + 1):
+        choices.append(Choice(next_token(tokens[:end], seed + samples[0])))
+        if end < len(tokens) and tokens[end] != choices[-1].token:
+            break
+    return choices
+
+
 class Work(deque[Callable[[], None]]):
     """What is launched and has not happened, in order."""
 
@@ -87,6 +101,8 @@ class FakeModel:
     """
 
     blocks: BlockManager | None = None
+    chooses_nothing: Callable[[], bool] = staticmethod(lambda: False)
+    """Asked at each sampling chunk: whether its sequence sits this one out."""
     lied_to: frozenset[int] = frozenset()
     """Routers whose work may come with KV that is not of its tokens: whoever sent it is no good."""
 
@@ -127,7 +143,9 @@ class FakeModel:
 
     def launch(self, chunks: Sequence[Chunk]) -> FakeStep:
         step = FakeStep(self._queue, len(chunks))
-        own = [(chunk, list(chunk.sequence.tokens), list(chunk.sequence.block_table)) for chunk in chunks]
+        own = [
+            (chunk, [*chunk.sequence.tokens, *chunk.draft_tokens], list(chunk.sequence.block_table)) for chunk in chunks
+        ]
         for layer in range(NUM_LAYERS):
             self._queue += [functools.partial(self._layer, step, layer, *inputs) for inputs in own]
         return step
@@ -167,9 +185,9 @@ class FakeModel:
         if not chunk.samples_token or layer < NUM_LAYERS - 1:
             return []
         assert chunk.end == len(tokens)
-        choices = [Choice(next_token(tokens, seq.sampling.seed + sample)) for sample in seq.samples]
-        self._last_tokens[seq, chunk.end] = choices[0].token
-        return choices
+        choices = choose(tokens, chunk)
+        self._last_tokens[seq, chunk.end] = choices[-1].token
+        return [] if self.chooses_nothing() else choices
 
     @staticmethod
     def _kv(layer: int, position: int, token: int) -> int:

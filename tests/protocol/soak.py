@@ -16,7 +16,7 @@ from baton.messages import NodeRole
 from baton.sampling import SamplingParams
 from engine.sequence import Sequence as EngineSequence
 from engine.step import Choice, Chunk
-from tests.protocol.fake_model import NUM_LAYERS, FakeModel, next_token
+from tests.protocol.fake_model import NUM_LAYERS, FakeModel, choose
 from tests.protocol.node import Node
 from tests.protocol.world import World
 
@@ -33,8 +33,8 @@ class QuickModel(FakeModel):
             tokens.append(self._last_tokens[sequence, chunk.end - 1])
         if not chunk.samples_token or layer < NUM_LAYERS - 1:
             return []
-        choices = [Choice(next_token(tokens, sequence.sampling.seed + sample)) for sample in sequence.samples]
-        self._last_tokens[sequence, chunk.end] = choices[0].token
+        choices = choose(tokens, chunk)
+        self._last_tokens[sequence, chunk.end] = choices[-1].token
         while len(self._last_tokens) > 1000:  # no more are in flight
             del self._last_tokens[next(iter(self._last_tokens))]
         return choices
