@@ -13,6 +13,7 @@ from engine.checkpoint import why_no_weights
 from engine.model.attention import IMPLEMENTATION
 from engine.model.checkpoint import Checkpoint
 from engine.model.errors import UnsupportedModel
+from engine.model.linear_method import choose_quantization, create_weights, process_weights_after_loading
 from engine.model.memory import GIB
 from engine.model.progress import told
 from engine.model.skeleton import build_skeleton, fill_with_dummies, move_empty
@@ -72,12 +73,17 @@ def _load(
 def _load_directly(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     """Raises NotDirect."""
     began = time.monotonic()
-    stored = stored_weights(checkpoint)
     config = checkpoint.config
+    quantization = choose_quantization(config)
+    if quantization is None:
+        raise NotDirect("its weights are quantized")
+    stored = stored_weights(checkpoint)
     model = build_skeleton(config, dtype or config.dtype or stored_dtype(stored), IMPLEMENTATION)
+    create_weights(model, quantization)
     matched = match(model, stored)
     move_empty(model, device)
     num_bytes = fill(matched, str(checkpoint.path))
+    process_weights_after_loading(model, quantization)
     seconds = time.monotonic() - began
     log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", num_bytes / GIB, seconds, num_bytes / GIB / seconds)
     return model

@@ -26,8 +26,6 @@ class NotDirect(Exception):
 
 def stored_weights(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
     """The checkpoint's tensors by name. Raises NotDirect, UnsupportedModel for broken files."""
-    if getattr(checkpoint.config, "quantization_config", None) is not None:
-        raise NotDirect("its weights are quantized")
     if getattr(checkpoint.config, "transformers_weights", None) is not None:
         raise NotDirect("its config.json names a weight file of its own")
     stored = checkpoint.weights

@@ -21,8 +21,9 @@ from baton_kernels.kv_write import rope_kv_write
 from engine.model import rope
 from engine.model.attention import Angles, AttentionCall, FusedRotary
 from engine.model.fast.forwards import BLOCK_SIZE, run_model
-from engine.model.fast.patches import RmsNorm, Target, close
+from engine.model.fast.patches import RmsNorm, Target
 from engine.model.fast.tally import Tally
+from engine.model.tolerance import close
 
 _NAME = "apply_rotary_pos_emb"
 Form = Callable[[Tensor], Tensor]
