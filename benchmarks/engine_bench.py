@@ -20,7 +20,6 @@ from benchmarks import ceilings
 from benchmarks.engine_host import TimedRunner
 from benchmarks.engine_shape import ModelShape, shape_of
 from engine.engine import Engine, StepResult
-from engine.model import loader
 from engine.model.loader import LoadFormat
 from engine.node.build import Built, build
 from engine.node.settings import NodeSettings
@@ -53,7 +52,6 @@ class Bench:
     built: Built
     engine: Engine
     runner: TimedRunner
-    path: Path
     shape: ModelShape
     ceilings: ceilings.Ceilings
     numbers: Iterator[int]
@@ -111,7 +109,6 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
     if device.type == "cuda":
         gc.collect()
         gc.freeze()  # a pass over all that the imports and the model made takes longer than many steps of a GPU
-    path = loader.resolve_model(settings.model, settings.revision)
     runner = TimedRunner(built.runner)
     return (
         Bench(
@@ -119,8 +116,7 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
             built=built,
             engine=Engine(built.engine.config, runner),
             runner=runner,
-            path=path,
-            shape=shape_of(path, built.layout.dtype),
+            shape=shape_of(built.checkpoint, built.layout.dtype),
             ceilings=bounds,
             numbers=count(),
         ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
@@ -148,13 +148,13 @@ def _logprob_errors(logits: Tensor, answer: Answer) -> Tensor:
 
 def reference_of(bench: Bench) -> Any:
     """The same weights in a model of transformers' own making."""
+    checkpoint = bench.built.checkpoint
     if bench.settings.load_format == "dummy":
-        config = AutoConfig.from_pretrained(bench.path, trust_remote_code=False, local_files_only=True)
-        model = build_skeleton(config, bench.dtype, "eager")
+        model = build_skeleton(checkpoint.config, bench.dtype, "eager")
         move_empty(model, bench.built.device)
         fill_with_dummies(model)
         return model
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        bench.path, dtype=bench.dtype, attn_implementation="eager", trust_remote_code=False, local_files_only=True
+        checkpoint.path, dtype=bench.dtype, attn_implementation="eager", trust_remote_code=False, local_files_only=True
     )
     return loaded.to(bench.built.device).eval()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from engine.model.checkpoint import Checkpoint
 
 Cell = tuple[int, int]
 """Batch, context."""
@@ -77,9 +79,9 @@ class ModelShape:
         return 2 * self.token_params * num_tokens + attention + 2 * (self.read_params - self.token_params)
 
 
-def shape_of(path: Path, dtype: str) -> ModelShape:
+def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     """Of the checkpoint's class, made without memory. `dtype`: as served; vLLM's figures are for bfloat16."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    config = copy.deepcopy(checkpoint.config)  # transformers writes to it
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     text = config.get_text_config()

@@ -283,19 +283,6 @@ async def _answer_of(attack: Attack) -> str:
         writer.close()
 
 
-def _reserve_prompt(one: Stranger, work: common_pb2.WorkId, max_tokens: int) -> node_pb2.Reserve:
-    """For PROMPT, of which the node has every block."""
-    return node_pb2.Reserve(
-        work=work,
-        target_incarnation=one.info.incarnation,
-        num_tokens=len(PROMPT),
-        block_hashes=b"".join(chain(PROMPT, one.info.layout.block_size)),
-        num_samples=1,
-        deadline_s=60.0,
-        max_total_tokens=len(PROMPT) + max_tokens,
-    )
-
-
 async def _commit(
     attack: Attack, output: int = 7, bias: dict[int, float] | None = None, max_tokens: int = 8, meanwhile: Any = None
 ) -> str:
@@ -308,7 +295,8 @@ async def _commit(
         if hello.hello.HasField("error"):
             return _error(hello.hello.error)
         work, target = one.work("commit"), one.info.incarnation
-        await call.write(node_pb2.PrefillMessage(reserve=_reserve_prompt(one, work, max_tokens)))
+        reserve = _reserve_of_prompt(one, work, max_tokens)
+        await call.write(node_pb2.PrefillMessage(reserve=reserve))
         grant = await one.told(call, "grant", "refuse")
         if grant.WhichOneof("kind") == "refuse":
             return f"reserve refused: {_error(grant.refuse.error)}"
@@ -338,6 +326,18 @@ async def _commit(
             await asyncio.sleep(1.0)  # for a step with it
         session.cancel()
         return told
+
+
+def _reserve_of_prompt(one: Stranger, work: common_pb2.WorkId, max_tokens: int) -> node_pb2.Reserve:
+    return node_pb2.Reserve(
+        work=work,
+        target_incarnation=one.info.incarnation,
+        num_tokens=len(PROMPT),
+        block_hashes=b"".join(chain(PROMPT, one.info.layout.block_size)),
+        num_samples=1,
+        deadline_s=60.0,
+        max_total_tokens=len(PROMPT) + max_tokens,
+    )
 
 
 @case_with("--decode=2")

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from engine.model.checkpoint import Checkpoint
 from engine.model.skeleton import build_skeleton, fill_with_dummies, move_empty
 
 SHAPES = Path(__file__).parent / "models"
@@ -23,7 +24,7 @@ def write_checkpoint(shape: str, folder: Path) -> None:
     if (folder / "model.safetensors.index.json").exists() or (folder / "model.safetensors").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.from_pretrained(SHAPES / shape)
+    config = Checkpoint.open(SHAPES / shape).config
     model = build_skeleton(config, config.dtype, "sdpa")
     move_empty(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     fill_with_dummies(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 EMBEDDED = {"baton-tiny": Path(__file__).parent / "checkpoints" / "baton-tiny"}
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
@@ -25,20 +26,31 @@ def local_folder(name: str) -> Path | None:
     return None if _HUB_ID.fullmatch(name) and not folder.is_dir() else folder
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object of the checkpoint's config.json. Raises ValueError: what stands against loading a model from there."""
+    if not folder.exists():
+        raise ValueError("there is no such folder")
+    if not folder.is_dir():
+        raise ValueError("this is a file, not a checkpoint's folder")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError("the folder has no config.json")
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"config.json cannot be read: {error}") from error
+    if not isinstance(stated, dict):
+        raise ValueError("config.json holds no object")
+    return stated
+
+
 def why_no_checkpoint(folder: Path) -> str | None:
     """What stands against loading a model from there; None: nothing so far."""
-    if not folder.exists():
-        return "there is no such folder"
-    if not folder.is_dir():
-        return "this is a file, not a checkpoint's folder"
-    config = folder / "config.json"
-    if not config.is_file():
-        return "the folder has no config.json"
     try:
-        stated = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"config.json cannot be read: {error}"
-    return None if isinstance(stated, dict) else "config.json holds no object"
+        read_config(folder)
+    except ValueError as problem:
+        return str(problem)
+    return None
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -7,7 +7,6 @@ What to do is said by the module's own `AttentionSite`, so models of several nod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from baton_kernels.kv_write import kv_write, rope_kv_write
+from baton_kernels.kv_write import HeadNorm, kv_write, rope_kv_write
 from baton_kernels.paged_attention import PagedBatch, paged_attention
 from engine.model import rope
 from engine.model.errors import UnsupportedModel
@@ -92,10 +91,11 @@ class Angles:
 
 @dataclass(frozen=True, slots=True)
 class FusedRotary:
-    """A layer that hands over its query and key unrotated: the KV write rotates them. options: of `rope_kv_write`."""
+    """A layer that hands over its query and key unrotated: the KV write rotates them. See `rope_kv_write`."""
 
     angles: Angles
-    options: Mapping[str, Any]
+    interleaved: bool
+    norm: HeadNorm | None
 
     @staticmethod
     def of(module: nn.Module) -> FusedRotary | None:
@@ -138,7 +138,18 @@ class LayerSite:
             cos, sin = rotary.angles.cos, rotary.angles.sin
             assert cos is not None
             assert sin is not None
-            rope_kv_write(query, key, value, cos, sin, self.key_cache, self.value_cache, slots, **rotary.options)
+            rope_kv_write(
+                query,
+                key,
+                value,
+                cos,
+                sin,
+                self.key_cache,
+                self.value_cache,
+                slots,
+                interleaved=rotary.interleaved,
+                norm=rotary.norm,
+            )
         if self.step.marks is not None:
             self.step.marks.written(self.index)
         return paged_attention(

@@ -9,7 +9,7 @@ position as transformers computes it for a sequence of `max_model_len` tokens:
   vLLM (`Phi3LongRoPEScaledRotaryEmbedding`).
 - dynamic: the base of a sequence of max_model_len tokens; up to max_position_embeddings that is plain RoPE. vLLM
   (`DynamicNTKScalingRotaryEmbedding`) always takes max_position_embeddings * factor, which is our default
-  max_model_len (`loader.max_model_len`).
+  max_model_len (`Checkpoint.max_model_len`).
 
 Nodes that hand KV to one another must have made the same choice: `variant` is part of the model's fingerprint.
 """

@@ -67,8 +67,8 @@ class TorchModelRunner:
         In the thread that will launch, because some of that is kept per thread; before `capture`. How many it were."""
         shape, text = self.pool.shape, self.model.config.get_text_config()
         longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
-        heads = (text.num_attention_heads, shape.num_kv_heads, shape.head_dim)
-        warm_up(*heads, shape.dtype, self.model.device, longest)
+        num_heads = text.num_attention_heads
+        warm_up(num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, self.model.device, longest)
         steps = first_steps(self._config)
         for chunks in steps:
             self.launch(chunks).wait()

@@ -7,6 +7,7 @@ are computed as transformers does it when it loads one, on the CPU in fp32, so t
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTraine
 
     Raises what transformers raises for a configuration that it has no model for.
     """
+    config = copy.deepcopy(config)  # transformers writes the dtype and the attention into the one that it is given
     auto_class: Any = AutoModelForCausalLM
     with no_init_weights():
         model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)

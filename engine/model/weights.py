@@ -5,18 +5,17 @@ What transformers would convert, rename, guess or leave out is left to transform
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from engine.model.checkpoint import Checkpoint
 from engine.model.lanes import Piece, cut, read_pieces
 from engine.model.progress import Loaded, told
-from engine.model.stored import DTYPES, StoredTensor, read_stored, weight_files
+from engine.model.stored import DTYPES, StoredTensor
 
 _COMPARE_BYTES = 16 << 20
 
@@ -25,22 +24,19 @@ class NotDirect(Exception):
     """Loading this checkpoint takes more than copying its tensors."""
 
 
-def stored_weights(path: Path, config: Any) -> dict[str, StoredTensor]:
+def stored_weights(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
     """The checkpoint's tensors by name. Raises NotDirect, UnsupportedModel for broken files."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise NotDirect("its weights are quantized")
-    if getattr(config, "transformers_weights", None) is not None:
+    if getattr(checkpoint.config, "transformers_weights", None) is not None:
         raise NotDirect("its config.json names a weight file of its own")
-    files = weight_files(path)
-    if not files:
+    stored = checkpoint.weights
+    if not stored:
         raise NotDirect("it has neither model.safetensors nor an index")
-    stored = read_stored(files)
     if unknown := sorted({tensor.dtype for tensor in stored.values()} - DTYPES.keys()):
         raise NotDirect(f"it holds tensors of type {', '.join(unknown)}")
     return stored
 
 
-def stored_dtype(stored: dict[str, StoredTensor]) -> torch.dtype:
+def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """The one floating-point dtype of the tensors. Raises NotDirect when there are several."""
     dtypes = {DTYPES[tensor.dtype] for tensor in stored.values()}
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
@@ -49,7 +45,7 @@ def stored_dtype(stored: dict[str, StoredTensor]) -> torch.dtype:
     return floating[0]
 
 
-def match(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> list[tuple[StoredTensor, Tensor]]:
+def match(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> list[tuple[StoredTensor, Tensor]]:
     """Which stored tensor fills which of the model's. Tied tensors are one, and are stored once, or twice the same.
 
     Raises NotDirect unless the names and shapes are exactly the model's.
@@ -97,7 +93,7 @@ def _kept_in_fp32(model: PreTrainedModel) -> list[str]:
     return sorted(kept.get(model.dtype, ()))
 
 
-def _refuse_converted(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> None:
+def _refuse_converted(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
     """Some conversions keep a tensor's name and change its values, so names alone prove nothing."""
     transforms = get_model_conversion_mapping(model)
     for name in stored:

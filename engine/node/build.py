@@ -22,12 +22,13 @@ from transformers.utils.logging import disable_progress_bar
 
 import baton
 from baton.layout import KvLayout, num_blocks_for
-from baton.messages import GenerationDefaults, NodeInfo, NodeRole, TransportEndpoint
+from baton.messages import NodeInfo, NodeRole, TransportEndpoint
 from engine.checkpoint import EMBEDDED, has_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import fast, loader
 from engine.model.attention import Probe, probe
+from engine.model.checkpoint import Checkpoint
 from engine.model.graphs import ladder
 from engine.model.memory import out_of_memory
 from engine.model.runner import TorchModelRunner
@@ -67,7 +68,7 @@ class Built:
     device: torch.device
     served_model_name: str
     tokenizer: TokenizerFiles
-    generation_defaults: GenerationDefaults
+    checkpoint: Checkpoint
 
     def warm_up(self) -> None:
         """On a GPU, do what would make first requests wait: on the engine's thread, before any. Takes seconds. Raises
@@ -99,13 +100,13 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
     torch.manual_seed(settings.seed)
-    path = loader.resolve_model(settings.model, settings.revision)
-    defaults = loader.generation_defaults(path)
-    limits = _limits(settings, path, device, defaults.eos_token_ids)
-    tokenizer = _read_tokenizer(settings, path)
-    model, probed = _load(settings, path, device, limits.max_model_len)
+    checkpoint = Checkpoint.find(settings.model, settings.revision)
+    limits = _limits(settings, checkpoint, device)
+    tokenizer = _read_tokenizer(settings, checkpoint.path)
+    model, probed = _load(settings, checkpoint, device, limits.max_model_len)
     config = _with_pool(settings, limits, model, probed)
     layer_groups = settings.layer_groups(device.type == "cuda")
+    is_dummy = settings.load_format == "dummy"
     with out_of_memory(_POOL_ADVICE):
         runner = TorchModelRunner(model, config, probed, wake=wake, layer_groups=layer_groups)
     return Built(
@@ -116,11 +117,11 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
         most_mixed_tokens=settings.captured_mixed_tokens,
         layer_groups=layer_groups,
         pool_bytes=runner.pool.as_bytes(),
-        layout=runner.pool.layout(loader.fingerprint(path, settings.load_format, config.max_model_len)),
+        layout=runner.pool.layout(checkpoint.fingerprint(dummy=is_dummy, max_model_len=config.max_model_len)),
         device=device,
         served_model_name=settings.served_model_name or settings.model,
         tokenizer=tokenizer,
-        generation_defaults=defaults,
+        checkpoint=checkpoint,
     )
 
 
@@ -147,7 +148,7 @@ def describe(
         tokenizer_digest=built.tokenizer_digest,
         chat_template=tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens,
-        generation_defaults=built.generation_defaults,
+        generation_defaults=built.checkpoint.generation_defaults,
         vocab_size=config.vocab_size,
         version=baton.__version__,
     )
@@ -171,9 +172,9 @@ def _device(name: str) -> torch.device:
 # ---- the stages, in their order ----
 
 
-def _limits(settings: NodeSettings, path: Path, device: torch.device, eos_token_ids: tuple[int, ...]) -> EngineConfig:
+def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device) -> EngineConfig:
     """The engine's sizes, all but the pool's: it has as few blocks as can work."""
-    limit = loader.max_model_len(path)
+    limit = checkpoint.max_model_len
     max_model_len = settings.max_model_len or limit
     if max_model_len > limit:
         raise ValueError(f"--max-model-len: {max_model_len} is beyond the model's context of {limit}")
@@ -181,8 +182,8 @@ def _limits(settings: NodeSettings, path: Path, device: torch.device, eos_token_
     limits = EngineConfig(
         num_blocks=num_blocks_for(max_model_len, settings.block_size) + _NULL_BLOCK,
         max_model_len=max_model_len,
-        vocab_size=loader.vocab_size(path),
-        eos_token_ids=eos_token_ids,
+        vocab_size=checkpoint.vocab_size,
+        eos_token_ids=checkpoint.generation_defaults.eos_token_ids,
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.batched_tokens(on_gpu),
@@ -195,12 +196,12 @@ def _limits(settings: NodeSettings, path: Path, device: torch.device, eos_token_
 
 
 def _load(
-    settings: NodeSettings, path: Path, device: torch.device, max_model_len: int
+    settings: NodeSettings, checkpoint: Checkpoint, device: torch.device, max_model_len: int
 ) -> tuple[PreTrainedModel, Probe]:
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
     with out_of_memory("--model: the weights do not fit the GPU"):
-        model = loader.load_model(path, dtype, device, settings.load_format)
+        model = loader.load_model(checkpoint, dtype, device, settings.load_format)
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)
     name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())

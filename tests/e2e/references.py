@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from engine.model import loader
+from engine.model.checkpoint import Checkpoint
 from tests.e2e.reference_file import FILE, Reference, ReferenceFile, save
 from tools import tiny_tasks
 
@@ -38,17 +38,19 @@ Wanted = tuple[str, list[int], int, bool]
 
 def main() -> None:
     torch.set_num_threads(1)
-    path = loader.resolve_model(MODEL)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    checkpoint = Checkpoint.find(MODEL)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint.path, dtype=torch.float32, local_files_only=True
+    ).eval()
     model.generation_config = GenerationConfig()  # not the checkpoint's sampling defaults
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    eos = list(loader.generation_defaults(path).eos_token_ids)
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+    eos = list(checkpoint.generation_defaults.eos_token_ids)
     began, references = time.monotonic(), []
     for wanted in _wanted(tokenizer):
         references.append(_generate(model, eos, *wanted))
         print(f"\r{len(references)} prompts, {time.monotonic() - began:.0f} s", end="", flush=True)
     made_with = {"torch": torch.__version__, "transformers": transformers.__version__}
-    save(ReferenceFile(loader.fingerprint(path), made_with, tuple(references)))
+    save(ReferenceFile(checkpoint.fingerprint(), made_with, tuple(references)))
     margins = sorted(margin for reference in references for margin in reference.margins)
     print(f"\n{FILE.name}: {FILE.stat().st_size} bytes, smallest margins {[f'{m:.1e}' for m in margins[:5]]}")
 

@@ -12,6 +12,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import loader
+from engine.model.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from tests.engine import tiny_models
@@ -29,7 +30,7 @@ def answers(folder: Path, lengths: list[int], left_behind: float) -> list[list[i
     config = EngineConfig(
         num_blocks=40, max_model_len=64, vocab_size=tiny_models.VOCAB_SIZE, block_size=4, max_num_batched_tokens=64
     )
-    runner = TorchModelRunner(loader.load_model(folder, device="cpu"), config)
+    runner = TorchModelRunner(loader.load_model(Checkpoint.open(folder), device="cpu"), config)
     runner.pool.tensor.fill_(left_behind)
     engine = Engine(config, runner)
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)

@@ -15,6 +15,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast, loader
 from engine.model.attention import probe
+from engine.model.checkpoint import Checkpoint
 from engine.model.graphs import DECODE_PLACES, ladder, mixed_sizes, prompt_sizes, square_sizes
 from engine.model.runner import TorchModelRunner
 from engine.model.watch import LayerMarks
@@ -84,7 +85,7 @@ def sequences(lengths: list[int]) -> list[Sequence]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_a_replayed_step_equals_the_step_op_by_op(family: str, dtype: str, most_alone: int, tmp_path: Path) -> None:
-    model = loader.load_model(tiny_models.save(tiny_models.CONFIGS[family], tmp_path), dtype, "cuda")
+    model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS[family], tmp_path)), dtype, "cuda")
     probed = probe(model, SIZES.max_model_len)
     fast.apply(model, probed, SIZES.max_model_len)
     steps = []
@@ -123,7 +124,7 @@ def test_a_replayed_step_equals_the_step_op_by_op(family: str, dtype: str, most_
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_prompt_alone_equals_itself_op_by_op(family: str, dtype: str, tmp_path: Path) -> None:
     sizes = dataclasses.replace(SIZES, max_model_len=2100, max_num_batched_tokens=2048)
-    model = loader.load_model(tiny_models.save(tiny_models.CONFIGS[family], tmp_path), dtype, "cuda")
+    model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS[family], tmp_path)), dtype, "cuda")
     probed = probe(model, sizes.max_model_len)
     fast.apply(model, probed, sizes.max_model_len)
     steps = []

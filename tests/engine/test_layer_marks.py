@@ -14,6 +14,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast, loader
 from engine.model.attention import probe
+from engine.model.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner, TorchStep
 from engine.model.watch import DeviceWatch, LayerMarks
 from engine.sequence import Sequence
@@ -26,7 +27,9 @@ NUM_LAYERS = 2
 
 
 def runner_of(folder: Path, device: str, wake: Callable[[], None]) -> TorchModelRunner:
-    model = loader.load_model(tiny_models.save(tiny_models.CONFIGS["llama"], folder), "float32", device)
+    model = loader.load_model(
+        Checkpoint.open(tiny_models.save(tiny_models.CONFIGS["llama"], folder)), "float32", device
+    )
     probed = probe(model, SIZES.max_model_len)
     fast.apply(model, probed, SIZES.max_model_len)
     return TorchModelRunner(model, SIZES, probed, wake=wake, layer_groups=NUM_LAYERS)

@@ -10,6 +10,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.model import loader
+from engine.model.checkpoint import Checkpoint
 from engine.model.kv_pool import KvPool, KvShape
 from engine.model.memory import (
     GIB,
@@ -129,7 +130,7 @@ def test_memory_that_runs_out_ends_in_one_line() -> None:
 
 def test_the_largest_and_the_first_steps_run(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    model = loader.load_model(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path))
+    model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)))
     config = EngineConfig(num_blocks=99, max_model_len=40, vocab_size=160, max_num_batched_tokens=50, max_num_seqs=5)
     runner = TorchModelRunner(model, profile_config(config))
     assert runner.pool.num_blocks == 4

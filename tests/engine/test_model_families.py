@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.model import loader
 from engine.model.attention import probe
 from engine.model.batch import singles_first
+from engine.model.checkpoint import Checkpoint
 from engine.model.errors import UnsupportedModel
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
@@ -31,7 +32,7 @@ class LogitsOf(TorchModelRunner):
     """Says the logits of each chunk that samples, decodes first, as the sampler gets them."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(loader.load_model(folder), SIZES)
+        super().__init__(loader.load_model(Checkpoint.open(folder)), SIZES)
         self.pool.tensor[1:] = float("nan")  # whatever is read must have been written before
 
     @torch.inference_mode()
@@ -87,7 +88,7 @@ def test_another_requests_nan_does_not_spread(tmp_path: Path) -> None:
 
 def test_the_pool_and_its_layout(tmp_path: Path) -> None:
     folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
-    pool = TorchModelRunner(loader.load_model(folder), SIZES).pool
+    pool = TorchModelRunner(loader.load_model(Checkpoint.open(folder)), SIZES).pool
     assert pool.tensor.shape == (65, 2, 2, 2, 8, 16)
     layout = pool.layout("print")
     assert (layout.num_layers, layout.num_kv_heads, layout.head_start, layout.head_end) == (2, 2, 0, 2)
@@ -121,12 +122,12 @@ SMALL = {key: tiny_models.SHAPE[key] for key in ("vocab_size", "hidden_size", "n
 def test_models_that_would_be_wrong_are_refused(config, why: str, tmp_path: Path) -> None:
     folder = tiny_models.save(config, tmp_path)
     with pytest.raises(UnsupportedModel, match=why):
-        probe(loader.load_model(folder))
+        probe(loader.load_model(Checkpoint.open(folder)))
 
 
 def test_a_layer_whose_attention_is_bypassed_is_refused(tmp_path: Path) -> None:
     folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
-    model = loader.load_model(folder)
+    model = loader.load_model(Checkpoint.open(folder))
 
     class Bypass(nn.Module):
         def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:

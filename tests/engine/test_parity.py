@@ -17,6 +17,7 @@ from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from engine.config import EngineConfig
 from engine.engine import Engine, SampledToken
 from engine.model import loader
+from engine.model.checkpoint import Checkpoint
 from engine.model.graphs import ladder
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
@@ -62,7 +63,7 @@ def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
 def make_engine(folder: Path, device: str = "cpu", **sizes: int) -> tuple[Engine, TorchModelRunner]:
     plain = {"num_blocks": 400, "max_model_len": 512, "block_size": 16, **sizes}
     config = EngineConfig(vocab_size=tiny_models.VOCAB_SIZE, eos_token_ids=(tiny_models.EOS,), **plain)
-    runner = TorchModelRunner(loader.load_model(folder, device=device), config)
+    runner = TorchModelRunner(loader.load_model(Checkpoint.open(folder), device=device), config)
     return Engine(config, runner), runner
 
 

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from benchmarks.logits_models import FAMILIES
-from engine.model import loader, rope
+from engine.model import rope
 from engine.model.attention import IMPLEMENTATION, probe
+from engine.model.checkpoint import Checkpoint
 from engine.model.errors import UnsupportedModel
 
 torch.set_num_threads(1)
@@ -78,14 +79,15 @@ def test_variants(family: str, max_model_len: int, variant: str) -> None:
 def test_nodes_that_chose_other_frequencies_do_not_share_kv(tmp_path: Path) -> None:
     for family, same in (("phi3 longrope", False), ("llama", True)):
         FAMILIES[family]().save_pretrained(tmp_path / family)
-        prints = {loader.fingerprint(tmp_path / family, "dummy", length) for length in (SHORT, LONG)}
+        checkpoint = Checkpoint.open(tmp_path / family)
+        prints = {checkpoint.fingerprint(dummy=True, max_model_len=length) for length in (SHORT, LONG)}
         assert (len(prints) == 1) is same
 
 
 def test_dynamic_ntk_reaches_as_far_as_its_factor(tmp_path: Path) -> None:
     for family, length in (("llama dynamic ntk", 128), ("llama", 128), ("phi3 longrope", 128)):
         FAMILIES[family]().save_pretrained(tmp_path / family)
-        assert loader.max_model_len(tmp_path / family) == length
+        assert Checkpoint.open(tmp_path / family).max_model_len == length
 
 
 def test_positions_past_the_last_are_no_error() -> None:

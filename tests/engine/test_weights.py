@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from engine.model import lanes, loader
+from engine.model.checkpoint import Checkpoint
 from engine.model.errors import UnsupportedModel
 from engine.model.skeleton import build_skeleton
 from tests.engine import tiny_models
@@ -52,7 +53,7 @@ def by_transformers(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Pr
 
 def directly(folder: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """On a CPU `load_model` would make it float32."""
-    return loader._load(folder, dtype, torch.device(device), "safetensors")
+    return loader._load(Checkpoint.open(folder), dtype, torch.device(device), "safetensors")
 
 
 def change(folder: Path, **tensors: Tensor | None) -> None:
@@ -162,9 +163,9 @@ def test_what_is_not_the_models_own_goes_through_transformers(
 ) -> None:
     change(llama, **changes)
     with pytest.raises(UnsupportedModel, match=f"--load-format safetensors: {reason}"):
-        loader.load_model(llama, load_format="safetensors")
+        loader.load_model(Checkpoint.open(llama), load_format="safetensors")
     with caplog.at_level(logging.INFO):
-        model = loader.load_model(llama)
+        model = loader.load_model(Checkpoint.open(llama))
     assert f"weights go through transformers: {reason}" in caplog.text
     assert_same(model, by_transformers(llama, torch.float32))
 
@@ -172,8 +173,8 @@ def test_what_is_not_the_models_own_goes_through_transformers(
 def test_tied_weights_that_differ_are_two(tmp_path: Path) -> None:
     change(tied(tmp_path), lm_head__weight=torch.rand(160, 64))
     with pytest.raises(UnsupportedModel, match="are tied, but differ"):
-        loader.load_model(tmp_path, load_format="safetensors")
-    model = loader.load_model(tmp_path)
+        loader.load_model(Checkpoint.open(tmp_path), load_format="safetensors")
+    model = loader.load_model(Checkpoint.open(tmp_path))
     assert not torch.equal(model.get_parameter("lm_head.weight"), model.get_parameter("model.embed_tokens.weight"))
 
 
@@ -184,25 +185,25 @@ def test_conversions_are_left_to_transformers(tmp_path: Path) -> None:
     sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
     folder = tiny_models.save(Qwen3MoeConfig(**tiny_models.SHAPE, **sizes), tmp_path)
     with pytest.raises(UnsupportedModel, match="transformers converts model"):
-        loader.load_model(folder, load_format="safetensors")
-    assert_same(loader.load_model(folder), by_transformers(folder, torch.float32))
+        loader.load_model(Checkpoint.open(folder), load_format="safetensors")
+    assert_same(loader.load_model(Checkpoint.open(folder)), by_transformers(folder, torch.float32))
 
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors"])
 def test_weights_that_are_missing_are_not_made_up(llama: Path, load_format: loader.LoadFormat) -> None:
     change(llama, model__norm__weight=None)
     with pytest.raises(UnsupportedModel, match=r"model\.norm\.weight"):
-        loader.load_model(llama, load_format=load_format)
+        loader.load_model(Checkpoint.open(llama), load_format=load_format)
 
 
 def test_a_file_that_is_cut_off_is_named(llama: Path) -> None:
     file = llama / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UnsupportedModel, match=r"model\.safetensors is cut off: it lacks the data of"):
-        loader.load_model(llama)
+        loader.load_model(Checkpoint.open(llama))
     file.write_bytes(b"\xff" * 20)
     with pytest.raises(UnsupportedModel, match=r"cannot be read: the header is longer than the file"):
-        loader.load_model(llama)
+        loader.load_model(Checkpoint.open(llama))
 
 
 # ---- dummies ----
@@ -214,7 +215,7 @@ def test_dummies_need_only_a_config_and_are_the_same_every_time(
 ) -> None:
     shutil.copy(folders["llama"] / "config.json", tmp_path)
     before = torch.get_rng_state()
-    first, second = (loader.load_model(tmp_path, device=device, load_format="dummy") for _ in range(2))
+    first, second = (loader.load_model(Checkpoint.open(tmp_path), device=device, load_format="dummy") for _ in range(2))
     assert torch.equal(before, torch.get_rng_state())
     assert_same(first, second)
     real = by_transformers(folders["llama"], torch.float32, device)
@@ -228,15 +229,16 @@ def test_dummies_need_only_a_config_and_are_the_same_every_time(
 
 def test_dummy_norms_are_what_leaves_a_value_alone(folders: dict[str, Path]) -> None:
     """Gemma adds one to its weights."""
-    model = loader.load_model(folders["gemma2"], load_format="dummy")
+    model = loader.load_model(Checkpoint.open(folders["gemma2"]), load_format="dummy")
     assert not model.get_parameter("model.norm.weight").any()
 
 
 def test_dummies_have_a_fingerprint_of_their_own(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(folders["llama"] / "config.json", tmp_path)
-    dummy = loader.fingerprint(folders["llama"], "dummy")
-    assert dummy == loader.fingerprint(tmp_path, "dummy")
-    assert dummy not in {loader.fingerprint(folders["llama"]), loader.fingerprint(folders["qwen3"], "dummy")}
+    llama, qwen3 = (Checkpoint.open(folders[name]) for name in ("llama", "qwen3"))
+    dummy = llama.fingerprint(dummy=True)
+    assert dummy == Checkpoint.open(tmp_path).fingerprint(dummy=True)
+    assert dummy not in {llama.fingerprint(), qwen3.fingerprint(dummy=True)}
 
 
 @pytest.mark.parametrize(("name", "num_params"), [("llama-3.1-8b", 8_030_261_248), ("qwen3-8b", 8_190_735_360)])
@@ -255,6 +257,6 @@ def test_no_second_copy_on_the_device(tmp_path: Path) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = loader.load_model(folder, "float32", "cuda", "safetensors")
+    model = loader.load_model(Checkpoint.open(folder), "float32", "cuda", "safetensors")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert torch.cuda.max_memory_allocated() - before < 1.02 * weights

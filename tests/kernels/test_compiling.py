@@ -94,10 +94,11 @@ def launch_matmuls() -> None:
 def launch_decode() -> None:
     from baton_kernels.paged_attention import PagedBatch
     from baton_kernels.paged_attention.decode import decode_attention
+    from baton_kernels.paged_attention.tile import scoring
 
     batch = PagedBatch.build([[1]], [1], [3], 16, torch.device("cpu"))
     caches = bf16(3, 2, 2, 2, 16, 128)[:, 1].unbind(1)
-    decode_attention(bf16(1, 8, 128), *caches, batch, bf16(1, 8, 128), 0.1, None, None, None)
+    decode_attention(bf16(1, 8, 128), *caches, batch, bf16(1, 8, 128), scoring(0.1, None, None), None)
 
 
 def main() -> None:

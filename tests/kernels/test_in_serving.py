@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton_kernels.block_copy import copy_blocks, gather_blocks
 from baton_kernels.gated_activation import gated_activation
-from baton_kernels.kv_write import kv_write, rope_kv_write
+from baton_kernels.kv_write import HeadNorm, kv_write, rope_kv_write
 from baton_kernels.rms_norm import rms_norm
 from baton_kernels.step_inputs import step_inputs, update_block_tables
 
@@ -52,8 +52,8 @@ class Step:
             t.unflatten(1, (-1, DIM)) for t in self.fused.split([HIDDEN, KV_HEADS * DIM, KV_HEADS * DIM], dim=1)
         )
         heads = rms_norm(query[None], self.weight[:DIM], 1e-5)
-        norms = {"q_norm_weight": self.weight[:DIM], "k_norm_weight": self.weight[DIM : 2 * DIM]}
-        rope_kv_write(query, key, value, self.cos, self.sin, self.pool[:, 0, 0], self.pool[:, 0, 1], slots, **norms)
+        norm = HeadNorm(self.weight[:DIM], self.weight[DIM : 2 * DIM], 1e-6, 0.0, round_once=False)
+        rope_kv_write(query, key, value, self.cos, self.sin, self.pool[:, 0, 0], self.pool[:, 0, 1], slots, norm=norm)
         kv_write(key, value, self.pool[:, 1, 0], self.pool[:, 1, 1], slots)
         return [ids, slots, normed, heads, gated_activation(self.gate_up, "silu")]
 

@@ -53,7 +53,7 @@ class Case:
         angles = self.random(num_tokens, (rotary_dim or dim) // 2).to(device) * 3
         self.cos, self.sin = (torch.cat((t, t), dim=-1) for t in (angles.cos(), angles.sin()))
         weights = self.random(2, dim).to(dtype).to(device)
-        self.norm = {"q_norm_weight": weights[0], "k_norm_weight": weights[1]}
+        self.norm = (weights[0], weights[1])
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
@@ -115,11 +115,11 @@ def test_reference_with_head_norms_is_transformers(family: str, name: str, offse
     norm = getattr(modeling(family), f"{name}RMSNorm")(64, eps=1e-5)
     heads = []
     with torch.no_grad():
-        for x, weight in zip((case.query, case.key), case.norm.values(), strict=True):
+        for x, weight in zip((case.query, case.key), case.norm, strict=True):
             norm.weight.data = weight
             heads.append(norm(x).transpose(0, 1)[None])
     query, key = modeling(family).apply_rotary_pos_emb(*heads, case.cos[None], case.sin[None])
-    rope_kv_write(*case.tensors(), norm_eps=1e-5, norm_weight_offset=offset, **case.norm)
+    rope_kv_write(*case.tensors(), norm=HeadNorm(*case.norm, 1e-5, offset, round_once=offset != 0.0))
     torch.testing.assert_close(case.query, query[0].transpose(0, 1))
     torch.testing.assert_close(case.key, key[0].transpose(0, 1))
     assert torch.equal(case.written()[0], case.key)
@@ -135,8 +135,7 @@ def check_kernel(*, interleaved: bool, norm: tuple[float, bool] | None = None, h
             c.cos, c.sin = pairs(c.cos), pairs(c.sin)
         if half_tables:
             c.cos, c.sin = c.cos.to(c.fused.dtype), c.sin.to(c.fused.dtype)
-        weights = c.norm["q_norm_weight"], c.norm["k_norm_weight"]
-        rope(*c.tensors(), interleaved, None if norm is None else HeadNorm(*weights, 1e-5, *norm))
+        rope(*c.tensors(), interleaved, None if norm is None else HeadNorm(*c.norm, 1e-5, *norm))
     tolerance = TOLERANCE[case.fused.dtype]
     torch.testing.assert_close(case.fused, expected.fused, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(case.pool, expected.pool, atol=tolerance, rtol=tolerance, equal_nan=True)
@@ -219,4 +218,7 @@ def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError):
         rope_kv_write(query, key, value, cos[:2], sin[:2], *cache)
     with pytest.raises(AssertionError):
-        rope_kv_write(query, key, value, cos, sin, *cache, q_norm_weight=case.norm["q_norm_weight"])
+        rope_kv_write(query, key, value, cos, sin, *cache, norm=HeadNorm(*case.norm, 1e-5, 1.0, round_once=False))
+    short = HeadNorm(case.norm[0], case.norm[1][:32], 1e-5, 0.0, False)
+    with pytest.raises(AssertionError):
+        rope_kv_write(query, key, value, cos, sin, *cache, norm=short)

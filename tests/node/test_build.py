@@ -45,7 +45,8 @@ def test_a_checkpoint_becomes_an_engine_and_all_that_a_router_needs(checkpoint):
     assert built.served_model_name == "tiny"
     assert built.tokenizer.chat_template == TEMPLATE
     assert built.tokenizer.special_tokens == {"bos_token": "<bos>", "eos_token": "<eos>"}
-    assert (built.generation_defaults.temperature, built.generation_defaults.top_k) == (0.5, 7)
+    defaults = built.checkpoint.generation_defaults
+    assert (defaults.temperature, defaults.top_k) == (0.5, 7)
     tokenizer = Tokenizer.from_str(built.tokenizer.json.decode())
     assert tokenizer.decode(tokenizer.encode("añb").ids) == "añb"
     assert built.tokenizer_digest == hashlib.sha256(built.tokenizer.json).hexdigest()

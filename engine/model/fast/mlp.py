@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from baton_kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
-from baton_kernels.linear import gated_linear
-from engine.model.fast.linears import fusable, fuse_weights, is_plain
-from engine.model.fast.patches import Target, close
+from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
+from engine.model.linear_method import LinearMethod, Product, fusable, fuse
+from engine.model.tolerance import close
 
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
 
@@ -22,37 +22,35 @@ def fuse_gate_up(target: Target, tally: Tally) -> None:
     for name, module in target.model.named_modules():
         function = next((f for f in (getattr(module, n, None) for n in _ACTIVATION_NAMES) if callable(f)), None)
         down = getattr(module, "down_proj", None)
-        siblings = [getattr(module, kind, None) for kind in ("gate_proj", "up_proj")]
-        whole = getattr(module, "gate_up_proj", None)
         if not isinstance(down, nn.Module) or function is None:
             continue
-        if fusable(siblings):
-            tally.add(name, _fuse(target, module, function, siblings, down))
-        elif is_plain(whole):
-            tally.add(name, _fuse(target, module, function, [whole], down))
+        for kinds in (("gate_proj", "up_proj"), ("gate_up_proj",)):
+            if parts := fusable(getattr(module, kind, None) for kind in kinds):
+                tally.add(name, _fuse(target, module, function, parts, down))
+                break
 
 
-def _fuse(target: Target, module: nn.Module, function: Any, parts: list[nn.Linear], down: nn.Module) -> str | None:
+def _fuse(
+    target: Target, module: nn.Module, function: Any, parts: dict[nn.Module, LinearMethod], down: nn.Module
+) -> str | None:
     """Why not, or None."""
     activation = _recognise(function)
     if activation is None:
         return "its activation is none of " + ", ".join(ACTIVATIONS)
-    x = target.inputs(parts[0].in_features)
+    x = target.inputs(next(iter(parts.values())).in_features)
     expected = module(x)
-    weight, bias = fuse_weights(parts)
-    forward = _forward(weight, bias, activation, down)
-    if not close(forward(x), expected):
+    whole = fuse(parts.values())
+    forward = _forward(whole.make_gated_product(activation), down)
+    if not close(forward(x), expected, whole.tolerance):
         return "differs"
     target.patches.set_forward(module, forward)
     target.absorbed.update(parts)
     return None
 
 
-def _forward(
-    weight: Tensor, bias: Tensor | None, activation: Activation, down: nn.Module
-) -> Callable[[Tensor], Tensor]:
+def _forward(gated: Product, down: nn.Module) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = down(gated_linear(x, weight, activation, bias))
+        result: Tensor = down(gated(x))
         return result
 
     return forward

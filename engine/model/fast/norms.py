@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from baton_kernels.rms_norm import rms_norm
-from engine.model.fast.patches import RmsNorm, Target, close
+from engine.model.fast.patches import RmsNorm, Target
 from engine.model.fast.tally import Tally
+from engine.model.tolerance import close
 
 _VARIANTS = [(0.0, False), (0.0, True), (1.0, True)]  # weight_offset, round_once: Llama; OLMo 2, gpt-oss; Gemma
 

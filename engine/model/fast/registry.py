@@ -18,6 +18,8 @@ from engine.model.fast.patches import Target
 from engine.model.fast.residual import fuse_residuals
 from engine.model.fast.rotary import fuse_head_norms, fuse_rotation, fuse_tables
 from engine.model.fast.tally import FusedReport, Tally
+from engine.model.linear_method import method_of
+from engine.model.tolerance import rounding
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,6 @@ PIECES: dict[str, Piece] = {
 }
 
 _REPORT = "baton_fused"
-_WHOLE_BOUND = {torch.float32: 1e-3}
-_WHOLE_BOUND_16_BIT = 0.3
-"""Of the relative difference of a token's logits, as norms of vectors; the median token's, since rounding may send one
-to another expert. A random 8B model in bf16 is 0.06 away from itself computed by other kernels of torch; a forgotten
-addition or rotation gives about 1."""
 
 
 @torch.inference_mode()
@@ -81,7 +78,8 @@ def _apply_one(name: str, piece: Piece, target: Target) -> Tally:
 
 
 def _check_whole(target: Target, probed: Probe, expected: torch.Tensor, report: FusedReport) -> None:
-    bound = _WHOLE_BOUND.get(target.model.dtype, _WHOLE_BOUND_16_BIT)
+    methods = [method for method in map(method_of, target.model.modules()) if method is not None]
+    bound = max(tolerance.logits for tolerance in (rounding(target.model.dtype), *(m.tolerance for m in methods)))
     try:
         difference = logits_as_served(target, probed.shape) - expected
         error = float((difference.norm(dim=-1) / expected.norm(dim=-1)).median())

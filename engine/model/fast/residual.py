@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.model.fast.norms import norm_forward
-from engine.model.fast.patches import Target, close
+from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
+from engine.model.tolerance import close
 
 _PRE_NORM = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH = (

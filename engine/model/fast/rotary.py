@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton_kernels.kv_write import rope_kv_write
+from baton_kernels.kv_write import HeadNorm, rope_kv_write
 from engine.model import rope
 from engine.model.attention import Angles, AttentionCall, FusedRotary
 from engine.model.fast.forwards import BLOCK_SIZE, run_model
-from engine.model.fast.patches import RmsNorm, Target, close
+from engine.model.fast.patches import RmsNorm, Target
 from engine.model.fast.tally import Tally
+from engine.model.tolerance import close
 
 _NAME = "apply_rotary_pos_emb"
 Form = Callable[[Tensor], Tensor]
@@ -148,22 +149,17 @@ class _Candidate:
         target.patches.set_forward(self.module, _with_rotation(self.module, stash))
         for module in self.norms:
             target.patches.set_forward(module, _identity)
-        FusedRotary.set(self.module, FusedRotary(angles, self.options(interleaved)))
+        FusedRotary.set(self.module, FusedRotary(angles, interleaved, self.head_norm()))
         target.patches.undo.append(lambda: FusedRotary.set(self.module, None))
 
-    def options(self, interleaved: bool) -> dict[str, Any]:
+    def head_norm(self) -> HeadNorm | None:
         """Of `rope_kv_write`."""
         if self.norm is None:
-            return {"interleaved": interleaved}
-        q_norm, k_norm = self.norms
-        return {
-            "interleaved": interleaved,
-            "q_norm_weight": q_norm.weight,
-            "k_norm_weight": k_norm.weight,
-            "norm_eps": self.norm.eps,
-            "norm_weight_offset": self.norm.weight_offset,
-            "norm_round_once": self.norm.round_once,
-        }
+            return None
+        q_weight, k_weight = (norm.weight for norm in self.norms)
+        assert isinstance(q_weight, Tensor)
+        assert isinstance(k_weight, Tensor)
+        return HeadNorm(q_weight, k_weight, self.norm.eps, self.norm.weight_offset, self.norm.round_once)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -241,7 +237,17 @@ def _agrees(
         return False
     cache = key.new_zeros((2, 2, num_kv_heads, BLOCK_SIZE, head_dim))
     slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + num_tokens, device=key.device)
-    options = candidate.options(interleaved)
-    rope_kv_write(query, key, value, angles[0], angles[1], cache[:, 0], cache[:, 1], slots, **options)
+    rope_kv_write(
+        query,
+        key,
+        value,
+        angles[0],
+        angles[1],
+        cache[:, 0],
+        cache[:, 1],
+        slots,
+        interleaved=interleaved,
+        norm=candidate.head_norm(),
+    )
     written_key, written_value = (cache[1, i, :, :num_tokens].transpose(0, 1) for i in (0, 1))
     return close(query, own[0]) and close(written_key, own[1]) and bool((written_value == value).all())

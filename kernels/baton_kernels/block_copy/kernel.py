@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -58,6 +58,26 @@ def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: Tensor) -> None:
     _move(src, pool_bytes, None, block_ids, block_ids.shape[0])
 
 
+class Sizes(NamedTuple):
+    """What the kernel is told beside addresses, in its order."""
+
+    row_words: int
+    source_stride: int
+    target_stride: int
+    has_source_ids: bool
+    has_target_ids: bool
+    piece: int
+
+
+class Moved(NamedTuple):
+    """The kernel that was launched (None in Triton's interpreter, which compiles nothing), its programs for each row,
+    and what it was told."""
+
+    compiled: Any
+    num_programs: int
+    sizes: Sizes
+
+
 class PoolMoves:
     """Triton takes tens of microseconds to find out from a launch's arguments which kernel it has compiled for them, so
     this remembers the kernel, by all that Triton looks at: sizes, and how addresses are aligned."""
@@ -66,7 +86,7 @@ class PoolMoves:
         self._pool = pool_bytes
         self._address = pool_bytes.data_ptr()
         self._on_device = torch.cuda.device_of(pool_bytes)
-        self._found: dict[tuple[bool, int, int, int], tuple[Any, int, tuple[Any, ...]]] = {}
+        self._found: dict[tuple[bool, int, int, int], Moved] = {}
 
     def ready(
         self,
@@ -84,11 +104,11 @@ class PoolMoves:
         if (found := self._found.get(like)) is None:
             columns = self._pool[:, offset : offset + piece_bytes]
             rows = staging[: num_blocks * piece_bytes].view(num_blocks, piece_bytes)
-            ends = (columns, rows) if gathers else (rows, columns)
-            return partial(self._find, like, ends, block_ids, num_blocks, stream)
-        compiled, num_programs, constants = found
+            source, target = (columns, rows) if gathers else (rows, columns)
+            return partial(self._find, like, source, target, block_ids, num_blocks, stream)
+        compiled, num_programs, sizes = found
         places = (pool_at, staging_at) if gathers else (staging_at, pool_at)
-        arguments = *places, ids_at, ids_at, *constants
+        arguments = *places, ids_at, ids_at, *sizes
         return partial(self._launch, compiled[num_blocks, num_programs, 1], arguments, stream.cuda_stream)
 
     def _launch(self, launch: Callable[..., None], arguments: tuple[Any, ...], stream: int) -> None:
@@ -98,7 +118,8 @@ class PoolMoves:
     def _find(
         self,
         like: tuple[bool, int, int, int],
-        ends: tuple[Tensor, Tensor],
+        source: Tensor,
+        target: Tensor,
         block_ids: Tensor,
         num_blocks: int,
         stream: Any,
@@ -106,22 +127,19 @@ class PoolMoves:
         """The first of its kind goes the usual way."""
         source_ids, target_ids = (block_ids, None) if like[0] else (None, block_ids)
         with torch.cuda.stream(stream):
-            compiled, num_programs, constants = _move(*ends, source_ids, target_ids, num_blocks)
-        if compiled is not None:  # Triton's interpreter compiles nothing
-            self._found[like] = compiled, num_programs, constants
+            moved = _move(source, target, source_ids, target_ids, num_blocks)
+        if moved.compiled is not None:
+            self._found[like] = moved
 
 
-def _move(
-    source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_rows: int
-) -> tuple[Any, int, tuple[Any, ...]]:
-    """The kernel that was launched, its programs for each row, and what it is told beside addresses."""
+def _move(source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None, num_rows: int) -> Moved:
     width = word_bytes(source, target)
     source, target = as_words(source, width), as_words(target, width)
     row_words = source.shape[1]
     num_programs = triton.cdiv(row_words, PIECE)
     has_ids = source_ids is not None, target_ids is not None
-    constants = (row_words, source.stride(0), target.stride(0), *has_ids, PIECE)
+    sizes = Sizes(row_words, source.stride(0), target.stride(0), has_ids[0], has_ids[1], PIECE)
     ids = [x for x in (source_ids, target_ids) if x is not None]
     with torch.cuda.device_of(source):  # those who move KV have threads of their own, whose device is the first
-        compiled = _move_kernel[num_rows, num_programs](source, target, ids[0], ids[-1], *constants, num_warps=4)
-    return compiled, num_programs, constants
+        compiled = _move_kernel[num_rows, num_programs](source, target, ids[0], ids[-1], *sizes, num_warps=4)
+    return Moved(compiled, num_programs, sizes)

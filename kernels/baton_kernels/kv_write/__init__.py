@@ -5,6 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from baton_kernels.kv_write import reference
+from baton_kernels.kv_write.reference import HeadNorm
+
+__all__ = ["HeadNorm", "kv_write", "rope_kv_write"]
 
 
 def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -35,13 +38,9 @@ def rope_kv_write(
     slot_mapping: Tensor,
     *,
     interleaved: bool = False,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_offset: float = 0.0,
-    norm_round_once: bool = False,
+    norm: HeadNorm | None = None,
 ) -> None:
-    """Rotate query and key in place, after an RMS norm of each head where weights are given, then do as `kv_write`.
+    """Rotate query and key in place, after an RMS norm of each head where one is given, then do as `kv_write`.
 
     query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; any strides but for a
         contiguous last dimension, so slices of one fused projection.
@@ -50,7 +49,6 @@ def rope_kv_write(
         only the first half is read; if `interleaved` (GPT-J, Cohere) 2i turns with 2i + 1, and only even columns are
         read. Of transformers' tables, GLM's, Helium's and ERNIE 4.5's need `cos[:, : rotary_dim //
         2].repeat_interleave(2, -1)` and `interleaved`, gpt-oss's need `cat((cos, cos), -1)`; the others fit.
-    q_norm_weight, k_norm_weight: [head_dim], both or none. `norm_*` as in `rms_norm`.
 
     Rotation is computed in fp32 from cos and sin as they are given, and rounded once; transformers rounds each of the
     two products to the model's dtype as well.
@@ -66,14 +64,9 @@ def rope_kv_write(
     assert cos.shape[1] <= head_dim
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1
-    norm = None
-    if q_norm_weight is not None and k_norm_weight is not None:
-        assert q_norm_weight.shape == k_norm_weight.shape == (head_dim,)
-        norm = reference.HeadNorm(
-            q_norm_weight, k_norm_weight, norm_eps, norm_weight_offset, norm_round_once or norm_weight_offset != 0.0
-        )
-    else:
-        assert q_norm_weight is k_norm_weight is None
+    if norm is not None:
+        assert norm.q_weight.shape == norm.k_weight.shape == (head_dim,)
+        assert norm.round_once or norm.weight_offset == 0.0
     if key.is_cuda:
         from baton_kernels.kv_write import rope_kernel
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class HeadNorm(NamedTuple):
-    """RMS norm of each head of query and key; weights [head_dim]. See `rms_norm` for what the numbers mean."""
+    """RMS norm of each head of query and key; weights [head_dim]. See `rms_norm` for what the numbers mean; with an
+    offset, the weight is rounded once."""
 
     q_weight: Tensor
     k_weight: Tensor

@@ -6,6 +6,9 @@ make 5 programs of 2 warps, enough of them to fill a GPU at 64 decodes and small
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -219,6 +222,33 @@ def _rope_kv_write_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
 
+class Tiling(NamedTuple):
+    """`heads`: of a program. `query_groups`, `groups`: programs of a token for the query's heads, and for all heads.
+    padded, half, rest: powers of 2 that hold a head, half of what turns, and what does not turn."""
+
+    heads: int
+    query_groups: int
+    groups: int
+    padded: int
+    half: int
+    rest: int
+
+
+@functools.lru_cache(maxsize=256)
+def choose(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int) -> Tiling:
+    padded = triton.next_power_of_2(head_dim)
+    heads = max(1, ELEMENTS // padded)
+    query_groups = triton.cdiv(num_heads, heads)
+    return Tiling(
+        heads=heads,
+        query_groups=query_groups,
+        groups=query_groups + triton.cdiv(num_kv_heads, heads),
+        padded=padded,
+        half=triton.next_power_of_2(rotary_dim // 2),
+        rest=triton.next_power_of_2(max(1, head_dim - rotary_dim)),
+    )
+
+
 def rope_kv_write(
     query: Tensor,
     key: Tensor,
@@ -235,45 +265,14 @@ def rope_kv_write(
     if num_tokens == 0:
         return
     num_kv_heads, rotary_dim = key.shape[1], cos.shape[1]
-    half = triton.next_power_of_2(rotary_dim // 2)
-    padded = triton.next_power_of_2(head_dim)
-    heads = max(1, ELEMENTS // padded)
-    query_groups = triton.cdiv(num_heads, heads)
+    tiling = choose(num_heads, num_kv_heads, head_dim, rotary_dim)
     block_stride, head_stride, slot_stride, _ = key_cache.stride()
     q_weight, k_weight, eps, weight_offset, round_once = norm or (cos, cos, 0.0, 0.0, False)
-    _rope_kv_write_kernel[(num_tokens, query_groups + triton.cdiv(num_kv_heads, heads))](
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        q_weight,
-        k_weight,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        cos.stride(0),
-        block_stride,
-        head_stride,
-        slot_stride,
-        eps,
-        weight_offset,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        padded,
-        rotary_dim,
-        half,
-        triton.next_power_of_2(max(1, head_dim - rotary_dim)),
-        key_cache.shape[2],
-        heads,
-        query_groups,
-        interleaved,
-        norm is not None,
-        round_once,
-        num_warps=2,
-        **launch_options(key.device),
-    )
+    _rope_kv_write_kernel[(num_tokens, tiling.groups)](
+        query, key, value, cos, sin, q_weight, k_weight, key_cache, value_cache, slot_mapping,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        cos.stride(0), block_stride, head_stride, slot_stride, eps, weight_offset,
+        num_heads, num_kv_heads, head_dim, tiling.padded, rotary_dim, tiling.half, tiling.rest, key_cache.shape[2],
+        tiling.heads, tiling.query_groups, interleaved, norm is not None, round_once,
+        num_warps=2, **launch_options(key.device),
+    )  # fmt: skip

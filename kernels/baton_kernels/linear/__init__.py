@@ -44,14 +44,15 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation, bias: Tensor
     assert x.shape[-1] == weight.shape[1]
     assert weight.shape[0] % 2 == 0
     tiling = _tiling(x, weight, gated=True)
-    rows = x.reshape(-1, x.shape[-1])
     if isinstance(tiling, RowTiling | Tiling):
         from baton_kernels.linear import kernel
 
+        rows = x.reshape(-1, x.shape[-1])
         return kernel.few_rows(rows, weight, bias, activation, tiling).view(*x.shape[:-1], -1)
     if isinstance(tiling, WideTiling) and bias is None:
         from baton_kernels.linear import many_rows
 
+        rows = x.reshape(-1, x.shape[-1])
         if many_rows.can_take(rows, weight):
             out = many_rows.many_rows(rows, weight, activation, tiling, _num_sms(x.device))
             return out.view(*x.shape[:-1], -1)

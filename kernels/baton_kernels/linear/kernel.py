@@ -188,21 +188,10 @@ def few_rows(
     if isinstance(tiling, RowTiling):
         assert num_rows == 1
         _row_kernel[(tiles,)](
-            x,
-            weight,
-            bias_ptr,
-            out,
-            out_features,
-            in_features,
-            weight.stride(0),
-            tiling.out,
-            tiling.depth,
-            tiling.num_stages,
-            bias is not None,
-            activation,
-            num_warps=tiling.num_warps,
-            **launch_options(x.device),
-        )
+            x, weight, bias_ptr, out, out_features, in_features, weight.stride(0),
+            tiling.out, tiling.depth, tiling.num_stages, bias is not None, activation,
+            num_warps=tiling.num_warps, **launch_options(x.device),
+        )  # fmt: skip
         return out
     assert num_rows <= tiling.rows
     part, arrived = out, out
@@ -212,29 +201,11 @@ def few_rows(
         part = torch.empty((tiles, tiling.splits, tiling.out, tiling.rows), dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device)
     _tile_kernel[(tiles, tiling.splits)](
-        x,
-        weight,
-        bias_ptr,
-        out,
-        part,
-        arrived,
-        num_rows,
-        out_features,
-        in_features,
-        x.stride(0),
-        weight.stride(0),
-        tiling.rows,
-        tiling.out,
-        tiling.depth,
-        tiling.slices,
-        tiling.splits,
-        tiling.num_stages,
-        bias is not None,
-        activation,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        **launch_options(x.device),
-    )
+        x, weight, bias_ptr, out, part, arrived, num_rows, out_features, in_features, x.stride(0), weight.stride(0),
+        tiling.rows, tiling.out, tiling.depth, tiling.slices, tiling.splits, tiling.num_stages,
+        bias is not None, activation,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
+    )  # fmt: skip
     return out
 
 

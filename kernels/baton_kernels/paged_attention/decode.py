@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.paged_attention.batch import PagedBatch
-from baton_kernels.paged_attention.tile import NOTHING, add_sink, attend_tile, num_sms, score_constants
+from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile, num_sms
 from baton_kernels.pdl import launch_options
 
 
@@ -216,6 +216,7 @@ class Plan(NamedTuple):
     shares: [num_shares, 4], sequence, first key, end, and how many shares its sequence has; -1 where there is none.
     merges: [num_merges, 4], of each sequence with several shares: the sequence, its first share, and how many; or -1.
     parts: [num_shares, num_heads, head_dim], fp32, and lse: [num_shares, num_heads], their log-sum-exp in base 2.
+    tile_rows, dim_padded: of a program's tile of query heads.
     """
 
     tuning: Tuning
@@ -223,6 +224,8 @@ class Plan(NamedTuple):
     merges: Tensor
     parts: Tensor
     lse: Tensor
+    tile_rows: int
+    dim_padded: int
 
 
 def decode_attention(
@@ -231,73 +234,35 @@ def decode_attention(
     value_cache: Tensor,
     batch: PagedBatch,
     out: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     sinks: Tensor | None,
 ) -> None:
     """Attend the batch's first `num_decodes` tokens. See `paged_attention`; `out`: like query, contiguous."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_heads = query.shape[1]
-    group = num_heads // num_kv_heads
-    plan = _plan(batch, key_cache, num_heads, sliding_window)
-    tuning = plan.tuning
-    tile_rows = max(16, triton.next_power_of_2(group))
-    dim_padded = max(16, triton.next_power_of_2(head_dim))
-    score_scale, cap = score_constants(scale, softcap)
+    plan = _plan(batch, key_cache, num_heads, scoring.window)
+    tuning, tile_rows, dim_padded = plan.tuning, plan.tile_rows, plan.dim_padded
     sinks_or_any = query if sinks is None else sinks
     pdl = launch_options(query.device)
     _decode_kernel[(num_kv_heads, plan.shares.shape[0])](
-        query,
-        key_cache,
-        value_cache,
-        out,
-        plan.parts,
-        plan.lse,
-        batch.block_tables,
-        batch.rows,
-        batch.context_lens,
-        plan.shares,
-        sinks_or_any,
-        score_scale,
-        cap,
-        sliding_window or 0,
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        batch.block_tables.stride(0),
-        group,
-        head_dim,
-        block_size,
-        tile_rows,
-        tuning.tile_keys,
-        dim_padded,
-        sliding_window is not None,
-        softcap is not None,
-        sinks is not None,
+        query, key_cache, value_cache, out, plan.parts, plan.lse,
+        batch.block_tables, batch.rows, batch.context_lens, plan.shares, sinks_or_any,
+        scoring.score_scale, scoring.cap, scoring.window or 0,
+        query.stride(0), query.stride(1), key_cache.stride(0), batch.block_tables.stride(0),
+        num_heads // num_kv_heads, head_dim, block_size, tile_rows, tuning.tile_keys, dim_padded,
+        scoring.window is not None, scoring.has_cap, sinks is not None,
         # Not started early: programs that are put where the kernel before leaves room are spread unevenly, and stay.
         # 32 sequences of 1024 then take 48 us for 39, of 8192 296 for 248.
-        PDL=pdl["PDL"],
-        num_warps=tuning.num_warps * tile_rows // 16,
-        num_stages=tuning.num_stages,
-    )
+        PDL=pdl["PDL"], num_warps=tuning.num_warps * tile_rows // 16, num_stages=tuning.num_stages,
+    )  # fmt: skip
     num_merges = plan.merges.shape[0]
     # Where most sequences have one share, many small programs would take longer to start than to find that out.
     heads_at_once = num_heads if num_merges <= 16 else num_kv_heads
     _merge_shares_kernel[(num_merges, heads_at_once)](
-        plan.parts,
-        plan.lse,
-        out,
-        plan.merges,
-        sinks_or_any,
-        num_heads,
-        head_dim,
-        dim_padded,
-        max(1, 4096 // dim_padded),
-        sinks is not None,
-        num_warps=4,
-        **pdl,
-    )
+        plan.parts, plan.lse, out, plan.merges, sinks_or_any,
+        num_heads, head_dim, dim_padded, max(1, 4096 // dim_padded), sinks is not None,
+        num_warps=4, **pdl,
+    )  # fmt: skip
 
 
 def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: int | None) -> Plan:
@@ -317,6 +282,8 @@ def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: 
             torch.empty(min(num_seqs, wanted), 4, dtype=torch.int32, device=device),
             torch.empty(num_shares, num_heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(num_shares, num_heads, dtype=torch.float32, device=device),
+            tile_rows=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+            dim_padded=max(16, triton.next_power_of_2(head_dim)),
         )
         _share_out_kernel[(1,)](
             batch.context_lens,

@@ -9,6 +9,7 @@ from baton_kernels.paged_attention import contiguous
 from baton_kernels.paged_attention.batch import PagedBatch
 from baton_kernels.paged_attention.decode import decode_attention
 from baton_kernels.paged_attention.prefill import prefill_attention
+from baton_kernels.paged_attention.tile import scoring
 
 
 def paged_attention(
@@ -36,18 +37,21 @@ def paged_attention(
             assert new_value is not None
             outs.append(contiguous.squares_attention(query[tokens], new_key, new_value, len(seqs), scale))
         else:
-            new = (query[tokens], new_key, new_value)
-            outs.append(contiguous.contiguous_attention(*new, key_cache, value_cache, batch, seqs.start, scale))
+            outs.append(
+                contiguous.contiguous_attention(
+                    query[tokens], new_key, new_value, key_cache, value_cache, batch, seqs.start, scale
+                )
+            )
     if len(outs) == 1 and long[0][0] == range(len(batch.query_lens)):
         return outs[0]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for (_, tokens), done in zip(long, outs, strict=True):
         out[tokens] = done
-    rules = (scale, sliding_window, softcap, sinks)
+    how = scoring(scale, sliding_window, softcap)
     if batch.num_decodes:
-        decode_attention(query, key_cache, value_cache, batch, out, *rules)
+        decode_attention(query, key_cache, value_cache, batch, out, how, sinks)
     for seqs in runs:
-        prefill_attention(query, key_cache, value_cache, batch, seqs, out, *rules)
+        prefill_attention(query, key_cache, value_cache, batch, seqs, out, how, sinks)
     return out
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton_kernels.paged_attention.batch import PagedBatch
 from baton_kernels.paged_attention.merge import merge_splits_kernel
-from baton_kernels.paged_attention.tile import NOTHING, add_sink, attend_tile, num_sms, score_constants
+from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile, num_sms
 
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 512  # or more
@@ -139,11 +139,13 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's layout, for all layers of one shape. `max_tiles`: of the longest chunk."""
+    """A step's layout, for all layers of one shape. `max_tiles`: of the longest chunk. `dim_padded`: head_dim, a power
+    of 2."""
 
     tuning: Tuning
     max_tiles: int
     num_splits: int
+    dim_padded: int
 
 
 def prefill_attention(
@@ -153,9 +155,7 @@ def prefill_attention(
     batch: PagedBatch,
     seqs: range,
     out: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     sinks: Tensor | None,
 ) -> None:
     """Attend the new tokens of the sequences `seqs`. See `paged_attention`; `out`: like query, contiguous.
@@ -165,69 +165,31 @@ def prefill_attention(
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
-    plan = _plan(batch, key_cache, seqs, group, sliding_window)
-    tuning, num_splits = plan.tuning, plan.num_splits
+    plan = _plan(batch, key_cache, seqs, group, scoring.window)
+    tuning, num_splits, dim_padded = plan.tuning, plan.num_splits, plan.dim_padded
     grid = (num_kv_heads, plan.max_tiles, len(seqs) * num_splits)
     parts = lse = out
     if num_splits > 1:
         num_parts = grid[0] * grid[1] * grid[2] * tuning.tile_rows
         parts = query.new_empty((num_parts, head_dim), dtype=torch.float32)
         lse = query.new_empty(num_parts, dtype=torch.float32)
-    score_scale, cap = score_constants(scale, softcap)
     sinks_or_any = query if sinks is None else sinks
-    dim_padded = max(16, triton.next_power_of_2(head_dim))
     _prefill_kernel[grid](
-        query,
-        key_cache,
-        value_cache,
-        out,
-        parts,
-        lse,
-        batch.block_tables,
-        batch.rows,
-        batch.query_starts,
-        batch.context_lens,
-        sinks_or_any,
-        score_scale,
-        cap,
-        sliding_window or 0,
-        seqs.start,
-        num_splits,
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        batch.block_tables.stride(0),
-        group,
-        head_dim,
-        block_size,
-        tuning.tile_rows,
-        tuning.tile_keys,
-        dim_padded,
-        num_splits > 1,
-        max(1, KEYS_PER_SPLIT // tuning.tile_keys),
-        sliding_window is not None,
-        softcap is not None,
-        sinks is not None,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-    )
+        query, key_cache, value_cache, out, parts, lse,
+        batch.block_tables, batch.rows, batch.query_starts, batch.context_lens, sinks_or_any,
+        scoring.score_scale, scoring.cap, scoring.window or 0, seqs.start, num_splits,
+        query.stride(0), query.stride(1), key_cache.stride(0), batch.block_tables.stride(0),
+        group, head_dim, block_size, tuning.tile_rows, tuning.tile_keys, dim_padded,
+        num_splits > 1, max(1, KEYS_PER_SPLIT // tuning.tile_keys),
+        scoring.window is not None, scoring.has_cap, sinks is not None,
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+    )  # fmt: skip
     if num_splits > 1:
         merge_splits_kernel[(tuning.tile_rows, num_kv_heads * plan.max_tiles, len(seqs))](
-            parts,
-            lse,
-            sinks_or_any,
-            out,
-            batch.query_starts,
-            seqs.start,
-            num_splits,
-            num_kv_heads,
-            group,
-            head_dim,
-            tuning.tile_rows,
-            dim_padded,
-            triton.next_power_of_2(num_splits),
+            parts, lse, sinks_or_any, out, batch.query_starts, seqs.start, num_splits,
+            num_kv_heads, group, head_dim, tuning.tile_rows, dim_padded, triton.next_power_of_2(num_splits),
             sinks is not None,
-        )
+        )  # fmt: skip
 
 
 def _plan(batch: PagedBatch, key_cache: Tensor, seqs: range, group: int, sliding_window: int | None) -> Plan:
@@ -245,7 +207,8 @@ def _plan(batch: PagedBatch, key_cache: Tensor, seqs: range, group: int, sliding
             if sliding_window is not None:
                 most_keys = min(most_keys, sliding_window + max(lengths))
             num_splits = min(num_splits, most_keys // KEYS_PER_SPLIT)
-        batch.plans[key] = Plan(tuning, max_tiles, max(1, num_splits))
+        dim_padded = max(16, triton.next_power_of_2(head_dim))
+        batch.plans[key] = Plan(tuning, max_tiles, max(1, num_splits), dim_padded)
     plan: Plan = batch.plans[key]
     return plan
 

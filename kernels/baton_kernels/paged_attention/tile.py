@@ -8,7 +8,9 @@ Scores are in base 2. Without softcap they are `q.k * score_scale` with `score_s
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -93,11 +95,23 @@ def add_sink(out, total, peak, sink):
     return out * decay[:, None], total * decay + tl.exp2(score - new_peak), new_peak
 
 
-def score_constants(scale: float, softcap: float | None) -> tuple[float, float]:
-    """`score_scale` and `cap`."""
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer makes scores of products: `score_scale` and `cap` as above, the latter if `has_cap`. window: keys
+    that a token sees, itself among them; None: all before it."""
+
+    score_scale: float
+    cap: float
+    has_cap: bool
+    window: int | None
+
+
+@functools.lru_cache(maxsize=256)
+def scoring(scale: float, sliding_window: int | None, softcap: float | None) -> Scoring:
+    """For arguments of `paged_attention`; the same ones in every step of a model."""
     if softcap is None:
-        return scale * LOG2_E, 0.0
-    return scale / softcap, softcap * LOG2_E
+        return Scoring(scale * LOG2_E, 0.0, False, sliding_window)
+    return Scoring(scale / softcap, softcap * LOG2_E, True, sliding_window)
 
 
 def num_sms(device: torch.device) -> int:

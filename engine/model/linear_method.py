@@ -1,0 +1,232 @@
+"""What computes a linear layer: chosen at load, with the weights, the scales and the tolerance of its own.
+
+    Quantization.create_weights                 the module gets the parameters that the checkpoint stores
+    (weights are read)
+    Quantization.process_weights_after_loading  a LinearMethod holds them as its product wants them
+    LinearMethod.concatenate                    `engine.model.fast` makes one of q, k and v, and of gate and up
+    LinearMethod.make_product                   the function that runs while serving
+
+After vLLM's QuantizationConfig and LinearMethodBase (vllm/model_executor/layers/linear.py). An adapter is a
+LinearMethod around another.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton_kernels.gated_activation import Activation, gated_activation
+from baton_kernels.linear import gated_linear, linear
+from engine.model.tolerance import Tolerance, rounding
+
+Product = Callable[[Tensor], Tensor]
+"""[..., in_features] -> [..., out_features], of one dtype."""
+
+_METHOD = "baton_linear_method"
+
+
+class LinearMethod(ABC):
+    """The product of one linear layer, or of several over one input.
+
+    Owns what it is computed from; a module's parameters may be the same tensors, or views of them. `dtype`: of x and of
+    the results, whatever the weights are stored in.
+    """
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far `make_product` may be from `reference`, and a whole from its parts."""
+        return rounding(self.dtype)
+
+    @abstractmethod
+    def reference(self, x: Tensor) -> Tensor:
+        """The product in plain torch: it serves until the fast one is found to agree, and where that does not."""
+
+    @abstractmethod
+    def make_product(self) -> Product:
+        """The fast product, as a function of x alone. Made once at load: a call looks nothing up."""
+
+    def make_gated_product(self, activation: Activation) -> Product:
+        """[..., in_features] -> [..., out_features / 2]: the gate of a gated MLP applied to the product, whose outputs
+        are the gate's and then up's."""
+        product = self.make_product()
+
+        def gated(x: Tensor) -> Tensor:
+            return gated_activation(product(x), activation)
+
+        return gated
+
+    @classmethod
+    @abstractmethod
+    def can_concatenate(cls, parts: Sequence[Self]) -> bool:
+        """Whether parts of this class could be one product over one input."""
+
+    @classmethod
+    @abstractmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """One product with the outputs of all parts, in their order; `can_concatenate` them. The parts go on working,
+        and share the memory of the whole."""
+
+
+class UnquantizedLinear(LinearMethod):
+    """weight: [out_features, in_features], as in nn.Linear; bias: [out_features]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+
+    def reference(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def make_product(self) -> Product:
+        weight, bias = self.weight, self.bias
+
+        def product(x: Tensor) -> Tensor:
+            return linear(x, weight, bias)
+
+        return product
+
+    def make_gated_product(self, activation: Activation) -> Product:
+        """The activation is part of the kernel, where one is chosen for the shape."""
+        weight, bias = self.weight, self.bias
+
+        def gated(x: Tensor) -> Tensor:
+            return gated_linear(x, weight, activation, bias)
+
+        return gated
+
+    @classmethod
+    def can_concatenate(cls, parts: Sequence[Self]) -> bool:
+        return len({(part.in_features, part.dtype, part.bias is None) for part in parts}) == 1
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        weight = concatenate_tensors([part.weight for part in parts])
+        biases = [part.bias for part in parts if part.bias is not None]
+        return cls(weight, concatenate_tensors(biases) if biases else None)
+
+
+class Quantization(ABC):
+    """How a checkpoint stores linear layers and what computes them; one for a model. `name`: the module's, in it."""
+
+    @abstractmethod
+    def create_weights(self, name: str, module: nn.Linear) -> None:
+        """Give the module the parameters that the files have for it: names, shapes and dtypes, on the CPU, in memory
+        that nobody has touched."""
+
+    @abstractmethod
+    def process_weights_after_loading(self, name: str, module: nn.Linear) -> LinearMethod:
+        """What computes the module, whose parameters are now read and on their device."""
+
+
+class Unquantized(Quantization):
+    """Weights as nn.Linear has them."""
+
+    def create_weights(self, name: str, module: nn.Linear) -> None:
+        """They are there."""
+
+    def process_weights_after_loading(self, name: str, module: nn.Linear) -> LinearMethod:
+        return UnquantizedLinear(module.weight, module.bias)
+
+
+QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {}
+"""By the `quant_method` of config.json's `quantization_config`, which each is made from."""
+
+
+def choose_quantization(config: Any) -> Quantization | None:
+    """That of a checkpoint with the configuration (transformers' own); None: one that is not known here."""
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        return Unquantized()
+    make = QUANTIZATIONS.get(stated.get("quant_method"))
+    return None if make is None else make(stated)
+
+
+def create_weights(model: nn.Module, quantization: Quantization) -> None:
+    """Make all linear layers what the checkpoint stores, before anything is read."""
+    for name, module in _linear_layers(model):
+        quantization.create_weights(name, module)
+
+
+@torch.no_grad()
+def process_weights_after_loading(model: nn.Module, quantization: Quantization) -> None:
+    """Give all linear layers what computes them."""
+    for name, module in _linear_layers(model):
+        attach(module, quantization.process_weights_after_loading(name, module))
+
+
+def attach(module: nn.Module, method: LinearMethod) -> None:
+    """Let `method` compute the module: by its reference, until `engine.model.fast` takes its fast product."""
+    module.__dict__[_METHOD] = method
+    module.forward = method.reference
+
+
+def method_of(module: object) -> LinearMethod | None:
+    """What computes the module: what was attached, or, for a linear layer that transformers made and loaded, its own
+    weights; None: something else, or no module."""
+    if not isinstance(module, nn.Module):
+        return None
+    attached: LinearMethod | None = module.__dict__.get(_METHOD)
+    if attached is None and type(module) is nn.Linear and module.weight.is_floating_point():
+        return UnquantizedLinear(module.weight, module.bias)
+    return attached
+
+
+def fusable(modules: Iterable[nn.Module | None]) -> dict[nn.Module, LinearMethod]:
+    """The modules' methods, if they could be one: all there, of one class, which can concatenate them. Else empty."""
+    methods: dict[nn.Module, LinearMethod] = {}
+    for module in modules:
+        method = method_of(module)
+        if module is None or method is None:
+            return {}
+        methods[module] = method
+    parts = list(methods.values())
+    kind = type(parts[0])
+    return methods if all(type(part) is kind for part in parts) and kind.can_concatenate(parts) else {}
+
+
+def fuse(methods: Iterable[LinearMethod]) -> LinearMethod:
+    """One for all, which are `fusable`."""
+    parts = list(methods)
+    return type(parts[0]).concatenate(parts)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def concatenate_tensors(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of all parts along their first dimension; the parts become views of it. Those that lie one after the
+    other already are not copied."""
+    first = parts[0]
+    if _adjacent(parts):
+        rows = sum(part.shape[0] for part in parts)
+        return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    start = 0
+    for part in parts:
+        part.data = whole[start : start + part.shape[0]]
+        start += part.shape[0]
+    return whole
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    end = parts[0].data_ptr()
+    storage = parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():
+            return False
+        end += part.numel() * part.element_size()
+    return True
+
+
+def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Exactly nn.Linear: what derives from it has a forward of its own."""
+    return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
