@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -289,5 +290,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert blocks.num_free + blocks.num_cached == blocks.num_total
 
 
-EngineMachine.TestCase.settings = machine(max_examples=300, steps=50)
+class EveryEngineMachine(EngineMachine):
+    """All runs."""
+
+
 TestEngine = EngineMachine.TestCase
+TestEngine.settings = machine(max_examples=100, steps=50)
+TestEveryEngine = pytest.mark.full(pytest.mark.timeout(600)(EveryEngineMachine.TestCase))
+TestEveryEngine.settings = machine(max_examples=300, steps=50)
