@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def budgets() -> dict[str, int]:
 
 def seconds_by_folder(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
     """A line for each folder; files beside the folders have no budget."""
-    spent = Counter[str]()
+    spent: dict[str, float] = defaultdict(float)
     for report in reports:
         spent[_folder(report.nodeid)] += report.duration
     known = budgets()
@@ -37,7 +37,9 @@ def parity(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
     found = Counter[str]()
     for report in reports:
         if report.when == "teardown":  # whose report has all properties
-            found.update({name: int(count) for name, count in report.user_properties if name in (COMPARED, NEAR_TIES)})
+            found.update(
+                {name: int(str(count)) for name, count in report.user_properties if name in (COMPARED, NEAR_TIES)}
+            )
     if found[COMPARED]:
         yield f"parity: {found[COMPARED]} answers compared with references, {found[NEAR_TIES]} near ties"
 

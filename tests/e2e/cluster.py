@@ -281,8 +281,8 @@ class Cluster:
     def router(self, prefill: Sequence[Node], decode: Sequence[Node], *flags: str, name: str = "") -> Router:
         """A router in front of these nodes, being started."""
         name = name or f"router-{sum(isinstance(member, Router) for member in self.members)}"
-        addresses = [[node.address for node in nodes] for nodes in (prefill, decode)]
-        return self._add(Router(name, *addresses, flags, self._folder, self._ports(2)), True)
+        prefills, decodes = ([node.address for node in nodes] for nodes in (prefill, decode))
+        return self._add(Router(name, prefills, decodes, flags, self._folder, self._ports(2)), True)
 
     def _add(self, member: M, start: bool) -> M:
         self.members.append(member)

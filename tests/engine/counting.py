@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 from baton.messages import WorkId
 from baton.sampling import SamplingParams
@@ -57,8 +58,8 @@ class Counting:
         self.copies += pairs
 
 
-def make(**sizes: int) -> tuple[Engine, Counting]:
-    model = Counting()
+def make(**sizes: Any) -> tuple[Engine, Counting]:
+    model: Any = Counting()
     return Engine(dataclasses.replace(SIZES, **sizes), model), model
 
 
@@ -72,7 +73,7 @@ def sequence(num_tokens: int = 5, *, samples: int = 1, first: int = 50, **kwargs
 
 
 def run(engine: Engine, limit: int = 200) -> list[StepResult]:
-    results = []
+    results: list[StepResult] = []
     again = True
     while (again or engine.has_work) and len(results) < limit:
         again = False

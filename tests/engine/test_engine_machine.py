@@ -177,9 +177,9 @@ class EngineMachine(RuleBasedStateMachine):
         lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         source, request = lease.source, self.requests[lease.source.work]
         num_moved = num_blocks_for(source.num_tokens, BLOCK_SIZE)
-        for block, target in zip(source.block_table[:num_moved], lease.table, strict=False):
-            if self.engine.blocks.hash_of(target) is None:
-                self.model.copy_blocks([(block, target)])
+        for block, copy in zip(source.block_table[:num_moved], lease.table, strict=False):
+            if self.engine.blocks.hash_of(copy) is None:
+                self.model.copy_blocks([(block, copy)])
         self.engine.release(source)
         target = Sequence(source.work, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s)
         target.cache_salt, target.block_table = source.cache_salt, lease.table

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ class Step:
             t.unflatten(1, (-1, DIM)) for t in self.fused.split([HIDDEN, KV_HEADS * DIM, KV_HEADS * DIM], dim=1)
         )
         heads = rms_norm(query[None], self.weight[:DIM], 1e-5)
-        norms = {"q_norm_weight": self.weight[:DIM], "k_norm_weight": self.weight[DIM : 2 * DIM]}
+        norms: dict[str, Any] = {"q_norm_weight": self.weight[:DIM], "k_norm_weight": self.weight[DIM : 2 * DIM]}
         rope_kv_write(query, key, value, self.cos, self.sin, self.pool[:, 0, 0], self.pool[:, 0, 1], slots, **norms)
         kv_write(key, value, self.pool[:, 1, 0], self.pool[:, 1, 1], slots)
         return [ids, slots, normed, heads, gated_activation(self.gate_up, "silu")]
