@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/proto:$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup check test test-full test-gpu mutants demo bench stubs clean
+.PHONY: help setup check pytest test test-full test-gpu mutants demo bench stubs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,11 +16,14 @@ setup: .venv/ready ## a virtual environment in .venv from the pinned constraints
 check: setup ## lint, types, import contracts, fresh stubs
 	@$(BIN)/python tools/check.py
 
-test: check ## what CI runs: check, then the tests on a CPU
-	@$(BIN)/python -m pytest -m "not gpu and not full"
+test: setup ## what CI runs: check, and beside it the tests on a CPU, in two workers
+	@$(MAKE) --no-print-directory -j 2 check pytest
+
+pytest: setup
+	@$(BIN)/python -m pytest -m "not gpu and not full" -n 2 --durations=25
 
 test-full: setup ## all of every matrix of which `test` runs a choice
-	@$(BIN)/python -m pytest -m "not gpu"
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --durations=25
 
 test-gpu: ## the tests marked gpu, with whatever python has torch with CUDA (PYTHON=...)
 	@$(PYTHON) tools/test_gpu.py

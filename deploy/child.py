@@ -18,13 +18,18 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     parent, module = int(sys.argv[1]), sys.argv[2]
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if not die_with(parent):
         return
     sys.argv = [module, *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def die_with(parent: int) -> bool:
+    """Have the kernel kill this process when its parent dies. False: it has died already. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    return os.getppid() == parent  # else it died before the kernel was asked
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ class Certificate:
     ca_certs: Path
 
     @property
-    def settings(self) -> dict[str, Path]:
+    def settings(self) -> dict[str, Any]:
         return {
             "cluster_ssl_keyfile": self.keyfile,
             "cluster_ssl_certfile": self.certfile,

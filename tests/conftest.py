@@ -1,10 +1,59 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before triton is imported."""
+"""What concerns all tests: Triton's interpreter, shares for parallel workers, and the seconds that each folder took."""
+
+from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
-import torch
+import pytest
 
 import tests.machines  # noqa: F401 - has a profile for --hypothesis-profile
+from tests import shares, summary
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+
+
+def _is_controller(config: pytest.Config) -> bool:
+    """Of parallel workers, which run the tests."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before triton is imported. And
+    parallel workers share the cores: torch gets one in each."""
+    if _is_controller(config):
+        return  # importing torch takes seconds
+    if hasattr(config, "workerinput"):
+        os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByShare(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return shares.share_of(nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False  # shares begin in the order of their first tests
+    return ByShare(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Parallel workers begin with what takes longest, so that none is left alone with it."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: shares.rank_of(item.nodeid.partition("::")[0]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for said in terminalreporter.stats.values() for report in said]
+    tests = [report for report in reports if isinstance(report, pytest.TestReport)]
+    for line in [*summary.seconds_by_folder(tests), *summary.parity(tests)]:
+        terminalreporter.write_line(line)

@@ -1,5 +1,7 @@
 """Settings for hypothesis' state machines, whose failures are to be reported in time.
 
+CI plays a part of the runs of those that take long; all of them are marked `full`.
+
 Hypothesis makes a failing run smaller for up to five minutes, which is beyond pytest's limit for a test, and then no
 test is reported at all. So a machine that fails reports the run in which it did, at once and as it was. To have it made
 smaller: `pytest FILE --hypothesis-profile=shrink --timeout=0`.

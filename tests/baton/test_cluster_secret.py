@@ -29,7 +29,7 @@ class Wire:
     """Two ends of a stream, and what went over it."""
 
     def __init__(self) -> None:
-        self.queues = asyncio.Queue(), asyncio.Queue()
+        self.queues: tuple[asyncio.Queue[object], ...] = asyncio.Queue(), asyncio.Queue()
         self.said: list[list[object]] = [[], []]
 
     def say(self, end: int):

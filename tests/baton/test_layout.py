@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ LAYOUT = KvLayout(4, 2, 32, 32, 16, "float32", 0, 2, 65536, "fingerprint")
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(KvLayout)])
 def test_a_difference_in_any_field_is_named(field: str) -> None:
     mine = getattr(LAYOUT, field)
-    other = dataclasses.replace(LAYOUT, **{field: mine + 1 if isinstance(mine, int) else "other"})
+    change: dict[str, Any] = {field: mine + 1 if isinstance(mine, int) else "other"}
+    other = dataclasses.replace(LAYOUT, **change)
     with pytest.raises(LayoutMismatch, match=f"^{field} {mine} != .* of the node$") as refused:
         LAYOUT.require_same(other, "the node")
     assert refused.value.field == field

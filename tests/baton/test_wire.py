@@ -149,7 +149,9 @@ def test_message_of_no_kind_is_refused(read, message):
 
 def failure(message: node_pb2.NodeMessage) -> str:
     """Of the one update, which makes no sense: why its work, and no other, ends."""
-    (update,) = wire.read_node_message(node_pb2.NodeMessage.FromString(message.SerializeToString()), LIMITS)
+    updates = wire.read_node_message(node_pb2.NodeMessage.FromString(message.SerializeToString()), LIMITS)
+    assert isinstance(updates, tuple)
+    (update,) = updates
     assert isinstance(update.kind, End)
     assert isinstance(update.kind.error, NodeUnavailable)
     return update.kind.error.message
@@ -158,10 +160,10 @@ def failure(message: node_pb2.NodeMessage) -> str:
 def test_unknown_enum_values_are_refused_by_name():
     end = Update(WorkId(1, "r", 0), SampleEnd(0, FinishReason.STOP))
     message = wire.write_node_message((end,))
-    message.updates.updates[0].sample_end.reason = 77
+    message.updates.updates[0].sample_end.reason = 77  # type: ignore[assignment]
     assert "finish reason 77" in failure(message)
     with pytest.raises(InvalidRequest, match="node role 9"):
-        wire.read_node_info(common_pb2.NodeInfo(role=9))
+        wire.read_node_info(common_pb2.NodeInfo(role=9))  # type: ignore[arg-type]
 
 
 def test_numbers_beyond_their_field_are_refused_when_written():

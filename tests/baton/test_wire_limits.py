@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -55,7 +56,7 @@ def grant() -> node_pb2.DecodeMessage:
 
 
 MAKE = {"prefill": prefill, "reserve": reserve, "commit": commit, "grant": grant}
-READ = {
+READ: dict[type[Any], Any] = {
     node_pb2.RouterMessage: wire.read_router_message,
     node_pb2.PrefillMessage: wire.read_prefill_message,
     node_pb2.DecodeMessage: wire.read_decode_message,
@@ -207,18 +208,21 @@ def test_a_commit_reply_without_a_lease_is_its_works_failure() -> None:
 def test_an_update_that_makes_no_sense_ends_its_own_work_and_no_other(kind) -> None:
     good = Update(WorkId(1, "other", 0), Tokens(0, 63, (99,), (TokenLogprobs(-INF, ((1, -INF),)),)))
     message = wire.write_node_message((Update(WORK, kind), good))
-    bad, other = wire.read_node_message(node_pb2.NodeMessage.FromString(message.SerializeToString()), LIMITS)
+    updates = wire.read_node_message(node_pb2.NodeMessage.FromString(message.SerializeToString()), LIMITS)
+    assert isinstance(updates, tuple)
+    bad, other = updates
     assert other == good
     assert bad.work == WORK
     assert isinstance(bad.kind, End)
     assert isinstance(bad.kind.error, NodeUnavailable)
 
 
-def node_info(**changes: object) -> common_pb2.NodeInfo:
+def node_info(**changes: Any) -> common_pb2.NodeInfo:
     layout = {"num_layers": 2, "block_size": 4, "block_bytes": 64}
     names = dict.fromkeys(("incarnation", "node_id", "address", "served_model_name"), "x")
     sizes = dict.fromkeys(("max_model_len", "max_num_seqs", "num_blocks", "vocab_size"), 64)
-    return common_pb2.NodeInfo(**{"role": 1, "layout": layout, **names, **sizes, **changes})
+    fields: dict[str, Any] = {"role": 1, "layout": layout, **names, **sizes, **changes}
+    return common_pb2.NodeInfo(**fields)
 
 
 @pytest.mark.parametrize(
@@ -245,8 +249,9 @@ def test_what_no_node_is_is_refused(field, value) -> None:
 
 def test_an_errors_text_is_cut() -> None:
     message = node_pb2.Update(work={"request_id": "r"}, end={"error": {"code": 7, "message": "x" * 100_000}})
-    (update,) = wire.read_node_message(node_pb2.NodeMessage(updates={"updates": [message]}))
-    assert len(update.kind.error.message) < 10_000
+    updates = wire.read_node_message(node_pb2.NodeMessage(updates={"updates": [message]}))
+    assert isinstance(updates, tuple)
+    assert len(updates[0].kind.error.message) < 10_000
 
 
 def test_many_ids_are_refused_before_anything_is_built_of_them() -> None:
@@ -287,7 +292,7 @@ def test_whether_a_token_ends_an_answer_is_looked_up_and_not_searched_for() -> N
 
 # ---- random bytes ----
 
-READERS = [
+READERS: list[tuple[Any, Any]] = [
     *READ.items(),
     (node_pb2.NodeMessage, wire.read_node_message),
     (common_pb2.NodeInfo, lambda message, _: wire.read_node_info(message)),

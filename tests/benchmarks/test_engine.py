@@ -76,7 +76,7 @@ def test_all_sections_of_a_trained_model(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_random_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sections = {"prefill": engine_prefill.measure, "prefill_even": engine_prefill.measure_even}
+    sections: dict[str, Any] = {"prefill": engine_prefill.measure, "prefill_even": engine_prefill.measure_even}
     main(engine_prefill.PrefillBenchSettings, sections, [*SMALL, f"--model={folder}"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["prefill"].keys() == line["prefill_even"].keys()

@@ -68,9 +68,9 @@ class Client:
         for request in self._requests:
             await request.leave()
         await self._http.aclose()
-        await self._channel.close()
+        await self._channel.close(None)
 
-    async def complete(self, prompt: object, **fields: object) -> Answer:
+    async def complete(self, prompt: object, **fields: Any) -> Answer:
         """To the end, whichever it is."""
         return await self.begin(prompt, **fields).end()
 

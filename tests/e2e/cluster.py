@@ -5,15 +5,14 @@
         router = cluster.router([prefill], [decode])
         router.wait_ready()
 
-Every process keeps its ports over all its lives. None outlives the test process, whatever becomes of it.
+Every process keeps its ports over all its lives. None outlives the test process, whatever becomes of it. They are
+forked from one that has imported torch; `tests/docs`, `tests/deploy` and `tests/node` start roles by their commands.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.address import HostPort
 from deploy.plan import clean_environment
 from deploy.ports import HeldPort
+from tests.fork_server import ForkedProcess, fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 150.0
@@ -53,6 +53,19 @@ def _ask(why_not: Callable[[], str | None]) -> str | None:
         return f"{error.request.url}: {error!r}"
 
 
+class Metrics:
+    """A page of metrics, as it was at one moment."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines(keepends=True)
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Over all samples with these labels. Other lines are not parsed: that takes 8 ms for a node's page."""
+        families = text_string_to_metric_families("".join(line for line in self._lines if line.startswith(name)))
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
 class Member:
     """One process of a cluster, over all its lives. `args` do not change."""
 
@@ -60,8 +73,8 @@ class Member:
         self.name = name
         self.url = f"http://{http}"
         self.log = folder / f"{name}.log"
-        self._command = [sys.executable, "-m", "deploy.child", str(os.getpid()), module, *args]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._module, self._args = module, args
+        self._process: ForkedProcess | None = None
         self._client = httpx.Client(trust_env=False, timeout=PAGE_TIMEOUT_S)
 
     def start(self) -> None:
@@ -75,9 +88,7 @@ class Member:
             "HF_HUB_OFFLINE": "1",
         }
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=env
-            )
+            self._process = fork_server().start(self._module, self._args, env=env, cwd=ROOT, stdout=log, stderr=log)
 
     @property
     def alive(self) -> bool:
@@ -113,11 +124,12 @@ class Member:
     def page(self, path: str) -> httpx.Response:
         return self._client.get(self.url + path)
 
+    def metrics(self) -> Metrics:
+        return Metrics(self.page("/metrics").text)
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all samples with these labels."""
-        families = text_string_to_metric_families(self.page("/metrics").text)
-        samples = [sample for family in families for sample in family.samples if sample.name == name]
-        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+        return self.metrics().sum(name, **labels)
 
     def wait_page(self, path: str, timeout_s: float = PATIENCE_S) -> None:
         """Until that page answers 200."""
@@ -172,10 +184,11 @@ class Node(Member):
         return None if whole else f"{self.name} is not whole: {audit['holders']} {held} {slots} idle {audit['idle']}"
 
     def _why_metrics_disagree(self) -> str | None:
-        load = {name: self.metric(f"baton:num_requests_{name}") for name in ("running", "waiting")}
-        blocks = {state: self.metric("baton:kv_blocks", state=state) for state in ("free", "cached")}
-        total = self.metric("baton:kv_blocks")
-        slots = self.metric("baton:kv_slots", state="in_use")
+        metrics = self.metrics()
+        load = {name: metrics.sum(f"baton:num_requests_{name}") for name in ("running", "waiting")}
+        blocks = {state: metrics.sum("baton:kv_blocks", state=state) for state in ("free", "cached")}
+        total = metrics.sum("baton:kv_blocks")
+        slots = metrics.sum("baton:kv_slots", state="in_use")
         whole = total > 0 and sum(blocks.values()) == total and not any(load.values()) and not slots
         return None if whole else f"{self.name}'s metrics: {load}, {blocks} of {total} blocks, {slots} slots in use"
 
@@ -212,7 +225,8 @@ class Router(Member):
         """Until so many nodes are in use."""
 
         def why_not() -> str | None:
-            up = [self.metric("baton:nodes", node_role=role, state="up") for role in ("prefill", "decode")]
+            metrics = self.metrics()
+            up = [metrics.sum("baton:nodes", node_role=role, state="up") for role in ("prefill", "decode")]
             return None if up == [prefill, decode] else f"{self.name} uses {up} prefill and decode nodes"
 
         wait_until(why_not)
@@ -220,7 +234,8 @@ class Router(Member):
     def states(self) -> dict[str, int]:
         """Live requests by state; states without any left out."""
         names = ("queued", "prefilling", "handing_off", "decoding")
-        counts = {name: int(self.metric("baton:num_requests", state=name)) for name in names}
+        metrics = self.metrics()
+        counts = {name: int(metrics.sum("baton:num_requests", state=name)) for name in names}
         return {name: count for name, count in counts.items() if count}
 
     def wait_states(self, timeout_s: float = PATIENCE_S, **wanted: int) -> None:
@@ -266,8 +281,8 @@ class Cluster:
     def router(self, prefill: Sequence[Node], decode: Sequence[Node], *flags: str, name: str = "") -> Router:
         """A router in front of these nodes, being started."""
         name = name or f"router-{sum(isinstance(member, Router) for member in self.members)}"
-        addresses = [[node.address for node in nodes] for nodes in (prefill, decode)]
-        return self._add(Router(name, *addresses, flags, self._folder, self._ports(2)), True)
+        prefills, decodes = ([node.address for node in nodes] for nodes in (prefill, decode))
+        return self._add(Router(name, prefills, decodes, flags, self._folder, self._ports(2)), True)
 
     def _add(self, member: M, start: bool) -> M:
         self.members.append(member)

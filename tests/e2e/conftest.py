@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +12,6 @@ from tests.e2e.scenes import Fragile
 
 _clusters: list[Cluster] = []
 _marks: dict[str, int] = {}
-NEAR_TIES = pytest.StashKey[list[int]]()
-"""Answers compared, and those among them that leave the reference at a near tie."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +89,12 @@ def _mark_logs() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
         for member in (member for cluster in _clusters for member in cluster.members):
             if text := member.log_tail(_marks.get(str(member.log), 0)):
                 report.sections.append((f"log of {member.name}", text))
     return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    compared, near_ties = config.stash.get(NEAR_TIES, [0, 0])
-    if compared:
-        terminalreporter.write_line(f"parity: {compared} answers compared with references, {near_ties} near ties")

@@ -171,7 +171,7 @@ class Storm:
         call = self._client.generation.Generate(request, timeout=PATIENCE_S)
         try:
             for _ in range(int(wish.patience)):
-                if await call.read() is grpc.aio.EOF:
+                if await call.read() is grpc.aio.EOF:  # type: ignore[attr-defined]
                     break
         except grpc.aio.AioRpcError:
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ async def test_serve(house: House, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_serve_as_requests_come(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"num_prompts": 6, "input_len": 40, "output_len": 8, "tie_tolerance": 1e-4}
+    sizes: dict[str, Any] = {"num_prompts": 6, "input_len": 40, "output_len": 8, "tie_tolerance": 1e-4}
     limits = "ttft:100000,gap:100000"
     settings = serve.ServeSettings(url=house.chunk_2048.url, request_rate=40, goodput=limits, **sizes)
     line = json.loads(json.dumps(await serve.run(settings)))

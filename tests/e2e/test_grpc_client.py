@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import grpc
 import pytest
@@ -102,7 +103,7 @@ def test_samples_stops_and_logprobs(stub: generation_pb2_grpc.GenerationStub) ->
     assert text_of(stopped, 1) == whole[: whole.index(stop)]
 
 
-def _fields(request: pb.GenerateRequest) -> dict[str, object]:
+def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     return {field.name: value for field, value in request.ListFields()}
 
 
@@ -129,7 +130,7 @@ def test_errors_say_what_is_wrong(
     with pytest.raises(grpc.RpcError) as error:
         list(stub.Generate(request_, timeout=PATIENCE_S))
     assert error.value.code() is status
-    assert says in error.value.details()
+    assert says in str(error.value.details())
 
 
 def test_the_deadline_of_the_call_holds(stub: generation_pb2_grpc.GenerationStub, house: House) -> None:

@@ -25,7 +25,7 @@ PLAIN = tiny_tasks.recall(Random(8), "heldout", num_tokens=300, plain=True)
 
 @pytest.fixture(scope="module")
 def client(house: House) -> Iterator[openai.OpenAI]:
-    http = httpx.Client(trust_env=False)
+    http: Any = httpx.Client(trust_env=False)  # openai's types name a successor of httpx, where that is installed
     with openai.OpenAI(base_url=f"{house.chunk_64.url}/v1", api_key="none", max_retries=0, http_client=http) as client:
         yield client
 
@@ -142,14 +142,14 @@ def test_logprobs(client: openai.OpenAI) -> None:
     spoken = "".join(entry.token for entry in entries[:-1])  # the last is EOS
     assert spoken == answer.choices[0].message.content
     old = client.completions.create(model=MODEL, prompt=PLAIN.prompt, logprobs=2, max_tokens=3, temperature=0)
-    logprobs = old.choices[0].logprobs
+    logprobs: Any = old.choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 3
     assert "".join(logprobs.tokens) == old.choices[0].text
 
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).max_model_len == 4096
+    assert client.models.retrieve(MODEL).model_dump()["max_model_len"] == 4096
 
 
 def test_errors_say_what_is_wrong(client: openai.OpenAI) -> None:
@@ -178,8 +178,9 @@ def test_a_deadline_ends_the_request(client: openai.OpenAI, house: House) -> Non
 
 def test_the_request_id_goes_in_and_out(client: openai.OpenAI, house: House) -> None:
     name = f"e2e-{secrets.token_hex(4)}"
+    messages: Any = RECALL.messages
     raw = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=RECALL.messages, extra_headers={"x-request-id": name}
+        model=MODEL, messages=messages, extra_headers={"x-request-id": name}
     )
     assert raw.headers["x-request-id"] == name
     assert name in raw.parse().id

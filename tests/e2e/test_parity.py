@@ -6,7 +6,7 @@ CI runs a pairwise choice of the ways, each with its share of the prompts; `-m f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,8 +19,9 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from tests.e2e import reference_file
 from tests.e2e.client import Answer, Client
 from tests.e2e.cluster import PATIENCE_S
-from tests.e2e.conftest import NEAR_TIES, House
+from tests.e2e.conftest import House
 from tests.e2e.reference_file import Reference, ReferenceFile
+from tests.summary import COMPARED, NEAR_TIES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,15 +63,19 @@ def references(house: House) -> ReferenceFile:
 
 
 @pytest.fixture
-def judge(pytestconfig: pytest.Config) -> Judge:
-    return Judge(pytestconfig.stash.setdefault(NEAR_TIES, [0, 0]))
+def judge(record_property: Callable[[str, object], None]) -> Iterator[Judge]:
+    judge = Judge()
+    yield judge
+    record_property(COMPARED, judge.num_compared)
+    record_property(NEAR_TIES, judge.num_near_ties)
 
 
 class Judge:
-    """Holds answers against references; `counts`: all, and those that differ at a near tie."""
+    """Holds answers against references."""
 
-    def __init__(self, counts: list[int]) -> None:
-        self._counts = counts
+    def __init__(self) -> None:
+        self.num_compared = 0
+        self.num_near_ties = 0
 
     def check(self, answer: Answer, reference: Reference, max_tokens: int | None = None) -> None:
         """`max_tokens`: of the request, if that was for fewer tokens than the reference's, EOS ignored."""
@@ -79,13 +84,13 @@ class Judge:
         assert answer.usage["prompt_tokens"] == len(reference.prompt)
         assert answer.usage["completion_tokens"] == len(answer.tokens[0])
         assert answer.timings["attempts"] == 1
-        self._counts[0] += 1
+        self.num_compared += 1
         difference = reference.difference(answer.tokens[0], max_tokens)
         if difference is None:
             assert answer.finishes == {0: "length" if max_tokens else reference.finish}
             return
         assert difference.is_near_tie, str(difference)
-        self._counts[1] += 1
+        self.num_near_ties += 1
         print(f"near tie: {difference}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 from baton.messages import WorkId
 from baton.sampling import SamplingParams
@@ -57,8 +58,8 @@ class Counting:
         self.copies += pairs
 
 
-def make(**sizes: int) -> tuple[Engine, Counting]:
-    model = Counting()
+def make(**sizes: Any) -> tuple[Engine, Counting]:
+    model: Any = Counting()
     return Engine(dataclasses.replace(SIZES, **sizes), model), model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -213,9 +214,9 @@ class EngineMachine(RuleBasedStateMachine):
         lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         source, request = lease.source, self.requests[lease.source.work]
         num_moved = num_blocks_for(source.num_tokens, BLOCK_SIZE)
-        for block, target in zip(source.block_table[:num_moved], lease.table, strict=False):
-            if self.engine.blocks.hash_of(target) is None:
-                self.model.copy_blocks([(block, target)])
+        for block, copy in zip(source.block_table[:num_moved], lease.table, strict=False):
+            if self.engine.blocks.hash_of(copy) is None:
+                self.model.copy_blocks([(block, copy)])
         self.engine.release(source)
         target = Sequence(source.work, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s)
         target.cache_salt, target.block_table, target.runs_ahead = source.cache_salt, lease.table, source.runs_ahead
@@ -349,5 +350,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert blocks.num_free + blocks.num_cached == blocks.num_total
 
 
-EngineMachine.TestCase.settings = machine(max_examples=300, steps=50)
+class EveryEngineMachine(EngineMachine):
+    """All runs."""
+
+
 TestEngine = EngineMachine.TestCase
+TestEngine.settings = machine(max_examples=100, steps=50)
+TestEveryEngine = pytest.mark.full(pytest.mark.timeout(600)(EveryEngineMachine.TestCase))
+TestEveryEngine.settings = machine(max_examples=300, steps=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.engine.counting import SIZES, make, run, sequence, turns
     ],
 )
 def test_how_a_sample_ends(
-    sampling: dict[str, object], output: list[int], reason: FinishReason, stop_token_id: int | None
+    sampling: dict[str, Any], output: list[int], reason: FinishReason, stop_token_id: int | None
 ) -> None:
     engine, _ = make()
     engine.add(sequence(**sampling))
@@ -82,7 +83,7 @@ def test_what_can_never_run_is_refused(seq: Sequence, param: str, numbers: tuple
         ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
     ],
 )
-def test_bad_sizes_name_their_flag(change: dict[str, int], flag: str) -> None:
+def test_bad_sizes_name_their_flag(change: dict[str, Any], flag: str) -> None:
     with pytest.raises(ValueError, match=f"{flag} must be") as refused:
         dataclasses.replace(SIZES, **change)
     assert "\n" not in str(refused.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_an_mlp_of_another_form() -> None:
 
 
 def norm_after_rotation(
-    self: nn.Module,
+    self: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
@@ -166,7 +167,8 @@ def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tupl
 
 
 def attention_function(*args: object, **kwargs: object) -> tuple[Tensor, None]:
-    return modeling_qwen3.ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](*args, **kwargs)
+    functions: Any = modeling_qwen3.ALL_ATTENTION_FUNCTIONS  # type: ignore[attr-defined]
+    return functions[IMPLEMENTATION](*args, **kwargs)
 
 
 def test_norms_after_the_rotation(monkeypatch: pytest.MonkeyPatch) -> None:

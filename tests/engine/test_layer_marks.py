@@ -75,7 +75,7 @@ def test_a_layer_is_there_while_the_next_is_computed(tmp_path: Path, monkeypatch
     for _ in range(NUM_LAYERS + 1):  # each group, and the end
         assert woken.acquire(timeout=WAIT_S)
     runner.pool.tensor.zero_()
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
 
     def written_by_layer() -> list[float]:

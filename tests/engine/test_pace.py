@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,7 +207,7 @@ class Device:
     """An engine that runs ahead, or not, with one long sequence; its steps take 10 ms."""
 
     def __init__(self, ahead: bool = True) -> None:
-        self.now, self.model = 0.0, Counting()
+        self.now, self.model = 0.0, cast(Any, Counting())
         self.model.slow = True
         self.engine = Engine(dataclasses.replace(SIZES, async_scheduling=ahead), self.model, clock=lambda: self.now)
         self.sequence = sequence(5, max_tokens=40)

@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     """Greedy answers of transformers, each prompt alone."""
-    model = tiny_models.reference(folder)
+    model: Any = tiny_models.reference(folder)
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -60,8 +61,8 @@ def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     return answers
 
 
-def make_engine(folder: Path, device: str = "cpu", **sizes: int) -> tuple[Engine, TorchModelRunner]:
-    plain = {"num_blocks": 400, "max_model_len": 512, "block_size": 16, **sizes}
+def make_engine(folder: Path, device: str = "cpu", **sizes: Any) -> tuple[Engine, TorchModelRunner]:
+    plain: dict[str, Any] = {"num_blocks": 400, "max_model_len": 512, "block_size": 16, **sizes}
     config = EngineConfig(vocab_size=tiny_models.VOCAB_SIZE, eos_token_ids=(tiny_models.EOS,), **plain)
     runner = TorchModelRunner(loader.load_model(Checkpoint.open(folder), device=device), config)
     return Engine(config, runner), runner
@@ -94,7 +95,11 @@ def run(engine: Engine, seqs: Iterable[Sequence] = ()) -> Outputs:
 def test_mixed_batches_and_prefix_hits(
     folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]], budget: int, block_size: int, ahead: bool
 ) -> None:
-    sizes = {"max_num_batched_tokens": budget, "num_blocks": 6400 // block_size, "block_size": block_size}
+    sizes: dict[str, Any] = {
+        "max_num_batched_tokens": budget,
+        "num_blocks": 6400 // block_size,
+        "block_size": block_size,
+    }
     engine, _ = make_engine(folder, **sizes, async_scheduling=ahead)
     for turn in range(2):
         seqs = [ask(str(i), prompt) for i, prompt in enumerate(prompts)]
@@ -114,7 +119,13 @@ def test_a_gpu_says_the_same(
     assert runner.pool.tensor.is_cuda
     if graphs:
         runner.capture(ladder(engine.config.max_num_seqs), 512, 512)
-    wishes = {"temperature": 0.9, "top_p": 0.95, "num_logprobs": 2, "repetition_penalty": 1.1, "min_tokens": 3}
+    wishes: dict[str, Any] = {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "num_logprobs": 2,
+        "repetition_penalty": 1.1,
+        "min_tokens": 3,
+    }
     seqs = [ask(str(i), prompt) for i, prompt in enumerate(prompts)]
     said = run(engine, [*seqs, *(ask(f"drawn {i}", prompt, 3, **wishes) for i, prompt in enumerate(prompts))])
     assert [said[str(i), 0] for i in range(len(prompts))] == expected
@@ -156,7 +167,7 @@ def test_an_attempt_goes_on_where_another_ended(
 @pytest.mark.parametrize("length", [1, 31, 32, 100])
 def test_seeded_samples_are_those_of_single_requests(folder: Path, length: int) -> None:
     prompt = tuple((7 * i + 3) % tiny_models.VOCAB_SIZE for i in range(length))
-    wishes = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "ignore_eos": True, "max_tokens": 40}
+    wishes: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "ignore_eos": True, "max_tokens": 40}
     engine, _ = make_engine(folder)
     together = run(engine, [ask("all", prompt, samples=4, seed=11, **wishes)])
     alone = [run(make_engine(folder)[0], [ask("one", prompt, seed=11 + i, **wishes)])["one", 0] for i in range(4)]
@@ -166,7 +177,7 @@ def test_seeded_samples_are_those_of_single_requests(folder: Path, length: int) 
 
 def hand_over(seq: Sequence, first: list[SampledToken], p: TorchModelRunner, d_engine: Engine, d: TorchModelRunner):
     """What prefill node, network and decode node do between them, in six lines."""
-    outputs = {token.sample: (token.token,) for token in first if not token.finish}
+    outputs: dict[int, tuple[int, ...]] = {token.sample: (token.token,) for token in first if not token.finish}
     num_full = seq.num_tokens // d_engine.config.block_size
     hits = d_engine.blocks.match(seq.block_hashes(num_full, d_engine.config.block_size))
     d_engine.blocks.acquire(hits)
@@ -184,7 +195,7 @@ def hand_over(seq: Sequence, first: list[SampledToken], p: TorchModelRunner, d_e
 def test_handed_off_requests_go_on_as_if_nothing_had_happened(
     folder: Path, prompts: list[tuple[int, ...]], samples: int
 ) -> None:
-    wishes = {"temperature": 0.8, "seed": 3, "max_tokens": 20}
+    wishes: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 20}
     undisturbed = run(make_engine(folder)[0], [ask(str(i), p, samples, **wishes) for i, p in enumerate(prompts)])
     p_engine, p_runner = make_engine(folder, max_num_batched_tokens=50)
     d_engine, d_runner = make_engine(folder, num_blocks=1000)

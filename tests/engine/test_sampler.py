@@ -69,7 +69,9 @@ def greedy(**params: object) -> SamplingParams:
 
 def adjusted(values: torch.Tensor, params: SamplingParams, **where: tuple[int, ...]) -> list[float]:
     sampler, batch = begun([Ask(params, **where)])  # type: ignore[arg-type]
-    own, rows = sampler._adjusted(values, sampler.prepare(batch))
+    columns = sampler.prepare(batch)
+    assert columns
+    own, rows = sampler._adjusted(values, columns)
     return own[rows[0]].tolist()
 
 

@@ -47,8 +47,8 @@ def llama(folders: dict[str, Path], tmp_path: Path) -> Path:
 
 def by_transformers(folder: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    return model.to(device).eval()
+    model: PreTrainedModel = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(device)
+    return model.eval()
 
 
 def directly(folder: Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
@@ -182,7 +182,7 @@ def test_conversions_are_left_to_transformers(tmp_path: Path) -> None:
     """A mixture's experts are stored one by one, and computed from one tensor."""
     from transformers import Qwen3MoeConfig
 
-    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    sizes: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
     folder = tiny_models.save(Qwen3MoeConfig(**tiny_models.SHAPE, **sizes), tmp_path)
     with pytest.raises(UnsupportedModel, match="transformers converts model"):
         loader.load_model(Checkpoint.open(folder), load_format="safetensors")

@@ -1,6 +1,6 @@
-"""Many clients at once, in a process of their own for its descriptors: `python -m tests.fuzz.crowd HTTP GRPC`.
+"""Many clients at once, in a process of their own for its descriptors: `python -m tests.fuzz.crowd HTTP GRPC COUNT`.
 
-NUM_HTTP of them have a connection of their own; the others share one, since descriptors are scarce. For each that ends
+All but NUM_GRPC have a connection of their own; those share one, since descriptors are scarce. For each that ends
 a line on stdout: its status, or what became of it.
 """
 
@@ -19,7 +19,6 @@ import grpc.aio
 from baton.address import HostPort
 from baton.v1 import generation_pb2, generation_pb2_grpc
 
-NUM_HTTP = 9_800
 NUM_GRPC = 200
 PATIENCE_S = 100.0
 BODY = json.dumps({"prompt": "hi", "max_tokens": 50}).encode()
@@ -52,18 +51,18 @@ async def over_grpc(stub: generation_pb2_grpc.GenerationStub) -> str:
     return "200"
 
 
-async def main(http: HostPort, address: str) -> None:
+async def main(http: HostPort, address: str, count: int) -> None:
     async def told(one: Coroutine[Any, Any, str]) -> None:
         sys.stdout.write(await one + "\n")
         sys.stdout.flush()
 
     async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as clients:
         stub = generation_pb2_grpc.GenerationStub(channel)
-        for one in (*(over_grpc(stub) for _ in range(NUM_GRPC)), *(over_http(http) for _ in range(NUM_HTTP))):
+        for one in (*(over_grpc(stub) for _ in range(NUM_GRPC)), *(over_http(http) for _ in range(count - NUM_GRPC))):
             clients.create_task(told(one))
 
 
 if __name__ == "__main__":
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(main(HostPort.parse(sys.argv[1]), sys.argv[2]))
+    asyncio.run(main(HostPort.parse(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -89,9 +89,9 @@ def _changed(random: Random, value: Any) -> Any:
     return odd_json(random)
 
 
-def wrong_bytes(random: Random, data: bytes) -> bytes:
+def wrong_bytes(random: Random, valid: bytes) -> bytes:
     """Bits turned, pieces put in, taken out, or said twice; or the rest left away."""
-    data = bytearray(data)
+    data = bytearray(valid)
     for _ in range(random.randint(1, 4)):
         at = random.randrange(len(data) + 1)
         to = min(len(data), at + random.choice((1, 2, 8, 64)))
@@ -134,7 +134,7 @@ def _change_field(random: Random, message: Message) -> None:
     if not message.DESCRIPTOR.fields:
         return
     set_fields = [field for field, _ in message.ListFields()]
-    field = random.choice(set_fields if set_fields and random.random() < 0.6 else message.DESCRIPTOR.fields)
+    field: Any = random.choice(set_fields if set_fields and random.random() < 0.6 else message.DESCRIPTOR.fields)
     if random.random() < 0.15:
         message.ClearField(field.name)
     elif field.is_repeated:

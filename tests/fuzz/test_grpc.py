@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -40,7 +41,8 @@ METHODS: dict[str, tuple[Message, ...]] = {
 async def test_messages(method: str, caplog: pytest.LogCaptureFixture) -> None:
     codes, wrong = Counter[str](), dict[str, str]()
     async with serving() as router, grpc.aio.insecure_channel(router.grpc, options=CHANNEL_OPTIONS) as channel:
-        call = channel.unary_stream(f"/baton.v1.Generation/{method}")  # bytes as they are; one answer is a stream too
+        # bytes as they are; one answer is a stream too
+        call: Any = channel.unary_stream(f"/baton.v1.Generation/{method}")  # type: ignore[call-arg]
 
         async def one(number: int) -> None:
             random = Random(f"{method} {number}")
@@ -50,7 +52,7 @@ async def test_messages(method: str, caplog: pytest.LogCaptureFixture) -> None:
                 async for _ in call(sent, timeout=CASE_S):
                     pass
             except grpc.aio.AioRpcError as error:
-                code, details = error.code(), error.details()
+                code, details = error.code(), str(error.details())
             codes[code.name] += 1
             if code in OURS:
                 wrong.setdefault(f"{code.name} {details[:60]}", f"case {number}: {details} {sent[:200]!r}")

@@ -37,7 +37,7 @@ CONNECT_S = 0.02
 HANG_UP_S = 0.01
 """For who called to be hung up on; one whose words were right so far is not, and hangs up himself."""
 SLOT_BYTES = 64
-HOSTS = ([], ["no address"], [1], "127.0.0.1", ["127.0.0.1"] * 300, ["::1%9"], [""])
+HOSTS: tuple[object, ...] = ([], ["no address"], [1], "127.0.0.1", ["127.0.0.1"] * 300, ["::1%9"], [""])
 KINDS = ("ordered", "ipc", "nixl")
 
 

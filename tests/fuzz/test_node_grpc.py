@@ -44,7 +44,7 @@ from tests.node.scripted import LAYOUT, RouterStream, Running, running
 NUM_STREAMS = 400
 NUM_QUESTIONS = 100
 OURS = frozenset((grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE))
-SAMPLING = SamplingParams(max_tokens=4, logit_bias={7: 1.0}, stop_token_ids=(3,))
+SAMPLING = SamplingParams(max_tokens=4, logit_bias={7: 1.0}, stop_token_ids=frozenset((3,)))
 
 
 def routers(epoch: int) -> list[wire.RouterToNode]:
@@ -83,7 +83,7 @@ async def test_streams(service: str, method: str, caplog: pytest.LogCaptureFixtu
     codes, wrong = Counter[str](), dict[str, str]()
     side, role = (PREFILL_SIDE, NodeRole.PREFILL) if service == "PrefillNode" else (DECODE_SIDE, NodeRole.DECODE)
     async with running(side, role) as node:
-        open_stream = node.channel.stream_stream(f"/baton.v1.{service}/{method}")
+        open_stream: Any = node.channel.stream_stream(f"/baton.v1.{service}/{method}")  # type: ignore[call-arg]
 
         async def one(number: int) -> None:
             sent = _stream(Random(f"{service} {method} {number}"), wires(number, method))
@@ -106,7 +106,7 @@ async def test_streams(service: str, method: str, caplog: pytest.LogCaptureFixtu
 async def test_questions(method: str, caplog: pytest.LogCaptureFixture) -> None:
     wrong = dict[str, str]()
     async with running(DECODE_SIDE, NodeRole.DECODE) as node:
-        ask = node.channel.unary_stream(f"/baton.v1.NodeStatus/{method}")
+        ask: Any = node.channel.unary_stream(f"/baton.v1.NodeStatus/{method}")  # type: ignore[call-arg]
 
         async def one(number: int) -> None:
             sent = wrong_wire(Random(f"{method} {number}"), node_pb2.GetTokenizerRequest(digest="d1"))
@@ -138,7 +138,7 @@ async def _told(call: Any, sent: list[bytes]) -> tuple[grpc.StatusCode, str]:
         for message in sent:
             await call.write(message)
         await call.done_writing()
-        while await call.read() is not grpc.aio.EOF:
+        while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
             pass
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         pass

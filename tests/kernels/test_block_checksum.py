@@ -61,8 +61,8 @@ def test_each_bit_and_each_place_counts() -> None:
     row = rows_of(1, 64)
     seen = {int(block_checksums(row))}
     changed = [row.clone() for _ in range(64 * 8)]
-    for bit, other in enumerate(changed):
-        other[0, bit // 8] ^= 1 << bit % 8
+    for bit, one_bit_off in enumerate(changed):
+        one_bit_off[0, bit // 8] ^= 1 << bit % 8
     words = row.view(torch.int64)
     for one in range(8):
         for other in range(one):

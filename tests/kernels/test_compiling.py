@@ -49,12 +49,12 @@ def launch_rope(dim: int, rotary_dim: int, interleaved: bool, with_norm: bool) -
     from baton_kernels.kv_write.rope_kernel import rope_kv_write
 
     query, key, value = (t.unflatten(1, (-1, dim)) for t in bf16(2, 48 * dim).split([32 * dim, 8 * dim, 8 * dim], 1))
-    caches = bf16(3, 2, 2, 8, 16, dim)[:, 1].unbind(1)
+    keys, values = bf16(3, 2, 2, 8, 16, dim)[:, 1].unbind(1)
     norm = HeadNorm(bf16(dim), bf16(dim), 1e-6, 0.0, False) if with_norm else None
     table = bf16(2, rotary_dim)
-    rope_kv_write(query, key, value, table, table, *caches, ints(2), interleaved, norm)
+    rope_kv_write(query, key, value, table, table, keys, values, ints(2), interleaved, norm)
     if with_norm:
-        kv_write(key, value, *caches, ints(2))
+        kv_write(key, value, keys, values, ints(2))
 
 
 def launch_moves_and_inputs() -> None:

@@ -168,8 +168,8 @@ def test_small_or_odd_weights_are_left_to_cublas() -> None:
 def test_no_less_exact_than_cublas(num_rows: int, out_features: int, in_features: int, gated: bool) -> None:
     x, weight, bias = operands(num_rows, out_features, in_features, torch.bfloat16, "cuda")
     with poisoned():
-        bias = None if num_rows > 128 else bias
-        out = gated_linear(x, weight, "silu", bias) if gated else linear(x, weight, bias)
+        added = None if num_rows > 128 else bias
+        out = gated_linear(x, weight, "silu", added) if gated else linear(x, weight, added)
     cublas = torch.nn.functional.linear(x, weight, bias)
     expected = exact(x, weight, bias)
     if gated:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,10 @@ def test_a_captured_graph_serves_other_contexts(window: int | None) -> None:
         case.keys, case.values = keys, values
 
 
+def _plans(case: Case) -> list[tuple[Any, Any]]:
+    return list(case.batch.plans.items())
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 def test_keys_split_over_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for few tokens on a GPU of many processors; one sequence in the middle has too few keys to be split."""
@@ -132,7 +137,7 @@ def test_keys_split_over_programs(device: str, monkeypatch: pytest.MonkeyPatch) 
     case = Case([(1, 200), (1, 3), (1, 70), (4, 200), (7, 100)], 4, 1, 16, device, 16)
     check(case)
     check(case, window=90, sinks=sinks)
-    assert all(plan.num_splits > 1 for key, plan in case.batch.plans.items() if key[0] == "prefill")
+    assert all(plan.num_splits > 1 for key, plan in _plans(case) if key[0] == "prefill")
 
 
 @settings(max_examples=60, deadline=None)
@@ -205,7 +210,8 @@ def test_long_chunk_in_small(query_len: int, context: int, fresh: bool) -> None:
 def test_equal_squares_go_together() -> None:
     square = contiguous.SHAPES.square
     lens = [(1, 9), *[(square, square)] * 7, (3, 3), (square, square), (square, 4 * square), (2 * square, 2 * square)]
-    batch = PagedBatch.build([[1] * 512] * len(lens), *map(list, zip(*lens, strict=True)), 16, torch.device("cpu"))
+    query_lens, context_lens = map(list, zip(*lens, strict=True))
+    batch = PagedBatch.build([[1] * 512] * len(lens), query_lens, context_lens, 16, torch.device("cpu"))
     long, runs = kernel._ways(batch, can_be_contiguous=True, fused=True)
     assert [(seqs.start, len(seqs)) for seqs, _ in long] == [(1, 4), (5, 2), (7, 1), (9, 1), (10, 1), (11, 1)]
     assert runs == [range(8, 9)]
@@ -221,7 +227,7 @@ def test_equal_squares() -> None:
     square = contiguous.SHAPES.square
     case = Case([(1, 30), *[(square, square)] * 7, (9, 50)], 4, 2, 128, "cuda", 16, torch.bfloat16)
     check(case)
-    (plan,) = (plan for key, plan in case.batch.plans.items() if key[0] == "ways")
+    (plan,) = (plan for key, plan in _plans(case) if key[0] == "ways")
     assert [len(seqs) for seqs, _ in plan[0]] == [4, 2, 1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_reference_is_transformers(family: str, dtype: torch.dtype) -> None:
     weight_offset, round_once = RULES[family]
     x, residual = rows(2, 5, 96, dtype=dtype), rows(2, 5, 96, dtype=dtype, seed=2)
     total = residual + x
-    kinds = {"weight_offset": weight_offset, "round_once": round_once}
+    kinds: dict[str, Any] = {"weight_offset": weight_offset, "round_once": round_once}
     with torch.no_grad():
         assert torch.equal(rms_norm(x, module.weight, 1e-5, **kinds), module(x))
         assert torch.equal(rms_norm(x, module.weight, 1e-5, residual=residual, **kinds), module(total))

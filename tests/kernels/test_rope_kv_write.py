@@ -130,7 +130,8 @@ def check_kernel(*, interleaved: bool, norm: tuple[float, bool] | None = None, h
     from baton_kernels.kv_write import rope_kernel
 
     expected, case = Case(**shape), Case(**shape)
-    for c, rope in ((expected, reference.rope_kv_write), (case, rope_kernel.rope_kv_write)):
+    both: Any = (expected, reference.rope_kv_write), (case, rope_kernel.rope_kv_write)
+    for c, rope in both:
         if interleaved:
             c.cos, c.sin = pairs(c.cos), pairs(c.sin)
         if half_tables:
@@ -151,7 +152,7 @@ def check_kernel(*, interleaved: bool, norm: tuple[float, bool] | None = None, h
     ("dim", "rotary_dim"), [(16, 4), (64, 64), (80, 32), (80, 80), (96, 96), (128, 96), (256, 256)]
 )
 def test_kernel(dim: int, rotary_dim: int, interleaved: bool, device: str, dtype: torch.dtype) -> None:
-    shape = {"dim": dim, "rotary_dim": rotary_dim, "device": device, "dtype": dtype}
+    shape: dict[str, Any] = {"dim": dim, "rotary_dim": rotary_dim, "device": device, "dtype": dtype}
     check_kernel(interleaved=interleaved, half_tables=interleaved, **shape)
     for norm in ((0.0, False), (1.0, True)):
         check_kernel(interleaved=interleaved, half_tables=not interleaved, norm=norm, **shape)
@@ -163,7 +164,13 @@ def test_kernel(dim: int, rotary_dim: int, interleaved: bool, device: str, dtype
 def test_kernel_over_heads_and_tokens(
     num_tokens: int, heads: int, kv_heads: int, device: str, dtype: torch.dtype
 ) -> None:
-    shape = {"num_tokens": num_tokens, "heads": heads, "kv_heads": kv_heads, "dim": 128, "block_size": 16}
+    shape: dict[str, Any] = {
+        "num_tokens": num_tokens,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": 128,
+        "block_size": 16,
+    }
     check_kernel(interleaved=False, half_tables=False, norm=(0.0, False), device=device, dtype=dtype, **shape)
 
 
@@ -204,7 +211,14 @@ def test_padding_goes_to_the_null_block(device: str) -> None:
 
 @pytest.mark.gpu
 def test_kernel_at_the_sizes_of_serving() -> None:
-    shape = {"heads": 32, "kv_heads": 8, "dim": 128, "block_size": 16, "device": "cuda", "dtype": torch.bfloat16}
+    shape: dict[str, Any] = {
+        "heads": 32,
+        "kv_heads": 8,
+        "dim": 128,
+        "block_size": 16,
+        "device": "cuda",
+        "dtype": torch.bfloat16,
+    }
     for num_tokens in (256, 8192):
         check_kernel(interleaved=False, half_tables=True, num_tokens=num_tokens, **shape)
         check_kernel(interleaved=False, half_tables=True, norm=(0.0, False), num_tokens=num_tokens, **shape)

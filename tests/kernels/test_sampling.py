@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_draws_follow_the_softmax() -> None:
 def test_a_draw_depends_on_its_own_row_alone() -> None:
     torch.manual_seed(0)
     logits, rows = torch.randn(8, 100), range(8)
-    columns = {
+    columns: dict[str, list[Any]] = {
         "temperature": [0.2, 0.7, 1.0, 1.5, 0.0, 1.0, 1.0, 0.9],
         "top_k": [0, 5, 0, 3, 1, 0, 1000, 2],
         "top_p": [1.0, 0.9, 0.3, 1.0, 0.5, 1e-6, 1.0, 0.8],

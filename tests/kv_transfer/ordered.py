@@ -64,7 +64,8 @@ class OrderedGroup:
         while (item := self._queue.get()) is not None:
             verb, memory, operation = item
             try:
-                verb(memoryview(memory.numpy()))
+                array: Any = memory.numpy()
+                verb(memoryview(array))
             except OSError:
                 self._aborted.wait()
             operation.over.set()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kv_transfer import create, staging_for
 from kv_transfer.memory import MemoryHub, MemoryTransport

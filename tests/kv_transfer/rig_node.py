@@ -237,7 +237,7 @@ class Node:
 
     def see_first_byte(self, slot: int, before: int) -> None:
         """Return once the network has written over the slot's first byte, which was `before`."""
-        memory = self.staging.memory(slot)
+        memory: Any = self.staging.memory(slot)
         if not memory.is_cuda:
             memory = memory.numpy()  # a look costs less
         deadline = time.monotonic() + DEADLINE_S

@@ -88,7 +88,7 @@ def test_nothing_is_announced_behind_the_last_words_of_a_link(is_cut: bool) -> N
     said.close()
     frames: list[Frame] = []
     while not heard.lost:
-        assert wait([heard], DEADLINE_S)
+        assert wait([heard], DEADLINE_S)  # type: ignore[list-item]
         frames += heard.receive()
     heard.close()
     assert frames == [Frame(Kind.BEGIN, 1, 10, b"header")] * (not is_cut)

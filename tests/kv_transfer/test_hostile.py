@@ -50,7 +50,7 @@ HERE = IpcCarrier(SLOTS)
 
 FIELDS = asdict(PairAddress("a" * 32, "ipc", "1", "boot", ("127.0.0.1",), 4711, "00"))
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("127.0.0.1")
-anything = plain | st.lists(plain, max_size=3) | st.just({}) | st.just([["::1"]])
+anything: st.SearchStrategy[Any] = plain | st.lists(plain, max_size=3) | st.just({}) | st.just([["::1"]])
 
 
 def sealed(data: bytes) -> bytes:

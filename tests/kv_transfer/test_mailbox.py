@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import select
 
 from kv_transfer.mailbox import Mailbox
@@ -15,7 +16,7 @@ def test_its_thread_is_woken_while_commands_wait_and_they_keep_their_order() -> 
     mailbox, ran = Mailbox(), list[int]()
     assert not is_readable(mailbox)
     for number in range(3):
-        mailbox.post(lambda number=number: ran.append(number))
+        mailbox.post(functools.partial(ran.append, number))
     assert is_readable(mailbox)
     assert mailbox
     mailbox.run()

@@ -359,6 +359,7 @@ def test_copies_of_what_is_sent_together_begin_before_any_is_pushed(
     hub_pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = hub_pair
+    assert isinstance(sender.mover, KvSender)
     device = Device(sender.mover, monkeypatch)
     with sender.mover.together():
         for part in (0, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ class Side:
         self.lent: dict[int, int] = {}
         self.unfinished: list[tuple[str, int, int, Target]] = []
         self.counts = counts
+        self.transport: Any
         if kind == "ordered":
             self.transport = PairTransport(self.staging, lambda: None, ordered_carrier())
         else:

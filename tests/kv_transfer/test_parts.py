@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -86,8 +87,8 @@ def test_a_slot_holds_the_blocks_that_it_was_made_for(part_blocks: int, block_by
     "changes",
     [{"lease": 8}, {"part": 4}, {"num_blocks": 1}, {"offset": 0}, {"piece_bytes": 2048}, {"drain": True}],
 )
-def test_only_exactly_the_expected_part_is_taken(changes: dict[str, int]) -> None:
-    fields = {"lease": 7, "part": 3, "num_blocks": 2, "offset": 64, "piece_bytes": 1024}
+def test_only_exactly_the_expected_part_is_taken(changes: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"lease": 7, "part": 3, "num_blocks": 2, "offset": 64, "piece_bytes": 1024}
     PartHeader(**fields, layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT.digest())
     with pytest.raises(TransferError, match="expected"):
         PartHeader(**(fields | changes), layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT.digest())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,7 +24,7 @@ class StagingMachine(RuleBasedStateMachine):
         self.staging = Staging(num_slots, SLOT_BYTES, "cpu", clock=lambda: self.now)
         self.owners = dict.fromkeys(range(num_slots), (NOBODY, 0.0))  # and since when
         self.state = dict.fromkeys(range(num_slots), SlotState.FREE)
-        self.pending: list[list[object]] = []  # [memory of a cut operation, whether it is over natively]
+        self.pending: list[list[Any]] = []  # [memory of a cut operation, whether it is over natively]
         self.total = 0
         self.most_unfinished = 0
 

@@ -43,7 +43,7 @@ def test_another_version_of_ucx_is_refused(theirs: tuple[int, int, int]) -> None
 
 def test_memory_of_a_gpu_is_described_as_it_is() -> None:
     """As far as can be told without one: `Array` reads what it is told."""
-    from kv_transfer.ucx_buffer import Array, _DeviceBytes, buffer_of
+    from kv_transfer.ucx_buffer import Array, _DeviceBytes, buffer_of  # type: ignore[attr-defined]
 
     memory = torch.arange(64, dtype=torch.uint8)
     for buffer in (Array(_DeviceBytes(memory, 17)), buffer_of(memory, 17)):

@@ -43,6 +43,8 @@ class Process:
     lines: list[str] = field(default_factory=list)
     address: str = ""
     metrics: str = ""
+    _ready: threading.Event = field(default_factory=threading.Event)
+    _reader: threading.Thread = field(init=False)
 
     @classmethod
     def start(cls, module: str, checkpoint: Path, *flags: str) -> Process:
@@ -50,7 +52,6 @@ class Process:
         argv = [sys.executable, "-m", f"{module}.main", "--model", str(checkpoint), "--listen", "127.0.0.1:0"]
         argv += ["--device", "cpu", "--cpu-threads", "1", "--metrics-port", "0", *flags]
         process = cls(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True))
-        process._ready = threading.Event()
         process._reader = threading.Thread(target=process._read)
         process._reader.start()
         return process
@@ -112,7 +113,7 @@ class Session:
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         self._call.cancel()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def send(self, message: wire.RouterToNode) -> None:
         await self._call.write(wire.write_router_message(message))

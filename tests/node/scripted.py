@@ -239,7 +239,7 @@ class RouterStream:
     async def read(self) -> wire.NodeToRouter:
         async with asyncio.timeout(WAIT_S):
             answer = await self.call.read()
-        assert answer is not grpc.aio.EOF
+        assert answer is not grpc.aio.EOF  # type: ignore[attr-defined]
         return wire.read_node_message(answer)
 
     async def updates(self) -> tuple[Any, ...]:
@@ -252,14 +252,14 @@ class RouterStream:
         """What is left of the session, without how it ended."""
         async with asyncio.timeout(WAIT_S):
             with contextlib.suppress(grpc.aio.AioRpcError):
-                while (message := await self.call.read()) is not grpc.aio.EOF:
+                while (message := await self.call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                     yield wire.read_node_message(message)
 
     async def end(self) -> tuple[str, str]:
         """Status and text with which the node ended the session."""
         async with asyncio.timeout(WAIT_S):
             try:
-                while await self.call.read() is not grpc.aio.EOF:
+                while await self.call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
                     pass
             except grpc.aio.AioRpcError:
                 pass

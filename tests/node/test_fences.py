@@ -125,8 +125,8 @@ def test_stopped_samples_and_tombstones_do_not_slow_each_other_down(fences: Fenc
     for i in range(2000):
         fences.stop_samples(attempt(0, str(i)), (0,), float(i), 60.0)
 
-    class Untouched(dict):  # type: ignore[type-arg]
-        def __iter__(self):  # type: ignore[no-untyped-def]
+    class Untouched(dict):
+        def __iter__(self):
             raise AssertionError("all stopped samples are looked at")
 
     fences._stopped = Untouched(fences._stopped)

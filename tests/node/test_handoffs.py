@@ -257,10 +257,10 @@ async def end_of(call) -> str:
     """The text with which the node ended the stream."""
     async with asyncio.timeout(WAIT_S):
         try:
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 pass
         except grpc.aio.AioRpcError as error:
-            return error.details()
+            return str(error.details())
     return ""
 
 
@@ -276,7 +276,7 @@ async def test_a_peer_that_does_not_fit_is_answered_with_the_error(change, text)
     async with pair() as (_, d), opened(d, dataclasses.replace(HELLO, **change)) as call:
         answer = await hear(call)
         assert answer.error.message == text
-        assert await call.read() is grpc.aio.EOF
+        assert await call.read() is grpc.aio.EOF  # type: ignore[attr-defined]
         assert d.role.events == []
 
 

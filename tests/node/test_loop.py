@@ -4,12 +4,13 @@ import asyncio
 import threading
 import time
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from baton.messages import End, Load, Update, WorkId
 from engine.node.events import Draining, SessionOpened, ToRouter
-from engine.node.loop import NodeLoop, Turn
+from engine.node.loop import NodeLoop
 
 WAIT_S = 20.0
 UPDATE = Update(WorkId(1, "r", 0), End())
@@ -52,7 +53,7 @@ class Role:
 
 
 @contextmanager
-def started(role):
+def started(role: Any):
     """A loop with the role, and what it delivers and why it failed."""
     turns, failures = asyncio.Queue(), asyncio.Queue()
     loop = NodeLoop()
@@ -63,13 +64,14 @@ def started(role):
         assert loop.stop(WAIT_S)
 
 
-async def take(queue) -> Turn:
+async def take(queue) -> Any:
     async with asyncio.timeout(WAIT_S):
         return await queue.get()
 
 
 async def test_all_events_that_wait_go_into_one_turn_and_come_out_as_one_delivery():
-    role, loop, turns = Role(), NodeLoop(), asyncio.Queue()
+    role: Any = Role()
+    loop, turns = NodeLoop(), asyncio.Queue()
     assert [loop.post(SessionOpened(i)) for i in range(3)] == [1, 2, 3]
     loop.start(role, turns.put_nowait, print)
     turn = await take(turns)
@@ -97,7 +99,7 @@ async def test_what_was_prepared_is_told_while_the_step_is_computed():
 
 
 async def test_it_sleeps_while_nothing_happens():
-    role = Role()
+    role: Any = Role()
     with started(role) as (loop, turns, _):
         await take(turns)
         loop.post(Draining())
@@ -109,7 +111,7 @@ async def test_it_sleeps_while_nothing_happens():
 
 
 async def test_a_wake_up_and_a_deadline_make_a_turn():
-    role = Role()
+    role: Any = Role()
     with started(role) as (loop, turns, _):
         await take(turns)
         assert role.turned.acquire(timeout=WAIT_S)
@@ -121,7 +123,7 @@ async def test_a_wake_up_and_a_deadline_make_a_turn():
 
 
 async def test_a_busy_role_is_called_again_at_once():
-    role = Role()
+    role: Any = Role()
     role.busy = 50
     with started(role):
         for _ in range(50):
@@ -130,7 +132,8 @@ async def test_a_busy_role_is_called_again_at_once():
 
 
 async def test_a_turn_that_hangs_is_a_failure():
-    role, end = Role(), threading.Event()
+    role: Any = Role()
+    end = threading.Event()
     role.compute = lambda now: not end.wait(WAIT_S)
     failures = asyncio.Queue()
     loop = NodeLoop(turn_timeout_s=0.1)
@@ -143,7 +146,8 @@ async def test_a_turn_that_hangs_is_a_failure():
 
 
 async def test_a_step_that_hangs_is_a_failure():
-    role, failures = Role(), asyncio.Queue()
+    role: Any = Role()
+    failures = asyncio.Queue()
     role.device_busy_since = time.monotonic()  # and no event says that it ended
     loop = NodeLoop(turn_timeout_s=0.1)
     loop.start(role, lambda turn: None, failures.put_nowait)
@@ -155,7 +159,8 @@ async def test_a_step_that_hangs_is_a_failure():
 
 
 async def test_turns_that_end_in_time_are_no_failure_however_many():
-    role, failures, go = Role(), asyncio.Queue(), threading.Semaphore(0)
+    role: Any = Role()
+    failures, go = asyncio.Queue(), threading.Semaphore(0)
 
     def compute(now):
         role.turned.release()
@@ -175,7 +180,7 @@ async def test_turns_that_end_in_time_are_no_failure_however_many():
 
 
 async def test_a_failure_ends_the_thread_and_is_told(caplog):
-    role = Role()
+    role: Any = Role()
     role.error = RuntimeError("odd")
     with started(role) as (_, _, failures):
         assert await take(failures) is role.error
@@ -183,7 +188,8 @@ async def test_a_failure_ends_the_thread_and_is_told(caplog):
 
 
 async def test_errands_run_between_turns_and_after_the_events_before_them():
-    role, seen = Role(), []
+    role: Any = Role()
+    seen = []
     with started(role) as (loop, _, _):
         loop.post(Draining())
         await asyncio.wrap_future(loop.run_errand(lambda: seen.append((threading.current_thread().name, role.handled))))
@@ -193,7 +199,8 @@ async def test_errands_run_between_turns_and_after_the_events_before_them():
 
 
 async def test_what_an_errand_returns_is_told_and_a_cancelled_one_is_not_run():
-    role, go = Role(), threading.Event()
+    role: Any = Role()
+    go = threading.Event()
     with started(role) as (loop, turns, failures):
         await take(turns)
         busy = loop.run_errand(lambda: go.wait(WAIT_S))

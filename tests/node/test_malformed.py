@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import grpc
 import pytest
@@ -119,13 +120,14 @@ async def test_deadlines_are_capped_by_the_decode_node_too():
 
 async def talk(channel: grpc.aio.Channel, method: str, messages: list[bytes]) -> str:
     """The status of a call that says these bytes, and then no more."""
-    call = channel.stream_stream(method, request_serializer=None, response_deserializer=None)()
+    stream: Any = channel.stream_stream(method, request_serializer=None, response_deserializer=None)
+    call = stream()
     async with asyncio.timeout(WAIT_S):
         try:
             for message in messages:
                 await call.write(message)
             await call.done_writing()
-            while await call.read() is not grpc.aio.EOF:
+            while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 pass
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass
@@ -148,16 +150,16 @@ async def test_bytes_that_are_no_messages_trouble_nobody(role):
             first = [subscribe if method.endswith("Session") else hello] if draw.random() < 0.7 else []
             said = [mutate(draw, draw.choice(whole)) for _ in range(draw.randint(1, 8))]
             assert await talk(node.channel, method, [*first, *said]) in NAMED
-        describe = node.channel.unary_unary("/baton.v1.NodeStatus/Describe")
+        describe: Any = node.channel.unary_unary("/baton.v1.NodeStatus/Describe")  # type: ignore[call-arg]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await describe(b"\xff\xff\xff", timeout=WAIT_S)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        tokenizer = node.channel.unary_stream("/baton.v1.NodeStatus/GetTokenizer")
+        tokenizer: Any = node.channel.unary_stream("/baton.v1.NodeStatus/GetTokenizer")  # type: ignore[call-arg]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await tokenizer(b"\xff\xff\xff", timeout=WAIT_S).read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        said = wire.read_node_info(common_pb2.NodeInfo.FromString(await describe(b"", timeout=WAIT_S)))
-        assert said.incarnation == node.info.incarnation
+        told = wire.read_node_info(common_pb2.NodeInfo.FromString(await describe(b"", timeout=WAIT_S)))
+        assert told.incarnation == node.info.incarnation
         if role is NodeRole.PREFILL:
             await healthy(node)
         assert not node.node.failure.done()

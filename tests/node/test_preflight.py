@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(model: object, **fields: object) -> str:
+def told(model: object, **fields: Any) -> str:
     with pytest.raises(StartupError) as error:
         preflight.check(NodeSettings(model=str(model), **fields))
     assert "\n" not in str(error.value)

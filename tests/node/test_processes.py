@@ -2,6 +2,7 @@
 
 import signal
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def reference(checkpoint, tokens: list[int], count: int) -> list[int]:
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model: Any = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     out = model.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False, eos_token_id=None)
     return out[0, len(tokens) :].tolist()
 

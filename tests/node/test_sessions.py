@@ -7,7 +7,7 @@ import pytest
 
 from baton import PROTOCOL_VERSION
 from baton.errors import InvalidRequest, RequestCancelled
-from baton.messages import Abort, End, Load, NodeRole, Prefill, Subscribed, Tokens, Update, WorkId
+from baton.messages import Abort, End, Load, NodeRole, Prefill, Subscribe, Subscribed, Tokens, Update, WorkId
 from baton.telemetry import NodeMetrics, new_registry
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -19,7 +19,7 @@ from engine.node.loop import Turn
 from engine.node.sessions import Sessions
 from engine.node.streams import Stream
 from prefill_node.server import PREFILL_SIDE
-from tests.node.scripted import RouterStream, Subscribe, prefill, running, session
+from tests.node.scripted import RouterStream, prefill, running, session
 
 WORK = WorkId(1, "r", 0)
 

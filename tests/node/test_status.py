@@ -6,6 +6,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -210,7 +211,7 @@ async def test_an_engine_that_hangs_lets_nobody_wait_for_an_audit():
 
 async def test_a_warm_up_that_hangs_ends_the_start():
     go = threading.Event()
-    node, *_ = make_node(PREFILL_SIDE, NodeRole.PREFILL, warm_up=lambda: go.wait(WAIT_S), turn_timeout_s=0.1)
+    node, *_ = make_node(PREFILL_SIDE, NodeRole.PREFILL, warm_up=cast(Any, lambda: go.wait(WAIT_S)), turn_timeout_s=0.1)
     with pytest.raises(StartupError, match=r"warm-up: a turn of the engine has not ended within 0\.1 s"):
         async with asyncio.timeout(WAIT_S / 2):
             await node.start()
@@ -255,7 +256,7 @@ async def test_draining_waits_for_work_that_nobody_has_been_told_of_yet(monkeypa
         await posted.wait()
         asked = asyncio.wrap_future(node.loop.run_errand(lambda: None))  # right behind what drain asks
         node.role.is_idle = False
-        node.role.prepare = lambda now: ends.wait(WAIT_S)
+        node.role.prepare = cast(Any, lambda now: ends.wait(WAIT_S))
         goes_on.set()
         await asked  # that turn has not ended
         assert not drain.done()

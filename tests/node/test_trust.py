@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -45,7 +46,7 @@ def secrets(tmp_path: Path) -> tuple[Path, Path]:
     return files
 
 
-def a_session(node: Running, subscribe: object, secret: ClusterSecret | None = None) -> RouterStream:
+def a_session(node: Running, subscribe: Subscribe | None, secret: ClusterSecret | None = None) -> RouterStream:
     return RouterStream(node_pb2_grpc.PrefillNodeStub(node.channel), subscribe, secret)
 
 
@@ -93,7 +94,7 @@ async def test_a_node_without_a_secret_says_so_to_who_has_one(secrets):
 
 
 @asynccontextmanager
-async def pair(prefill: dict[str, object], decode: dict[str, object]):
+async def pair(prefill: dict[str, Any], decode: dict[str, Any]):
     async with (
         running(DECODE_SIDE, NodeRole.DECODE, incarnation="d1", **decode) as d,
         running(PREFILL_SIDE, NodeRole.PREFILL, incarnation="p1", **prefill) as p,
@@ -141,7 +142,8 @@ async def test_a_prefill_node_proves_its_incarnation_and_is_no_other(secrets):
             await say(HELLO)
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert await call.details() == "the prefill node has proved to be another incarnation"
-        assert d.role.events == d.transport.notes == []
+        assert not d.role.events
+        assert not d.transport.notes
 
 
 # ---- TLS ----

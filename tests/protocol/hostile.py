@@ -65,7 +65,7 @@ work = st.builds(
 def mostly(make: Callable[..., Any], sense: dict[str, Any], nonsense: dict[str, Any]) -> st.SearchStrategy[Any]:
     """`make` with fields that make sense; in every second case but for one or two, which need not."""
     other = st.one_of([st.tuples(st.just(name), values) for name, values in nonsense.items()])
-    spoilt = st.just([]) | st.lists(other, min_size=1, max_size=2)
+    spoilt: st.SearchStrategy[list[Any]] = st.just([]) | st.lists(other, min_size=1, max_size=2)
     return st.builds(lambda good, bad: make(**{**good, **dict(bad)}), st.fixed_dictionaries(sense), spoilt)
 
 
@@ -259,7 +259,8 @@ class HostileWorld(World):
         about = wire.work_of(parsed)
         if isinstance(parsed, node_pb2.RouterMessage):
             try:
-                node.hear(FromRouter(EVIL, wire.read_router_message(parsed, limits)))
+                read: Any = wire.read_router_message(parsed, limits)
+                node.hear(FromRouter(EVIL, read))
             except InvalidRequest:
                 if about:
                     node.hear(FromRouter(EVIL, Abort(about)))

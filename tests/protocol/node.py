@@ -168,7 +168,8 @@ class Node:
             assert (uses[KvUse.OWNS], uses[KvUse.READS], uses[KvUse.WRITES]) == (block.ref, block.readers, block.writer)
             assert bool(block.hash) or block.state != "cached"
         assert {index for block in audit.blocks for index in block.holders} == set(range(len(audit.holders)))
-        assert all(0 <= entry.age_s <= now for entry in (*audit.holders, *audit.blocks))
+        ages = [*(holder.age_s for holder in audit.holders), *(block.age_s for block in audit.blocks)]
+        assert all(0 <= age_s <= now for age_s in ages)
         assert audit.num_slots == Counter(slot.state for slot in audit.slots)
         assert all((slot.state == "free") == (not slot.peer) for slot in audit.slots)
         if audit.idle:  # a launched step may still name blocks of a sequence that ended

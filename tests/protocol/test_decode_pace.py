@@ -102,6 +102,7 @@ def decoding() -> Decoding:
 def test_the_next_step_is_put_off_until_shortly_before_the_end(decoding: Decoding) -> None:
     assert decoding.num_in_flight == 1
     due = decoding.core.next_deadline()
+    assert due
     assert due == pytest.approx(decoding.now + SHARE * STEP_S - SLACK_S)
     decoding.turn()
     assert not decoding.again, "it would turn round and round"
@@ -116,6 +117,7 @@ def test_the_next_step_is_put_off_until_shortly_before_the_end(decoding: Decodin
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.7])
 def test_who_comes_while_a_step_runs_is_in_the_next_one(decoding: Decoding, share: float) -> None:
     lease, began, due = decoding.reserve(), decoding.now, decoding.core.next_deadline()
+    assert due
     decoding.wait_until(began + share * STEP_S)
     decoding.commit(lease, age_s=0.003)
     decoding.wait_until(due)
@@ -155,7 +157,7 @@ def test_nothing_runs_and_nothing_is_put_off() -> None:
     lease = decoding.reserve()
     decoding.core.handle(FromRouter(EPOCH, Abort(OLD)), decoding.now)
     decoding.turn()
-    while decoding.num_in_flight:
+    while decoding.num_in_flight != 0:
         decoding.finish_step()
         decoding.turn()
     decoding.commit(lease)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -210,7 +212,7 @@ def step(node: Node) -> list[object]:
     return answers(node)
 
 
-def granted(said: list[object]) -> list[WorkId]:
+def granted(said: Sequence[object]) -> list[WorkId]:
     return [message.work for message in said if isinstance(message, Grant)]
 
 

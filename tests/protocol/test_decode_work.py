@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def first_tokens(*samples: int) -> dict[int, tuple[int, ...]]:
     return {sample: (WANT[sample][0],) for sample in samples}
 
 
-def hand_over(decoding: Decoding, n: int = 1, **fields: object) -> None:
+def hand_over(decoding: Decoding, n: int = 1, **fields: Any) -> None:
     """WORK, all of it: granted, its parts sent, committed with `n` samples."""
     decoding.reserve(n=n)
     decoding.send(decoding.grants[-1])

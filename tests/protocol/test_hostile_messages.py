@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -82,11 +83,17 @@ class Hostile(RuleBasedStateMachine):
             assert client.got == client.want
 
 
+class EveryHostile(Hostile):
+    """All runs."""
+
+
 TestHostile = Hostile.TestCase
 TestHostile.settings = settings(
-    max_examples=70,
+    max_examples=28,
     stateful_step_count=25,
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),
 )
+TestEveryHostile = pytest.mark.full(pytest.mark.timeout(600)(EveryHostile.TestCase))
+TestEveryHostile.settings = settings(TestHostile.settings, max_examples=70)

@@ -158,7 +158,7 @@ def test_a_deadline_counts_from_receipt_and_is_told_as_what_is_left(prefilling: 
 def test_the_continuation_has_what_was_said_before_and_whoever_goes_on(prefilling: Prefilling) -> None:
     ended = next_token(PROMPT, 1)  # of sample 1
     assert ended not in (next_token(PROMPT, 0), next_token(PROMPT, 2))
-    sampling = SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=(ended,))
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=frozenset((ended,)))
     send(prefilling, prompt_tokens=PROMPT, samples=tuple(map(Sample, range(3))), sampling=sampling)
     later = WorkId(EPOCH, "later", 1)
     send(prefilling, later, samples=(Sample(0, (60, 61)),))
@@ -175,7 +175,7 @@ def test_the_continuation_has_what_was_said_before_and_whoever_goes_on(prefillin
 
 def handoff_parts(prefilling: Prefilling, work: WorkId) -> list[object]:
     """The parts that a decode node without any of its blocks would expect."""
-    outgoing = prefilling.node.core._outgoing  # type: ignore[union-attr]
+    outgoing = prefilling.node.core._outgoing
     return list(outgoing._parts.plan(outgoing._handoffs[work], Grant(work, 1, 0, 0, 0)))
 
 

@@ -52,8 +52,14 @@ class Protocol(RuleBasedStateMachine):
         self.world.check_whole()
 
 
+class EveryProtocol(Protocol):
+    """All runs."""
+
+
 TestProtocol = Protocol.TestCase
-TestProtocol.settings = machine(max_examples=60, steps=40)
+TestProtocol.settings = machine(max_examples=24, steps=40)
+TestEveryProtocol = pytest.mark.full(pytest.mark.timeout(600)(EveryProtocol.TestCase))
+TestEveryProtocol.settings = machine(max_examples=60, steps=40)
 
 
 def race(seed: int, faults: float, num_blocks: int) -> World:

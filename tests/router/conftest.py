@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 ANY_PORT = HostPort("127.0.0.1", 0)
 
 
-def says(text: str, **more: object) -> Callable[[Prefill], Answer]:
+def says(text: str, **more: Any) -> Callable[[Prefill], Answer]:
     """A script: every sample is this text and then EOS."""
     tokens = (*tiny_tokenizer().encode(text, False), IM_END)
     return lambda prefill: Answer(tokens=(tokens,), **more)
@@ -32,7 +33,8 @@ class Router:
     async def start(self) -> None:
         settings = {"http": ANY_PORT, "grpc": ANY_PORT, "drain_timeout": 1.0, **self._settings}
         addresses = {role.value: self.nodes.addresses(role) for role in NodeRole}
-        self.server = RouterServer(RouterSettings(**{**addresses, **settings}))
+        fields: dict[str, Any] = {**addresses, **settings}
+        self.server = RouterServer(RouterSettings(**fields))
         await self.server.start()
         self.http = f"http://{self.server.http_address}"
         self.grpc = str(self.server.grpc_address)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -78,7 +79,7 @@ class FakeCluster:
         self.aborts: list[Abort] = []
         self._news = asyncio.Event()
 
-    async def add(self, role: NodeRole, **changes: object) -> "FakeNode":
+    async def add(self, role: NodeRole, **changes: Any) -> "FakeNode":
         node = FakeNode(self, role, len(self.nodes))
         self.nodes.append(node)
         await node.start(**changes)
@@ -131,7 +132,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self.num_sessions = 0
         self.tokenizer_fetches = 0
 
-    async def start(self, port: int = 0, **changes: object) -> None:
+    async def start(self, port: int = 0, **changes: Any) -> None:
         self._starts += 1
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         node_pb2_grpc.add_NodeStatusServicer_to_server(self, self._server)
@@ -153,7 +154,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self.sessions.clear()
         await self._server.stop(None)
 
-    async def restart(self, **changes: object) -> None:
+    async def restart(self, **changes: Any) -> None:
         """Die and come back, as another incarnation at the same address."""
         port = HostPort.parse(self.info.address).port
         await self.stop()
@@ -202,7 +203,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
             self.sessions.pop(hello.router_epoch, None)
 
     async def _read(self, context: grpc.aio.ServicerContext) -> None:
-        while (request := await context.read()) is not grpc.aio.EOF:
+        while (request := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             message = wire.read_router_message(request)
             if isinstance(message, Prefill):
                 self._cluster.prefills.append(message)

@@ -1,8 +1,10 @@
 """What tests of the HTTP API share."""
 
+from typing import Any
+
 import httpx
 
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def error_of(response: httpx.Response) -> dict:

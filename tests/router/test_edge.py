@@ -1,6 +1,7 @@
 """The edge from its settings: how many connections open files allow."""
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ NODES = {"decode": "127.0.0.1:1"}
 )
 def test_connections_are_what_open_files_allow(settings, open_files, connections, flag, caplog):
     with caplog.at_level(logging.WARNING):
-        assert _max_connections(RouterSettings(**NODES, **settings), open_files) == connections
+        fields: dict[str, Any] = {**NODES, **settings}
+        assert _max_connections(RouterSettings(**fields), open_files) == connections
     assert ("allows" in caplog.text) is bool(flag)
     assert flag in caplog.text

@@ -134,7 +134,11 @@ async def test_a_stop_string_within_the_first_token() -> None:
     dispatcher = Dispatcher(RouterCore(1, first_token="decode"), Accounts(metrics, lambda: "m"))
     sent: list[tuple[str, Prefill | Abort]] = []
     for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
-        dispatcher.node_up(info(name, role), lambda message, name=name: sent.append((name, message)))
+
+        def send(message: Prefill | Abort, to: str = name) -> None:
+            sent.append((to, message))
+
+        dispatcher.node_up(info(name, role), send)
     told: list[RequestEvent] = []
 
     def stop_at_once(event: RequestEvent, /) -> None:

@@ -1,5 +1,7 @@
 """A generation between its nodes and its reader: started and ended as a whole, read bit by bit."""
 
+from typing import Any
+
 import pytest
 
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
@@ -46,7 +48,8 @@ def part(name: str, n: int = 1) -> Part:
 
 def generation(placing: Placing, *parts: Part) -> tuple[Generation, Admission]:
     admission = Admission()
-    return Generation("r", placing, parts, admission.admit(len(parts), 2 * len(parts))), admission
+    dispatcher: Any = placing
+    return Generation("r", dispatcher, parts, admission.admit(len(parts), 2 * len(parts))), admission
 
 
 async def test_a_reader_that_lags_gets_all_bit_by_bit():

@@ -1,5 +1,7 @@
 """gRPC requests as bytes: what has too much in it is refused before it is parsed."""
 
+from typing import Any
+
 import grpc
 import grpc.aio
 import pytest
@@ -67,7 +69,7 @@ def test_any_bytes_are_read_or_refused(noise, at):
 @pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
 async def test_garbage_is_an_invalid_argument(router, method):
     async with grpc.aio.insecure_channel(router.grpc) as channel:
-        call = channel.unary_stream if method == "Generate" else channel.unary_unary
+        call: Any = channel.unary_stream if method == "Generate" else channel.unary_unary
         answer = call(f"/baton.v1.Generation/{method}")(b"\x1a\x05abc")
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await (answer.read() if method == "Generate" else answer)

@@ -408,6 +408,6 @@ async def test_numbers_at_their_limits(client, nodes):
     assert (nodes.prefills[0].sampling.seed, nodes.prefills[0].sampling.top_k) == (1, 0)
     for bad in ({"top_k": 2**40}, {"top_k": -2}, {"max_tokens": 2**40}, {"stop_token_ids": [2**40]}, {"n": 1000}):
         assert (await client.post("/v1/completions", json={"prompt": [5], **bad})).status_code == 400
-    for bad in (b'{"prompt": [5], "temperature": NaN}', b'{"prompt": [5], "temperature": 1e999}'):
-        assert (await client.post("/v1/completions", content=bad)).status_code == 400
+    for text in (b'{"prompt": [5], "temperature": NaN}', b'{"prompt": [5], "temperature": 1e999}'):
+        assert (await client.post("/v1/completions", content=text)).status_code == 400
     assert (await client.post("/v1/completions", json={"prompt": [5]})).status_code == 200

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from baton.cluster_secret import read_secret
@@ -51,6 +53,10 @@ async def test_secrets_that_do_not_fit_are_named_on_ready(nodes, tmp_path, ours,
     await router.stop()
 
 
+def all_reached(router: Router) -> bool:
+    return "not reached yet" not in router.problems()
+
+
 async def test_a_router_speaks_tls_with_nodes_and_shows_its_certificate(nodes, tmp_path):
     certificate = make_certificate(tmp_path)
     settings = RouterSettings(decode="127.0.0.1:1", **certificate.settings)
@@ -63,7 +69,7 @@ async def test_a_router_speaks_tls_with_nodes_and_shows_its_certificate(nodes, t
         if is_ready:
             await router.ready()
         else:
-            await router.until(lambda router=router: "not reached yet" not in router.problems())
+            await router.until(functools.partial(all_reached, router))
             assert router.server.why_not_ready()
         await router.stop()
 

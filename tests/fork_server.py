@@ -1,0 +1,206 @@
+"""Processes of ours for tests, forked from one that has imported what takes seconds: torch, transformers, our modules.
+
+    test process --asks--> fork server --forks--> keeper --forks--> the process, which becomes `python -m MODULE ...`
+
+A start is then a matter of milliseconds. Beyond that nothing is shared: the process has its own pid, threads, sockets,
+environment, exit code and native libraries that its module loads (UCX must not be loaded before a fork). The keeper
+only waits for it: whoever waits for a process must be its parent, and a fork server that waits cannot fork.
+
+Each is killed when its parent dies (`deploy.child`), so none outlives the test process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from deploy import child
+
+PRELOADED = (
+    *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
+    *("prefill_node.node", "decode_node.node", "prefill_node.server", "decode_node.server", "router.server"),
+    *("engine.node.run", "uvloop"),
+)
+NOT_BEFORE_A_FORK = ("ucxx", "libucxx")
+MAX_REQUEST_BYTES = 128 * 1024
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ForkedProcess:
+    """`python -m MODULE ARGUMENT...` with an empty stdin; of `subprocess.Popen` what tests need."""
+
+    def __init__(self, keeper: socket.socket) -> None:
+        """`keeper`: the end of its socket pair, closed once the process has ended."""
+        self._keeper = keeper
+        said, fds, _, _ = socket.recv_fds(keeper, 64, 1)
+        assert said, "the fork server has ended"
+        (self._pidfd,) = fds
+        self.pid = int(said)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._wait(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens if it has ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and select.select([self._keeper], [], [], timeout_s)[0]:
+            said = self._keeper.recv(64)
+            self.returncode = int(said) if said else -signal.SIGKILL  # the keeper was killed, and so it was
+            self._keeper.close()
+            os.close(self._pidfd)
+        return self.returncode
+
+
+class ForkServer:
+    """It ends with the thread that made it, or at `close`, and all that it forked with it."""
+
+    def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "deploy.child", str(os.getpid()), "tests.fork_server"]
+        with theirs:
+            command += [str(theirs.fileno()), *preloaded]
+            roots = (ROOT, ROOT / "proto", ROOT / "kernels")
+            read_at_import = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), **read_at_import}
+            self._process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()])
+        self._socket = ours
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        stdout: IO[bytes] | int,
+        stderr: IO[bytes] | int,
+    ) -> ForkedProcess:
+        """`python -m MODULE ARGUMENT...`. `env`: all of its environment; what is read at imports has been read before.
+        `stdout` and `stderr`: files, or their descriptors."""
+        request = json.dumps({"module": module, "arguments": list(arguments), "env": dict(env), "cwd": str(cwd)})
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = [theirs.fileno(), *(file if isinstance(file, int) else file.fileno() for file in (stdout, stderr))]
+        with theirs, self._lock:
+            socket.send_fds(self._socket, [request.encode()], fds)
+        return ForkedProcess(ours)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The one of this test process, to be asked for on its main thread."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+# ---- in the server ----
+
+
+def main() -> None:
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    _check_forkable()
+    gc.collect()
+    gc.freeze()  # or the first collection of each process would copy all that it looks at
+    server = os.getpid()
+    while True:
+        data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
+        if not data:
+            return
+        if os.fork() == 0:
+            requests.close()
+            _keep(server, json.loads(data), fds)
+            return  # it is the process that was asked for, and has done its work
+        for fd in fds:
+            os.close(fd)
+        _reap_keepers()
+
+
+def _reap_keepers() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _check_forkable() -> None:
+    threads = os.listdir("/proc/self/task")  # noqa: PTH208 - names are enough
+    loaded = [name for name in NOT_BEFORE_A_FORK if name in sys.modules]
+    assert len(threads) == 1, f"{len(threads)} threads would not be there after a fork"
+    assert not loaded, f"{loaded} must not be loaded before a fork"
+
+
+def _keep(server: int, request: dict[str, object], fds: Sequence[int]) -> None:
+    """In a fork of the server. Returns in the process that was asked for, when its module is done."""
+    if not child.die_with(server):
+        os._exit(1)
+    keeper = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become(keeper, request, fds)
+        return
+    for fd in fds[1:]:
+        os.close(fd)
+    with socket.socket(fileno=fds[0]) as client:
+        socket.send_fds(client, [str(pid).encode()], [os.pidfd_open(pid)])
+        _, status = os.waitpid(pid, 0)
+        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _become(keeper: int, request: dict[str, object], fds: Sequence[int]) -> None:
+    connection, out, err = fds
+    os.close(connection)
+    for target, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
+        os.dup2(fd, target)
+        os.close(fd)
+    env, arguments = request["env"], request["arguments"]
+    assert isinstance(env, dict)
+    assert isinstance(arguments, list)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(str(request["cwd"]))
+    sys.path[0] = str(request["cwd"])  # where `python -m` looks first
+    random.seed()
+    sys.argv = ["deploy.child", str(keeper), str(request["module"]), *arguments]
+    child.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Which tests of `make test` go to the same parallel worker, and which begin first.
+
+A share is a file, whose fixtures then live in one process, or all files that use one of the clusters of `tests/e2e`.
+"""
+
+from __future__ import annotations
+
+CLUSTERS = {
+    "fragile": ("test_client_leaves.py", "test_first_token.py", "test_leaks.py", "test_node_loss.py"),
+    "house": (
+        *("test_benchmarks.py", "test_grpc_client.py", "test_openai_client.py"),
+        "test_parity.py",
+    ),
+}
+"""Fixtures of the session, and the files of `tests/e2e` that use them."""
+
+LONGEST = ("fragile", "house")
+"""Shares that take longest, longest first."""
+
+
+def share_of(path: str) -> str:
+    """`path`: of a file of tests, as in its tests' ids."""
+    folder, _, name = path.rpartition("/")
+    if folder == "tests/e2e":
+        return next((cluster for cluster, names in CLUSTERS.items() if name in names), path)
+    return path
+
+
+def rank_of(path: str) -> int:
+    """Where its tests come among all, which are otherwise in pytest's order."""
+    share = share_of(path)
+    return LONGEST.index(share) if share in LONGEST else len(LONGEST)

@@ -1,0 +1,49 @@
+"""What is said after all tests: the seconds of each folder beside its budget, and how many answers met a reference."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
+BUDGET = re.compile(r"^\| `tests/(\w+)` \| (\d+) \|", re.MULTILINE)
+COMPARED, NEAR_TIES = "compared with references", "near ties"
+"""Properties of a test: answers, and those among them that leave the reference at a near tie."""
+
+
+def budgets() -> dict[str, int]:
+    """Seconds by folder of `tests/`, from CONTRIBUTING.md's table."""
+    return {folder: int(seconds) for folder, seconds in BUDGET.findall(CONTRIBUTING.read_text())}
+
+
+def seconds_by_folder(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
+    """A line for each folder; files beside the folders have no budget."""
+    spent: dict[str, float] = defaultdict(float)
+    for report in reports:
+        spent[_folder(report.nodeid)] += report.duration
+    known = budgets()
+    for folder, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+        budget = known.get(folder)
+        over = " OVER ITS BUDGET" if budget is not None and seconds > budget else ""
+        yield f"tests/{folder:12} {seconds:6.1f} s" + (f" of {budget} s{over}" if budget is not None else "")
+
+
+def parity(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
+    """One line, if answers were compared."""
+    found = Counter[str]()
+    for report in reports:
+        if report.when == "teardown":  # whose report has all properties
+            found.update(
+                {name: int(str(count)) for name, count in report.user_properties if name in (COMPARED, NEAR_TIES)}
+            )
+    if found[COMPARED]:
+        yield f"parity: {found[COMPARED]} answers compared with references, {found[NEAR_TIES]} near ties"
+
+
+def _folder(nodeid: str) -> str:
+    parts = Path(nodeid.partition("::")[0]).parts
+    return parts[1] if len(parts) > 2 else ""
