@@ -219,7 +219,7 @@ class RequestLife:
 
     @property
     def losses(self) -> str:
-        """For a person."""
+        """The lost nodes and how they were lost, as a text for people."""
         return "; ".join(self.lost.values())
 
     def groups(self, samples: list[SampleLife]) -> list[list[SampleLife]]:
