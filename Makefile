@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/proto:$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup check pytest test test-full test-gpu mutants demo bench stubs clean
+.PHONY: help setup check pytest test test-full test-gpu coverage mutants demo bench docs stubs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,13 @@ test-full: setup ## all of every matrix of which `test` runs a choice
 test-gpu: ## the tests marked gpu, with whatever python has torch with CUDA (PYTHON=...)
 	@$(PYTHON) tools/test_gpu.py
 
+coverage: setup ## the tests with every line counted, child processes too: a table, and htmlcov/
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest -m "not gpu and not full" --timeout 600
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage html --quiet
+	@$(BIN)/python -m coverage report
+
 mutants: setup ## break the code, one place at a time, and see whether its tests see it: a quarter of an hour
 	@$(BIN)/python tools/mutants.py --jobs 2
 
@@ -37,8 +44,17 @@ demo: setup ## a cluster on this machine, shown at work
 bench: setup ## N streams over HTTP against a cluster on this machine
 	@$(BIN)/python -m benchmarks.serve
 
+docs: .venv-docs/ready ## the documentation and the API reference as a site, strictly, into site/
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+.venv-docs/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
 stubs: setup ## write the protobuf stubs anew
 	@$(BIN)/python tools/generate_stubs.py
 
-clean: ## remove the environment and caches
-	@rm -rf .venv .setup.log .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+clean: ## remove the environments, caches and what was built
+	@rm -rf .venv .venv-docs site htmlcov .coverage .coverage.* .schemathesis .setup.log .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info

@@ -1,9 +1,9 @@
 """Moves KV blocks between nodes: layouts, blocks and bytes, never requests.
 
 `KvSender` gathers blocks into staging slots, `KvReceiver` scatters slots into blocks, and a `Transport` moves slots
-between processes: `ucx`, `nixl`, `nccl`, `ipc` within a host, or `memory` within a process. `parts` say what travels;
-copies run beside a GPU's steps (`SlotCopies`). The network touches slots only, at both ends, so bytes that come late
-hit memory that nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
+between processes: `ucx`, `nixl`, `nccl`, `ipc` within a host, or `memory` within a process. `parts` says what travels;
+copies run beside a GPU's steps (`SlotCopies`). The network touches only slots, at both ends, so bytes that arrive late
+reach memory that nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
 """
 
 from __future__ import annotations

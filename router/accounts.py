@@ -15,11 +15,11 @@ class _Account:
     received: float
     num_prompt_tokens: int
     last_token: dict[int, float] = field(default_factory=dict)  # sample -> when its newest token came
-    finish_reason: str = "stop"  # what a stop string, which only the front end sees, counts as
+    finish_reason: str = "stop"  # also that of a stop string, which only the front end sees
 
 
 class Accounts:
-    """One account per live request. `model` tells the served name. Times are seconds of one monotonic clock."""
+    """One account per live request. `model` returns the served name. Times are seconds of one monotonic clock."""
 
     def __init__(self, metrics: RouterMetrics, model: Callable[[], str]) -> None:
         self.metrics = metrics

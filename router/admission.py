@@ -1,4 +1,5 @@
-"""What may be in flight at once: reserved before anything is built for a request, given back once, at its end."""
+"""Bounds what is in flight at once. A request's share is reserved before anything is built for it, and returned once,
+at its end."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from baton.errors import BatonError, InvalidRequest, Overloaded
 
 
 class Admission:
-    """Counts of all that is admitted, each below its limit; a limit of 0 is none.
+    """Counts everything that is admitted and keeps each count below its limit; a limit of 0 means no limit.
 
     `max_num_requests`: prompts in flight, or texts to tokenize. `max_num_tokens`: prompt tokens in flight. `on_refused`
-    is told of each request that is turned away for want of room.
+    is called for each request that is refused for lack of room.
     """
 
     def __init__(
@@ -28,7 +29,8 @@ class Admission:
         self._on_refused = on_refused
 
     def admit(self, num_requests: int, num_tokens: int) -> Admitted:
-        """Reserve. `num_tokens` may be an estimate, see `Admitted.resize`. One request alone always has its tokens.
+        """Reserve a share. `num_tokens` may be an estimate, see `Admitted.resize`. A request that is alone always gets
+        its tokens.
 
         Raises Overloaded when there is no room now, InvalidRequest when there can never be.
         """
@@ -52,7 +54,7 @@ class Admission:
 
 
 class Admitted:
-    """One request's share, until `release`, or the end of the `with` block unless it was `keep`t."""
+    """One request's share, held until `release`, or until the end of the `with` block unless `keep` was called."""
 
     def __init__(self, admission: Admission, num_requests: int, num_tokens: int) -> None:
         self._admission = admission
@@ -63,12 +65,12 @@ class Admitted:
         self.resize(num_tokens)
 
     def resize(self, num_tokens: int) -> None:
-        """The tokens are known now. Never refused: the work is done."""
+        """Replace the estimate by the real count. Never refused, since the work is done already."""
         self._admission.num_tokens += num_tokens - self._num_tokens
         self._num_tokens = num_tokens
 
     def keep(self) -> None:
-        """Whoever called this calls `release`."""
+        """Hold the share beyond the `with` block: the caller will call `release`."""
         self._kept = True
 
     def release(self) -> None:

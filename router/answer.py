@@ -15,7 +15,7 @@ from router.stops import StopScanner
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of answer `index`. `logprobs`: one per token id, or none at all.
+    """The new part of answer `index`. `logprobs`: one per token id, or none at all.
 
     `finish_reason` is set on an answer's last delta; `stop` is the stop string or the token of `stop_token_ids` that
     ended it.
@@ -79,7 +79,7 @@ class Answer:
         return Delta(self.index, text, token_ids, logprobs)
 
     def end(self, reason: FinishReason, stop_token_id: int | None) -> Delta:
-        """The node says that the sample ended by itself: whatever was held back comes out."""
+        """The node says that the sample ended by itself. Returns what was held back."""
         self.ended = True
         piece = ""
         if self._waiting is not None and (self._include_stop or reason is not FinishReason.STOP):
@@ -94,7 +94,7 @@ class Answer:
         return self.num_tokens > self._min_tokens
 
     def _take(self, token_id: int) -> tuple[str, str | None]:
-        """Text that may go out after this token, and the stop string found in it."""
+        """The text that may go out after this token, and the stop string found in it."""
         text, self._waiting = self._waiting_text(), None
         self.num_tokens += 1
         if token_id in self._ending_ids:

@@ -1,4 +1,4 @@
-"""Who may ask, and whose cached prompts are whose."""
+"""API keys: which requests are allowed, and which tenants share cached prompts."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _POLL_S = 1.0
 
 
 class InvalidApiKey(InvalidRequest):
-    """The request carries no API key, or one that is not known here. It does not say which keys there are."""
+    """The request carries no API key, or an unknown one. The error does not say which keys exist."""
 
     http_status: ClassVar[int] = 401
     grpc_status: ClassVar[str] = "UNAUTHENTICATED"
 
 
 class UnusableKeys(Exception):
-    """A file of keys that cannot be read; the text says why, without any key."""
+    """A key file cannot be read; the text says why, without any key."""
 
 
 def check_key(key: str) -> str:
-    """The key. Raises ValueError, which does not repeat it, when it cannot stand in an HTTP header."""
+    """Return the key. Raises ValueError, without repeating the key, if it cannot stand in an HTTP header."""
     if not _USABLE.fullmatch(key):
         raise ValueError("an API key has one or more printable ASCII characters, and no space")
     return key
 
 
 class ApiKeys:
-    """Those given, and those in `file`, which is looked at again when it changes, at most once a second.
+    """The given keys, and those in `file`, which is read again when it changes, at most once a second.
 
-    Only digests are kept. Raises UnusableKeys at construction; later, a file that cannot be read leaves the keys as
-    they were. With `per_key`, requests of different keys share no cached prompts.
+    Only digests are kept. Raises UnusableKeys at construction; if the file cannot be read later, the keys stay as they
+    were. With `per_key`, requests of different keys share no cached prompts.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class ApiKeys:
             self._next_look = clock() + _POLL_S
 
     def check(self, authorization: str) -> bytes | None:
-        """Of a header `Bearer KEY`: what to salt this request's cache with, None for nothing. Raises InvalidApiKey.
+        """Check a header `Bearer KEY`; returns the salt of this request's cache, or None. Raises InvalidApiKey.
 
-        Takes as long for any key, known or not.
+        Takes equally long for every key, known or not.
         """
         self._look_again()
         scheme, _, key = authorization.partition(" ")
@@ -106,7 +106,7 @@ class ApiKeys:
 
 
 def salted(ask: Ask, tenant: bytes | None) -> Ask:
-    """With a cache salt that nobody can name who lacks the key; the client's own goes into it."""
+    """Give `ask` a cache salt that nobody can derive without the key; the client's own salt goes into it."""
     if tenant is None:
         return ask
     return dataclasses.replace(ask, cache_salt=hmac.new(tenant, ask.cache_salt.encode(), sha256).hexdigest())

@@ -1,4 +1,4 @@
-"""What a client asks for, whichever front end it came through, and its translation into the nodes' words."""
+"""What a client asks for, through either front end, and its translation into the nodes' parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED_SPACE = 2**64
 _DRAWN_SEED_BITS = 63
 _INT32_END = 2**31
 _PROBE_CHARS_PER_TOKEN = 8
-"""Twice what common text has: only a longer one is tokenized at its beginning first."""
+"""Twice what common text has. Of a longer text, the beginning is tokenized first."""
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class ContextTooLong(InvalidRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A generation as the client wants it. None takes the model's generation default, or what follows from the context.
+    """A generation as the client wants it. None means the model's generation default, or what the context allows.
 
     Each of `prompts` (text or token ids) gets `n` answers. `num_logprobs` as in SamplingParams.
     """
@@ -81,12 +81,12 @@ def _at_most(limit: int, count: int, param: str, what: str) -> None:
 
 
 def encode(text: str, model: ServedModel, add_special_tokens: bool, free_chars: int = 0) -> tuple[int, ...]:
-    """Token ids of a text. Raises ContextTooLong for one that is far too long, and has more than `free_chars`, without
+    """Token ids of a text. If the text is far too long, and longer than `free_chars`, raises ContextTooLong without
     tokenizing all of it.
 
-    How few tokens a text may have does not follow from its characters: a tokenizer may drop some, and thousands of
-    blanks may be one token. But it works from left to right, so that a beginning has nearly as many tokens as it has
-    within the whole; half of the context's length is far more than that "nearly" ever was.
+    The number of characters does not tell how few tokens a text may have: a tokenizer may drop characters, and
+    thousands of blanks may be one token. But a tokenizer works from left to right, so the beginning of a text has
+    nearly as many tokens alone as within the whole; the difference has never come near half of the context's length.
     """
     beginning = text[: max(free_chars, _PROBE_CHARS_PER_TOKEN * model.max_model_len)]
     if len(beginning) < len(text):
@@ -97,7 +97,7 @@ def encode(text: str, model: ServedModel, add_special_tokens: bool, free_chars: 
 
 
 def check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
-    """Raises InvalidRequest for a prompt that leaves no room for a token, or with ids that the model does not have."""
+    """Raises InvalidRequest for a prompt that leaves no room for a token, or that has ids unknown to the model."""
     if not prompt:
         raise InvalidRequest("The prompt is empty: at least one token is needed.", "prompt")
     if len(prompt) >= model.max_model_len:
@@ -106,26 +106,26 @@ def check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
 
 
 def check_answer(tokens: Sequence[int], model: ServedModel) -> None:
-    """Raises InvalidRequest for tokens that are no text of the model's."""
+    """Raises InvalidRequest for tokens that the model cannot turn into text: too many, or unknown ids."""
     check_num_tokens(len(tokens), model, "tokens")
     check_tokens(tokens, model, "tokens")
 
 
 def check_num_tokens(num_tokens: int, model: ServedModel, param: str) -> None:
-    """Raises ContextTooLong for more than the context has."""
+    """Raises ContextTooLong for more tokens than the context has."""
     if num_tokens > model.max_model_len:
         raise _too_long(model, str(num_tokens), param)
 
 
 def check_tokens(tokens: Sequence[int], model: ServedModel, param: str) -> None:
-    """Raises InvalidRequest for ids that the model does not have."""
+    """Raises InvalidRequest for ids that are unknown to the model."""
     if tokens and (min(tokens) < 0 or max(tokens) >= model.vocab_size):
         bad = next(token for token in tokens if not 0 <= token < model.vocab_size)
         raise InvalidRequest(f"Token id {bad} is out of vocabulary, which has {model.vocab_size} tokens.", param)
 
 
 def _too_long(model: ServedModel, num_tokens: str, param: str = "prompt") -> ContextTooLong:
-    """The wording is vLLM's, which clients know to look for."""
+    """The wording is vLLM's, because clients search for it."""
     return ContextTooLong(
         f"This model's maximum context length is {model.max_model_len} tokens. However, your request has "
         f"{num_tokens} input tokens. Please reduce the length of the input messages.",
@@ -145,7 +145,7 @@ def sampling_params(ask: Ask, model: ServedModel, num_prompt_tokens: int) -> Sam
     return SamplingParams(
         temperature=_first(ask.temperature, defaults.temperature, 1.0),
         top_p=_first(ask.top_p, defaults.top_p, 1.0),
-        top_k=0 if top_k == -1 else top_k,  # vLLM's older way to say off
+        top_k=0 if top_k == -1 else top_k,  # -1 is vLLM's older value for off
         min_p=_first(ask.min_p, defaults.min_p, 0.0),
         repetition_penalty=_first(ask.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=_first(ask.presence_penalty, None, 0.0),
@@ -175,7 +175,7 @@ def _max_tokens(ask: Ask, model: ServedModel, num_prompt_tokens: int) -> int:
 
 
 def _first(given: T | None, default: T | None, otherwise: T) -> T:
-    """What the client gave, else what the model says, else what everybody does."""
+    """The client's value, else the model's default, else the general default."""
     if given is not None:
         return given
     return otherwise if default is None else default

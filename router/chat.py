@@ -1,8 +1,8 @@
-"""Chat messages to prompt text, by the model's own Jinja template.
+"""Turns chat messages into prompt text with the model's own Jinja template.
 
-The environment offers what chat templates are written against (transformers, `utils/chat_template_utils.py`): trimmed
-blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, and the `generation`
-tag. It is sandboxed: a template comes from a model's repository.
+The environment offers what chat templates expect (transformers, `utils/chat_template_utils.py`): trimmed blocks, loop
+controls, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, and the `generation` tag. It is
+sandboxed, because a template comes from a model's repository.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.errors import InvalidRequest
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what a model wrote, for training; here its body stands for itself."""
+    """`{% generation %}` marks the model's text for training; here the tag is ignored and its body kept."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it a set)
 
@@ -32,7 +32,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled template. One that cannot be compiled refuses all messages, and says why."""
+    """A compiled template. If it cannot be compiled, it refuses all messages and says why."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
@@ -50,8 +50,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt for messages of `role`, `content` and maybe `name`. Raises InvalidRequest with what the template
-        says of them."""
+        """The prompt for messages of `role`, `content` and maybe `name`. Raises InvalidRequest with the template's
+        complaint."""
         if self._template is None:
             raise InvalidRequest(self._broken, "messages")
         try:
@@ -69,7 +69,7 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
 
     def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
-        """OpenAI's newer name for system instructions, in the words of templates that do not know it."""
+        """Turn `developer`, OpenAI's newer name for system instructions, into `system` for older templates."""
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return dict(message)

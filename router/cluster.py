@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """`why_not`: no request would be answered; `degraded`: it would, but not in the way that is meant. Both for a
-    person; None: nothing is missing."""
+    """`why_not`: why no request would be answered. `degraded`: why requests are answered, but not as intended. Both are
+    texts for people; None means that nothing is missing."""
 
     why_not: str | None
     degraded: str | None = None
@@ -36,7 +36,7 @@ class Readiness:
 
 
 class Cluster:
-    """Links to all configured nodes. Watchers are told with each change of a node whether the router is ready."""
+    """Links to all configured nodes. Whenever a node changes, watchers are told whether the router is ready."""
 
     def __init__(
         self,
@@ -68,18 +68,18 @@ class Cluster:
         watcher(self.readiness())
 
     def drain(self) -> None:
-        """No longer ready, while what runs is finished."""
+        """Report that the router is no longer ready, while running requests finish."""
         self._draining = True
         self._changed()
 
     async def close(self) -> None:
-        """End all sessions. The nodes abort what they still have of this router."""
+        """End all sessions. The nodes abort whatever they still have of this router."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def readiness(self) -> Readiness:
-        """What is missing, with what is wrong with each node that is not in use."""
+        """What is missing, with the problem of each node that is not in use."""
         if self._draining:
             return Readiness("the router is shutting down")
         if reason := self._dispatcher.why_not_ready():

@@ -1,9 +1,9 @@
 """The router's half of the protocol, as a state machine: events and the time go in, actions come out.
 
-No sockets and no clock: the front ends and the node streams carry messages to and from it, and tests race it in every
-order. The rules it keeps: tokens and ends count only from the current attempt; a gap in a sample's indexes fails the
-attempt; whatever is lost becomes attempt + 1, a Prefill of prompt and output so far; what no node can take at the
-moment waits for one; each request ends exactly once, after all that was accepted of it has been told.
+It has no sockets and no clock: the front ends and the node streams carry messages to and from it, and tests race it in
+every order. It keeps these rules: tokens and ends count only from the current attempt; a gap in a sample's indexes
+fails the attempt; if an attempt is lost, the next one is a Prefill of prompt and output so far; a request that no node
+can take at the moment waits for one; each request ends exactly once, after its client got everything accepted so far.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ Action = ToNode | Emit
 
 
 class RouterCore:
-    """All live requests of one router. `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or
-    later; `first_token`: whether what these sample is told at once, or when the decode node goes on with it;
-    `max_waiting`: how many requests, or single samples of them, may wait for a node."""
+    """All live requests of one router. `epoch` identifies this run of the router. `with_prefill`: it has prefill nodes,
+    now or later. `first_token`: whether tokens that prefill nodes sample are streamed at once, or when the decode node
+    goes on. `max_waiting`: how many requests, or single samples of them, may wait for a node."""
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class RouterCore:
     # ---- what the world tells ----
 
     def node_up(self, info: NodeInfo, now: float) -> None:
-        """A node is subscribed: work may be placed there, and what waits for a node first of all."""
+        """A node is subscribed: work may be placed there, beginning with requests that wait for a node."""
         self.pool.add(info)
         self._place_waiting(now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
-        """The node's stream ended or went silent. What depended on it goes to the next attempt."""
+        """The node's stream ended or went silent. Attempts that depended on the node are lost."""
         node = self.pool.remove(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         stopped = node is not None and node.load.draining  # nobody's fault
@@ -138,7 +138,7 @@ class RouterCore:
 
     def submit(self, request: RoutedRequest, now: float) -> None:
         """Place a new request, or have it wait for a node. Raises InvalidRequest; Overloaded; NodeUnavailable when the
-        nodes that are here do not fit together, or too many wait already."""
+        present nodes do not fit together, or when too many requests wait already."""
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         samples = [SampleLife(i) for i in range(request.n)]
@@ -148,7 +148,7 @@ class RouterCore:
         self._deadlines.set(request.request_id, life.deadline)
 
     def stop_sample(self, request_id: str, sample: int, now: float) -> None:
-        """A stop string ended the sample: tokens past it are neither wanted nor counted."""
+        """A stop string ended the sample: tokens after it are neither delivered nor counted."""
         life = self._requests.get(request_id)
         if life is None or life.samples[sample].ended:
             return
@@ -172,7 +172,7 @@ class RouterCore:
             self._end(life, RequestCancelled("the client went away"), now)
 
     def stop(self, now: float) -> None:
-        """End all that is live: the router stops."""
+        """End all live requests: the router stops."""
         for life in list(self._requests.values()):
             self._end(life, NodeUnavailable("the server was stopped before the request had finished"), now)
 
@@ -193,8 +193,8 @@ class RouterCore:
     # ---- what nodes tell ----
 
     def update(self, incarnation: str, update: Update, now: float) -> None:
-        """Take one update of a node. Anything of an attempt that is not current, or of a node that the attempt was not
-        placed on, is late and ignored."""
+        """Take one update of a node. An update of an attempt that is not current, or from a node that the attempt was
+        not placed on, is late and is ignored."""
         life = self._owner.get(update.work)
         if life is None:
             return
@@ -253,7 +253,7 @@ class RouterCore:
             gap = InternalError(f"{work.id}: sample {sample.index} jumps from token {have} to {item.first_index}")
             self._fail(life, work, gap, now, retry=True)
             return False
-        known = have - item.first_index  # a repeat of what we have
+        known = have - item.first_index  # repeated tokens
         fresh = item.token_ids[known:]
         if fresh:
             self._prefilled(life, work)
@@ -266,7 +266,7 @@ class RouterCore:
         return True
 
     def _after_progress(self, life: RequestLife, work: Work, now: float) -> None:
-        """What waited for tokens of the prefill node may count now; after its last word a gap is a gap."""
+        """Take items that waited for tokens of the prefill node. After its last message, a gap is an error."""
         for sample in work.samples:
             while sample.early:
                 head = sample.early[0]
@@ -288,7 +288,7 @@ class RouterCore:
             self._fail(life, work, error, now, suspects)
         elif not work.unfinished:
             if incarnation == work.decode and not work.handed_off:
-                # its last word is still under way and says nothing new
+                # its last message is still under way and says nothing new
                 self._to_node(work.prefill, Abort(work.id, (), work.deadline_s))
             self._retire(life, work)
             self._end_if_done(life, now)
@@ -300,7 +300,7 @@ class RouterCore:
     # ---- telling the client ----
 
     def _tell(self, life: RequestLife, work: Work, sample: SampleLife, event: SampleEvent, now: float) -> None:
-        """What a prefill node sampled may have to wait for the decode node; a sample that ended waits for nobody."""
+        """Emit the event, or hold it back until the decode node goes on. A sample that ended waits for nothing."""
         sample.held.append(event)
         if sample.ended or not (self._holds and work.awaits_decode):
             self._release(life, sample, now)
@@ -337,14 +337,14 @@ class RouterCore:
         self._to_node(work.prefill, life.prefill(work, target, now))
 
     def _place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
-        """Raises NodeUnavailable when there is no place, nor one to wait."""
+        """Raises NodeUnavailable when there is no placement and too many requests wait already."""
         if placement is None:
             self._waiting.add(task, self.why_not_ready() or "no node")
         else:
             self._place(task.life, task.samples, task.key, task.attempt, placement, now)
 
     def _place_waiting(self, now: float) -> None:
-        """A node has come: who waits for one is placed, in order of arrival."""
+        """A node has come: place waiting requests, in order of arrival."""
         for task in self._waiting.tasks():
             try:
                 placement = self.pool.choose(task.life.avoid, now)
@@ -366,7 +366,7 @@ class RouterCore:
         suspects: set[str] | None = None,
         retry: bool = False,
     ) -> None:
-        """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`."""
+        """The attempt is lost: fence it, and place its unfinished samples again, or end the request with `error`."""
         self._abort(work)
         self._retire(life, work)
         unfinished = work.unfinished
@@ -390,8 +390,8 @@ class RouterCore:
     def _place_again(
         self, life: RequestLife, lost: Work, group: list[SampleLife], error: BatonError, now: float
     ) -> None:
-        """Raises NodeUnavailable; and the error itself where it is Overloaded and there is nobody else to ask, so that
-        the client comes again later."""
+        """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
+        client retries later."""
         placement = self.pool.choose(life.avoid, now)
         if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in life.avoid):
             raise error

@@ -1,4 +1,4 @@
-"""Token ids to text, token by token: what comes out, `flush` included, adds up to `decode` of all ids."""
+"""Turns token ids into text, token by token: all pieces, `flush` included, add up to `decode` of all ids."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Detokenizer(Protocol):
     """One sample's text as it grows."""
 
     def add(self, token_id: int) -> str:
-        """The text that this token makes certain; often all of its own, nothing in the middle of a character."""
+        """The text that is certain after this token: often all of the token's own, nothing in mid-character."""
         ...
 
     def flush(self) -> str:
-        """What was held back. Called once, after the last token."""
+        """The text that was held back. Called once, after the last token."""
         ...
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: tokens are bytes, only a character cut in two waits."""
+    """For byte-level vocabularies: tokens are bytes, and only an incomplete character waits."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int]) -> None:
         self._token_bytes = token_bytes
@@ -37,7 +37,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other vocabularies, where tokens lean on neighbours (a leading space is dropped at the start only).
+    """For all other vocabularies, where tokens depend on neighbours (a leading space is dropped only at the start).
 
     Decodes a window of recent tokens with and without the new ones and takes the difference, as
     text-generation-inference's `decode_token` does. Raw byte tokens wait for the end of their run, since one bad
@@ -50,7 +50,7 @@ class WindowDetokenizer:
         self._decode = decode
         self._is_raw_byte = is_raw_byte
         self._skipped = skipped
-        self._context: list[int] = []  # tokens whose text is out, kept because the next ones lean on them
+        self._context: list[int] = []  # tokens whose text is out, kept because the next ones depend on them
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs the protocol's state machine: gives it time and events, carries out its actions.
+"""Runs the protocol's state machine: gives it events and the time, and carries out its actions.
 
     front ends --submit, stop, cancel-->  RouterCore  --Prefill, Abort-->  node links
     node links --up, said, lost------->               --RequestEvent---->  one sink per request
@@ -45,7 +45,7 @@ class Dispatcher:
     # ---- for the front ends ----
 
     def submit(self, request: RoutedRequest, sink: Sink, received: float) -> None:
-        """Place a request that came in at `received` (`time.monotonic`), from when its deadline counts.
+        """Place a request that arrived at `received` (`time.monotonic`), when its deadline began to count.
 
         Its events go to `sink`, RequestEnd last. Raises BatonError, and then `sink` is not called.
         """
@@ -91,7 +91,7 @@ class Dispatcher:
         self._cause = "node_error"
         for update in message:
             self._core.update(incarnation, update, now)
-            self._carry_out()  # each by itself: a stop string in it is seen before the token behind it counts
+            self._carry_out()  # one by one: a stop string is noticed before the tokens after it count
 
     # ---- for whoever runs it ----
 
@@ -102,7 +102,7 @@ class Dispatcher:
         return self._core.why_degraded(time.monotonic())
 
     def num_requests_by_state(self) -> dict[str, int]:
-        """Live work by state, states without any included."""
+        """Live attempts by state, including states that have none."""
         states = Counter(state.value for state in self._core.states())
         return {state.value: states[state.value] for state in WorkState}
 
@@ -111,14 +111,14 @@ class Dispatcher:
         await self._idle.wait()
 
     def close(self) -> None:
-        """End what is still live: its clients are told that the server was stopped."""
+        """End all live requests: their clients are told that the server was stopped."""
         self._core.stop(time.monotonic())
         self._carry_out()
         if self._timer:
             self._timer.cancel()
 
     def _carry_out(self) -> None:
-        """All actions there are, and those that they cause: a sink may call back into `stop_sample` and `cancel`."""
+        """Carry out all actions, and those that they cause: a sink may call back into `stop_sample` and `cancel`."""
         if self._carrying_out:
             return
         self._carrying_out = True
@@ -150,7 +150,7 @@ class Dispatcher:
         log.warning("tried again attempt=%d cause=%s", work.attempt, self._cause, extra={"request_id": work.request_id})
 
     def _arm(self) -> None:
-        """One timer, for the next deadline; deadlines of requests that ended early make it fire for nothing."""
+        """Set the only timer to the next deadline. It fires in vain for a request that has ended early."""
         deadline = self._core.next_deadline()
         if deadline is None:
             return

@@ -1,4 +1,4 @@
-"""The outer edge as its settings want it: limits, keys, certificates."""
+"""Builds the outer edge from its settings: limits, keys, certificates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.tls import TlsError, TlsFiles
 log = logging.getLogger(__name__)
 
 _OWN_FILES = 256
-"""Descriptors that are not clients': nodes, logs, ports, clients that are told that there is no room."""
+"""File descriptors for other purposes: nodes, logs, ports, clients that are refused for lack of room."""
 _MANY_CONNECTIONS = 16_384
 _NUM_PORTS = 2
 
@@ -29,7 +29,7 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`tls` is for HTTP, `credentials` the same for gRPC; None: without."""
+    """`tls` is for HTTP, `credentials` is the same for gRPC; None: no TLS."""
 
     limits: ConnectionLimits
     access: Access
@@ -88,7 +88,7 @@ def _limits(settings: RouterSettings) -> ConnectionLimits:
 
 
 def _max_connections(settings: RouterSettings, open_files: int) -> int:
-    """Of each port. What the limit of open files does not allow is said, once."""
+    """Connections to each port. Logs once if the limit of open files does not allow what was asked for."""
     room = max(1, (open_files - _OWN_FILES) // _NUM_PORTS)
     wanted = settings.max_connections or settings.max_num_requests
     if room < wanted:

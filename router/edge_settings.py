@@ -1,4 +1,4 @@
-"""Settings of the router's outer edge: who may come in, and what one client may take."""
+"""Settings of the router's outer edge: who has access, and how much one client may use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONNECTIONS = ConnectionLimits()
 
 
 def _secrets(value: object) -> object:
-    """From a text with keys between spaces, or a list of such. What is wrong is told without the key."""
+    """Parse a text with keys between spaces, or a list of such. Errors do not repeat the key."""
     texts = [value] if isinstance(value, str | SecretStr) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str | SecretStr) for text in texts):
         raise ValueError("an API key must be a text")
@@ -26,7 +26,7 @@ def _secrets(value: object) -> object:
 
 
 def _names(value: object) -> object:
-    """From `a,b`, from `["a", "b"]` as vLLM has it, or from a list of the former."""
+    """Parse `a,b`, or `["a", "b"]` as in vLLM, or a list of such texts."""
     if isinstance(value, str) and value.startswith("["):
         value = json.loads(value)
     texts = [value] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""One client request in flight: its prompts' events in, deltas out."""
+"""One client request in flight: takes its prompts' events, gives deltas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.offload import Pauses
 log = logging.getLogger(__name__)
 
 _MAX_DELTAS = 128
-"""Of one `next`: what becomes of them, 20 logprobs each, must not hold up the event loop."""
+"""Of one `next`: writing them out, with 20 logprobs each, must not block the event loop."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`num_cached_tokens`: prompt tokens that the prefill node did not compute; None: not for this client to know."""
+    """`num_cached_tokens`: prompt tokens that the prefill node did not compute; None: this client is not told."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -42,9 +42,9 @@ class Usage:
 class Generation:
     """Runs from `start` until all its parts ended, one failed, or `close`. One consumer calls `next`.
 
-    Tokens become text when they arrive, not when the client reads: a slow reader does not delay the stop string that
-    frees the nodes, and what waits for it is no more than its answer. What was `admitted` is given back when the last
-    part has ended. Without `tells_timings` the client learns neither the timings nor what was cached.
+    Tokens become text when they arrive, not when the client reads. A slow reader therefore does not delay the stop
+    string that frees the nodes, and no more than its answer waits for it. The share that was `admitted` is returned
+    when the last part has ended. Without `tells_timings` the client learns neither the timings nor what was cached.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Generation:
         self._something = asyncio.Event()
 
     async def start(self, received: float) -> None:
-        """Place all prompts. Raises BatonError, and then none is running."""
+        """Place all prompts. If it raises a BatonError, none is running."""
         self._admitted.keep()
         self._live.update(part.request.request_id for part in self.parts)
         pause = Pauses()
@@ -84,18 +84,18 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """All has ended, and `next` has given it all."""
+        """Whether everything has ended and `next` has returned all of it."""
         return not self._live and not self._waiting and self._error is None
 
     async def next(self, timeout_s: float | None = None) -> list[Delta]:
-        """What came since the last call, each answer's in order and as one delta; waits for something, at most
-        `timeout_s`. A reader that lags gets it bit by bit.
+        """What came since the last call, one delta per answer; waits for something, at most `timeout_s`. A reader that
+        lags behind gets it in pieces.
 
-        Empty when nothing came in time, or when all is done. Raises what ended the request early, after all that came
-        before.
+        Empty when nothing came in time, or when everything is done. If the request ended early, raises the reason after
+        everything that came before it.
         """
         if self._waiting:
-            await asyncio.sleep(0)  # else a reader that never waits would keep the event loop to itself
+            await asyncio.sleep(0)  # a reader that never waits would otherwise occupy the event loop
         elif self._error is None and self._live:
             self._something.clear()
             try:
@@ -108,7 +108,7 @@ class Generation:
         return self._take_waiting()
 
     def close(self) -> None:
-        """The client left, or has all that it wants. Idempotent."""
+        """The client left, or needs nothing more. Idempotent."""
         for request_id in list(self._live):
             self._dispatcher.cancel(request_id)
 
@@ -124,7 +124,7 @@ class Generation:
 
     @property
     def timings(self) -> RequestTimings | None:
-        """Of the prompt that took longest, among those that have ended; None: not for this client to know."""
+        """Those of the prompt that took longest, among those that have ended; None: this client is not told."""
         if not self._tells_timings:
             return None
         return max((p.timings for p in self.parts if p.timings), key=lambda t: t.total_s, default=RequestTimings())

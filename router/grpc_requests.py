@@ -1,7 +1,7 @@
-"""gRPC requests: their fields are counted before they are parsed.
+"""Counts the fields of gRPC requests before they are parsed.
 
-Protobuf parses in one call that keeps the interpreter's lock, and an empty message of a list takes two bytes: 8 MB of
-them stop the router for a second. What has no more fields than a request may have is parsed in milliseconds.
+Protobuf parses in one call that keeps the interpreter's lock, and an empty message in a list takes two bytes: 8 MB of
+them stop the router for a second. A message with no more fields than allowed is parsed in milliseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parse_request(kind: type[M], data: bytes) -> M:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Number, begin and end of each field's content. Raises IndexError or ValueError where there is no field."""
+    """Number, begin and end of each field's content. Raises IndexError or ValueError if there is no field."""
     while at < end:
         tag, at = _varint(data, at)
         wire_type = tag & 7

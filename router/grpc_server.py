@@ -1,4 +1,4 @@
-"""The public gRPC port: what may come in through it, and the standard services beside ours."""
+"""The public gRPC port: its limits, our service, and the standard services beside it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.http.limits import ConnectionLimits
 
 _SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,)
 WHOLE_CLUSTER = "baton.v1.Cluster"
-"""A name of the health service: SERVING while nothing is missing, not even what a request can do without."""
+"""A name in the health service: SERVING only while the cluster is ready and not degraded."""
 _ALIVE = f"/{health.SERVICE_NAME}/"
 _MAX_AGE_S = 3600.0
 _MAX_STREAMS = 65_536
@@ -30,7 +30,7 @@ _MAX_STREAMS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class GrpcLimits:
-    """`connections.max_connections` counts those of this port alone. `max_requests`: 0 is no limit."""
+    """`connections.max_connections` counts only the connections to this port. `max_requests` of 0 means no limit."""
 
     connections: ConnectionLimits
     max_message_bytes: int
@@ -38,13 +38,13 @@ class GrpcLimits:
     request_timeout_s: float
 
     def options(self) -> list[tuple[str, int]]:
-        """A connection is told to go when it is idle or an hour old; what runs on it may end first."""
+        """A connection is asked to close when it is idle or an hour old; running calls may end first."""
         limits = self.connections
         options = {
             **dict(SERVER_OPTIONS),
             "grpc.max_receive_message_length": self.max_message_bytes,
             "grpc.max_metadata_size": limits.max_header_bytes,
-            # above the one and below the other, calls are refused by chance
+            # between the two limits, calls are refused at random
             "grpc.absolute_max_metadata_size": limits.max_header_bytes,
             "grpc.max_allowed_incoming_connections": limits.max_connections,
             "grpc.max_concurrent_streams": min(self.max_requests or _MAX_STREAMS, _MAX_STREAMS) + 1,
@@ -69,7 +69,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, address: HostPort, credentials: grpc.ServerCredentials | None) -> HostPort:
-        """Returns the address with its port. Raises RuntimeError when it cannot be had."""
+        """Returns the address with its port. Raises RuntimeError when the address is not available."""
         if credentials is None:
             port = self._server.add_insecure_port(str(address))
         else:
@@ -109,7 +109,7 @@ class _RequireKey(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
 
 
 def _refusing(error: InvalidApiKey) -> grpc.RpcMethodHandler[Any, Any]:
-    """As for a stream of requests: only such a handler runs before a message has come."""
+    """A handler for a stream of requests, because only such a handler runs before a message has come."""
 
     async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(grpc.StatusCode[error.grpc_status], error.message)

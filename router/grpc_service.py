@@ -1,4 +1,4 @@
-"""The public gRPC API: `baton.v1.Generation`, with the meaning that the HTTP API has."""
+"""The public gRPC API: `baton.v1.Generation`, with the same meaning as the HTTP API."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _OPTIONAL = (
 
 
 class GenerationService:
-    """`handlers` is what a server adds: requests come as bytes, and are parsed here, bounded. `write_timeout_s`: so
-    long each message may wait for its client to read; then the call ends."""
+    """A server adds `handlers`. Requests come as bytes and are parsed here, within limits. `write_timeout_s`: how long
+    each message may wait for its client to read before the call ends."""
 
     def __init__(self, service: Service, keys: ApiKeys | None = None, write_timeout_s: float = 30.0) -> None:
         self._service = service
@@ -70,7 +70,8 @@ class GenerationService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def generate(self, data: bytes, context: Context) -> None:
-        """GenerationStarted, deltas, GenerationFinished; or an error status. The call's own deadline holds too."""
+        """Sends GenerationStarted, deltas, GenerationFinished, or an error status. The call's own deadline counts
+        too."""
         received = time.monotonic()
         request = await _answered("Generate", context, lambda: self._parse(pb.GenerateRequest, data), received, False)
         metadata = dict(context.invocation_metadata() or ())
@@ -156,8 +157,8 @@ class GenerationService:
 
 
 class _Prompt:
-    """What a request gives as its input. `size`: characters, or tokens; `special`: whether a text gets special tokens
-    by default. Raises InvalidRequest."""
+    """The input of a request. `size`: characters, or tokens; `special`: whether a text gets special tokens by default.
+    Raises InvalidRequest."""
 
     def __init__(self, request: pb.GenerateRequest | pb.TokenizeRequest, model: ServedModel) -> None:
         self._request = request
@@ -178,7 +179,7 @@ class _Prompt:
                 raise InvalidRequest("there is no input: give a prompt, prompt_tokens or a chat", "input")
 
     async def read(self, service: Service) -> str | tuple[int, ...]:
-        """The text, a chat's rendered, or the token ids."""
+        """The text, the rendered chat, or the token ids."""
         request = self._request
         if self._kind == "chat":
             messages = request.chat.messages
@@ -225,7 +226,7 @@ def _ask(request: pb.GenerateRequest, request_id: str, prompt: str | tuple[int, 
 async def _answered(
     method: str, context: Context, run: Callable[[], Awaitable[R]], received: float, is_last: bool = True
 ) -> R:
-    """What `run` returns; its errors become the call's status. Logged when the call has ended so, or `is_last`."""
+    """What `run` returns; its errors become the call's status. Logged if that ends the call, or if `is_last`."""
     error: BatonError
     try:
         result = await run()
@@ -246,13 +247,13 @@ async def _answered(
     try:
         async with asyncio.timeout(_ABORT_S):
             await context.abort(grpc.StatusCode[error.grpc_status], error.message, retry)
-    except (TimeoutError, grpc.aio.InternalError):  # it does not read what was written before, or has left
+    except (TimeoutError, grpc.aio.InternalError):  # the client does not read earlier messages, or has left
         raise asyncio.CancelledError from None
     raise error  # abort raises; this tells the type checker
 
 
 def authorization_of(metadata: Iterable[Any] | None) -> str:
-    """What the call says as HTTP's header of that name; empty for nothing."""
+    """The call's metadata that corresponds to HTTP's header of that name; empty if there is none."""
     return str(dict(metadata or ()).get("authorization", ""))
 
 

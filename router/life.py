@@ -1,4 +1,4 @@
-"""A request as the router sees it: its samples, the work it has placed, and what it tells the client."""
+"""A request as the router sees it: its samples, its attempts on nodes, and its events for the client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.sampling import FinishReason, SamplingParams
 
 
 class WorkState(enum.Enum):
-    """Where one attempt stands. UNPLACED: there is no node for it at the moment.
+    """The state of one attempt. UNPLACED: no node can take it at the moment.
 
         (UNPLACED) --a node comes--> QUEUED
 
@@ -31,9 +31,9 @@ class WorkState(enum.Enum):
            |                    |                            |                      |
            `--------------------+--- node lost, error -------+----------------------'--> next attempt, or the end
 
-    Messages of two nodes may overtake each other, so Adopted can come in any of the first three states; without a
-    handoff (decode node alone, or all samples ended on token 0) HANDING_OFF or DECODING may be skipped. With the first
-    token left to the decode node, the client hears of an attempt's tokens in DECODING, or when their sample ends.
+    Messages of two nodes may overtake each other, so Adopted can come in any of the first three states. Without a
+    handoff (decode node alone, or all samples ended on token 0) HANDING_OFF or DECODING may be skipped. If the decode
+    node streams the first token, the client gets an attempt's tokens in DECODING, or when their sample ends.
     """
 
     UNPLACED = "unplaced"
@@ -44,13 +44,13 @@ class WorkState(enum.Enum):
 
 
 FirstToken = Literal["prefill", "decode"]
-"""Who streams it. The prefill node: at once, and the handoff is a gap behind it. The decode node: when it goes on, and
-the handoff is part of the time to the first token."""
+"""Which node's message lets the client have the first token. With the prefill node's, it comes at once and the handoff
+is a gap behind it; with the decode node's, the handoff is part of the time to the first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """What the router's front ends ask for: token ids in, `n` samples out. `sampling.seed` is drawn already."""
+    """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -62,8 +62,8 @@ class RoutedRequest:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Durations in seconds, each by one process's own clock; of the attempt that got furthest. `first_token_s`: until
-    the client was told of a token, 0 if it never was. Those of the handoff are as in `HandedOff` and `Adopted`."""
+    """Durations in seconds, each by one process's own clock, of the attempt that got furthest. `first_token_s`: until
+    the client got a token, 0 if it never did. The durations of the handoff are those of `HandedOff` and `Adopted`."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -109,7 +109,7 @@ class SampleOut:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """The request's one end. `error` None: every sample ended by itself."""
+    """The only end of a request. `error` None: every sample ended by itself."""
 
     error: BatonError | None
     timings: RequestTimings
@@ -121,17 +121,17 @@ RequestEvent = SampleEvent | RequestEnd
 
 @dataclass(slots=True)
 class SampleLife:
-    """One sample: tokens accepted in order, and what came too early from the other node.
+    """One sample: tokens accepted in order, and items that came too early from the other node.
 
-    What was accepted survives its attempt, also while it is `held` back from the client: the next attempt goes on
-    behind it, and the client is told of both when a decode node goes on with that, or before the request's end.
+    Accepted tokens survive their attempt, even while they are `held` back from the client: the next attempt continues
+    after them, and the client gets both when a decode node goes on, or before the request's end.
     """
 
     index: int
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     early: list[Tokens | SampleEnd] = field(default_factory=list)
-    held: list[SampleEvent] = field(default_factory=list)  # accepted, and not told to the client yet
+    held: list[SampleEvent] = field(default_factory=list)  # accepted, but not emitted to the client yet
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class Work:
     """One attempt at some samples of a request, placed on a prefill and a decode node, or on a decode node alone.
 
     `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too. `deadline_s`
-    is what the message said.
+    is the one in the message.
     """
 
     id: WorkId
@@ -148,7 +148,7 @@ class Work:
     decode: str | None
     deadline_s: float
     state: WorkState = WorkState.QUEUED
-    prefilled: bool = False  # its prompt keeps nobody waiting any more
+    prefilled: bool = False  # its prompt no longer occupies the prefill node
     handed_off: bool = False
     end_waits: bool = False  # D's End came while tokens of P are still under way
 
@@ -158,17 +158,17 @@ class Work:
 
     @property
     def awaits_decode(self) -> bool:
-        """There will be a handoff, and the decode node has not said that it goes on."""
+        """Whether a handoff is to come and the decode node has not gone on yet."""
         return self.decode is not None and self.state is not WorkState.DECODING
 
     def nodes(self) -> list[str]:
-        """The incarnations that may still hold something of this work."""
+        """The incarnations that may still hold something of this attempt."""
         prefill = [] if self.handed_off else [self.prefill]
         return prefill + ([self.decode] if self.decode else [])
 
     def depends_on(self, incarnation: str) -> bool:
-        """Whether the loss of that node loses the work. The prefill node matters until its last word and until the
-        decode node has said that the KV is in."""
+        """Whether the attempt is lost with that node. The prefill node matters until it has sent HandedOff and the
+        decode node has sent Adopted."""
         if incarnation == self.decode:
             return True
         if incarnation != self.prefill:
@@ -176,8 +176,8 @@ class Work:
         return not self.handed_off or self.state is not WorkState.DECODING or any(s.early for s in self.samples)
 
     def suspects(self, error: BatonError, speaker: str) -> set[str]:
-        """The nodes to keep the next attempt away from. One that lost its peer blames the other; else a decode node
-        speaks for itself, and a prefill node for both, since it passes on what it was refused with."""
+        """The nodes that the next attempt should avoid. A node that lost its peer blames the peer. Otherwise a decode
+        node speaks for itself, and a prefill node for both, since it passes on a decode node's refusal."""
         both = {self.prefill, self.decode or self.prefill}
         if isinstance(error, PeerLost):
             return both - {speaker} or both
@@ -186,7 +186,7 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Unplaced:
-    """Samples of a request that wait for a node: what their next attempt will be, and why the one before failed."""
+    """Samples of a request that wait for a node: their next attempt, and why the previous one failed."""
 
     life: RequestLife
     samples: list[SampleLife]
@@ -197,7 +197,7 @@ class Unplaced:
 
 @dataclass(slots=True)
 class RequestLife:
-    """A live request: its samples, and the work that will finish those that have not ended."""
+    """A live request: its samples, and the attempts that will finish those that have not ended."""
 
     request: RoutedRequest
     arrived: float
@@ -207,18 +207,19 @@ class RequestLife:
     unplaced: list[Unplaced] = field(default_factory=list)
     timings: RequestTimings = field(default_factory=RequestTimings)
     avoid: set[str] = field(default_factory=set)  # nodes that failed it
-    blamed: set[str] = field(default_factory=set)  # those of them that their peers took for lost
-    lost: dict[str, str] = field(default_factory=dict)  # nodes that went away with it, and how
+    blamed: set[str] = field(default_factory=set)  # those of them that a peer took for lost
+    lost: dict[str, str] = field(default_factory=dict)  # nodes that were lost while they ran it, and how
     told: bool = False  # its client has a token
 
     def is_poisonous(self, max_lost: int) -> bool:
-        """Whether so many nodes went away while they ran it. One whose peer alone has said so counts too, beside one
-        that is known to be lost: the peer often hears of it first, and by then the next node would have it."""
+        """Whether at least `max_lost` nodes were lost while they ran it. A node that only its peer reports as lost
+        counts as well, in addition to one that is known to be lost: the peer often notices first, and by the time the
+        router does, the next node would have the request."""
         return bool(self.lost) and len(self.lost.keys() | self.blamed) >= max_lost
 
     @property
     def losses(self) -> str:
-        """For a person."""
+        """The lost nodes and how they were lost, as a text for people."""
         return "; ".join(self.lost.values())
 
     def groups(self, samples: list[SampleLife]) -> list[list[SampleLife]]:

@@ -1,4 +1,4 @@
-"""What one request may carry, whichever front end it came through. What an operator may want to change is a flag."""
+"""What one request may carry, through either front end. Limits that operators may want to change are flags instead."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ MAX_N = 128
 MAX_MESSAGES = 10_000
 MAX_ROLE_CHARS = 64
 MAX_NAME_CHARS = 256
-"""Of a model, and of who speaks in a chat."""
+"""Of the name of a model, and of a speaker in a chat."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 2048
-"""Of all stop strings together: what their automaton costs to build and to keep."""
+"""Of all stop strings together: bounds the cost of building and keeping their automaton."""
 MAX_COUNTED_CHARS = 2**20
-"""Of a text that is tokenized for its own sake: whoever asks how many tokens it has need not know that it fits."""
+"""Of a text for `/tokenize`: a client that asks for the number of tokens need not know whether the text fits."""
 MAX_ECHO_CHARS = 2**22
 """Of all answers to a request that repeat their prompt."""
 MAX_TEMPLATE_VALUES = 256

@@ -43,7 +43,7 @@ async def _serve(settings: RouterSettings) -> None:
         loop.add_signal_handler(number, on_signal)
     server = RouterServer(settings)
     await server.start()
-    gc.freeze()  # what the start has made stays: collections need not look at it again
+    gc.freeze()  # objects made so far stay: collections need not look at them again
     stopping, ended = asyncio.create_task(stop.wait()), asyncio.create_task(server.ended())
     await asyncio.wait((stopping, ended), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

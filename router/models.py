@@ -1,4 +1,4 @@
-"""What the router knows of the model that its nodes serve: tokenizer, chat template, limits, defaults."""
+"""What the router knows about the model that its nodes serve: tokenizer, chat template, limits, defaults."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ServedModel:
 
 
 class Models:
-    """The one model that a router serves, as its nodes tell it.
+    """The only model that a router serves, as its nodes describe it.
 
-    Kept when the last node goes; replaced when the next one that comes then serves another.
+    It is kept when the last node goes, and replaced if the next node to come serves another model.
     """
 
     def __init__(self) -> None:
@@ -67,9 +67,10 @@ class Models:
             raise
 
     def join(self, info: NodeInfo, tokenizer: Tokenizer) -> None:
-        """A node is in use from now until `leave`.
+        """The node is in use from now until `leave`.
 
-        Raises NodeUnavailable when it is already, under another address, or serves another model than those in use.
+        Raises NodeUnavailable if it is already in use under another address, or serves another model than the nodes in
+        use.
         """
         self._check(info)
         if self._model is None or not self._nodes:

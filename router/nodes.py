@@ -1,4 +1,4 @@
-"""The streams to the nodes: one session each, opened again whenever it ends.
+"""The streams to the nodes: one session per node, opened again whenever it ends.
 
 connect -> Describe -> (GetTokenizer) -> Session: (Auth), Subscribe, Subscribed, work and updates -> lost -> back-off
 """
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 DESCRIBE_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
 SILENCE_TIMEOUT_S = 5.0
-"""A node sends its load every half second; one that is silent for so long, while we listen, hangs."""
+"""A node sends its load every half second. If it is silent for this long while the router listens, it hangs."""
 LAST_WORD_S = 0.5
-"""For a stream that cannot be written to any more to say why."""
+"""How long a stream that can no longer be written to has to say why."""
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 
@@ -75,7 +75,7 @@ class NodeLink:
                 problem = str(lost)
             except (BatonError, grpc.aio.AioRpcError, TimeoutError) as error:
                 problem = _reason(error)
-            except Exception as error:  # a boundary: one node's oddities must not cost the others
+            except Exception as error:  # a boundary: a bad node must not affect the others
                 log.exception("node_address=%s internal error", self.address)
                 problem = repr(error)
             self._set_problem(problem)
@@ -83,7 +83,7 @@ class NodeLink:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     async def _connect_once(self) -> None:
-        """One session, from the connection to its end. Always raises: _SessionLost when the node had been in use."""
+        """One session, from connecting to its end. Always raises; _SessionLost if the node had been in use."""
         async with open_channel(str(self.address), self._trust.tls) as channel:
             status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
@@ -134,7 +134,7 @@ class NodeLink:
         reason = "the router is closing"
         try:
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait((reading,), timeout=LAST_WORD_S)  # what it says last tells more than a failed write
+            await asyncio.wait((reading,), timeout=LAST_WORD_S)  # its last message tells more than a failed write
             reason = reading.result() if reading.done() else f"cannot write to it: {writing.exception()!r}"
         finally:
             reading.cancel()
@@ -167,7 +167,7 @@ class NodeLink:
             return
         self.problem = problem
         if problem:
-            level = logging.WARNING if self._reached else logging.INFO  # whoever starts later is nothing to warn of
+            level = logging.WARNING if self._reached else logging.INFO  # no warning for a node that starts later
             log.log(level, "node_address=%s role=%s not in use: %s", self.address, self.role.value, problem)
         self._changed()
 
@@ -180,7 +180,7 @@ _Call = grpc.aio.StreamStreamCall[node_pb2.RouterMessage, node_pb2.NodeMessage]
 
 
 async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort]) -> None:
-    """All messages in order, until it fails."""
+    """Write all messages in order, until writing fails."""
     while True:
         await call.write(write_router_message(await outgoing.get()))
 
@@ -193,7 +193,7 @@ async def _fetch_tokenizer(status: node_pb2_grpc.NodeStatusStub, info: NodeInfo)
 def _reason(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         details = error.details() or error.code().name
-        return details.rpartition(": ")[2] if "last error:" in details else details  # gRPC wraps the system's word
+        return details.rpartition(": ")[2] if "last error:" in details else details  # gRPC wraps the system's message
     if isinstance(error, TimeoutError):
         return "no answer"
     return str(error)

@@ -1,7 +1,7 @@
-"""Work that would hold up the event loop, on a few threads beside it.
+"""Runs work that would block the event loop on a few threads beside it.
 
-A thread helps only where the work lets others run: Python code does, every 5 ms, and so do `tokenizers`' batches. One
-long call into C that keeps the interpreter's lock (`json.loads`, `json.dumps`) holds up the loop from any thread.
+A thread helps only if the work lets other threads run: Python code does, every 5 ms, and so do `tokenizers`' batches.
+One long call into C that keeps the interpreter's lock (`json.loads`, `json.dumps`) blocks the loop from any thread.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from baton.errors import Overloaded
 T = TypeVar("T")
 
 INLINE_SIZE = 1024
-"""Characters that are worked on at once: less than a millisecond, as `encode` of so many takes (0.7 ms measured)."""
+"""Work on so many characters runs on the event loop: it takes less than a millisecond (`encode` takes 0.7 ms)."""
 _LARGE = 65_536
 _NUM_THREADS = 4
 _NUM_LARGE = 2
-"""So many threads at most have large work, so that the rest of the requests does not wait behind it."""
+"""At most so many threads have large work, so that other requests do not wait behind it."""
 _MAX_WAIT_S = 60.0
 
 
 class Offload:
-    """A bounded pool: work of at most `max_size` characters or bytes is waiting or under way, `size` of it now."""
+    """A bounded pool: at most `max_size` characters or bytes of work are waiting or under way; now it is `size`."""
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
@@ -34,9 +34,9 @@ class Offload:
         self._large = asyncio.Semaphore(_NUM_LARGE)
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """What `work`, which goes over `size` characters or bytes, returns or raises. Raises Overloaded.
+        """Returns or raises what `work` does, which handles `size` characters or bytes. Raises Overloaded.
 
-        A caller that is cancelled leaves the work to end by itself: until then it counts.
+        If the caller is cancelled, the work ends by itself and counts until then.
         """
         if size <= INLINE_SIZE:
             return work()
@@ -46,11 +46,11 @@ class Offload:
         return await asyncio.shield(asyncio.create_task(self._run(work, size)))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Never refused: for what admitted requests bring in the end."""
+        """Returns or raises what `work` does. Never refused: for the answers of requests that were admitted."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """What has not begun never does."""
+        """Drop work that has not begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Callable[[], T], size: int) -> T:
@@ -71,7 +71,7 @@ class Offload:
 
 
 class Pauses:
-    """Awaited in a loop that must run on the event loop: lets others run whenever it has held them up for 5 ms."""
+    """For a loop that must run on the event loop: awaiting it lets others run after each 5 ms."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time

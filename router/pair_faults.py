@@ -1,11 +1,12 @@
-"""Which pairs of nodes fail again and again at handing over, and are left alone for a while."""
+"""Tracks pairs of nodes whose handoffs fail again and again; they are avoided for a while."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MAX_FAILURES = 3
-"""In a row, after which a pair is out. One may be a peer's death that the router has yet to hear of."""
+"""In a row, after which a pair is out. A single failure may be the death of a node that the router has yet to
+notice."""
 FIRST_OUT_S = 5.0
 LAST_OUT_S = 60.0
 
@@ -17,19 +18,19 @@ Pair = tuple[str, str]
 class _Fault:
     num_failures: int = 0
     reason: str = ""
-    out_s: float = 0.0  # how long it is out this time; 0: it never was
+    out_s: float = 0.0  # how long the pair is out this time; 0: it never was
     until: float = 0.0
 
 
 class PairFaults:
-    """A pair that failed `MAX_FAILURES` handoffs in a row is out for `FIRST_OUT_S`, and then for twice as long, up to
-    `LAST_OUT_S`, each time that its next handoff fails too. One that succeeds clears it."""
+    """A pair that failed `MAX_FAILURES` handoffs in a row is out for `FIRST_OUT_S`. Each time its next handoff fails
+    too, it is out for twice as long, up to `LAST_OUT_S`. One success clears it."""
 
     def __init__(self) -> None:
         self._faults: dict[Pair, _Fault] = {}
 
     def failed(self, pair: Pair, reason: str, now: float) -> None:
-        """A handoff of the two has failed; not because one of them is lost."""
+        """A handoff between the two has failed, but not because one of them is lost."""
         fault = self._faults.setdefault(pair, _Fault())
         fault.num_failures += 1
         fault.reason = reason
@@ -41,7 +42,7 @@ class PairFaults:
         self._faults.pop(pair, None)
 
     def forget(self, incarnation: str) -> None:
-        """That node is gone, and comes back as another."""
+        """The node is gone; if it comes back, it has another incarnation."""
         for pair in [pair for pair in self._faults if incarnation in pair]:
             del self._faults[pair]
 
@@ -50,5 +51,5 @@ class PairFaults:
         return fault is not None and now < fault.until
 
     def why_out(self, pair: Pair, now: float) -> str | None:
-        """None: it is not."""
+        """Why the pair is out, for people. None: it is not out."""
         return self._faults[pair].reason if self.is_out(pair, now) else None

@@ -1,4 +1,4 @@
-"""Which nodes get a request: who comes to its prompt first, and of the decode nodes that fit the least busy."""
+"""Which nodes get a request: the prefill node that can start it first, and the least busy decode node that fits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from router.pair_faults import PairFaults
 
 @dataclass(slots=True)
 class Node:
-    """A subscribed node, with what this router has given it. Its own `load` lags behind by a heartbeat and covers other
-    routers. In tokens of prompts: `to_prefill`, not computed yet; `to_decode`, of requests that end there."""
+    """A subscribed node, with the work that this router has given it. Its own `load` lags behind by a heartbeat and
+    includes other routers' work. Counts are tokens of prompts: `to_prefill` of those not computed yet, `to_decode` of
+    requests that generate there."""
 
     info: NodeInfo
     load: Load
@@ -24,19 +25,19 @@ class Node:
 
     @property
     def backlog(self) -> tuple[int, int]:
-        """How late it would come to one more prompt. Of two that have as much to compute, who got the last of it
-        earlier is further with it: one of 1,024 tokens is 20 to 30 ms, which is more than all else of a first token."""
+        """How late the node would start one more prompt. Of two with equal work, the one that got its last prompt
+        earlier is further along: a prompt of 1,024 tokens takes 20 to 30 ms, more than the rest of a first token."""
         return self.to_prefill, self.last_placed if self.to_prefill else 0
 
     @property
     def busy(self) -> tuple[int, int]:
-        """How much it has to generate."""
+        """How much the node has to generate."""
         return self.to_decode, self.load.num_waiting + self.load.num_running
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`decode` None: the decode node in `prefill` does all of it."""
+    """`decode` None: the decode node in `prefill` does all the work."""
 
     prefill: Node
     decode: Node | None
@@ -70,7 +71,7 @@ class Pool:
         self._num_placed = 0
 
     def add(self, info: NodeInfo) -> None:
-        """One that is here already keeps what it was given."""
+        """A node that is here already keeps its counts."""
         if node := self._nodes.get(info.incarnation):
             node.info = info
         else:
@@ -87,20 +88,20 @@ class Pool:
         return self._nodes.get(incarnation)
 
     def role(self, role: NodeRole) -> list[Node]:
-        """Those that take new work."""
+        """The nodes of that role that take new work."""
         return [n for n in self._nodes.values() if n.info.role is role and not n.load.draining]
 
     def _compare(self) -> None:
-        """All prefill nodes with all decode nodes: once for each change of the pool, not for each request."""
+        """Compare all prefill nodes with all decode nodes, once per change of the pool and not per request."""
         roles = ([n.info for n in self._nodes.values() if n.info.role is role] for role in NodeRole)
         self._misfits = {(p.incarnation, d.incarnation): mismatch(p, d) for p, d in itertools.product(*roles)}
 
     # ---- where to ----
 
     def choose(self, avoid: set[str], now: float) -> Placement | None:
-        """The least busy pair that fits and works; else a decode node alone. Nodes in `avoid` only if there is no
-        other. None: there is no node for it at the moment. Raises NodeUnavailable, saying why, when the nodes that are
-        here do not fit together, which waiting does not mend."""
+        """The least busy pair that fits and works; else a decode node alone. Nodes in `avoid` are chosen only if there
+        is no other. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the present
+        nodes do not fit together, so that waiting would not help."""
         prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
         if not decodes:
             return None
@@ -123,19 +124,19 @@ class Pool:
     # ---- what it was given ----
 
     def place(self, placement: Placement, num_tokens: int) -> None:
-        """A prompt of so many tokens goes there. To be followed by `prefilled` and `ended`, once each."""
+        """A prompt of so many tokens goes there. The caller follows with `prefilled` and `ended`, once each."""
         self._num_placed += 1
         placement.prefill.to_prefill += num_tokens
         placement.prefill.last_placed = self._num_placed
         placement.last.to_decode += num_tokens
 
     def prefilled(self, incarnation: str, num_tokens: int) -> None:
-        """That prompt is computed, or not wanted any more."""
+        """That prompt is computed, or no longer needed."""
         if node := self._nodes.get(incarnation):
             node.to_prefill -= num_tokens
 
     def ended(self, incarnation: str, num_tokens: int) -> None:
-        """That request will generate there no more."""
+        """That request no longer generates there."""
         if node := self._nodes.get(incarnation):
             node.to_decode -= num_tokens
 
@@ -151,8 +152,8 @@ class Pool:
         return f"no decode node: {self._misfits[_key(prefills[0], decodes[0])]}"
 
     def why_degraded(self, now: float) -> str | None:
-        """Why requests are answered in another way than is meant: decode nodes compute prompts, or nodes do not work
-        with one another. None: nothing is missing."""
+        """Why requests are not answered as intended: decode nodes compute prompts, or certain nodes cannot work
+        together. None: nothing is missing."""
         prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
         reasons = ["no prefill node"] if self._with_prefill and not prefills else []
         for pair in itertools.product(prefills, decodes):

@@ -1,4 +1,4 @@
-"""A router put together: state machine, links to the nodes, HTTP and gRPC front ends."""
+"""Puts a router together: state machine, links to the nodes, HTTP and gRPC front ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 EPOCH_BITS = 63
 _CLOSE_S = 1.0
-"""For connections to end after their requests have."""
+"""How long connections have to end after their requests."""
 
 
 class RouterServer:
@@ -99,7 +99,7 @@ class RouterServer:
         self.cluster.watch(self._readiness)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Take no more requests, give those that run `drain_timeout` seconds or until `hurry`, then end everything."""
+        """Take no more requests, let running ones finish for `drain_timeout` seconds or until `hurry`, then end all."""
         timeout_s = self._settings.drain_timeout
         self.cluster.drain()
         self._http.should_exit = True

@@ -1,4 +1,4 @@
-"""What both front ends share: from a client's wish to a running generation."""
+"""What both front ends share: from a client's request to a running generation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from router.stops import StopScanner, StopStrings
 log = logging.getLogger(__name__)
 
 _MAX_TEXT_SIZE = 64 * 2**20
-"""Characters of texts that are being read, tokenized and the like: each becomes some hundred bytes meanwhile."""
+"""Characters of texts that are being parsed, tokenized and so on; each takes about a hundred bytes meanwhile."""
 
 Prompt = str | tuple[int, ...]
 
 
 class Service:
-    """`request_timeout_s` bounds each request, from its receipt; `max_num_samples` the answers to one request.
-    `tells_timings`: see Generation."""
+    """`request_timeout_s` bounds each request, counted from its receipt; `max_num_samples` bounds the answers to one
+    request. `tells_timings`: see Generation."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Service:
         self.offload.close()
 
     def admit(self, model: ServedModel, sizes: Sequence[int], n: int = 1) -> Admitted:
-        """Reserve for prompts of these sizes: characters of those that are not tokenized yet, else tokens.
+        """Reserve room for prompts of these sizes, in characters if not tokenized yet, else in tokens.
 
         Raises InvalidRequest or Overloaded.
         """
@@ -63,7 +63,7 @@ class Service:
                 f"{self._max_num_samples} (--max-num-samples)",
                 "prompt" if len(sizes) > 1 else "n",
             )
-        longest = 2 * model.max_model_len  # what has more tokens is refused before it has cost more
+        longest = 2 * model.max_model_len  # a prompt with more tokens is refused before it costs more
         return self.admission.admit(len(sizes), sum(min(size, longest) for size in sizes))
 
     async def render_chat(
@@ -85,7 +85,8 @@ class Service:
     async def tokenize(
         self, model: ServedModel, prompts: Sequence[Prompt], add_special_tokens: bool
     ) -> list[tuple[int, ...]]:
-        """Token ids of each prompt, checked; those given as such stay. Raises InvalidRequest or Overloaded."""
+        """Token ids of each prompt, checked; prompts given as ids stay as they are. Raises InvalidRequest or
+        Overloaded."""
 
         def encode_all() -> list[tuple[int, ...]]:
             every = [encode(p, model, add_special_tokens) if isinstance(p, str) else p for p in prompts]
@@ -96,9 +97,9 @@ class Service:
         return await self.offload.run(encode_all, sum(map(len, prompts)))
 
     async def generate(self, model: ServedModel, ask: Ask, received: float, admitted: Admitted) -> Generation:
-        """Start it. `received` is when the request came (`time.monotonic`). Raises BatonError.
+        """Start a generation. `received` is when the request came (`time.monotonic`). Raises BatonError.
 
-        The caller closes the generation, however it ends, and the generation gives back what was admitted.
+        The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
         prompts = await self.tokenize(model, ask.prompts, ask.add_special_tokens)
         admitted.resize(sum(map(len, prompts)))
@@ -118,7 +119,7 @@ class Service:
     ) -> Part:
         sampling = sampling_params(ask, model, len(prompt))
         request = RoutedRequest(
-            # Unique for ever: clients may repeat their ids, and nodes remember those that were aborted.
+            # Unique for ever, because clients may repeat their ids and nodes remember those that were aborted.
             request_id=f"{ask.request_id}.{next(self._serial):x}",
             prompt_tokens=prompt,
             n=ask.n,
@@ -145,12 +146,12 @@ class Service:
 
 
 class Message(Protocol):
-    """Of a chat, in either front end's form."""
+    """A message of a chat, in either front end's form."""
 
     @property
     def content(self) -> str: ...
 
 
 def size_of_chat(messages: Iterable[Message]) -> int:
-    """Its characters, and what each message costs beside them."""
+    """The characters of a chat, plus the cost of each message itself."""
     return sum(len(message.content) + 32 for message in messages)

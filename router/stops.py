@@ -16,11 +16,11 @@ class Scan:
 
 
 class StopStrings:
-    """All stop strings of a request as one automaton (Aho and Corasick, 1975): a character of text costs the same
-    however many and however long they are. Immutable, shared by the request's samples.
+    """All stop strings of a request as one automaton (Aho and Corasick, 1975): the cost per character of text does not
+    depend on their number or length. Immutable, shared by the request's samples.
 
-    A state stands for the longest end of the text that begins a stop string; 0 for none. `found[state]` is the longest
-    stop string that is complete there; `held[state]` how many characters could still become a match.
+    A state stands for the longest end of the text with which a stop string begins; 0 for none. `found[state]` is the
+    longest stop string that is complete there; `held[state]` is how many characters could still become a match.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -48,7 +48,7 @@ class StopStrings:
         self.found[state] = stop
 
     def _link(self) -> None:
-        """Breadth first, so that the shorter end that a state falls back to is complete before it."""
+        """Goes breadth first, so that the shorter end to which a state falls back is complete before it."""
         waiting = deque([0])
         while waiting:
             state = waiting.popleft()
@@ -56,7 +56,7 @@ class StopStrings:
                 back = self.fallback[child] = self.next(self.fallback[state], char) if state else 0
                 self.found[child] = self.found[child] or self.found[back]
                 if not self.edges[child]:
-                    self.held[child] = self.held[back]  # complete, so nothing longer can come of it
+                    self.held[child] = self.held[back]  # complete, so no longer match can come
                 waiting.append(child)
 
     def next(self, state: int, char: str) -> int:
@@ -68,8 +68,8 @@ class StopStrings:
 class StopScanner:
     """Finds the first stop string of one sample, however the text is cut.
 
-    The match that is complete first wins; of several that are complete with the same character, the longest. Holds back
-    only text that could still become a match. `include` keeps the stop string in the text.
+    The first complete match wins; if several are complete with the same character, the longest one. Holds back only
+    text that could still become a match. `include` keeps the stop string in the text.
     """
 
     def __init__(self, stops: StopStrings, include: bool = False) -> None:
@@ -94,6 +94,6 @@ class StopScanner:
         return Scan(text[:keep])
 
     def flush(self) -> str:
-        """What was held back: the text ended without a match."""
+        """The text that was held back, after an end without a match."""
         text, self._held, self._state = self._held, "", 0
         return text

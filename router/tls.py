@@ -43,7 +43,7 @@ class TlsFiles:
         return context
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For gRPC, which asks clients for certificates only where they must have one. Raises TlsError."""
+        """For gRPC, which asks clients for certificates only if they are required. Raises TlsError."""
         key, cert = _read("keyfile", self.key or self.cert), _read("certfile", self.cert)
         required = self.cert_reqs == ssl.CERT_REQUIRED
         roots = _read("ca-certs", self.ca_certs) if self.ca_certs and required else None
@@ -58,5 +58,5 @@ def _read(flag: str, path: Path) -> bytes:
 
 
 def _no_password() -> str:
-    """Instead of a question on the terminal."""
+    """Given to OpenSSL so that it does not ask on the terminal."""
     raise ValueError("the key is encrypted")

@@ -1,8 +1,8 @@
-"""Text to token ids and back, with the very `tokenizer.json` that the nodes serve.
+"""Turns text into token ids and back, with the same `tokenizer.json` that the nodes serve.
 
-Thread-safe. `encode_batch_fast` and `decode_batch` release the interpreter's lock while they work; what works on one
-text does not (tokenizers 0.23: 500 KB stop all other threads for 0.5 s, as a batch of one for 5 ms). Batches of one
-gain nothing from the library's own threads, and a short text would wait there for a long one: they are turned off.
+Thread-safe. `encode_batch_fast` and `decode_batch` release the interpreter's lock while they work; the functions for
+one text do not (tokenizers 0.23: 500 KB stop all other threads for 0.5 s, as a batch of one for 5 ms). The library's
+own threads are turned off: batches of one gain nothing from them, and a short text would wait there for a long one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read by the library at each call
 
 SHORT_CHARS = 1024
-"""A text that takes less than a millisecond keeps the lock: to give it up may mean to wait 5 ms for it."""
+"""A text this short takes less than a millisecond and keeps the lock: getting the lock back may take 5 ms."""
 
 
 class Tokenizer:
-    """A `tokenizer.json`. `data` is its content; `digest` (sha256, hex) is what a node calls it."""
+    """A `tokenizer.json`. `data` is its content; nodes announce it by its `digest` (sha256, hex)."""
 
     def __init__(self, data: bytes) -> None:
         self.digest = hashlib.sha256(data).hexdigest()
@@ -42,7 +42,7 @@ class Tokenizer:
         return tuple(self._encode(text, add_special_tokens).ids)
 
     def count(self, text: str) -> int:
-        """Its tokens, without special ones."""
+        """The number of the text's tokens, without special ones."""
         return len(self._encode(text, False))
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @functools.lru_cache(maxsize=2**18)  # noqa: B019  (a tokenizer lives as long as the process)
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token stands for; an id without a token stands for nothing."""
+        """The bytes that the token stands for; none for an id without a token."""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -96,7 +96,7 @@ def check_digest(data: bytes, digest: str, node: str) -> None:
 
 
 def _kinds(decoder: dict[str, Any] | None) -> list[str]:
-    """The kinds of a decoder and of those that it is made of."""
+    """The kinds of a decoder and of its parts."""
     if not decoder:
         return []
     return [decoder["type"], *(kind for part in decoder.get("decoders", ()) for kind in _kinds(part))]

@@ -7,7 +7,7 @@ from router.life import Unplaced
 
 
 class WaitingForNode:
-    """First come, first served; `limit` bounds them. Keeps `RequestLife.unplaced` of their requests."""
+    """First come, first served; at most `limit`. Keeps `RequestLife.unplaced` of their requests up to date."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -20,13 +20,13 @@ class WaitingForNode:
         return list(self._tasks)
 
     def add(self, task: Unplaced, why: str) -> None:
-        """Raises NodeUnavailable when too many wait already; `why` there is no node goes into its text."""
+        """Raises NodeUnavailable if too many wait already; its text says `why` there is no node."""
         if len(self._tasks) >= self._limit:
             raise NodeUnavailable(f"{why}, and {self._limit} requests wait for one already")
         self._tasks[task] = None
         task.life.unplaced.append(task)
 
     def remove(self, task: Unplaced) -> None:
-        """It waits no more."""
+        """The task no longer waits."""
         del self._tasks[task]
         task.life.unplaced.remove(task)

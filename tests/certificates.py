@@ -34,10 +34,11 @@ def make_certificate(folder: Path, authority: str = "ours", names: str = "IP:127
         pytest.skip("there is no openssl command to make certificates with")
     key, cert = folder / f"{authority}-ca.key", folder / f"{authority}-ca.pem"
     if not cert.exists():
-        _openssl("req", "-x509", *_NEW_KEY, "-keyout", key, "-out", cert, "-days", "2", "-subj", f"/CN={authority}")
+        own = ("-days", "2", "-subj", f"/CN={authority}", "-addext", _SIGNS)
+        _openssl("req", "-x509", *_NEW_KEY, "-keyout", key, "-out", cert, *own)
     made = Certificate(folder / f"{authority}.key", folder / f"{authority}.pem", cert)
     request, extensions = folder / "request.pem", folder / "extensions"
-    extensions.write_text(f"subjectAltName={names}\n")
+    extensions.write_text(f"subjectAltName={names}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n")
     _openssl("req", "-new", *_NEW_KEY, "-keyout", made.keyfile, "-out", request, "-subj", "/CN=node")
     signing = ("-CA", cert, "-CAkey", key, "-CAcreateserial", "-days", "2", "-extfile", extensions)
     _openssl("x509", "-req", "-in", request, "-out", made.certfile, *signing)
@@ -45,6 +46,8 @@ def make_certificate(folder: Path, authority: str = "ours", names: str = "IP:127
 
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+_SIGNS = "keyUsage=critical,keyCertSign,cRLSign"
+"""Without it, and without key identifiers, clients from Python 3.13 on refuse the certificate (VERIFY_X509_STRICT)."""
 
 
 def _openssl(*arguments: str | Path) -> None:

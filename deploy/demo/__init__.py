@@ -1,5 +1,6 @@
-"""`make demo`: a cluster on this machine, shown at work, and checked while it is shown.
+"""`make demo`: shows a cluster on this machine at work, and checks its answers meanwhile.
 
-`cluster` starts one through `baton-up`, `client` asks it as any client would, `scenes` are what is shown, `table` the
-account at the end. Needs a clone with the development tools: its prompts come from `tools/tiny_tasks.py`.
+`cluster` starts it through `baton-up`, `client` sends requests as any client would, `scenes` are the parts of the show,
+`table` is the summary at the end. Needs a clone with the development tools: the prompts come from
+`tools/tiny_tasks.py`.
 """

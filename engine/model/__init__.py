@@ -1,7 +1,7 @@
-"""Hugging Face models over our KV blocks: the one place where torch and transformers meet the engine.
+"""Hugging Face models over paged KV blocks: the only place where torch and transformers meet the engine.
 
 `loader` finds and loads a checkpoint, `attention` puts paged attention under the unchanged model class and refuses
-models that this would get wrong, `kv_pool` holds the blocks' memory, `runner` computes batches.
+models that this would compute wrongly, `kv_pool` holds the memory of the blocks, `runner` computes batches.
 """
 
 from __future__ import annotations

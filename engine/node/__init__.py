@@ -1,5 +1,5 @@
-"""The node shell, one for both roles: settings, router sessions, the engine's thread, what a node says of itself.
+"""The node shell that both roles share: settings, router sessions, the engine's thread, status and metrics pages.
 
-What differs between the roles is intake and handoff: each gives the shell a `Role` (see `events`), which runs on the
-engine's thread and owns engine, leases and slots without a lock; the shell carries its messages.
+The roles differ in intake and handoff. Each gives the shell a `Role` (see `events`), which runs on the engine's thread
+and owns engine, leases and slots without a lock; the shell carries its messages.
 """

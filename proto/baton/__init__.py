@@ -1,8 +1,8 @@
-"""The language that every baton process speaks: no torch, and nothing else of ours, is imported here.
+"""What every baton process shares: this package imports neither torch nor any other package of the project.
 
-`v1/` is the wire (protobuf, gRPC); the modules beside it are the hand-written part: the error tree (`errors`), what a
+`v1/` is the wire format (protobuf, gRPC). The modules beside it are written by hand: the error tree (`errors`), what a
 request asks for (`sampling`), the shape of KV blocks (`layout`) and their hashes (`block_hash`), the messages that the
-roles' state machines take and give (`messages`) with their one conversion to and from the wire (`wire`), settings
+roles' state machines exchange (`messages`) with their only conversion to and from the wire (`wire`), settings
 (`settings`) and telemetry (`telemetry`).
 """
 

@@ -1,4 +1,4 @@
-"""HOST:PORT, as flags and nodes write it."""
+"""Addresses of the form HOST:PORT, as in flags and in messages of nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class HostPort:
 
     @property
     def is_wildcard(self) -> bool:
-        """True for an address that stands for all of a machine's: one can listen on it but not be reached at it."""
+        """Whether the address stands for all addresses of a machine: good for listening, not for connecting."""
         return self.host in ("0.0.0.0", "::")
 
     @classmethod

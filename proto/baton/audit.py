@@ -1,8 +1,8 @@
 """A node's KV memory at one moment: every block and every staging slot, who has it, and since when.
 
-Taken on the engine's thread between two turns, so that all of it belongs together. `/debug/kv` and the `AuditKv` call
-both show a `KvAudit`; ages are seconds, counted by the node's own clock. A router's epoch is a secret, with which its
-work could be ended: an account names it by `epoch_name`.
+The audit is taken on the engine's thread between two turns, so it is consistent. `/debug/kv` and the `AuditKv` call
+both show a `KvAudit`; ages are in seconds of the node's own clock. A router's epoch is a secret, because it could be
+used to end the router's work: an audit shows its `epoch_name` instead.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ _ENTRIES_PER_PIECE = 100
 
 
 def epoch_name(epoch: int) -> int:
-    """A short number that stands for a router's epoch in pages and log lines, and does not tell it."""
+    """A short number that stands for a router's epoch in pages and log lines without revealing it."""
     return int.from_bytes(hashlib.sha256(b"epoch %d" % epoch).digest()[:4])
 
 
 def without_epoch(work: WorkId) -> WorkId:
-    """The work as an account names it."""
+    """The id of the work as an audit shows it, with `epoch_name` for the epoch."""
     return replace(work, router_epoch=epoch_name(work.router_epoch))
 
 
 class KvUse(enum.Enum):
-    """What somebody has blocks for."""
+    """What a holder uses its blocks for."""
 
     OWNS = "owns"  # counted by `ref`
-    READS = "reads"  # a gather is at work
-    WRITES = "writes"  # parts go into it, whenever they arrive
+    READS = "reads"  # a gather reads it
+    WRITES = "writes"  # parts go into it whenever they arrive
 
 
 @dataclass(frozen=True, slots=True)
 class KvHolder:
-    """Who has blocks: a "sequence" of the engine, or a "lease" of a decode node. `state` is its own.
+    """Who has blocks: a "sequence" of the engine, or a "lease" of a decode node. `state` is that of the sequence or
+    lease.
 
-    The epoch in `work` is its `epoch_name`. `lease` and `peer`, the incarnation at the handoff's other end, are 0 and
-    empty where there is no handoff (yet). `age_s` is since it was given blocks for the first time.
+    The epoch in `work` is its `epoch_name`. `lease` is 0 and `peer`, the incarnation at the other end of the handoff,
+    is empty while there is no handoff. `age_s` counts from the first block that it got.
     """
 
     kind: str
@@ -57,8 +58,8 @@ class KvHolder:
 
 @dataclass(frozen=True, slots=True)
 class KvBlock:
-    """A block that is not free. `hash` is hex, empty while it has none; `holders` are indexes of `KvAudit.holders`, one
-    for each time that it is had; `age_s` is since it came into its state."""
+    """A block that is not free. `hash` is in hex, empty if there is none; `holders` are indexes of `KvAudit.holders`,
+    one for each reference or pin; `age_s` counts from when it came into its state."""
 
     block: int
     state: str
@@ -72,7 +73,7 @@ class KvBlock:
 
 @dataclass(frozen=True, slots=True)
 class KvSlot:
-    """A staging slot, and the part that has it; `peer` is empty when it is free. `age_s` is since it was taken, or
+    """A staging slot and the part in it; `peer` is empty if the slot is free. `age_s` counts from when it was taken or
     given back."""
 
     slot: int
@@ -85,9 +86,9 @@ class KvSlot:
 
 @dataclass(frozen=True, slots=True)
 class KvAudit:
-    """`integrity` is "ok", or in which way the books do not agree. `idle`: no request is here in any state.
+    """`integrity` is "ok", or says what does not agree. `idle`: no request is here in any state.
 
-    The null block is in no count. Blocks that are free are counted and not listed.
+    No count includes the null block. Free blocks are counted but not listed.
     """
 
     node_id: str
@@ -102,8 +103,8 @@ class KvAudit:
     slots: tuple[KvSlot, ...]
 
     def json_pieces(self) -> Iterator[str]:
-        """Its JSON in pieces that each take less than a millisecond to make: 50,000 blocks take 0.1 s, and other
-        threads want to run meanwhile."""
+        """The audit's JSON, in pieces that each take less than a millisecond to make: 50,000 blocks take 0.1 s, and
+        other threads must run meanwhile."""
         start = "{"
         for field in fields(self):
             value = getattr(self, field.name)
@@ -126,7 +127,7 @@ def _list_pieces(entries: tuple[object, ...]) -> Iterator[str]:
 
 
 def _entry(entry: object) -> str:
-    """As `json.dumps` has it. Blocks are many, and written out they take a fifth of the time."""
+    """The same as `json.dumps`. Blocks are many, and written by hand they take a fifth of the time."""
     if not isinstance(entry, KvBlock):
         return json.dumps(entry, default=_plain)
     return (
@@ -136,7 +137,7 @@ def _entry(entry: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """What JSON shows of our own types: an enum's value, a dataclass's fields."""
+    """How JSON shows our own types: an enum's value, a dataclass's fields."""
     if isinstance(value, enum.Enum):
         return value.value
     return {name: getattr(value, name) for name in type(value).__dataclass_fields__}  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Names of full KV blocks: a hash chain over tokens, so that equal names mean equal KV.
+"""Hashes of full KV blocks: a chain over tokens, so that equal hashes mean equal KV.
 
 hash(block) = sha256(hash(parent), the block's tokens, extra keys), with the extra keys (adapter, cache_salt) in the
-root. Everything before the block is in its name, which is what makes a prefix cache sound
+root. Everything before the block is part of its hash, which makes a prefix cache sound
 (vLLM, `v1/core/kv_cache_utils.py`, has the same chain).
 """
 
@@ -21,12 +21,12 @@ def root_hash(cache_salt: str = "") -> BlockHash:
 
 
 def next_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
-    """The name of the full block of `tokens` after `parent`."""
+    """The hash of the full block of `tokens` after `parent`."""
     return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
 
 
 def chain(tokens: Sequence[int], block_size: int, cache_salt: str = "") -> list[BlockHash]:
-    """The names of all full blocks of `tokens`, first block first."""
+    """The hashes of all full blocks of `tokens`, first block first."""
     hashes: list[BlockHash] = []
     parent = root_hash(cache_salt)
     for start in range(0, len(tokens) - block_size + 1, block_size):

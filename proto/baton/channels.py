@@ -1,7 +1,7 @@
-"""gRPC options that every channel and server of ours uses, and the channels between roles.
+"""gRPC options that every channel and server of baton uses, and the channels between roles.
 
-Keepalive is stated on both sides: a server that was not told refuses frequent pings with `too_many_pings` and closes
-the connection. A host that vanished without a word is noticed after `KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`.
+Both sides must set keepalive: otherwise a server refuses frequent pings with `too_many_pings` and closes the
+connection. A host that vanishes silently is noticed after `KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import grpc.aio
 KEEPALIVE_TIME_MS = 5_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Far above any message of ours (a prompt of a million tokens is 4 MB); gRPC's own default of 4 MB is not."""
+"""Far above any of our messages (a prompt of a million tokens takes 4 MB); gRPC's default of 4 MB is not."""
 
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -35,15 +35,15 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-    # two servers on one port would each get half of the calls, in silence
+    # two servers on one port would each get half of the calls, silently
     ("grpc.so_reuseport", 0),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM. The certificate is shown to both those who call and those who are called; it must name the address that
-    others call, and be signed, as theirs must be, by one of `authorities`."""
+    """PEM texts. The certificate is shown to callers and callees; it must name the address that others call. It must be
+    signed by one of `authorities`, and so must the other end's."""
 
     key: bytes = field(repr=False)
     certificate: bytes
@@ -51,7 +51,7 @@ class Tls:
 
 
 def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    """To another role."""
+    """A channel to another role."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
@@ -59,8 +59,8 @@ def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
 
 
 def bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:
-    """Have the server listen for other roles there; the port. With `tls` who shows no certificate is not heard. Raises
-    RuntimeError for an address that cannot be had."""
+    """Have the server listen there for other roles; returns the port. With `tls`, callers must show a certificate.
+    Raises RuntimeError if the address is not available."""
     if tls is None:
         return int(server.add_insecure_port(address))
     credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authorities, require_client_auth=True)

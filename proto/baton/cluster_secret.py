@@ -1,4 +1,4 @@
-"""Proof that both ends of a connection know the cluster's secret, which itself is never said.
+"""Proof that both ends of a connection know the cluster's secret, without sending the secret.
 
 caller                      callee
   | -- name, nonce ---------> |
@@ -6,9 +6,10 @@ caller                      callee
   | -- proof ---------------> |   it reads nothing else before
   | <---------------- proof - |   the caller says nothing else before
 
-A proof is an HMAC-SHA256 with the secret over what the connection is for, whose proof it is, the names of both ends and
-both nonces: it is worth nothing on another connection, nor sent back to where it came from. Who only knows an address
-gets nothing to guess the secret by. What is said afterwards is neither hidden nor sealed: that is TLS's.
+A proof is an HMAC-SHA256 with the secret over the purpose of the connection, the direction of the proof, the names of
+both ends and both nonces. It is worthless on another connection, and worthless when it is sent back to its maker.
+Somebody who only knows an address gets nothing that helps to guess the secret. Later messages are neither encrypted nor
+signed: that is TLS's task.
 """
 
 from __future__ import annotations
@@ -32,38 +33,39 @@ DATA = "data"
 
 
 class NotTrusted(NodeUnavailable):
-    """One end has no cluster secret, or another than the other end."""
+    """One end has no cluster secret, or a different one."""
 
 
 class Proofs(NamedTuple):
-    """What each end of one connection must say."""
+    """The proofs that the two ends of a connection must send."""
 
     caller: bytes
     callee: bytes
 
 
 class ClusterSecret:
-    """Shared by all processes of a cluster; shown by nothing."""
+    """Shared by all processes of a cluster, and never shown anywhere."""
 
     def __init__(self, key: bytes) -> None:
-        """Raises ValueError for one that is too short."""
+        """Raises ValueError for a key that is too short."""
         if len(key) < MIN_BYTES:
             raise ValueError(f"has {len(key)} bytes, and needs {MIN_BYTES} or more")
         self._key = key
 
     def proofs(self, purpose: str, caller: str, callee: str, caller_nonce: bytes, callee_nonce: bytes) -> Proofs:
-        """purpose: what the connection is for. caller, callee: names that the ends have for this life of theirs."""
+        """purpose: what the connection is for. caller, callee: names that the ends have during this run."""
         bound = (purpose, caller, callee, caller_nonce, callee_nonce)
         return Proofs(self._mac("caller", *bound), self._mac("callee", *bound))
 
     def _mac(self, *parts: str | bytes) -> bytes:
         fields = [part.encode() if isinstance(part, str) else part for part in ("baton cluster", *parts)]
-        text = b"".join(len(field).to_bytes(4, "big") + field for field in fields)  # no two sets of parts are one text
+        # with their lengths, so that different fields never give the same text
+        text = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
         return hmac.digest(self._key, text, "sha256")
 
 
 def read_secret(path: Path) -> ClusterSecret:
-    """The file's content, but for white space around it. Raises ValueError for a person."""
+    """The file's content without surrounding white space. Raises ValueError with a text for people."""
     try:
         return ClusterSecret(path.read_bytes().strip())
     except OSError as error:
@@ -77,7 +79,7 @@ def new_nonce() -> bytes:
 
 
 def is_proof(said: bytes, expected: bytes) -> bool:
-    """In a time that tells nothing."""
+    """Compares in constant time."""
     return hmac.compare_digest(said, expected)
 
 
@@ -103,9 +105,9 @@ async def prove(secret: ClusterSecret, purpose: str, caller: str, say: Say, hear
 async def admit(
     secret: ClusterSecret | None, purpose: str, callee: str, who: str, say: Say, hear: Hear
 ) -> tuple[str | None, Any]:
-    """The callee's side: the name that the caller has proved, None where there is no secret, and the message after it.
+    """The callee's side. Returns the name that the caller has proved (None without a secret) and the message after it.
 
-    who: the caller, for a person. Raises NotTrusted.
+    who: the caller, for log lines. Raises NotTrusted.
     """
     first = await hear()
     if not isinstance(first, Auth):

@@ -1,4 +1,4 @@
-"""Which of many deadlines comes next, without looking at all of them."""
+"""Finds the next of many deadlines without looking at all of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 _MIN_COMPACTED = 64
-"""A heap that is shorter is not worth the cleaning."""
+"""A shorter heap is not worth cleaning."""
 
 
 class Deadlines(Generic[K]):
     """One deadline for each key, in seconds of the caller's clock. Every call costs O(log n) amortized, `next` O(1).
 
-    A heap of (when, serial) with lazy deletion: what was discarded or moved stays in it until it comes to the top, or
-    until the heap is made anew because more than half of it is of that kind.
+    A heap of (when, serial) with lazy deletion: entries that were discarded or moved stay until they reach the top, or
+    until more than half of the heap is stale and it is rebuilt.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Deadlines(Generic[K]):
         return key in self._live
 
     def set(self, key: K, when: float) -> None:
-        """From now on this is the key's deadline, whichever it had."""
+        """Set the key's deadline, replacing an earlier one."""
         self._live[key] = entry = (when, next(self._serials))
         heapq.heappush(self._heap, (*entry, key))
         self._clean()
 
     def discard(self, key: K) -> None:
-        """It has none. Nothing happens if it had none before."""
+        """Remove the key's deadline, if it has one."""
         if self._live.pop(key, None) is not None:
             self._clean()
 
@@ -47,11 +47,11 @@ class Deadlines(Generic[K]):
         return entry[0] if entry else None
 
     def next(self) -> float | None:
-        """The earliest one. None: there is none."""
+        """The earliest deadline. None: there is none."""
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[K]:
-        """The keys whose deadlines are at or before `now`, earliest first. They have none any more."""
+        """Remove and return the keys whose deadlines are at or before `now`, earliest first."""
         due: list[K] = []
         while self._heap and self._heap[0][0] <= now:
             due.append(key := self._heap[0][2])
@@ -60,7 +60,7 @@ class Deadlines(Generic[K]):
         return due
 
     def _clean(self) -> None:
-        """Keep a live one on top, and the heap no longer than twice what is live."""
+        """Keep a live entry on top, and the heap no longer than twice the number of live entries."""
         heap, live = self._heap, self._live
         if len(heap) > max(_MIN_COMPACTED, 2 * len(live)):
             self._heap = [(*entry, key) for key, entry in live.items()]

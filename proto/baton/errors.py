@@ -13,8 +13,8 @@
         |-- TransferTimeout     parts were still missing at the deadline
         `-- PeerLost            the other side died or went silent
 
-Each says whether another attempt of the same request may succeed (`retryable`), what HTTP answers (`http_status`) and
-which gRPC status carries it (`grpc_status`, a name of `grpc.StatusCode`). `code` is its number on the wire.
+Each class says whether another attempt at the same request may succeed (`retryable`), which HTTP status it becomes
+(`http_status`), and which gRPC status (`grpc_status`, a name of `grpc.StatusCode`). `code` is its number on the wire.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BatonError(Exception):
 
 
 class InvalidRequest(BatonError):
-    """The client's mistake. `param` names the offending field where there is one."""
+    """The client's mistake. `param` names the offending field, if there is one."""
 
     code = pb.ERROR_CODE_INVALID_REQUEST
     http_status = 400
@@ -50,7 +50,7 @@ class InvalidRequest(BatonError):
 
 
 class Overloaded(BatonError):
-    """Queues or pools are full. Raised before the first token only."""
+    """Queues or pools are full. Raised only before the first token."""
 
     code = pb.ERROR_CODE_OVERLOADED
     retryable = True
@@ -89,7 +89,7 @@ class CacheExhausted(BatonError):
 
 
 class InternalError(BatonError):
-    """An exception that nobody named, turned into an outcome at a request's boundary."""
+    """An unexpected exception, turned into an outcome at a request's boundary."""
 
 
 class TransferError(BatonError):
@@ -136,6 +136,6 @@ _BY_CODE: dict[int, type[BatonError]] = {
 
 
 def from_code(code: int, message: str) -> BatonError:
-    """The error that a peer named. A code of a newer version reads as `InternalError`, with the code in its text."""
+    """The error that a peer reported. An unknown code, of a newer version, becomes an `InternalError` that names it."""
     kind = _BY_CODE.get(code)
     return kind(message) if kind else InternalError(f"error code {code}: {message}")

@@ -1,6 +1,6 @@
-"""Bytes that are no message, in calls that send one: INVALID_ARGUMENT, where gRPC would say UNKNOWN.
+"""Makes bytes that are no message an INVALID_ARGUMENT, in calls that send a single one; gRPC would say UNKNOWN.
 
-Streams read their messages themselves and see to it where they do.
+Streams parse their messages themselves and handle this there.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     prefill -> decode   Reserve, Commit, Release
     decode -> prefill   Grant, Credit, Refuse, CommitReply
 
-All are frozen and hold plain values; `wire` turns them into protobuf and back. The life that they carry out is drawn in
-`docs/protocol.md`.
+All are frozen and hold plain values; `wire` turns them into protobuf and back. `docs/protocol.md` shows the life of a
+request in these messages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Auth:
-    """A step of proving that one knows the cluster secret (`cluster_secret`), either way, ahead of all else."""
+    """A step of the proof that an end knows the cluster secret (`cluster_secret`). Both ends send it, first of all."""
 
     name: str = ""
     nonce: bytes = b""
@@ -104,10 +104,10 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End the attempt and all below it, in whatever state; with `samples`, only those samples of this attempt.
+    """End the attempt and all lower ones, in whatever state; with `samples`, only those samples of this attempt.
 
-    Idempotent; also for unknown work, where it leaves a tombstone for messages still under way: none comes later than
-    `deadline_s` after receipt, what the attempt was allowed. 0: not said.
+    Idempotent. If the attempt is unknown, it leaves a tombstone for messages still under way: none comes later than
+    `deadline_s`, the time that the attempt was given, after receipt. 0: not stated.
     """
 
     work: WorkId
@@ -146,7 +146,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class SampleEnd:
-    """The sample ended by itself, after the last token sent. `stop_token_id`: which of `stop_token_ids` did it."""
+    """The sample ended by itself, after the last token sent. `stop_token_id`: the one of `stop_token_ids` that ended
+    it."""
 
     sample: int
     reason: FinishReason
@@ -155,9 +156,9 @@ class SampleEnd:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """The prefill node's last word: the decode node took the commit, and all parts have left. `prefill_s`: first chunk
-    to first token. `gather_s`: from then to the last part in its slot, or until it began to be stored straight into the
-    decode node's; `wire_s`: from then until it had left. What was done earlier took 0."""
+    """The prefill node's last message: the decode node took the commit, and all parts have left. `prefill_s`: from the
+    first chunk to the first token. `gather_s`: from then until the last part was in its slot, or until storing it
+    straight into the decode node's slot began. `wire_s`: from then until it had left. Earlier work counts as 0."""
 
     prefill_s: float
     gather_s: float = 0.0
@@ -166,12 +167,12 @@ class HandedOff:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The decode node's first word: it holds the KV, and the first step with the request begins now.
+    """The decode node's first message: it holds the KV, and the first step with the request begins now.
 
-    `transfer_s`: from the commit's receipt to the last byte in its place, which is what computing the prompt did not
-    hide; `scatter_s`: the end of it, after the last part's arrival (on a GPU the copy is queued by then, and the step
-    waits for it there). `commit_s`: how old the prompt's last chunk was when the commit left the prefill node;
-    `step_wait_s`: from the last byte in its place to the beginning of that step.
+    `transfer_s`: from the commit's receipt until the last byte is in place, which is the part of the transfer that
+    computing the prompt did not hide. `scatter_s`: the end of that, after the last part's arrival (on a GPU the copy is
+    queued by then, and the step waits for it there). `commit_s`: how old the prompt's last chunk was when the commit
+    left the prefill node. `step_wait_s`: from the last byte in place to the beginning of that step.
     """
 
     transfer_s: float
@@ -183,14 +184,14 @@ class Adopted:
 
     @property
     def handoff_s(self) -> float:
-        """From the end of the prompt's last chunk to the beginning of the first step with the request, but for the time
-        that the commit was on its way: no clock is compared across hosts."""
+        """From the end of the prompt's last chunk to the beginning of the first step with the request, without the
+        commit's time on the network: no clock is compared across hosts."""
         return self.commit_s + self.transfer_s + self.step_wait_s
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The node's last word on an attempt: all samples ended (`error` is None), or what went wrong."""
+    """The node's last message about an attempt: all samples ended (`error` is None), or what went wrong."""
 
     error: BatonError | None = None
 
@@ -206,7 +207,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a node is doing, sent with every heartbeat. `draining`: it finishes what it has and takes nothing new."""
+    """The load of a node, sent with every heartbeat. `draining`: it finishes what it has and takes nothing new."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -239,8 +240,8 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Make the request the decode node's. `samples` are the unfinished ones, all with outputs of one length, whose last
-    token has no KV yet. `age_s`: since the prompt's last chunk was computed. Idempotent by lease."""
+    """Hand the request to the decode node. `samples` are the unfinished ones; their outputs have one length, and the
+    last token has no KV yet. `age_s`: time since the prompt's last chunk was computed. Idempotent by lease."""
 
     lease: int
     work: WorkId
@@ -255,7 +256,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The lease (0: the still waiting Reserve of `work`) is not needed. Parts already granted are still drained."""
+    """The lease (0: the waiting Reserve of `work`) is not needed. Parts that were granted are still drained."""
 
     lease: int
     work: WorkId
@@ -269,9 +270,9 @@ PrefillToDecode = Reserve | Commit | Release
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Room is reserved. Of `ceil(num_tokens / block_size)` blocks the first `num_held_blocks` are on the decode node
-    already; the rest travels in `num_parts` parts, as `kv_transfer.parts.plan_parts` has them. `checksums`: each part
-    must carry its checksums."""
+    """Room is reserved. Of `ceil(num_tokens / block_size)` blocks the decode node already has the first
+    `num_held_blocks`; the rest travels in `num_parts` parts, as `kv_transfer.parts.plan_parts` plans them. `checksums`:
+    each part must carry its checksums."""
 
     work: WorkId
     lease: int
@@ -297,7 +298,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class CommitReply:
-    """`error` None: the request is the decode node's, which will say Adopted once all parts are in."""
+    """`error` None: the request now belongs to the decode node, which will send Adopted once all parts are in."""
 
     lease: int
     work: WorkId
@@ -317,7 +318,7 @@ class NodeRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransportEndpoint:
-    """Where one rank takes KV bytes. `address` is opaque and carries its own checksum."""
+    """Where one rank receives KV bytes. `address` is opaque and carries its own checksum."""
 
     rank: int
     transport: str
@@ -326,7 +327,7 @@ class TransportEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """generation_config.json, as far as it is honoured. None: the file does not say."""
+    """The values of generation_config.json that are used. None: the file does not set it."""
 
     eos_token_ids: tuple[int, ...] = ()
     temperature: float | None = None
@@ -339,7 +340,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """All that a router needs to know of a node: it has no model folder of its own."""
+    """All that a router needs to know about a node, since the router has no model folder."""
 
     role: NodeRole
     incarnation: str
@@ -362,8 +363,8 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a handoff stream, both ways. `part_blocks`: blocks that fit into a part; of both nodes the
-    smaller number holds. `error` refuses the peer."""
+    """First message of a handoff stream, both ways. `part_blocks`: blocks that fit into a part; the smaller number of
+    the two nodes counts. `error` refuses the peer."""
 
     incarnation: str
     node_id: str
@@ -377,4 +378,4 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent on an otherwise silent handoff stream, both ways."""
+    """Sent in both directions on a handoff stream that has nothing else to carry."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 _ENOUGH = 2**20
-"""For processes without a hard limit: Linux's own ceiling for one (`fs.nr_open`) unless somebody raised it."""
+"""For processes without a hard limit: Linux's default ceiling (`fs.nr_open`)."""
 
 
 def max_open_files() -> int:
@@ -20,6 +20,6 @@ def raise_open_files() -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):  # a container may forbid it: what there is must do
+        except (OSError, ValueError):  # a container may forbid it; then the soft limit stays
             return soft
     return wanted

@@ -1,5 +1,5 @@
-"""The names of all commands' settings: a command cannot import another's, and has to tell a name that is not its own
-from a misspelt one, in the environment that they share and in a file that serves several of them.
+"""The names of all commands' settings. Commands share an environment, and may share a file, so each must distinguish a
+name of another command from a misspelt one; but no command may import another's settings.
 
 A test compares this list with the settings themselves.
 """
@@ -87,12 +87,12 @@ ALL_NAMES = frozenset(
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was most likely meant."""
+    """The known name that is most similar."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
 def of_kubernetes(variables: Iterable[str]) -> set[str]:
-    """Those that Kubernetes sets in containers for a Service, which may have our name: X_SERVICE_HOST, X_PORT, ..."""
+    """The variables that Kubernetes sets in containers for a Service named like baton: X_SERVICE_HOST, X_PORT, ..."""
     variables = [*variables]
     suffix = "_SERVICE_HOST"
     services = [variable.removesuffix(suffix) for variable in variables if variable.endswith(suffix)]

@@ -6,8 +6,8 @@ A flag wins over the environment, the environment over the file, the file over t
 subclass of `Settings`, each field with a description that gives its unit; `parse` makes one or ends the process with
 one line that names the flag.
 
-Environment and file may serve several commands: what is another's is passed over. A variable that is nobody's is warned
-of, a key that is nobody's an error, each with the closest name (`baton.setting_names`).
+Environment and file may serve several commands, and each ignores the others' names. A variable that belongs to no
+command is a warning, and such a key in the file is an error; both suggest the closest name (`baton.setting_names`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _listen_address(value: object) -> object:
 
 
 def _address_list(value: object) -> object:
-    """From `a:1,b:2`, or a list of such."""
+    """Parse `a:1,b:2`, or a list of such texts."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):
         return value
@@ -50,7 +50,7 @@ def _address_list(value: object) -> object:
 
 
 def _size_list(value: object) -> object:
-    """From `1,2,4`, or a list of such or of numbers."""
+    """Parse `1,2,4`, or a list of such texts or of numbers."""
     parts = value if isinstance(value, list | tuple) else [value]
     split = [part.split(",") if isinstance(part, str) else [part] for part in parts]
     return tuple(size for sizes in split for size in sizes if size != "")
@@ -66,7 +66,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class Settings(BaseSettings):
-    """What every command takes. Frozen: what is derived from settings lives elsewhere."""
+    """The settings of every command. Frozen: values derived from settings live elsewhere."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_ignore_empty=True, enable_decoding=False
@@ -148,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
-    """All values stay text here: pydantic converts and checks them, whichever way they came."""
+    """All values stay text here: pydantic converts and checks them, wherever they came from."""
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
     if bool in (field.annotation, *get_args(field.annotation)):
         options["action"] = argparse.BooleanOptionalAction

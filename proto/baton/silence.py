@@ -1,9 +1,10 @@
-"""Notices a peer that says nothing, by a clock that runs only while this process listens.
+"""Notices a silent peer, by a clock that runs only while this process listens.
 
-A process that stood still (a blocked event loop, a stopped or swapped-out process) has heard nobody, and must not take
-that for everybody's silence. So silence is counted in slices, each of which counts once however long it took: after a
-stall of a minute a peer has been silent for one slice more, and what it said meanwhile is read before the next one ends
-(the local health awareness of Lifeguard, Dadgar, Phillips and Currey 2018, arXiv 1707.00788).
+A process that stood still (a blocked event loop, a stopped or swapped-out process) has heard nobody, and must not
+conclude that everybody is silent. Silence is therefore counted in slices, each of which counts once however long it
+took. After a stall of a minute, a peer has been silent for one slice more, and its messages of that minute are read
+before the next slice ends (the local health awareness of Lifeguard, Dadgar, Phillips and Currey 2018, arXiv
+1707.00788).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SilenceWatch:
         self._timer = self._loop.call_later(self._slice_s, self._slice_ended)
 
     def heard(self) -> None:
-        """The peer has said something. Called for each message: it costs next to nothing."""
+        """The peer sent something. Called for each message, at almost no cost."""
         self._num_silent = 0
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Whom a process of a cluster takes for one of its own: the settings, and what they come to."""
+"""Which peers a process of a cluster trusts: the settings, and the secret and certificates that they name."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OTHERS = stat.S_IRGRP | stat.S_IROTH
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Without either, whoever reaches a port is believed."""
+    """Without a secret and without TLS, everybody who reaches a port is trusted."""
 
     secret: ClusterSecret | None = None
     tls: Tls | None = None
 
 
 class ClusterSettings(Settings):
-    """What all roles take alike."""
+    """Settings that all roles share."""
 
     cluster_secret_file: Path | None = Field(
         None,
@@ -52,11 +52,11 @@ class ClusterSettings(Settings):
         return self
 
     def trust(self) -> Trust:
-        """What the files say. Raises ValueError that names the flag."""
+        """Read the files. Raises ValueError that names the flag."""
         return Trust(self._secret(), self._tls())
 
     def doubts(self, listen: HostPort | None) -> list[str]:
-        """What an operator should know of these settings. listen: where other roles are served, if they are."""
+        """Warnings about these settings for the operator. listen: where other roles are served, if they are."""
         doubts, path = [], self.cluster_secret_file
         if path is not None and path.stat().st_mode & _OTHERS:
             doubts.append(f"--cluster-secret-file: others than its owner may read {path}")

@@ -1,4 +1,4 @@
-"""Who may use the HTTP API: nobody without a key, where there are keys."""
+"""Access to the HTTP API: if there are keys, nobody gets in without one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from router.http.errors import response_to
 
 HEADER = b"authorization"
 ALIVE = frozenset({"/health", "/ready"})
-"""What load balancers and orchestrators ask."""
+"""Paths for load balancers and orchestrators."""
 
 
 class RequireKey:
-    """ASGI application around another. Puts `tenant` (see `router.api_keys.salted`) into the request's state."""
+    """ASGI middleware. Puts `tenant` (see `router.api_keys.salted`) into the request's state."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = ALIVE) -> None:
         self._app = app

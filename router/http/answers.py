@@ -14,7 +14,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 async def json_response(make: Callable[[], Any], size: int, offload: Offload) -> Response:
-    """The answer that `make` returns, of about `size` numbers or characters: made and written elsewhere if long."""
+    """The answer that `make` returns, of about `size` numbers or characters. A long one is made on another thread."""
     if size <= INLINE_SIZE:
         return JSONResponse(make())
     return raw_json_response(await offload.in_thread(lambda: dump_json(make())))
@@ -25,5 +25,5 @@ def raw_json_response(body: bytes) -> Response:
 
 
 def dump_json(content: Any) -> bytes:
-    """As `json.dumps`, slower, and as Python code: on another thread it does not hold up the event loop."""
+    """The same as `json.dumps`, but slower, in Python: on another thread it does not block the event loop."""
     return "".join(_ENCODER.iterencode(content)).encode()

@@ -1,4 +1,4 @@
-"""The HTTP application, put together."""
+"""Puts the HTTP application together."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from router.http.scope import RequestScope
 from router.http.status import StatusRoutes
 
 _READABLE_HEADERS = ("x-request-id", "retry-after")
-"""What pages may read of an answer, beside what all may."""
+"""Headers of an answer that web pages may read, beside those that are always readable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may ask: those with one of `keys` (None: all), and the web pages of `origins`."""
+    """Who has access: clients with one of `keys` (None: all clients), and web pages of `origins`."""
 
     keys: ApiKeys | None = None
     protect_metrics: bool = False
@@ -35,7 +35,7 @@ class Access:
     credentials: bool = False
 
     def guard(self, app: ASGIApp) -> ASGIApp:
-        """Pages ask whether they may before they send a key, and must be able to read a refusal: CORS is outside."""
+        """CORS comes outside the keys, because pages ask before they send a key and must be able to read a refusal."""
         if self.keys is not None:
             app = RequireKey(app, self.keys, ALIVE if self.protect_metrics else ALIVE | {"/metrics"})
         if not self.origins:
@@ -46,8 +46,8 @@ class Access:
 
 
 def create_app(generate: GenerateRoutes, status: StatusRoutes, access: Access) -> ASGIApp:
-    """Without FastAPI's pages of documentation: they fetch scripts from elsewhere, and the API is OpenAI's. Without
-    redirects to where a slash is missing: they would name the host that the client named."""
+    """FastAPI's documentation pages are off, because they fetch scripts from elsewhere and the API is OpenAI's.
+    Redirects for missing slashes are off, because they would repeat the host that the client named."""
     app = FastAPI(title="baton", version=baton.__version__, openapi_url=None, redirect_slashes=False)
     app.include_router(generate.routes)
     app.include_router(status.routes)

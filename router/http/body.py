@@ -1,4 +1,4 @@
-"""Request bodies: bounded, and validated with errors that name the field."""
+"""Reads request bodies within limits, and validates them with errors that name the field."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from router.offload import Offload
 B = TypeVar("B", bound=BaseModel)
 
 _INLINE_BYTES = 8192
-"""Larger bodies are parsed on another thread: half a millisecond, as text or as token ids."""
+"""Larger bodies are parsed on another thread. This one takes half a millisecond, as text or as token ids."""
 
 _MAX_DIGITS = 19
-"""Of 64 bits. `int` refuses thousands of zeros."""
+"""Of a number of 64 bits. (`int` refuses thousands of zeros.)"""
 
 
 class BodyReader:
-    """Reads bodies within what `bodies` allows."""
+    """Reads bodies within the limits of `bodies`."""
 
     def __init__(self, bodies: Bodies, offload: Offload) -> None:
         self._bodies = bodies
@@ -33,7 +33,7 @@ class BodyReader:
 
     async def read(self, request: Request, kind: type[B]) -> B:
         """The body as `kind`, whatever its content type says. Raises InvalidRequest, Overloaded, HTTPException 413, or
-        RequestCancelled for a client that leaves before it has said all."""
+        RequestCancelled if the client leaves before it has sent everything."""
         announced = request.headers.get("content-length", "0")  # digits: the parser has seen to it
         if len(announced) > _MAX_DIGITS or int(announced) > self._bodies.max_bytes:
             raise self._too_large()

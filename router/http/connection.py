@@ -1,7 +1,7 @@
-"""One client's HTTP/1.1 connection: uvicorn's, bounded in size and time whatever the client sends, or does not read.
+"""One client's HTTP/1.1 connection: uvicorn's, with bounds on size and time whatever the client sends or does not read.
 
-What is wrong with a request before the application sees it is answered here, in OpenAI's form; then the connection
-ends. What the application refuses early leaves it open, if the rest of the request comes soon.
+A request that is wrong before the application sees it is answered here, in OpenAI's form; then the connection ends. If
+the application refuses a request early, the connection stays open, provided that the rest of the request comes soon.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8 * 1024
 MAX_PIPELINED = 64
-"""Requests that wait behind one that is being answered. Clients hardly ever do that."""
+"""Requests that may wait behind the one being answered. Clients hardly ever pipeline."""
 _MAX_TURNED_AWAY = 128
-"""Connections beyond the limit that are told so, at once; they need descriptors too."""
+"""Connections beyond the limit that may be open at the same time to be told so; they need descriptors too."""
 _HEADER_COST = 32
 
 
 class Gate:
-    """What the connections of one server share."""
+    """State that the connections of one server share."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -43,7 +43,7 @@ class Gate:
 
 
 class _Reading(enum.Enum):
-    """What of a request is coming in."""
+    """Which piece of a request is coming in."""
 
     NOTHING = enum.auto()
     HEAD = enum.auto()
@@ -51,7 +51,7 @@ class _Reading(enum.Enum):
 
 
 class _Refused(Exception):
-    """Raised in the parser's callbacks, which it stops."""
+    """Raised in the parser's callbacks to stop the parser."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class _Refused(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """Timers run only for what did not come, or go, at once: a request that arrives whole starts none."""
+    """Timers run only for data that did not come or go at once: a request that arrives whole starts none."""
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, loop: asyncio.AbstractEventLoop, gate: Gate
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
         return _Refused(431, f"The request's headers are larger than {self._limits.max_header_bytes} bytes.")
 
     def _watch(self) -> None:
-        """Start the clock for what the client has yet to send, unless it runs, or we are the ones to move."""
+        """Start the clock for what the client has yet to send, unless it runs already or it is our turn."""
         if self._read_timer is not None:
             return
         answering = self.cycle is not None and not self.cycle.response_complete
@@ -220,7 +220,7 @@ class Connection(HttpToolsProtocol):
             self._stop_write_timer()
 
     def _close_in_time(self) -> None:
-        """A transport that closes waits for its client to take the rest."""
+        """Bound the close: a transport that closes waits until its client has taken the rest."""
         if self.transport.get_write_buffer_size():
             self._start_write_timer()
 
@@ -229,8 +229,8 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Say why, once, in place of an answer that has not begun; then only wait for the client to have read it."""
-        level = logging.DEBUG if self._turned_away else logging.INFO  # those have one line for all
+        """Say why, once, in place of an answer that has not begun; then only wait until the client has read it."""
+        level = logging.DEBUG if self._turned_away else logging.INFO  # refused connections share one line
         log.log(level, "refused status=%d client=%s: %s", status, self.client, message)
         self._refused = True
         self._stop_read_timer()
@@ -250,7 +250,7 @@ class Connection(HttpToolsProtocol):
         if cycle is None or cycle.response_complete:
             return False
         cycle.disconnected = True
-        cycle.waiting_for_100_continue = False  # nothing can be said any more
+        cycle.waiting_for_100_continue = False  # nothing can be sent any more
         cycle.message_event.set()
         return cycle.response_started
 

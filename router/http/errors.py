@@ -1,4 +1,4 @@
-"""Every failure in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Gives every failure OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def body_of(error: BatonError) -> dict[str, Any]:
 
 
 def response_to(error: BatonError) -> JSONResponse:
-    """Its HTTP status; with Retry-After where another try may succeed, and how to show a key where one is missing."""
+    """The error's HTTP status, with Retry-After if a retry may succeed, and WWW-Authenticate if a key is missing."""
     headers = {}
     if error.http_status in _RETRYABLE:
         headers["retry-after"] = str(RETRY_AFTER_S)
@@ -53,7 +53,7 @@ def response_to(error: BatonError) -> JSONResponse:
 
 
 def describe_validation(error: ValidationError) -> InvalidRequest:
-    """The first thing that is wrong with a body, in one sentence that names the field."""
+    """The first problem of a body, in one sentence that names the field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     text = first["msg"].removeprefix("Value error, ")
     where = ".".join(str(part) for part in first["loc"])
@@ -66,7 +66,7 @@ async def on_baton_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-    """Unknown paths and methods, and bodies that are too large. Not `request.url`: a client's Host may be no host."""
+    """Unknown paths and methods, and bodies that are too large. Avoids `request.url`, since Host may be garbage."""
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == 404:

@@ -1,4 +1,4 @@
-"""The kinds of fields in request bodies: what each may be, how large, and how the API's description puts it."""
+"""The kinds of fields in request bodies: their values, their limits, and their part of the API's description."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_ID_DIGITS = 10
 
 
 def between(least: float | None = None, most: float | None = None) -> Any:
-    """An optional number. The range is for the API's description: other code checks it, which knows the model too."""
+    """An optional number. The range is only described here: code that also knows the model checks it."""
     extra = {"minimum": least, "maximum": most}
     return Field(None, json_schema_extra={name: value for name, value in extra.items() if value is not None})
 
@@ -33,7 +33,7 @@ def _whole(value: Any) -> Any:
 
 
 def _strings(value: Any) -> Any:
-    """From one string, a list of them, or null."""
+    """Read one string, a list of strings, or null."""
     if value is None:
         return ()
     texts = [value] if isinstance(value, str) else value
@@ -47,7 +47,7 @@ def _strings(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """From text, token ids, or a list of either."""
+    """Read a text, token ids, or a list of either."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
@@ -63,7 +63,7 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 def _message_text(value: Any) -> Any:
-    """From a string, a list of text parts, or null."""
+    """Read a string, a list of text parts, or null."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -82,7 +82,7 @@ def _part_text(part: Any) -> str:
 
 
 def _biases(value: Any) -> Any:
-    """From an object whose names are token ids."""
+    """Read an object whose names are token ids."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_LOGIT_BIAS:
@@ -97,7 +97,7 @@ def _token_id(name: str) -> int:
 
 
 def _template_values(value: Any) -> Any:
-    """Bounds what a template may be made to work on."""
+    """Bound the values that a template works on."""
     num_values, num_chars = 0, 0
     level = [value]
     for _ in range(MAX_TEMPLATE_DEPTH):

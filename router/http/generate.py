@@ -34,7 +34,7 @@ from router.service import Service, size_of_chat
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """`keep_alive_s`: how often a comment goes out on a stream with nothing to say."""
+    """`keep_alive_s`: how often an idle stream sends a comment."""
 
     bodies: Bodies
     keep_alive_s: float = 5.0
@@ -127,7 +127,7 @@ class GenerateRoutes:
         )
 
     async def _echoes(self, model: ServedModel, ask: Ask) -> dict[int, str]:
-        """The prompts' texts, for each answer to them."""
+        """The text of the prompt, for each answer."""
 
         def texts() -> list[str]:
             return [p if isinstance(p, str) else model.tokenizer.decode(p) for p in ask.prompts]

@@ -1,4 +1,4 @@
-"""What one client may take of the HTTP server, and what all of them may together."""
+"""Limits of the HTTP server: for one client, and for all clients together."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _QUIET_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Of each connection, but for `max_connections`. Times are in seconds.
+    """Limits of each connection, except `max_connections`. Times are in seconds.
 
-    `max_header_bytes`: the request line and all headers, each with 32 bytes beside its text, as HTTP/2 counts them.
+    `max_header_bytes`: the request line and all headers; each counts 32 bytes in addition to its text, as in HTTP/2.
     `header_timeout_s`, `body_timeout_s`: from the first byte of a request's head or body to the last.
-    `write_timeout_s`: so long an answer may wait for its client to read. `idle_timeout_s`: between requests.
-    `linger_s`: so long a client that was refused may go on sending, as one that is cut off while it sends does not see
-    why.
+    `write_timeout_s`: how long an answer may wait for its client to read. `idle_timeout_s`: between requests.
+    `linger_s`: how long a refused client may go on sending; one that is cut off while it sends does not see the reason.
     """
 
     max_connections: int = 8192
@@ -36,7 +35,7 @@ class ConnectionLimits:
 
 
 class LimitLog:
-    """One line when a limit first bites, then at most one a minute: what strangers do must not fill the log."""
+    """Logs when a limit is first hit, then at most once a minute, so that strangers cannot fill the log."""
 
     def __init__(self, text: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._text = text
@@ -53,9 +52,9 @@ class LimitLog:
 
 
 class Bodies:
-    """Bounds each request's body by `max_bytes`, and those that are being read over all connections by `total_bytes`.
+    """Bounds each request's body by `max_bytes`, and all bodies being read, over all connections, by `total_bytes`.
 
-    What has arrived counts, not what was announced: a client must send to take anything from the others.
+    Bytes count when they arrive, not when they are announced: a client must send them to take room from others.
     """
 
     def __init__(self, max_bytes: int, total_bytes: int) -> None:
@@ -66,7 +65,7 @@ class Bodies:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[int], None]]:
-        """Gives what to call with the size of each piece that came, which raises Overloaded; counted until the end."""
+        """Yields a function to call with the size of each piece; it raises Overloaded. Bytes count until the end."""
         held = 0
 
         def take(num_bytes: int) -> None:

@@ -9,11 +9,11 @@ from router.answer import Delta
 from router.tokenizer import Tokenizer
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot say (as in vLLM)."""
+"""Stands for minus infinity, which JSON cannot express (as in vLLM)."""
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Its text; a token that is no text of its own as `bytes:` and its bytes, as OpenAI spells it."""
+    """The token's text. A token that is not text by itself becomes `bytes:` and its bytes, as in OpenAI's API."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()

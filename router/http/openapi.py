@@ -1,5 +1,5 @@
-"""`/openapi.json`: what the API takes and answers, for programs that read it. Our routes read their bodies themselves,
-so FastAPI cannot know."""
+"""`/openapi.json`: the requests and answers of the API, for programs. FastAPI cannot derive it, because the routes read
+their bodies themselves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""JSON to Python values, without one long call into C.
+"""Turns JSON into Python values without one long call into C.
 
 Such a call keeps the interpreter's lock: 4 MB of `[[],[],...` stop all other threads for a second. Few bodies have so
-much structure, so most are read by the fast parser; the others by the standard library's, as Python code, which is 20
-times slower and lets others run every 5 ms.
+much structure, so the fast parser reads most of them. The others go to the standard library's parser in its Python
+form, which is 20 times slower but lets other threads run every 5 ms.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pydantic_core
 from baton.errors import InvalidRequest
 
 _FAST_VALUES = 65_536
-"""So many commas and brackets the fast parser reads in less than 50 ms, whatever they are of."""
+"""The fast parser reads so many commas and brackets in less than 50 ms, whatever their kind."""
 _MAX_CONTAINERS = 262_144
-"""Lists and objects of one body. Brackets within its texts count too: those of the largest texts stay far below."""
+"""Lists and objects in one body. Brackets within texts count too; even the largest texts have far fewer."""
 _MAX_NAMES = 4096
 """Of one object."""
 
@@ -40,7 +40,7 @@ def parse_json(body: bytes) -> Any:
 
 
 class _PythonDecoder(json.JSONDecoder):
-    """The standard decoder, with the twins in Python of what it has in C: `json.scanner` picks between them so."""
+    """The standard decoder with Python functions in place of those in C, chosen in the way of `json.scanner`."""
 
     def __init__(self) -> None:
         super().__init__(object_pairs_hook=_object)
@@ -52,7 +52,7 @@ class _PythonDecoder(json.JSONDecoder):
 
 def _string(text: str, end: int, strict: bool) -> tuple[str, int]:
     value, end = json.decoder.scanstring(text, end, strict)  # type: ignore[attr-defined]  # unknown to the stubs
-    value.encode()  # half of a surrogate pair is no text
+    value.encode()  # raises for half of a surrogate pair
     return value, end
 
 

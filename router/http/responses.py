@@ -1,4 +1,4 @@
-"""Sending a generation: whole, or as server-sent events. A client that leaves cancels it, either way."""
+"""Sends a generation, whole or as server-sent events. If the client leaves, the generation is cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADERS = [
 ]
 _KEEP_ALIVE = b": keep-alive\n\n"
 _LOGPROBS_SIZE = 50
-"""What a token's logprobs cost to write, where a token costs 1."""
+"""The cost of writing a token's logprobs, relative to a token."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -68,8 +68,8 @@ class WholeResponse(Response):
 class EventResponse(Response):
     """One event per delta, then `[DONE]`.
 
-    Begins with the first delta, so that an error before it has its HTTP status; or, while the request is queued, after
-    `keep_alive_s`, and then a comment goes out that often. An error after the beginning is an event, the last one.
+    The response begins with the first delta, so that an earlier error has its HTTP status. While the request is queued
+    it begins after `keep_alive_s`, and sends a comment that often. A later error is an event, the last one.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class EventResponse(Response):
         return _event(chunk)
 
     def _end(self) -> bytes:
-        """The last chunk, and the one with the usage when it was asked for; the final one carries the timings."""
+        """The last chunk, and the chunk with the usage if it was asked for; the final one carries the timings."""
         chunks = [self._last] if self._last else []
         if self._include_usage:
             chunks.append(self._shape.usage_chunk(self._generation.usage))
@@ -136,7 +136,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _closed_when_left(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    """Inside, the generation is closed as soon as the client leaves; after it, in any case."""
+    """Within the context, the generation is closed as soon as the client leaves; at its end, in any case."""
     watch = asyncio.create_task(_close_when_left(receive, generation))
     try:
         yield

@@ -1,5 +1,5 @@
-"""What clients may send: OpenAI's fields, and those of vLLM's additions that are built. Others are left alone, unless
-they would change the answer (`unsupported`)."""
+"""What clients may send: OpenAI's fields, and those of vLLM's additional fields that baton supports. Other fields are
+ignored, unless they would change the answer (`unsupported`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChatMessage(BaseModel):
     name: Name | None = None
 
     def plain(self) -> dict[str, str]:
-        """As a chat template takes it. Raises InvalidRequest for a tool's part of a conversation."""
+        """The message in the form for a chat template. Raises InvalidRequest for a tool's message."""
         calls = [name for name in ("tool_calls", "function_call") if (self.model_extra or {}).get(name)]
         if calls or self.role in ("tool", "function"):
             what = calls[0] if calls else f"role {self.role}"
@@ -49,7 +49,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """What chats and completions share. Ranges are checked where the model is known, `Ask` and `SamplingParams`."""
+    """Fields that chats and completions share. `Ask` and `SamplingParams` check ranges, where the model is known."""
 
     model_config = CONFIG
     model: Name | None = None
@@ -77,7 +77,7 @@ class GenerationFields(BaseModel):
     timeout: float | None = Field(None, description="seconds until the request is given up")
 
     def check(self) -> None:
-        """Raises InvalidRequest for what cannot be had, or makes no sense together."""
+        """Raises InvalidRequest for unsupported fields and for contradictions."""
         extra = self.model_extra or {}
         refuse_unsupported(extra)
         best_of = extra.get("best_of")
@@ -128,7 +128,7 @@ class ChatRequest(GenerationFields):
         _check_num_logprobs(self.top_logprobs, "top_logprobs")
 
     def ask(self, request_id: str, prompt: str) -> Ask:
-        """`prompt` is what the chat template made of the messages."""
+        """`prompt` is the text that the chat template made from the messages."""
         return Ask(
             request_id=request_id,
             prompts=(prompt,),

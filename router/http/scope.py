@@ -1,4 +1,4 @@
-"""Around each HTTP request: its id, in and out and in every log line; its one line in the log; the last resort."""
+"""Wraps each HTTP request: its id in headers and log lines, its one line in the log, and the last resort for errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _QUIET = frozenset({"/health", "/ready", "/metrics"})
 
 
 class RequestScope:
-    """Outermost ASGI application. Puts `request_id` and `received` (`time.monotonic`) into the request's state, and
-    `tenant`, which is None where there are no keys."""
+    """Outermost ASGI application. Puts `request_id`, `received` (`time.monotonic`) and `tenant` (None if there are no
+    keys) into the request's state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with our connections."""
+"""The HTTP server: uvicorn with connections of `router.http.connection`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app` from `serve` until `should_exit`, then for `drain_timeout_s` more. `up` is set once connections are
-    taken. Without uvicorn's signal handlers: the process has its own."""
+    """Serves `app` from `serve` until `should_exit`, then for `drain_timeout_s` more. `up` is set once it accepts
+    connections. It installs no signal handlers, because the process has its own."""
 
     def __init__(
         self, app: ASGIApp, limits: ConnectionLimits, tls: ssl.SSLContext | None = None, drain_timeout_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What clients get: whole answers and chunks of them, as chats and as completions."""
+"""What clients get: whole answers and chunks, in the forms of chats and of completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.models import ServedModel
 
 
 class Shape(Protocol):
-    """One request's answer in JSON. Keeps what must be said once only, so each request has its own."""
+    """One request's answer in JSON. It remembers what must be sent only once, so each request has its own."""
 
     def chunk(self, delta: Delta) -> dict[str, Any]: ...
 
@@ -57,7 +57,7 @@ class ChatShape:
 
 
 class CompletionShape:
-    """`echoes[i]` is put before the text of answer i."""
+    """`echoes[i]` comes before the text of answer i."""
 
     def __init__(
         self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool, echoes: Mapping[int, str]
@@ -98,7 +98,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def timings_of(timings: RequestTimings | None) -> dict[str, Any]:
-    """Our addition to the API: where the time went, in milliseconds, and which nodes did it. Empty: not to be told."""
+    """baton's addition to the API: durations in milliseconds, and the nodes. Empty: this client is not told."""
     return {} if timings is None else {"timings": _milliseconds(timings)}
 
 
@@ -141,7 +141,7 @@ def _prompt_ids(generation: Generation) -> dict[str, Any]:
 
 
 def _choice(delta: Delta, content: dict[str, Any], logprobs: dict[str, Any] | None, token_ids: bool) -> dict[str, Any]:
-    """What all kinds of choice have around their content; `stop_reason` and `token_ids` are vLLM's additions."""
+    """The fields that all kinds of choice have around their content; `stop_reason` and `token_ids` are vLLM's."""
     reason = delta.finish_reason.value if delta.finish_reason else None
     choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason, "stop_reason": delta.stop}
     return {**choice, "token_ids": list(delta.token_ids)} if token_ids else choice

@@ -1,4 +1,4 @@
-"""The routes that say how the router is."""
+"""The routes that report the router's state."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class StatusRoutes:
         self.routes.add_api_route("/version", self.version, methods=["GET", "HEAD"])
 
     async def health(self) -> JSONResponse:
-        """The process lives."""
+        """The process is alive."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> JSONResponse:
-        """Requests can be answered, be it not in the way that is meant; else why not."""
+        """200 if requests are answered, even if degraded; else 503 with the reason."""
         readiness = self._cluster.readiness()
         if readiness.why_not:
             return response_to(NodeUnavailable(readiness.why_not))

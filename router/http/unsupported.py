@@ -1,5 +1,5 @@
-"""Fields that the schemas do not know: refused by name where they would change an answer in ways that are not built,
-told of in the log otherwise."""
+"""Fields that the schemas do not know. They are refused by name if they would change an answer in an unsupported way,
+and otherwise mentioned in the log."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "typical_p": _is_one_of(1, 1.0),
     "xtc_probability": _is_empty,
 }
-"""What each may be and still mean nothing; null always means nothing."""
+"""For each field, the values that change nothing; null never changes anything."""
 
 _MEANINGLESS = frozenset(
     {
@@ -105,14 +105,14 @@ _MEANINGLESS = frozenset(
         *("safety_identifier", "service_tier", "store", "user"),
     }
 )
-"""Not worth a warning: known to change no answer, or looked at elsewhere."""
+"""Not worth a warning: they change no answer, or are handled elsewhere."""
 
 _MAX_WARNINGS = 256
 _warned: set[str] = set()
 
 
 def refuse_unsupported(extra: Mapping[str, Any]) -> None:
-    """`extra` are the fields that the schema does not know. Raises InvalidRequest; warns once of each other name."""
+    """`extra` are the fields unknown to the schema. Raises InvalidRequest; warns once about each other name."""
     if len(extra) > MAX_UNKNOWN_FIELDS:
         names = ", ".join(f"`{name[:64]}`" for name in list(extra)[:3])
         raise InvalidRequest(f"There are {len(extra)} unknown fields, of at most {MAX_UNKNOWN_FIELDS}: {names}, ...")
@@ -126,7 +126,7 @@ def refuse_unsupported(extra: Mapping[str, Any]) -> None:
 
 
 def _warn(name: str) -> None:
-    """Once for each name, and of so many names: what clients send must not fill memory or the log."""
+    """Warn once per name, and for a bounded number of names, so that clients cannot fill memory or the log."""
     if name in _warned or len(_warned) >= _MAX_WARNINGS:
         return
     _warned.add(name)

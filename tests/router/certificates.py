@@ -27,10 +27,12 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """With the `openssl` command, good for a day."""
+    """With the `openssl` command, valid for a day. Key usage and key identifiers are there because clients from Python
+    3.13 on refuse certificates without them (VERIFY_X509_STRICT)."""
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
     authority = ("-subj", "/CN=authority", "-addext", "basicConstraints=critical,CA:TRUE")
-    _openssl(folder, "req", "-x509", *curve, *authority, "-keyout", "ca.key", "-out", "ca.pem")
+    signs = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    _openssl(folder, "req", "-x509", *curve, *authority, *signs, "-keyout", "ca.key", "-out", "ca.pem")
     names = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
     leaf = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
     _openssl(folder, "req", "-x509", *curve, *names, *leaf, "-keyout", "key.pem", "-out", "cert.pem")

@@ -1,5 +1,5 @@
 """baton-tiny, the embedded model: `tasks` generates its data, `training` makes and measures its weights.
 
-`tools/tiny_tasks.py` is the public face of the tasks and `tools/train_tiny.py` the command of the training. The arrow
-points down: training uses the tasks, and the tasks know nothing of it.
+`tools/tiny_tasks.py` is the public interface of the tasks, and `tools/train_tiny.py` is the command that trains.
+Training imports the tasks, never the other way round.
 """

@@ -1,9 +1,9 @@
-"""Fast modules: pieces of a model computed with fewer and faster kernels, wherever a probe says that they are exact.
+"""Fast modules: parts of a model computed with fewer and faster kernels, wherever a probe finds them exact.
 
-Each piece is a function of a few dozen lines that looks for modules of a shape, not of a class: siblings q_proj, k_proj
-and v_proj, a gated MLP, an RMS norm. It tries its own way on random inputs with the layer's own weights, compares with
-the module's, and puts itself in its place where they agree. What it cannot do is left as transformers has it. No
-weight is copied for good: fused ones share their memory with the parameters they were made of.
+Each piece is a function of a few dozen lines that looks for modules by their shape, not by their class: siblings
+q_proj, k_proj and v_proj, a gated MLP, an RMS norm. It compares its own result with the module's, on random inputs with
+the layer's own weights, and replaces the module where they agree. Everything else stays as transformers has it. No
+weight is copied for good: fused weights share their memory with the parameters that they were made from.
 """
 
 from engine.model.fast.registry import apply

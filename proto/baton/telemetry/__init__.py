@@ -1,4 +1,4 @@
-"""What a process tells of itself: log lines (`logs`), metrics (`metrics`), and the pages that show them (`http`)."""
+"""What a process reports about itself: log lines (`logs`), metrics (`metrics`), and the pages for them (`http`)."""
 
 from baton.telemetry.admin import AdminGate
 from baton.telemetry.exposition import metrics_page

@@ -1,4 +1,4 @@
-"""Who may look into a node: whoever has the admin key or, where there is none, who asks from the same machine."""
+"""Access to a node's admin pages: for clients with the admin key or, if there is none, on the same machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOW = "give it one with --admin-key-file, and send it as 'Authorization: Bearer
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """Why not; `http_status` and `grpc_status` say the same."""
+    """Why access is denied; `http_status` and `grpc_status` mean the same."""
 
     http_status: HTTPStatus
     grpc_status: str
@@ -22,12 +22,12 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class AdminGate:
-    """`key_file` is read at each question, so that a key may be changed while the process runs."""
+    """`key_file` is read for each request, so that a key can be changed while the process runs."""
 
     key_file: Path | None = None
 
     def denies(self, host: str, authorization: str | None) -> Denied | None:
-        """None: come in. host: the peer's address, empty where it is unknown; authorization: its header, or None."""
+        """None: access is granted. host: the peer's address, empty if unknown; authorization: its header, or None."""
         if self.key_file is None:
             if is_loopback(host):
                 return None
@@ -44,7 +44,7 @@ class AdminGate:
 
 
 def read_key(path: Path) -> bytes:
-    """The file's text without white space around it. Raises ValueError where there is none."""
+    """The file's text without surrounding white space. Raises ValueError if there is none."""
     try:
         key = path.read_bytes().strip()
     except OSError as error:
@@ -59,5 +59,5 @@ def is_loopback(host: str) -> bool:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None)  # what a dual-stack socket says of an IPv4 client
+    mapped = getattr(address, "ipv4_mapped", None)  # how a dual-stack socket shows an IPv4 client
     return bool((mapped or address).is_loopback)

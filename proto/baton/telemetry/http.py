@@ -1,7 +1,7 @@
-"""A node's pages for monitoring: `/metrics`, checks such as `/health` that say why not, and pages to look into it.
+"""A node's pages for monitoring: `/metrics`, checks such as `/health` that give a reason, and admin pages.
 
-Whatever is sent here costs a bounded number of connections, bytes and seconds, and little of the interpreter, which
-the engine's thread needs: each client address is answered RATE times a second, and waits.
+Whatever clients send here costs a bounded number of connections, bytes and seconds, and little of the interpreter's
+time, which the engine's thread needs: each client address is answered RATE times a second, and otherwise waits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Check = Callable[[], str | None]
 Page = Callable[[], Awaitable[tuple[HTTPStatus, str]]]
 
 MAX_CONNECTIONS = 64
-"""With one more, the oldest is cut off."""
+"""One more closes the oldest."""
 MAX_HEAD_BYTES = 16 * 1024
 RATE = 10.0
 BURST = 20
 PATIENCE_S = 5.0
-"""Who would have to wait for longer is sent away."""
+"""A client that would have to wait longer is refused."""
 HEAD_S = 5.0
-"""For a client to say what it wants."""
+"""How long a client may take for its request's head."""
 ANSWER_S = 90.0
 WRITE_S = 20.0
 _CLOSE_S = 5.0
@@ -70,9 +70,9 @@ def _text(status: HTTPStatus, text: str, **headers: str) -> _Answer:
 class MetricsServer:
     """Serves on its own thread from construction to `close`.
 
-    `checks`: by path, what to ask; an answer of None is a 200, any other a 503 with that text. They run on the server's
-    thread and must not block. `pages`: by path, what gives status and text, JSON where it begins with a brace; a
-    BatonError is the answer too. `gate` decides who gets pages. Raises OSError when `listen` cannot be had.
+    `checks`, by path: functions that return None for a 200, or the text of a 503. They run on the server's thread and
+    must not block. `pages`, by path: functions that return status and text (JSON if it begins with a brace), or raise a
+    BatonError, which becomes the answer. `gate` decides who gets pages. Raises OSError if `listen` is not available.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class MetricsServer:
         try:
             await self._converse(reader, writer)
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # it left, or took too long
-        except Exception:  # a request's boundary: one client's oddities must not cost the others
+            pass  # the client left, or took too long
+        except Exception:  # a request's boundary: a bad client must not affect the others
             log.exception("a monitoring page failed")
         finally:
             del self._open[task]
-            writer.transport.abort()  # all is written, or it does not matter any more
+            writer.transport.abort()  # everything is written, or no longer matters
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request and its answer."""
@@ -138,7 +138,7 @@ class MetricsServer:
         else:
             await asyncio.sleep(wait_s)
             answer, with_body = await self._listen_and_answer(reader, host)
-        writer.transport.set_write_buffer_limits(0)  # `drain` is to wait for the last byte
+        writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the last byte
         writer.write(answer.head() + (answer.body if with_body else b""))
         async with asyncio.timeout(WRITE_S):
             await writer.drain()

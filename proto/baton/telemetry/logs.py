@@ -1,9 +1,9 @@
-"""Log lines: one event a line, `key=value`, with the node's and the request's name in each.
+"""Log lines: one event per line, `key=value`, with the ids of the node and the request in each.
 
     2026-01-31T12:00:00.123Z level=info node_id=decode-0 request_id=r-17 logger=decode_node.server handoff open peer=p-1
 
-Code logs through stdlib module loggers. The request's name comes from `request_scope` (coroutines of one request) or,
-where one thread serves many requests, from `extra={"request_id": ...}`.
+Code logs through stdlib module loggers. The request's id comes from `request_scope` (coroutines of one request) or, if
+one thread serves many requests, from `extra={"request_id": ...}`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ class _LineFormatter(logging.Formatter):
 
 
 def _one_line(text: object) -> str:
-    """A client's text must not forge lines of its own."""
+    """Keep a client's text from forging log lines."""
     line = str(text)
     return line if line.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)

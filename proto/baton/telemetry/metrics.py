@@ -1,11 +1,11 @@
 """Prometheus metrics, named as vLLM names them where it has the metric (`vllm:x` is `baton:x` here).
 
-One registry per process, whose every sample says the process's `role`. No name is both a router's and a node's but
-those of the process itself, so that a plain sum() over a fleet counts nothing twice: the router counts requests, as
-clients see them, under vLLM's names; a node counts its own work on them as `baton:node_*`, attempts that failed and
-tokens that nobody got included. What only one side measures (queues, transfers, caches) is only there.
+Each process has one registry, and every sample carries the process's `role`. Router and nodes share no names except
+those of the process itself, so a plain sum() over a fleet counts nothing twice. The router counts requests, as clients
+see them, under vLLM's names. A node counts its own work on them as `baton:node_*`, including failed attempts and tokens
+that no client received. What only one side measures (queues, transfers, caches) exists only there.
 
-The messages that travel anyway (`Started`, `Tokens`, `Adopted`, `End`, `Load`) are the one source of a node's numbers:
+A node's numbers come only from the messages that it sends anyway (`Started`, `Tokens`, `Adopted`, `End`, `Load`):
 nothing is timed twice.
 """
 
@@ -39,7 +39,7 @@ ROUTER = "router"
 
 
 class _RoleRegistry(CollectorRegistry):
-    """Adds the label `role` to all that it collects."""
+    """Adds the label `role` to everything that it collects."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def new_registry(role: str) -> CollectorRegistry:
 
 
 def outcome_labels(error: BatonError | None, finish_reason: str = "") -> tuple[str, str]:
-    """(outcome, reason) of an end: finished with its finish reason, cancelled, or failed with the error's code."""
+    """(outcome, reason) of an end: finished and the finish reason, cancelled, or failed and the error's code."""
     if error is None:
         return "finished", finish_reason
     if isinstance(error, RequestCancelled):
@@ -105,7 +105,7 @@ class RouterMetrics:
 
 
 class NodeMetrics:
-    """What a node counts, from the messages that its shell carries. Labelled with the model. One thread's."""
+    """What a node counts, from the messages that its shell carries. Labelled with the model. For one thread only."""
 
     def __init__(self, registry: CollectorRegistry, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         names, values = ["model_name"], (model,)
@@ -182,7 +182,7 @@ class NodeMetrics:
                 self._forget(update.work)
 
     def lost(self, epoch: int) -> None:
-        """A router is gone, and its requests with it: they get no last word."""
+        """A router is gone, and its requests with it: no End will come for them."""
         for work in {*self._received, *self._last_token}:
             if work.router_epoch == epoch:
                 self._forget(work)

@@ -1,12 +1,12 @@
-"""The one place of conversion between `baton.messages` and protobuf.
+"""The only conversion between `baton.messages` and protobuf.
 
-`write_*` takes a message and gives its protobuf; `read_*` is the reverse and checks what a peer of another version, or
-a broken one, may have sent: whatever does not make sense raises InvalidRequest, naming the field. Token ids travel
-packed, little-endian uint32 each.
+`write_*` turns a message into protobuf. `read_*` is the reverse and checks what a broken peer, or one of another
+version, may have sent: a malformed message raises InvalidRequest, naming the field. Token ids travel packed, as
+little-endian uint32.
 
-This is the one place where a message is checked by itself. `Limits` are what its reader can take beside: a node's
-vocabulary and context, the longest deadline. What depends on a state (is this lease this peer's?) the state machines
-check. `work_of` says whose failure a message is that makes no sense.
+A message by itself is checked only here. `Limits` are what its reader can take in addition: a node's vocabulary and
+context, the longest deadline. The state machines check what depends on their state (does this lease belong to this
+peer?). `work_of` says which attempt a malformed message ends.
 """
 
 from baton.wire.handoffs import (

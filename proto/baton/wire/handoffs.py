@@ -171,7 +171,7 @@ def _read_reserve(wire: node_pb2.Reserve, limits: Limits) -> Reserve:
 
 
 def _read_names(wire: node_pb2.Reserve, limits: Limits) -> tuple[BlockHash, ...]:
-    """One for each full block."""
+    """The block hashes, one for each full block."""
     size = HASH_BYTES * (wire.num_tokens // max(1, limits.block_size))
     if len(wire.block_hashes) > size or (limits.block_size and len(wire.block_hashes) < size):
         text = f"block_hashes: {len(wire.block_hashes)} bytes for {wire.num_tokens} tokens"

@@ -1,4 +1,4 @@
-"""How far a message may go: what any of ours keeps to, and what its one reader can take."""
+"""Limits of messages: those that hold everywhere, and those of the reader of a message."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_LEASES = 2**39
 MAX_PARTS = 2**23
 """Serials of leases and numbers of parts are below these: together they are the tag of a part on the data plane."""
 MAX_SECONDS = 1e6
-"""Longer durations are read as this one, 11 days: far below what a wait on a thread can be told."""
+"""Longer durations are read as this one, 11 days: far below the longest wait that a thread can be given."""
 MAX_NAME_CHARS = 512
 MAX_ERROR_CHARS = 2048
-"""What is longer is cut."""
+"""Longer texts are cut."""
 MAX_ENDPOINTS = 64
 MAX_ADDRESS_BYTES = 64 * 1024
 MAX_TEMPLATE_CHARS = 1024 * 1024
@@ -27,9 +27,9 @@ MAX_SPECIAL_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the reader of a message can take: a node by its own engine, a router by the node that it listens to.
+    """The limits of a message's reader: for a node those of its engine, for a router those of the node that it hears.
 
-    `max_seconds` caps the deadlines of requests. `block_size` 0: not known. The defaults are what is right anywhere.
+    `max_seconds` caps the deadlines of requests. `block_size` 0: not known. The defaults hold everywhere.
     """
 
     vocab_size: int = MAX_TOKEN_IDS
@@ -40,7 +40,7 @@ class Limits:
 
     @classmethod
     def of(cls, info: NodeInfo, max_seconds: float = MAX_SECONDS) -> Limits:
-        """Those of a node, or of what a node may say."""
+        """The limits of a node, which hold for its own messages too."""
         layout = info.layout
         longest = min(max_seconds, MAX_SECONDS)
         return cls(info.vocab_size, info.max_model_len, longest, layout.block_size, layout.num_layers)

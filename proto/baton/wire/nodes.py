@@ -1,4 +1,4 @@
-"""What a node says of itself: to a router, and to an operator."""
+"""What a node says about itself, to routers and to operators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
 
 
 def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
-    """Raises InvalidRequest for a role of a newer version, and for what no node of any version can be."""
+    """Raises InvalidRequest for a role of a newer version, and for values that no node can have."""
     role = _ROLE_FROM_WIRE.get(wire.role)
     if role is None:
         raise InvalidRequest(f"node role {wire.role} is not known here", "role")

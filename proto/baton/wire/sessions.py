@@ -28,7 +28,7 @@ from baton.wire.limits import ANY, MAX_SAMPLES, Limits
 
 RouterToNode = Auth | Subscribe | Prefill | Abort
 NodeToRouter = Auth | Subscribed | Load | tuple[Update, ...]
-"""A tuple is all that one engine step has to tell one router."""
+"""A tuple holds all updates of one engine step to one router."""
 
 _HANDED_OFF_S = ("prefill_s", "gather_s", "wire_s")
 _ADOPTED_S = ("transfer_s", "commit_s", "scatter_s", "step_wait_s")
@@ -175,8 +175,8 @@ def write_update(update: Update) -> node_pb2.Update:
 
 
 def read_update(wire: node_pb2.Update, limits: Limits = ANY) -> Update:
-    """One that names its work and makes no sense otherwise is the end of that work, and of no other. Raises
-    InvalidRequest where it names none."""
+    """If a malformed update names its work, it becomes the end of that work alone. Raises InvalidRequest if it names
+    none."""
     work = values.read_work(wire.work)
     try:
         return Update(work, _read_kind(wire, limits))

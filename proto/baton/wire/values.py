@@ -55,7 +55,7 @@ def pack_tokens(tokens: Sequence[int], param: str = "token ids") -> bytes:
 
 def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
     """The reverse of `pack_tokens`. Raises InvalidRequest when bytes are left over."""
-    if len(data) == _TOKEN_BYTES:  # all that a step has of most requests, in a quarter of the time
+    if len(data) == _TOKEN_BYTES:  # one token, as of most requests in a step: this takes a quarter of the time
         return (int.from_bytes(data, "little"),)
     if len(data) % _TOKEN_BYTES:
         raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {_TOKEN_BYTES}", param)
@@ -67,7 +67,7 @@ def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
 
 
 def read_tokens(data: bytes, limits: Limits, param: str = "token ids") -> tuple[int, ...]:
-    """Token ids of the model, no more than its context has. Raises InvalidRequest, before anything is built of too
+    """Token ids of the model, no more than its context has. Raises InvalidRequest before it builds anything from too
     many."""
     if len(data) > _TOKEN_BYTES * limits.max_model_len:
         raise InvalidRequest(f"{param}: {len(data) // _TOKEN_BYTES} tokens are more than {limits.max_model_len}", param)
@@ -78,14 +78,14 @@ def read_tokens(data: bytes, limits: Limits, param: str = "token ids") -> tuple[
 
 
 def read_below(value: int, end: int, param: str) -> int:
-    """An unsigned number as it came. Raises InvalidRequest for `end` or more."""
+    """An unsigned number, unchanged. Raises InvalidRequest for `end` or more."""
     if value >= end:
         raise InvalidRequest(f"{param} must be below {end}, not {value}", param)
     return value
 
 
 def read_text(value: str, param: str, most: int = MAX_NAME_CHARS) -> str:
-    """A text that may stand in a line of a log. Raises InvalidRequest for one that is too long or has line breaks."""
+    """A text that can stand in a log line. Raises InvalidRequest if it is too long or has line breaks."""
     if len(value) > most:
         raise InvalidRequest(f"{param}: {len(value)} characters are more than {most}", param)
     if not value.isprintable():
@@ -94,7 +94,7 @@ def read_text(value: str, param: str, most: int = MAX_NAME_CHARS) -> str:
 
 
 def read_name(value: str, param: str) -> str:
-    """A text that names something. Raises InvalidRequest for an empty one, too."""
+    """A text that names something. Also raises InvalidRequest if it is empty."""
     if not value:
         raise InvalidRequest(f"{param} is empty", param)
     return read_text(value, param)
@@ -118,15 +118,14 @@ def read_hashes(data: bytes) -> tuple[BlockHash, ...]:
 
 
 def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
-    """A duration, `most` standing for all longer ones. Raises InvalidRequest for a negative, infinite or undefined
-    one."""
+    """A duration; longer ones become `most`. Raises InvalidRequest if it is negative, infinite or not a number."""
     if not 0.0 <= value < math.inf:
         raise InvalidRequest(f"{param} must be 0 or more seconds, not {value}", param)
     return min(value, most)
 
 
 def write_time_left(seconds: float) -> float:
-    """A deadline as a duration: 0 once it is over, as it may be when the sender looks at its clock again."""
+    """A deadline as a duration. 0 if it has passed, as it may have since the sender last looked at its clock."""
     return max(0.0, seconds)
 
 
@@ -150,7 +149,7 @@ def read_work(wire: common_pb2.WorkId) -> WorkId:
 
 
 def work_of(message: node_pb2.RouterMessage | node_pb2.PrefillMessage | node_pb2.DecodeMessage) -> WorkId | None:
-    """The work that a message is about, whose failure it is if the rest of it makes no sense. None: of no one work."""
+    """The work that a message is about, which fails if the rest is malformed. None: the message names no work."""
     kind = message.WhichOneof("kind")
     about: Any = getattr(message, kind) if kind else message
     if "work" not in about.DESCRIPTOR.fields_by_name:
@@ -166,8 +165,8 @@ def write_samples(samples: Iterable[Sample]) -> list[common_pb2.Sample]:
 
 
 def read_samples(wire: Sequence[common_pb2.Sample], limits: Limits, most_shared: int) -> tuple[Sample, ...]:
-    """At least one sample, no index twice, outputs of one length: of several samples `most_shared` tokens at most,
-    since they share the KV of all before. Raises InvalidRequest."""
+    """At least one sample, no index twice, outputs of one length. Several samples have at most `most_shared` output
+    tokens, since they share the KV of all earlier ones. Raises InvalidRequest."""
     if not wire:
         raise InvalidRequest("samples: none given", "samples")
     if len(wire) > MAX_SAMPLES:
@@ -213,7 +212,7 @@ def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> SamplingParams:
-    """Raises InvalidRequest, before anything is built of too many token ids."""
+    """Raises InvalidRequest before it builds anything from too many token ids."""
     for param, ids, most in (
         ("stop_token_ids", wire.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ("logit_bias", wire.logit_bias, MAX_LOGIT_BIAS),
@@ -275,14 +274,14 @@ def _read_token_logprobs(wire: node_pb2.TokenLogprobs, limits: Limits) -> TokenL
     if len(tokens) > MAX_LOGPROBS:
         raise InvalidRequest(f"{len(tokens)} top tokens are more than {MAX_LOGPROBS}", "logprobs")
     entry = TokenLogprobs(wire.logprob, tuple(zip(tokens, wire.top_logprobs, strict=True)))
-    # Each is compared: a NaN may hide from max(). Minus infinity is a logprob.
+    # Each value is compared, because max() may miss a NaN. Minus infinity is a valid logprob.
     if not (entry.logprob < math.inf and all(logprob < math.inf for _, logprob in entry.top)):
         raise InvalidRequest("logprobs: one is no number", "logprobs")
     return entry
 
 
 def write_error(error: BatonError | None) -> common_pb2.Error | None:
-    """None stays None: protobuf leaves a field unset that is given None."""
+    """None stays None, and protobuf then leaves the field unset."""
     return None if error is None else common_pb2.Error(code=error.code, message=error.message)
 
 
@@ -306,7 +305,7 @@ def write_layout(layout: KvLayout) -> common_pb2.KvLayout:
 
 
 def read_layout(wire: common_pb2.KvLayout) -> KvLayout:
-    """Raises InvalidRequest for blocks of no tokens, layers or bytes, and for texts that are no names."""
+    """Raises InvalidRequest for blocks without tokens, layers or bytes, and for texts that are no names."""
     for name in ("block_size", "num_layers", "block_bytes"):
         if not getattr(wire, name):
             raise InvalidRequest(f"layout: {name} is 0", "layout")
@@ -329,7 +328,7 @@ def write_endpoints(endpoints: Iterable[TransportEndpoint]) -> list[common_pb2.T
 
 
 def read_endpoints(wire: Sequence[common_pb2.TransportEndpoint]) -> tuple[TransportEndpoint, ...]:
-    """Raises InvalidRequest for more, or longer ones, than any node has."""
+    """Raises InvalidRequest for more or longer endpoints than any node has."""
     if len(wire) > MAX_ENDPOINTS:
         raise InvalidRequest(f"endpoints: {len(wire)} are more than {MAX_ENDPOINTS}", "endpoints")
     for endpoint in wire:
