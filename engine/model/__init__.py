@@ -1,7 +1,8 @@
 """Hugging Face models over our KV blocks: the one place where torch and transformers meet the engine.
 
-`loader` finds and loads a checkpoint, `attention` puts paged attention under the unchanged model class and refuses
-models that this would get wrong, `kv_pool` holds the blocks' memory, `runner` computes batches.
+`checkpoint` finds a checkpoint and reads what its files say, `loader` loads its weights, `linear_method` says what
+computes linear layers, `attention` puts paged attention under the unchanged model class and refuses models that this
+would get wrong, `fast` makes modules faster, `kv_pool` holds the blocks' memory, `runner` computes batches.
 """
 
 from __future__ import annotations
