@@ -1,7 +1,8 @@
 """Hugging Face models over paged KV blocks: the only place where torch and transformers meet the engine.
 
-`loader` finds and loads a checkpoint, `attention` puts paged attention under the unchanged model class and refuses
-models that this would compute wrongly, `kv_pool` holds the memory of the blocks, `runner` computes batches.
+`checkpoint` finds a checkpoint and reads what its files say, `loader` loads its weights, `linear_method` says what
+computes linear layers, `attention` puts paged attention under the unchanged model class and refuses models that this
+would get wrong, `fast` makes modules faster, `kv_pool` holds the blocks' memory, `runner` computes batches.
 """
 
 from __future__ import annotations
