@@ -3,7 +3,7 @@
 In a turn of its loop (`engine.node.core`) it takes what arrived, grants what fits, adopts what is complete, and
 launches a step if there is room for one and it is time (`engine.pace`). Adoption puts a request into the very next
 step, so the batch that runs has no gap; the router hears of it when that step begins. A Prefill sent here directly runs
-on the same engine, with no lease. What waits for KV is the business of `reservations`, what generates that of `running`.
+on the same engine, with no lease. `reservations` has what waits for KV, `running` what generates.
 """
 
 from __future__ import annotations
