@@ -4,51 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import kv_transfer
-from baton.messages import NodeRole, TransportEndpoint
 from decode_node.core import DecodeCore
-from engine.model.memory import out_of_memory
-from engine.node.build import build, count, describe, new_incarnation
+from engine.node.parts import Base, RoleParts, assemble
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
-from engine.node.slots import slot_sizes
-from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     """Load the model and make the role around it. Raises ValueError, OSError or a BatonError for a person."""
-    built = build(settings, wake)
-    sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
-    slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
-    with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
-        staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)
-    interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
-    transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
+    return assemble(settings, wake, _make_role)
+
+
+def _make_role(base: Base) -> RoleParts:
+    built, settings = base.built, base.settings
     verify = settings.verify_transfers
-    receiver = KvReceiver(transport, staging, built.pool_bytes, built.layout, verify=verify)
-    incarnation = new_incarnation()
+    receiver = KvReceiver(base.transport, base.staging, built.pool_bytes, built.layout, verify=verify)
     core = DecodeCore(
         built.engine,
         receiver,
-        incarnation=incarnation,
+        incarnation=base.incarnation,
         max_waiting=settings.max_waiting,
         max_deadline_s=settings.request_timeout,
     )
-
-    def warm_up() -> None:
-        built.warm_up()
-        receiver.warm_up()
-
-    endpoint = TransportEndpoint(0, settings.transport, transport.info())
-    return NodeParts(
-        role=core,
-        warm_up=warm_up,
-        transport=transport,
-        info=describe(settings, NodeRole.DECODE, built, incarnation, endpoint),
-        tokenizer=built.tokenizer.json,
-        part_blocks=receiver.part_blocks,
-        count=lambda: count(built.engine, receiver.num_damaged_pieces),
-        num_slots=staging.num_slots,
-        count_free_slots=lambda: receiver.num_free_slots,
-    )
+    return RoleParts(core, receiver, count_damaged=lambda: receiver.num_damaged_pieces)

@@ -8,8 +8,6 @@ can take at the moment waits for one; each request ends exactly once, after its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from baton.deadlines import Deadlines
 from baton.errors import (
     BatonError,
@@ -22,23 +20,20 @@ from baton.errors import (
     TransferError,
 )
 from baton.messages import (
-    Abort,
     Adopted,
-    DecodeTarget,
     End,
     HandedOff,
     Load,
     NodeInfo,
-    Prefill,
     SampleEnd,
     Started,
     Tokens,
     Update,
-    WorkId,
 )
+from router.actions import Action, Outbox
+from router.attempts import Attempts
 from router.life import (
     FirstToken,
-    RequestEvent,
     RequestLife,
     RoutedRequest,
     SampleEvent,
@@ -49,35 +44,20 @@ from router.life import (
     Work,
     WorkState,
 )
-from router.placement import Placement, Pool
-from router.waiting import WaitingForNode
+from router.placement import Pool
 
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
 """A request that lost this many nodes is more likely the cause than the victim."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToNode:
-    incarnation: str
-    message: Prefill | Abort
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """For the client of `request_id`: `RequestEnd` comes exactly once, last."""
-
-    request_id: str
-    event: RequestEvent
-
-
-Action = ToNode | Emit
-
-
 class RouterCore:
-    """All live requests of one router. `epoch` identifies this run of the router. `with_prefill`: it has prefill nodes,
-    now or later. `first_token`: whether tokens that prefill nodes sample are streamed at once, or when the decode node
-    goes on. `max_waiting`: how many requests, or single samples of them, may wait for a node."""
+    """All live requests of one router, as their clients see them; `attempts` has them as the nodes do.
+
+    `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what
+    these sample is told at once, or when the decode node goes on with it; `max_waiting`: how many requests, or single
+    samples of them, may wait for a node.
+    """
 
     def __init__(
         self,
@@ -86,21 +66,19 @@ class RouterCore:
         first_token: FirstToken = "prefill",
         max_waiting: int = 1024,
     ) -> None:
-        self.epoch = epoch
         self.pool = Pool(with_prefill)
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._deadlines: Deadlines[str] = Deadlines()
-        self._owner: dict[WorkId, RequestLife] = {}
-        self._waiting = WaitingForNode(max_waiting)
-        self._actions: list[Action] = []
+        self._outbox = Outbox()
+        self._attempts = Attempts(epoch, self.pool, self._outbox, max_waiting)
 
     # ---- what the world tells ----
 
     def node_up(self, info: NodeInfo, now: float) -> None:
         """A node is subscribed: work may be placed there, beginning with requests that wait for a node."""
         self.pool.add(info)
-        self._place_waiting(now)
+        self._attempts.place_waiting(now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. Attempts that depended on the node are lost."""
@@ -131,8 +109,7 @@ class RouterCore:
 
     def states(self) -> list[WorkState]:
         """The states of all live work, for metrics."""
-        placed = [work.state for life in self._requests.values() for work in life.works.values()]
-        return placed + [WorkState.UNPLACED] * len(self._waiting)
+        return self._attempts.states()
 
     # ---- what the client wants ----
 
@@ -143,7 +120,8 @@ class RouterCore:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         samples = [SampleLife(i) for i in range(request.n)]
         life = RequestLife(request, now, now + request.deadline_s, samples)
-        self._place_or_wait(Unplaced(life, samples, request.request_id, 0), self.pool.choose(life.avoid, now), now)
+        placement = self.pool.choose(life.avoid, now)
+        self._attempts.place_or_wait(Unplaced(life, samples, request.request_id, 0), placement, now)
         self._requests[request.request_id] = life
         self._deadlines.set(request.request_id, life.deadline)
 
@@ -158,12 +136,12 @@ class RouterCore:
         for work in list(life.works.values()):
             if life.samples[sample] in work.samples:
                 if work.unfinished:
-                    self._abort(work, (sample,))
+                    self._attempts.abort(work, (sample,))
                 else:
-                    self._abort(work)
-                    self._retire(life, work)
+                    self._attempts.abort(work)
+                    self._attempts.retire(life, work)
         for waiting in [w for w in life.unplaced if all(s.ended for s in w.samples)]:
-            self._waiting.remove(waiting)
+            self._attempts.stop_waiting(waiting)
         self._end_if_done(life, now)
 
     def cancel(self, request_id: str, now: float) -> None:
@@ -187,20 +165,17 @@ class RouterCore:
             self._end(life, life.overdue(self.why_not_ready() or "no node"), now)
 
     def take_actions(self) -> list[Action]:
-        actions, self._actions = self._actions, []
-        return actions
+        return self._outbox.take()
 
     # ---- what nodes tell ----
 
     def update(self, incarnation: str, update: Update, now: float) -> None:
-        """Take one update of a node. An update of an attempt that is not current, or from a node that the attempt was
-        not placed on, is late and is ignored."""
-        life = self._owner.get(update.work)
-        if life is None:
+        """Take one update of a node. Anything of an attempt that is not current, or of a node that the attempt was not
+        placed on, is late and ignored."""
+        found = self._attempts.find(update.work, incarnation)
+        if found is None:
             return
-        work = life.works[update.work]
-        if incarnation not in (work.prefill, work.decode):
-            return
+        life, work = found
         match update.kind:
             case Started() as started:
                 self._started(life, work, started, incarnation)
@@ -208,14 +183,14 @@ class RouterCore:
                 self._item(life, work, item, incarnation, now)
             case HandedOff() as handed_off:
                 if not work.handed_off:
-                    self._prefilled(life, work)
+                    self._attempts.prefilled(life, work)
                     work.handed_off = True
                     if work.decode:
                         self.pool.faults.worked((work.prefill, work.decode))
                     life.timings.handed_off(handed_off)
                     self._after_progress(life, work, now)
             case Adopted() as adopted:
-                self._prefilled(life, work)
+                self._attempts.prefilled(life, work)
                 work.state = WorkState.DECODING
                 for sample in work.samples:
                     self._release(life, sample, now)
@@ -256,7 +231,7 @@ class RouterCore:
         known = have - item.first_index  # repeated tokens
         fresh = item.token_ids[known:]
         if fresh:
-            self._prefilled(life, work)
+            self._attempts.prefilled(life, work)
             sample.tokens.extend(fresh)
             if work.decode and work.state is not WorkState.DECODING:
                 work.state = WorkState.HANDING_OFF
@@ -288,9 +263,9 @@ class RouterCore:
             self._fail(life, work, error, now, suspects)
         elif not work.unfinished:
             if incarnation == work.decode and not work.handed_off:
-                # its last message is still under way and says nothing new
-                self._to_node(work.prefill, Abort(work.id, (), work.deadline_s))
-            self._retire(life, work)
+                # its last word is still under way and says nothing new
+                self._attempts.abort_on(work.prefill, work)
+            self._attempts.retire(life, work)
             self._end_if_done(life, now)
         elif incarnation == work.decode and not work.handed_off:
             work.end_waits = True
@@ -310,52 +285,10 @@ class RouterCore:
             life.told = True
             life.timings.first_token_s = now - life.arrived
         for event in sample.held:
-            self._emit(life, event)
+            self._outbox.to_client(life.request.request_id, event)
         sample.held.clear()
 
-    # ---- placing, failing, ending ----
-
-    def _place(
-        self,
-        life: RequestLife,
-        samples: list[SampleLife],
-        key: str,
-        attempt: int,
-        placement: Placement,
-        now: float,
-    ) -> None:
-        prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
-        work_id = WorkId(self.epoch, key, attempt)
-        left_s = life.deadline - now
-        work = Work(work_id, samples, prefill.incarnation, decode.incarnation if decode else None, left_s)
-        life.works[work_id] = work
-        self._owner[work_id] = life
-        life.timings.num_attempts = max(life.timings.num_attempts, attempt + 1)
-        life.timings.prefill_node, life.timings.decode_node = prefill.node_id, (decode or prefill).node_id
-        self.pool.place(placement, len(life.request.prompt_tokens))
-        target = DecodeTarget(decode.address, decode.incarnation) if decode else None
-        self._to_node(work.prefill, life.prefill(work, target, now))
-
-    def _place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
-        """Raises NodeUnavailable when there is no placement and too many requests wait already."""
-        if placement is None:
-            self._waiting.add(task, self.why_not_ready() or "no node")
-        else:
-            self._place(task.life, task.samples, task.key, task.attempt, placement, now)
-
-    def _place_waiting(self, now: float) -> None:
-        """A node has come: place waiting requests, in order of arrival."""
-        for task in self._waiting.tasks():
-            try:
-                placement = self.pool.choose(task.life.avoid, now)
-            except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
-                task.error = misfit
-                return
-            if placement is None:
-                return
-            self._waiting.remove(task)
-            samples = [sample for sample in task.samples if not sample.ended]
-            self._place(task.life, samples, task.key, task.attempt, placement, now)
+    # ---- failing, ending ----
 
     def _fail(
         self,
@@ -366,9 +299,9 @@ class RouterCore:
         suspects: set[str] | None = None,
         retry: bool = False,
     ) -> None:
-        """The attempt is lost: fence it, and place its unfinished samples again, or end the request with `error`."""
-        self._abort(work)
-        self._retire(life, work)
+        """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`."""
+        self._attempts.abort(work)
+        self._attempts.retire(life, work)
         unfinished = work.unfinished
         for sample in work.samples:
             sample.early.clear()
@@ -397,7 +330,7 @@ class RouterCore:
             raise error
         whole = len(group) == len(lost.samples)
         key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
-        self._place_or_wait(Unplaced(life, group, key, lost.id.attempt + 1, error), placement, now)
+        self._attempts.place_or_wait(Unplaced(life, group, key, lost.id.attempt + 1, error), placement, now)
 
     def _end_if_done(self, life: RequestLife, now: float) -> None:
         if not life.works and not life.unplaced:
@@ -405,34 +338,12 @@ class RouterCore:
 
     def _end(self, life: RequestLife, error: BatonError | None, now: float) -> None:
         for work in list(life.works.values()):
-            self._abort(work)
-            self._retire(life, work)
+            self._attempts.abort(work)
+            self._attempts.retire(life, work)
         for task in list(life.unplaced):
-            self._waiting.remove(task)
+            self._attempts.stop_waiting(task)
         self._deadlines.discard(life.request.request_id)
         if self._requests.pop(life.request.request_id, None):
             for sample in life.samples:
                 self._release(life, sample, now)
-            self._emit(life, life.end(error, now))
-
-    def _retire(self, life: RequestLife, work: Work) -> None:
-        del life.works[work.id]
-        del self._owner[work.id]
-        self._prefilled(life, work)
-        self.pool.ended(work.decode or work.prefill, len(life.request.prompt_tokens))
-
-    def _prefilled(self, life: RequestLife, work: Work) -> None:
-        if not work.prefilled:
-            work.prefilled = True
-            self.pool.prefilled(work.prefill, len(life.request.prompt_tokens))
-
-    def _abort(self, work: Work, samples: tuple[int, ...] = ()) -> None:
-        for incarnation in work.nodes():
-            self._to_node(incarnation, Abort(work.id, samples, work.deadline_s))
-
-    def _to_node(self, incarnation: str, message: Prefill | Abort) -> None:
-        if self.pool.get(incarnation):
-            self._actions.append(ToNode(incarnation, message))
-
-    def _emit(self, life: RequestLife, event: RequestEvent) -> None:
-        self._actions.append(Emit(life.request.request_id, event))
+            self._outbox.to_client(life.request.request_id, life.end(error, now))

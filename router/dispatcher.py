@@ -18,7 +18,8 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.messages import Abort, Load, NodeInfo, Prefill, Update, WorkId
 from router.accounts import Accounts
-from router.core import Emit, RouterCore, ToNode
+from router.actions import Emit, ToNode
+from router.core import RouterCore
 from router.life import RequestEnd, RequestEvent, RoutedRequest, WorkState
 
 log = logging.getLogger(__name__)

@@ -166,6 +166,8 @@ def test_reserved_places_are_not_given_to_waiting_sequences() -> None:
     engine.compute(engine.schedule(0.0))
     assert (engine.num_running, engine.num_waiting) == (1, 1)
     engine.unreserve_seqs(1)
+    with pytest.raises(AssertionError, match="1 places given back of 0"):
+        engine.unreserve_seqs(1)
     engine.compute(engine.schedule(0.0))
     assert engine.num_running == 2
 

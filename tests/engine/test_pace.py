@@ -265,3 +265,20 @@ def test_an_engine_that_does_not_run_ahead_puts_nothing_off() -> None:
         device.launch()
         device.retire()
     assert len(device.model.batches) == 5
+
+
+def test_a_prompt_that_waits_for_a_load_hurries_no_step() -> None:
+    device = Device()
+    for go_on in (device.launch, device.launch, device.retire, device.launch, device.retire):
+        go_on()
+    engine, waits = device.engine, sequence(9, first=60)
+    loading = engine.allocate(2)
+    engine.blocks.begin_load(loading, waits.block_hashes(2, 4))
+    engine.add(waits)
+    assert engine.launch_at is None, "nobody has looked yet whether it can join the next step"
+    device.launch()
+    device.retire()
+    assert engine.launch_at is not None
+    engine.blocks.finish_load(loading)
+    device.launch()
+    assert waits.num_cached_tokens == 8

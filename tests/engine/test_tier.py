@@ -205,24 +205,6 @@ def test_a_preempted_sequence_waits_for_a_load_and_newcomers_do_not() -> None:
     assert tiered.said[young] == expected(young)
 
 
-def test_a_step_is_put_off_for_newcomers_also_while_a_load_is_waited_for() -> None:
-    """Whoever waits for it would not be in that step."""
-    tiered = Tiered(ahead=True)
-    tiered.evict(tiered.add(PROMPT))
-    running = tiered.add((60, 61, 62), max_tokens=30)
-    for _ in range(6):
-        tiered.step()
-    num_steps = len(tiered.said[running])
-    waits = tiered.add(PROMPT)
-    load = tiered.load(waits)
-    tiered.step()
-    assert len(tiered.said[running]) == num_steps + 1
-    assert tiered.engine.num_waiting == tiered.engine._scheduler.num_awaiting_load == 1
-    tiered.tier.finish(load)
-    tiered.step()
-    assert tiered.engine._scheduler.num_awaiting_load == 0
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_forks_and_leases_tell_the_tier_before_they_write(ahead: bool) -> None:
     tiered = Tiered(ahead)

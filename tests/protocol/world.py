@@ -16,7 +16,8 @@ from baton.sampling import SamplingParams
 from engine.node.events import ClosePeer, Output, ToDecode, ToPrefill, ToRouter
 from kv_transfer.memory import MemoryHub, Transfer
 from kv_transfer.parts import PartHeader
-from router.core import Emit, RouterCore, ToNode
+from router.actions import Emit, ToNode
+from router.core import RouterCore
 from router.life import FirstToken, RoutedRequest
 from tests.protocol.client import Client
 from tests.protocol.fake_model import expected_output

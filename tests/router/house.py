@@ -6,7 +6,8 @@ from baton.errors import BatonError
 from baton.layout import KvLayout
 from baton.messages import Abort, GenerationDefaults, NodeInfo, NodeRole, Prefill, Update
 from baton.sampling import SamplingParams
-from router.core import Emit, RouterCore, ToNode
+from router.actions import Emit, ToNode
+from router.core import RouterCore
 from router.life import FirstToken, RequestEnd, RoutedRequest, TokensOut
 
 LAYOUT = KvLayout(1, 1, 8, 8, 16, "float32", 0, 1, 1024, "f")

@@ -19,7 +19,7 @@ from baton.errors import (
 )
 from baton.messages import Abort, Adopted, End, HandedOff, NodeRole, Prefill, SampleEnd, TokenLogprobs, Tokens
 from baton.sampling import FinishReason, SamplingParams
-from router.core import ToNode
+from router.actions import ToNode
 from router.life import RoutedRequest, TokensOut, WorkState
 from tests.router.house import House, info
 
