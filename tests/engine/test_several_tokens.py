@@ -46,7 +46,7 @@ class Guessed(Counting):
         last = 10 + chunk.end - len(chunk.sequence.prompt_tokens)
         tokens = range(last - chunk.num_logits + 1, last + 1)
         choices = [Choice(token, TokenLogprobs(-float(token), ())) for token in tokens]
-        return accepted(choices, chunk.draft_tokens)
+        return accepted(choices, chunk.draft_tokens) * len(chunk.sequence.samples)
 
 
 def make(model: Counting, ahead: bool = False, **sizes: int) -> Engine:
@@ -194,6 +194,14 @@ def test_a_guess_is_cut_to_what_a_step_may_give(max_tokens: int, num_prompt: int
     assert seq.takes_drafts
     engine.propose(seq, (11, 12, 13, 14))
     assert seq.draft_tokens == (11, 12, 13, 14)[:taken]
+
+
+def test_forks_take_guesses_as_what_they_were_forked_from() -> None:
+    engine = make(Guessed())
+    engine.add(sequence(5, samples=2, max_tokens=9, runs_ahead=False))
+    forks = [sampled.sequence for sampled in engine.compute(engine.schedule(0.0)).sampled]
+    assert len(forks) == 2
+    assert all(fork.takes_drafts for fork in forks)
 
 
 @pytest.mark.parametrize("change", [{"runs_ahead": True}, {"presence_penalty": 0.5}])
