@@ -170,6 +170,16 @@ def test_only_who_runs_ahead_is_in_the_step_behind() -> None:
     assert [[chunk.sequence for chunk in batch] for batch in model.batches] == [[ahead, waits], [ahead], [ahead, waits]]
 
 
+@pytest.mark.parametrize("guess", [(11, 12), (11, 99)])
+def test_a_guess_is_checked_once(guess: tuple[int, ...]) -> None:
+    model = Guessed()
+    engine = make(model)
+    seq = sequence(5, max_tokens=9, runs_ahead=False)
+    engine.add(seq)
+    run(engine, seq, [guess])
+    assert [batch[0].length for batch in model.batches][:4] == [5, 3, 1, 1]
+
+
 def test_nobody_loses_blocks_for_a_guess() -> None:
     engine = make(Guessed(), num_blocks=17)
     old, young = sequence(31, first=0, max_tokens=9, runs_ahead=False), sequence(24, first=40, max_tokens=9)
