@@ -314,6 +314,8 @@ class Engine:
         assert len(choices) <= chunk.num_logits, f"{seq.work}: a step chose tokens that it has no logits of"
         if chunk.num_logits and seq.num_pending_tokens:
             seq.num_pending_tokens -= 1
+        if chunk.num_logits > 1:
+            seq.draft_tokens = ()  # checked
         for choice in choices:
             sampled.append(self._judge(seq, seq.samples[0], choice))
             seq.tokens.append(choice.token)

@@ -24,6 +24,9 @@ from engine.upload import download, upload
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: dividing by them would overflow."""
 
+_INTS = ("seed", "top_k")
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+"""What each choice takes to the device of its sequence's parameters, in the order of one upload."""
 _DRAWS, _FILTERED, _BIASED, _PENALIZED = 1, 2, 4, 8
 _PADDING = 4  # columns per row of an upload: keeps every row on 16 bytes
 
@@ -60,8 +63,8 @@ class Sampler:
         self._wants = np.zeros(num_rows, np.int64)
         self._may_end_from = np.zeros(num_rows, np.int64)  # the first position where min_tokens forbids nothing
         self._num_logprobs = np.full(num_rows, -1, np.int64)
-        self._ints = np.zeros((2, num_rows), np.int64)  # seed, top_k
-        self._floats = np.zeros((6, num_rows), np.float32)  # temperature, top_p, min_p, and the three penalties
+        self._ints = np.zeros((len(_INTS), num_rows), np.int64)
+        self._floats = np.zeros((len(_FLOATS), num_rows), np.float32)
         self._bias = [_NO_ENTRIES] * num_rows
         self._ends = [_NO_ENTRIES] * num_rows
 
@@ -70,19 +73,18 @@ class Sampler:
         p = params
         draws = p.temperature >= GREEDY_BELOW
         filtered = draws and bool(p.top_k or p.top_p < 1.0 or p.min_p)
-        penalized = bool(p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty)
-        self._wants[row] = _DRAWS * draws | _FILTERED * filtered | _BIASED * bool(p.logit_bias) | _PENALIZED * penalized
+        wants = _DRAWS * draws | _FILTERED * filtered | _BIASED * bool(p.logit_bias) | _PENALIZED * p.has_penalties
+        self._wants[row] = wants
         self._may_end_from[row] = len(prompt_tokens) + p.min_tokens
         self._num_logprobs[row] = p.num_logprobs
         self._ints[:, row] = p.seed - (1 << 64) if p.seed >> 63 else p.seed, min(p.top_k, self._counts.shape[1])
-        temperature = p.temperature if draws else 0.0
-        penalties = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
-        self._floats[:, row] = temperature, p.top_p, p.min_p, *penalties
+        self._floats[:, row] = [getattr(p, name) for name in _FLOATS]
+        self._floats[_FLOATS.index("temperature"), row] = p.temperature if draws else 0.0
         self._bias[row] = _entries(list(p.logit_bias), list(p.logit_bias.values()))
         ends = {*p.stop_token_ids, *(() if p.ignore_eos else self._eos_token_ids)} if p.min_tokens else ()
         known = [token for token in ends if token < self._counts.shape[1]]
         self._ends[row] = _entries(known, [-np.inf] * len(known))
-        if penalized:
+        if p.has_penalties:
             self._count_known(row, prompt_tokens, output_tokens)
 
     def prepare(self, batch: SampleBatch) -> Columns | None:
@@ -94,16 +96,17 @@ class Sampler:
             return None
         rows, positions = np.asarray(batch.rows, np.int64), np.asarray(batch.positions, np.int64)
         n, padded = len(rows), -(-len(rows) // _PADDING) * _PADDING
-        split = 5 * 8 * padded
-        packed = np.empty(split + 6 * 4 * padded, np.uint8)
-        ints = packed[:split].view(np.int64).reshape(5, padded)[:, :n]
+        num_ints, num_floats = 3 + len(_INTS), len(_FLOATS)
+        split = num_ints * 8 * padded
+        packed = np.empty(split + num_floats * 4 * padded, np.uint8)
+        ints = packed[:split].view(np.int64).reshape(num_ints, padded)[:, :n]
         ints[0], ints[1], ints[2] = batch.logits_rows, rows, positions
         ints[3:] = self._ints[:, rows]
         ints[3] += np.asarray(batch.samples, np.int64)  # wraps, as the 64 bits of a seed do
-        packed[split:].view(np.float32).reshape(6, padded)[:, :n] = self._floats[:, rows]
+        packed[split:].view(np.float32).reshape(num_floats, padded)[:, :n] = self._floats[:, rows]
         device = upload(packed, self._counts.device)
-        logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(5, padded)[:, :n].unbind()
-        temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(6, padded)[:, :n].unbind()
+        logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(-1, padded)[:, :n].unbind()
+        temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(-1, padded)[:, :n].unbind()
         return Columns(
             logits_rows,
             row,

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NAMES, SamplingParams
 from router.limits import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.models import ServedModel
 
 SEED_SPACE = 2**64
 _DRAWN_SEED_BITS = 63
-_INT32_END = 2**31
 _PROBE_CHARS_PER_TOKEN = 8
 """Twice what common text has. Of a longer text, the beginning is tokenized first."""
-
-T = TypeVar("T")
 
 
 class ContextTooLong(InvalidRequest):
@@ -27,30 +24,18 @@ class ContextTooLong(InvalidRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A generation as the client wants it. None means the model's generation default, or what the context allows.
+    """A generation as the client wants it.
 
-    Each of `prompts` (text or token ids) gets `n` answers. `num_logprobs` as in SamplingParams.
+    Each of `prompts` (text or token ids) gets `n` answers. `sampling`: what the client says of SamplingParams, by name.
+    The rest takes the model's generation defaults, or follows from the context.
     """
 
     request_id: str
     prompts: tuple[str | tuple[int, ...], ...]
     add_special_tokens: bool = True
     n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    num_logprobs: int = -1
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     timeout_s: float | None = None
@@ -66,10 +51,11 @@ class Ask:
             raise InvalidRequest("stop must not contain an empty string", "stop")
         _at_most(MAX_STOP_STRINGS, len(self.stop), "stop", "strings")
         _at_most(MAX_STOP_CHARS, sum(map(len, self.stop)), "stop", "characters together")
-        _at_most(MAX_STOP_TOKEN_IDS, len(self.stop_token_ids), "stop_token_ids", "ids")
-        _at_most(MAX_LOGIT_BIAS, len(self.logit_bias), "logit_bias", "entries")
+        stop_token_ids = self.sampling.get("stop_token_ids", ())
+        _at_most(MAX_STOP_TOKEN_IDS, len(stop_token_ids), "stop_token_ids", "ids")
+        _at_most(MAX_LOGIT_BIAS, len(self.sampling.get("logit_bias", ())), "logit_bias", "entries")
         _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
-        if any(not 0 <= token < _INT32_END for token in self.stop_token_ids):
+        if any(not 0 <= token < _INT32_END for token in stop_token_ids):
             raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise InvalidRequest(f"the timeout must be above 0 seconds, not {self.timeout_s}", "timeout")
@@ -134,48 +120,31 @@ def _too_long(model: ServedModel, num_tokens: str, param: str = "prompt") -> Con
 
 
 def sampling_params(ask: Ask, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
-    """With seed and max_tokens resolved. Raises InvalidRequest, naming the parameter."""
-    defaults = model.defaults
-    if any(not 0 <= token < model.vocab_size for token in ask.logit_bias):
+    """What the client says, else what the model does, else what everybody does; with seed and max_tokens resolved.
+    Raises InvalidRequest, naming the parameter."""
+    stated = {name: getattr(model.defaults, name, None) for name in NAMES}
+    given = {name: value for name, value in stated.items() if value is not None} | dict(ask.sampling)
+    if any(not 0 <= token < model.vocab_size for token in given.get("logit_bias", ())):
         raise InvalidRequest(f"logit_bias names a token id outside [0, {model.vocab_size})", "logit_bias")
-    top_k = _first(ask.top_k, defaults.top_k, 0)
-    if top_k >= _INT32_END:
-        raise InvalidRequest(f"top_k must be below 2^31, not {top_k}", "top_k")
-    seed = random.getrandbits(_DRAWN_SEED_BITS) if ask.seed is None else ask.seed % SEED_SPACE
-    return SamplingParams(
-        temperature=_first(ask.temperature, defaults.temperature, 1.0),
-        top_p=_first(ask.top_p, defaults.top_p, 1.0),
-        top_k=0 if top_k == -1 else top_k,  # -1 is vLLM's older value for off
-        min_p=_first(ask.min_p, defaults.min_p, 0.0),
-        repetition_penalty=_first(ask.repetition_penalty, defaults.repetition_penalty, 1.0),
-        presence_penalty=_first(ask.presence_penalty, None, 0.0),
-        frequency_penalty=_first(ask.frequency_penalty, None, 0.0),
-        logit_bias=ask.logit_bias,
-        seed=seed,
-        max_tokens=_max_tokens(ask, model, num_prompt_tokens),
-        min_tokens=ask.min_tokens,
-        ignore_eos=ask.ignore_eos,
-        stop_token_ids=frozenset(ask.stop_token_ids),
-        num_logprobs=ask.num_logprobs,
-    )
+    given["logit_bias"] = dict(given.get("logit_bias", {}))
+    given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+    if given.get("top_k") == -1:  # vLLM's older way to say off
+        given["top_k"] = 0
+    seed = given.get("seed")
+    given["seed"] = random.getrandbits(_DRAWN_SEED_BITS) if seed is None else seed % SEED_SPACE
+    given["max_tokens"] = _max_tokens(given.get("max_tokens"), model, num_prompt_tokens)
+    return SamplingParams(**given)
 
 
-def _max_tokens(ask: Ask, model: ServedModel, num_prompt_tokens: int) -> int:
+def _max_tokens(asked: int | None, model: ServedModel, num_prompt_tokens: int) -> int:
     room = model.max_model_len - num_prompt_tokens
-    if ask.max_tokens is None:
+    if asked is None:
         return min(room, model.defaults.max_new_tokens or room)
-    if ask.max_tokens > room:
+    if asked > room:
         raise ContextTooLong(
-            f"'max_tokens' or 'max_completion_tokens' is too large: {ask.max_tokens}. This model's maximum context "
+            f"'max_tokens' or 'max_completion_tokens' is too large: {asked}. This model's maximum context "
             f"length is {model.max_model_len} tokens and your request has {num_prompt_tokens} input tokens "
-            f"({ask.max_tokens} > {model.max_model_len} - {num_prompt_tokens}).",
+            f"({asked} > {model.max_model_len} - {num_prompt_tokens}).",
             "max_tokens",
         )
-    return ask.max_tokens
-
-
-def _first(given: T | None, default: T | None, otherwise: T) -> T:
-    """The client's value, else the model's default, else the general default."""
-    if given is not None:
-        return given
-    return otherwise if default is None else default
+    return asked

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from baton import wire
 from baton.errors import BatonError, InternalError, InvalidRequest, RequestCancelled
+from baton.sampling import NAMES
 from baton.telemetry import request_scope
 from baton.v1 import generation_pb2 as pb
 from router.answer import Delta
@@ -36,11 +37,6 @@ M = TypeVar("M", bound=Message)
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
 _ABORT_S = 1.0
-
-_OPTIONAL = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("seed", "max_tokens", "timeout_s"),
-)
 
 
 class GenerationService:
@@ -200,26 +196,24 @@ def _check_messages(messages: Sequence[pb.ChatMessage]) -> None:
 
 def _ask(request: pb.GenerateRequest, request_id: str, prompt: str | tuple[int, ...], left_s: float | None) -> Ask:
     """Raises InvalidRequest. `left_s`: until the call's own deadline."""
-    given = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
-    if left_s is not None:
-        given["timeout_s"] = min(left_s, given.get("timeout_s", left_s))
-    if request.HasField("logprobs") and request.logprobs < 0:
-        raise InvalidRequest(f"logprobs must be 0 or more, not {request.logprobs}", "logprobs")
+    sampling: dict[str, Any] = {said.name: value for said, value in request.ListFields() if said.name in NAMES}
+    if request.HasField("logprobs"):
+        if request.logprobs < 0:
+            raise InvalidRequest(f"logprobs must be 0 or more, not {request.logprobs}", "logprobs")
+        sampling["num_logprobs"] = request.logprobs
+    timeouts = [left_s] if left_s is not None else []
+    timeouts += [request.timeout_s] if request.HasField("timeout_s") else []
     return Ask(
         request_id=request_id,
         prompts=(prompt,),
         add_special_tokens=request.WhichOneof("input") == "prompt",
         n=request.n or 1,
-        logit_bias=dict(request.logit_bias),
-        min_tokens=request.min_tokens,
-        ignore_eos=request.ignore_eos,
-        num_logprobs=request.logprobs if request.HasField("logprobs") else -1,
+        sampling=sampling,
         stop=tuple(dict.fromkeys(request.stop)),
-        stop_token_ids=tuple(request.stop_token_ids),
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
+        timeout_s=min(timeouts, default=None),
         cache_salt=request.cache_salt,
-        **given,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
+from baton.sampling import SamplingParams
 from router.admission import Admission, Admitted
 from router.answer import Answer
 from router.ask import Ask, check_prompt, encode, sampling_params
@@ -127,20 +128,17 @@ class Service:
             deadline_s=min(self._request_timeout_s, ask.timeout_s or self._request_timeout_s),
             cache_salt=ask.cache_salt,
         )
-        eos = () if ask.ignore_eos else model.defaults.eos_token_ids
-        ending_ids = frozenset((*eos, *ask.stop_token_ids))
-        answers = [self._answer(model, ask, stops, first_index + sample, ending_ids) for sample in range(ask.n)]
+        answers = [self._answer(model, ask, stops, first_index + sample, sampling) for sample in range(ask.n)]
         return Part(request, answers)
 
-    def _answer(
-        self, model: ServedModel, ask: Ask, stops: StopStrings, index: int, ending_ids: frozenset[int]
-    ) -> Answer:
+    def _answer(self, model: ServedModel, ask: Ask, stops: StopStrings, index: int, sampling: SamplingParams) -> Answer:
+        eos = () if sampling.ignore_eos else model.defaults.eos_token_ids
         return Answer(
             index,
             model.tokenizer.detokenizer(ask.skip_special_tokens),
             StopScanner(stops, ask.include_stop_str_in_output),
-            ending_ids,
-            ask.min_tokens,
+            sampling.stop_token_ids.union(eos),
+            sampling.min_tokens,
             ask.include_stop_str_in_output,
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest
 
@@ -12,7 +13,10 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 """Entries; OpenAI's API takes 300."""
+MAX_BIAS = 100
 MAX_CACHE_SALT_CHARS = 256
+
+N = TypeVar("N", int, float)
 
 
 class FinishReason(enum.Enum):
@@ -23,52 +27,65 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from `least` to `most`; `excludes_least`: but for that one. `text` is how an error puts it."""
+
+    least: float
+    most: float
+    text: str
+    excludes_least: bool = False
+
+    def __contains__(self, value: float) -> bool:  # not NaN: every comparison with it is false
+        return (self.least < value if self.excludes_least else self.least <= value) and value <= self.most
+
+
+def _within(default: N, least: float, most: float, text: str, *, excludes_least: bool = False) -> N:
+    """A field that is a number of a range."""
+    declared: Any = field(default=default, metadata={"range": Range(least, most, text, excludes_least)})
+    number: N = declared
+    return number
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. Names, ranges and defaults are vLLM's; `seed`, `max_tokens` are always set between nodes.
+
+    This is where a parameter is declared, with its type, default and range. The field of the same name in
+    `v1/common.proto` carries it between processes, that in `v1/generation.proto` and in `router/http/schemas.py` from
+    clients; readers, writers and the API's description follow from the names.
 
     The random draw for a token is a function of (`seed` + sample index, position) alone, so any node can take over at
     any position and draw the same token. `num_logprobs`: -1 none, 0 the chosen token's, k the k most likely too;
     logprobs are of the raw logits, before penalties and temperature. Raises InvalidRequest, naming the parameter.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _within(1.0, 0.0, 1e6, "must be in [0, 1e6], 0 being greedy")
+    top_p: float = _within(1.0, 0.0, 1.0, "must be in (0, 1]", excludes_least=True)
+    top_k: int = _within(0, 0, 2**31 - 1, "must be 0 (off) or more, and below 2^31")
+    min_p: float = _within(0.0, 0.0, 1.0, "must be in [0, 1]")
+    repetition_penalty: float = _within(1.0, 0.0, 1e6, "must be in (0, 1e6]", excludes_least=True)
+    presence_penalty: float = _within(0.0, -2.0, 2.0, "must be in [-2, 2]")
+    frequency_penalty: float = _within(0.0, -2.0, 2.0, "must be in [-2, 2]")
     logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int = 0
-    max_tokens: int = 16
-    min_tokens: int = 0
+    seed: int = _within(0, 0, 2**64 - 1, "must be an unsigned 64-bit number")
+    max_tokens: int = _within(16, 1, 2**31 - 1, "must be 1 or more")
+    min_tokens: int = _within(0, 0, 2**31 - 1, "must be in [0, max_tokens]")
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
-    num_logprobs: int = -1
+    num_logprobs: int = _within(-1, -1, MAX_LOGPROBS, f"must be at most {MAX_LOGPROBS}")
 
     def __post_init__(self) -> None:
-        _check(0.0 <= self.temperature <= 1e6, "temperature", self.temperature, "must be in [0, 1e6], 0 being greedy")
-        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "must be in (0, 1]")
-        _check(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
-        _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "must be in [0, 1]")
-        _check(
-            0.0 < self.repetition_penalty <= 1e6, "repetition_penalty", self.repetition_penalty, "must be in (0, 1e6]"
-        )
-        _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "must be in [-2, 2]")
-        _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "must be in [-2, 2]")
-        _check(0 <= self.seed < 2**64, "seed", self.seed, "must be an unsigned 64-bit number")
-        _check(1 <= self.max_tokens < 2**31, "max_tokens", self.max_tokens, "must be 1 or more")
-        _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "must be in [0, max_tokens]")
-        _check(
-            -1 <= self.num_logprobs <= MAX_LOGPROBS, "logprobs", self.num_logprobs, f"must be at most {MAX_LOGPROBS}"
-        )
+        for name, valid in RANGES.items():
+            value = getattr(self, name)
+            _check(value in valid, "logprobs" if name == "num_logprobs" else name, value, valid.text)
+        _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, RANGES["min_tokens"].text)
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token in self.stop_token_ids:
             _check(0 <= token < 2**31, "stop_token_ids", token, "must be token ids, 0 or more and below 2**31")
         for token, bias in self.logit_bias.items():
             _check(0 <= token < 2**31, "logit_bias", token, "must have token ids, 0 or more and below 2**31")
-            _check(-100.0 <= bias <= 100.0, "logit_bias", bias, "must be in [-100, 100]")
+            _check(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", bias, f"must be in [-{MAX_BIAS}, {MAX_BIAS}]")
 
     @property
     def greedy(self) -> bool:
@@ -80,8 +97,12 @@ class SamplingParams:
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
 
+NAMES = tuple(parameter.name for parameter in fields(SamplingParams))
+RANGES: dict[str, Range] = {p.name: p.metadata["range"] for p in fields(SamplingParams) if "range" in p.metadata}
+
+
 def _check(holds: bool, param: str, value: object, rule: str) -> None:
-    if not holds:  # also catches NaN: every comparison with it is false
+    if not holds:
         raise InvalidRequest(f"{param} {rule}, not {value}", param)
 
 

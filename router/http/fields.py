@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from baton.sampling import MAX_LOGIT_BIAS
+from baton.sampling import MAX_BIAS, MAX_LOGIT_BIAS, RANGES
 from router.limits import (
     MAX_NAME_CHARS,
     MAX_ROLE_CHARS,
@@ -25,6 +25,13 @@ def between(least: float | None = None, most: float | None = None) -> Any:
     """An optional number. The range is only described here: code that also knows the model checks it."""
     extra = {"minimum": least, "maximum": most}
     return Field(None, json_schema_extra={name: value for name, value in extra.items() if value is not None})
+
+
+def sampling(name: str) -> Any:
+    """An optional number of the parameter's range, for the API's description likewise."""
+    valid = RANGES[name]
+    least = "exclusiveMinimum" if valid.excludes_least else "minimum"
+    return Field(None, json_schema_extra={least: valid.least, "maximum": valid.most})
 
 
 def _whole(value: Any) -> Any:
@@ -129,7 +136,7 @@ _TEXT_PART = {
 }
 _BIASES = {
     "type": "object",
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
     "maxProperties": MAX_LOGIT_BIAS,
 }

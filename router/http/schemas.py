@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
 from router.ask import Ask
 from router.http.fields import (
     CONFIG,
@@ -21,6 +21,7 @@ from router.http.fields import (
     Text,
     Whole,
     between,
+    sampling,
 )
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
@@ -56,17 +57,17 @@ class GenerationFields(BaseModel):
     n: Whole | None = between(1, MAX_N)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = between(0)
-    top_p: float | None = between(0, 1)
-    top_k: Whole | None = between(-1, 2**31 - 1)
-    min_p: float | None = between(0, 1)
-    repetition_penalty: float | None = between(0)
-    presence_penalty: float | None = between(-2, 2)
-    frequency_penalty: float | None = between(-2, 2)
+    temperature: float | None = sampling("temperature")
+    top_p: float | None = sampling("top_p")
+    top_k: Whole | None = between(-1, RANGES["top_k"].most)  # -1: vLLM's older way to say off
+    min_p: float | None = sampling("min_p")
+    repetition_penalty: float | None = sampling("repetition_penalty")
+    presence_penalty: float | None = sampling("presence_penalty")
+    frequency_penalty: float | None = sampling("frequency_penalty")
     logit_bias: Biases | None = None
-    seed: Whole | None = None
-    max_tokens: Whole | None = between(1)
-    min_tokens: Whole | None = between(0)
+    seed: Whole | None = None  # also negative ones, modulo 2^64
+    max_tokens: Whole | None = sampling("max_tokens")
+    min_tokens: Whole | None = sampling("min_tokens")
     ignore_eos: bool | None = None
     stop: Strings = ()
     stop_token_ids: list[Whole] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
@@ -86,23 +87,16 @@ class GenerationFields(BaseModel):
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
 
+    def sampling(self, **translated: int | None) -> dict[str, Any]:
+        """What is said of SamplingParams, by name. translated: those whose fields have other names here."""
+        said = {name: getattr(self, name) for name in NAMES if name in GenerationFields.model_fields} | translated
+        return {name: value for name, value in said.items() if value is not None}
+
     def shared(self) -> dict[str, Any]:
-        """The fields of Ask that need no translation."""
+        """The other fields of Ask that chats and completions share."""
         return {
             "n": 1 if self.n is None else self.n,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self.logit_bias or {},
-            "seed": self.seed,
-            "min_tokens": self.min_tokens or 0,
-            "ignore_eos": bool(self.ignore_eos),
             "stop": self.stop,
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "skip_special_tokens": self.skip_special_tokens is not False,
             "timeout_s": self.timeout,
@@ -133,8 +127,10 @@ class ChatRequest(GenerationFields):
             request_id=request_id,
             prompts=(prompt,),
             add_special_tokens=bool(self.add_special_tokens),
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            num_logprobs=(self.top_logprobs or 0) if self.logprobs else -1,
+            sampling=self.sampling(
+                max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+                num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            ),
             **self.shared(),
         )
 
@@ -156,8 +152,7 @@ class CompletionRequest(GenerationFields):
             request_id=request_id,
             prompts=self.prompt,
             add_special_tokens=self.add_special_tokens is not False,
-            max_tokens=self.max_tokens,
-            num_logprobs=-1 if self.logprobs is None else self.logprobs,
+            sampling=self.sampling(num_logprobs=self.logprobs),
             **self.shared(),
         )
 

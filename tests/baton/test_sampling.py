@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.sampling import SamplingParams
+from baton.sampling import NAMES, RANGES, SamplingParams
+from baton.v1 import common_pb2, generation_pb2
 
 INSIDE: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1e6},
     {"top_p": 1e-9},
     {"top_p": 1.0},
+    {"top_k": 2**31 - 1},
     {"min_p": 0.0},
     {"min_p": 1.0},
     {"seed": 2**64 - 1},
@@ -33,6 +35,7 @@ OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0.0}, "top_p"),
     ({"top_p": 1.001}, "top_p"),
     ({"top_k": -1}, "top_k"),
+    ({"top_k": 2**31}, "top_k"),
     ({"min_p": 1.001}, "min_p"),
     ({"seed": 2**64}, "seed"),
     ({"seed": -1}, "seed"),
@@ -60,3 +63,16 @@ def test_what_lies_outside_is_named(params: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**params)
     assert refused.value.param == named
+
+
+def test_every_number_has_a_range() -> None:
+    plain = SamplingParams()
+    numbers = {name for name in NAMES if type(getattr(plain, name)) in (int, float)}
+    assert numbers == RANGES.keys()
+    assert all(getattr(plain, name) in valid for name, valid in RANGES.items())
+
+
+def test_each_has_a_field_of_its_name_between_nodes_and_from_clients() -> None:
+    assert set(NAMES) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    from_clients = set(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+    assert set(NAMES) - from_clients == {"num_logprobs"}, "which is `logprobs` there"

@@ -166,12 +166,6 @@ def test_unknown_enum_values_are_refused_by_name():
         wire.read_node_info(common_pb2.NodeInfo(role=9))  # type: ignore[arg-type]
 
 
-def test_numbers_beyond_their_field_are_refused_when_written():
-    message = Prefill(WorkId(1, "r", 0), "i", (1,), (Sample(0),), SamplingParams(top_k=2**40), 1.0)
-    with pytest.raises(InvalidRequest, match="sampling parameters"):
-        wire.write_router_message(message)
-
-
 def test_errors_keep_kind_and_text():
     work = WorkId(1, "r", 3)
     refuse = wire.read_decode_message(wire.write_decode_message(Refuse(work, LayoutMismatch("block_size 16 != 32"))))

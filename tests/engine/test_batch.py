@@ -96,18 +96,19 @@ def test_padding_of_a_graph_has_no_row() -> None:
 
 
 def test_draft_tokens_follow_the_sequences_own_and_each_has_logits_for_its_position() -> None:
-    alone, guessed, cut = chunk(0, 4, 1, 0), chunk(1, 5, 1, 0), chunk(2, 0, 3, 2)
+    cut_short, alone, guessed, cut = chunk(3, 0, 1, 2), chunk(0, 4, 1, 0), chunk(1, 5, 1, 0), chunk(2, 0, 3, 2)
     guessed.sequence.draft_tokens = (8, 9)
     guessed = Chunk.of(guessed.sequence, 5, 3)
-    size = BatchSize.of([alone, guessed, cut])
-    assert (size.num_seqs, size.num_tokens, size.num_rows) == (3, 7, 4)
-    packed = torch.from_numpy(pack([alone, guessed, cut], [10, 11, 12], size))
+    chunks, rows = [cut_short, alone, guessed, cut], [9, 10, 11, 12]
+    size = BatchSize.of(chunks)
+    assert (size.num_seqs, size.num_tokens, size.num_rows) == (4, 8, 4)
+    packed = torch.from_numpy(pack(chunks, rows, size))
     _, start, contexts, _, positions, tokens, keep = (array.tolist() for array in _cut(packed, size))
-    assert (start, contexts) == ([0, 1, 4, 7], [5, 8, 3])
-    assert positions == [4, 5, 6, 7, 0, 1, 2]
-    assert tokens == [4, 105, 8, 9, 200, 201, 202]
-    assert keep == [0, 1, 2, 3]
-    drawn = sample_batch([alone, guessed, cut], [10, 11, 12])
+    assert (start, contexts) == ([0, 1, 2, 5, 8], [1, 5, 8, 3])
+    assert positions == [0, 4, 5, 6, 7, 0, 1, 2]
+    assert tokens == [300, 4, 105, 8, 9, 200, 201, 202]
+    assert keep == [1, 2, 3, 4]
+    drawn = sample_batch(chunks, rows)
     assert drawn.logits_rows == [0, 1, 2, 3]
     assert drawn.rows == [10, 11, 11, 11]
     assert drawn.positions == [5, 6, 7, 8]

@@ -241,7 +241,7 @@ class EngineMachine(RuleBasedStateMachine):
     def guess(self) -> None:
         """As a drafter does that is right every other time."""
         for seq in self.live(SequenceState.RUNNING):
-            if seq.takes_drafts:
+            if seq.takes_drafts and self.random.random() < 0.7:
                 output = self.requests[seq.work].expected[seq.samples[0]][0][seq.num_output_tokens :]
                 guess = [token if self.random.random() < 0.7 else token + 1 for token in output]
                 self.engine.propose(seq, guess + [3] * self.random.randrange(3))  # also beyond its end

@@ -46,7 +46,7 @@ class Guessed(Counting):
         last = 10 + chunk.end - len(chunk.sequence.prompt_tokens)
         tokens = range(last - chunk.num_logits + 1, last + 1)
         choices = [Choice(token, TokenLogprobs(-float(token), ())) for token in tokens]
-        return accepted(choices, chunk.draft_tokens)
+        return accepted(choices, chunk.draft_tokens) * len(chunk.sequence.samples)
 
 
 def make(model: Counting, ahead: bool = False, **sizes: int) -> Engine:
@@ -170,6 +170,16 @@ def test_only_who_runs_ahead_is_in_the_step_behind() -> None:
     assert [[chunk.sequence for chunk in batch] for batch in model.batches] == [[ahead, waits], [ahead], [ahead, waits]]
 
 
+@pytest.mark.parametrize("guess", [(11, 12), (11, 99)])
+def test_a_guess_is_checked_once(guess: tuple[int, ...]) -> None:
+    model = Guessed()
+    engine = make(model)
+    seq = sequence(5, max_tokens=9, runs_ahead=False)
+    engine.add(seq)
+    run(engine, seq, [guess])
+    assert [batch[0].length for batch in model.batches][:4] == [5, 3, 1, 1]
+
+
 def test_nobody_loses_blocks_for_a_guess() -> None:
     engine = make(Guessed(), num_blocks=17)
     old, young = sequence(31, first=0, max_tokens=9, runs_ahead=False), sequence(24, first=40, max_tokens=9)
@@ -195,6 +205,14 @@ def test_a_guess_is_cut_to_what_a_step_may_give(max_tokens: int, num_prompt: int
     assert seq.takes_drafts
     engine.propose(seq, (11, 12, 13, 14))
     assert seq.draft_tokens == (11, 12, 13, 14)[:taken]
+
+
+def test_forks_take_guesses_as_what_they_were_forked_from() -> None:
+    engine = make(Guessed())
+    engine.add(sequence(5, samples=2, max_tokens=9, runs_ahead=False))
+    forks = [sampled.sequence for sampled in engine.compute(engine.schedule(0.0)).sampled]
+    assert len(forks) == 2
+    assert all(fork.takes_drafts for fork in forks)
 
 
 @pytest.mark.parametrize("change", [{"runs_ahead": True}, {"presence_penalty": 0.5}])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from baton.sampling import NAMES, RANGES
 from router.http.openapi import describe
 from router.http.schemas import ChatRequest, CompletionRequest
 
@@ -27,6 +28,15 @@ def test_every_field_is_described(kind):
     assert set(described["properties"]) == set(kind.model_fields)
     assert described["properties"]["stop_token_ids"]["anyOf"][0]["maxItems"] == 1024
     assert (described["properties"]["n"]["minimum"], described["properties"]["n"]["maximum"]) == (1, 128)
+
+
+def test_sampling_parameters_are_described_by_their_declaration():
+    described = describe()["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert set(NAMES) - set(described) == {"num_logprobs"}
+    limits = {name: described[name] for name in RANGES.keys() - {"num_logprobs", "top_k", "seed"}}
+    for name, limit in limits.items():
+        least = "exclusiveMinimum" if RANGES[name].excludes_least else "minimum"
+        assert (limit[least], limit["maximum"]) == (RANGES[name].least, RANGES[name].most), name
 
 
 async def test_it_is_served_and_pages_of_documentation_are_not(client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 
 from baton.audit import KvAudit, KvBlock, KvHolder, KvSlot
 from baton.errors import InvalidRequest
@@ -17,7 +18,7 @@ _ROLE_TO_WIRE = {
     NodeRole.DECODE: common_pb2.NODE_ROLE_DECODE,
 }
 _ROLE_FROM_WIRE = {int(wire): role for role, wire in _ROLE_TO_WIRE.items()}
-_OPTIONAL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_OPTIONAL_DEFAULTS = tuple(stated.name for stated in fields(GenerationDefaults) if stated.default is None)
 
 
 def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:

@@ -17,6 +17,7 @@ from baton.sampling import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
+    NAMES,
     FinishReason,
     SamplingParams,
 )
@@ -189,26 +190,8 @@ def read_indexes(wire: Sequence[int]) -> tuple[int, ...]:
 
 
 def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Raises InvalidRequest for a number that does not fit its field (a token id or top_k beyond 31 bits)."""
-    try:
-        return common_pb2.SamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=params.logit_bias,
-            seed=params.seed,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            ignore_eos=params.ignore_eos,
-            stop_token_ids=sorted(params.stop_token_ids),
-            num_logprobs=params.num_logprobs,
-        )
-    except (ValueError, OverflowError) as error:
-        raise InvalidRequest(f"sampling parameters: {error}", "sampling") from None
+    given = {name: getattr(params, name) for name in NAMES}
+    return common_pb2.SamplingParams(**{**given, "stop_token_ids": sorted(params.stop_token_ids)})
 
 
 def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> SamplingParams:
@@ -223,22 +206,9 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
     if biased >= limits.vocab_size:
         text = f"token ids of logit_bias must be in [0, {limits.vocab_size}), not {biased}"
         raise InvalidRequest(text, "logit_bias")
-    return SamplingParams(
-        temperature=wire.temperature,
-        top_p=wire.top_p,
-        top_k=wire.top_k,
-        min_p=wire.min_p,
-        repetition_penalty=wire.repetition_penalty,
-        presence_penalty=wire.presence_penalty,
-        frequency_penalty=wire.frequency_penalty,
-        logit_bias=dict(wire.logit_bias),
-        seed=wire.seed,
-        max_tokens=wire.max_tokens,
-        min_tokens=wire.min_tokens,
-        ignore_eos=wire.ignore_eos,
-        stop_token_ids=frozenset(wire.stop_token_ids),
-        num_logprobs=wire.num_logprobs,
-    )
+    given = {name: getattr(wire, name) for name in NAMES}
+    lists = {"logit_bias": dict(wire.logit_bias), "stop_token_ids": frozenset(wire.stop_token_ids)}
+    return SamplingParams(**{**given, **lists})
 
 
 def write_finish_reason(reason: FinishReason) -> node_pb2.FinishReason:
