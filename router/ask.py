@@ -14,6 +14,7 @@ from router.models import ServedModel
 
 SEED_SPACE = 2**64
 _DRAWN_SEED_BITS = 63
+_INT32_END = 2**31
 _PROBE_CHARS_PER_TOKEN = 8
 """Twice what common text has. Of a longer text, the beginning is tokenized first."""
 

@@ -14,8 +14,13 @@ CLUSTERS = {
 }
 """Fixtures of the session, and the files of `tests/e2e` that use them."""
 
-LONGEST = ("fragile", "house")
-"""Shares that take longest, longest first."""
+LONGEST = (
+    "fragile",  # freezes and restarts nodes: it waits more than it computes
+    *("tests/deploy/test_up.py", "tests/docs/test_readme.py", "house"),
+    *("tests/protocol/test_simulation.py", "tests/deploy/test_demo.py", "tests/e2e/test_membership.py"),
+    *("tests/node/test_processes.py", "tests/fuzz/test_openapi.py", "tests/fuzz/test_many_at_once.py"),
+)
+"""Shares that take longest, in the order in which they begin."""
 
 
 def share_of(path: str) -> str:

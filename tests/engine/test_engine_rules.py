@@ -194,6 +194,22 @@ def test_the_youngest_is_preempted_and_comes_back_before_newcomers() -> None:
     assert young not in [seq for plan, _ in done for seq in plan.started]
 
 
+def test_a_prompt_to_hand_off_keeps_its_blocks_however_young_it_is() -> None:
+    """They are promised to a transfer."""
+    engine, _ = make(num_blocks=17, max_num_batched_tokens=4)
+    old, promised = sequence(4, first=0, max_tokens=30), sequence(30, first=40, hand_off=True)
+    for seq in (old, promised):
+        engine.add(seq)
+        engine.compute(engine.schedule(0.0))
+    assert [seq.state for seq in (old, promised)] == [SequenceState.RUNNING] * 2
+    engine.blocks.allocate(engine.blocks.num_free)
+    table = list(promised.block_table)
+    while not engine.has_preempted:
+        result = engine.compute(engine.schedule(0.0))
+    assert result.preempted == [old]
+    assert promised.block_table[: len(table)] == table
+
+
 def test_alone_without_blocks_a_sequence_waits_for_leases() -> None:
     engine, _ = make(num_blocks=17)
     lease = engine.allocate(14)
