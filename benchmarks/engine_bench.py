@@ -60,7 +60,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        found = getattr(torch, self.built.layout.dtype)
+        found = getattr(torch, self.built.layout.layers[0].dtype)
         assert isinstance(found, torch.dtype)
         return found
 
@@ -120,7 +120,7 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
             engine=Engine(built.engine.config, runner),
             runner=runner,
             path=path,
-            shape=shape_of(path, built.layout.dtype),
+            shape=shape_of(path, built.layout.layers[0].dtype),
             ceilings=bounds,
             numbers=count(),
         ),

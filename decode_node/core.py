@@ -51,7 +51,8 @@ from engine.node.intake import make_sequence
 from engine.node.outbox import Outbox
 from engine.sequence import Sequence
 from engine.step import Chunk, SampledToken, StepResult
-from kv_transfer.receiver import KvReceiver, PartFailed, PartLanded, PartRefused, PartUnused, PeerLost
+from kv_transfer.ranks import ReceiverRanks, peer_of
+from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerLost
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class DecodeCore:
     def __init__(
         self,
         engine: Engine,
-        receiver: KvReceiver,
+        receiver: ReceiverRanks,
         *,
         incarnation: str,
         max_waiting: int = 4096,
@@ -140,7 +141,8 @@ class DecodeCore:
                     pass  # its slot is free
                 case PartFailed(_, lease, part, reason):
                     self._reservations.part_failed(lease, part, reason)
-                case PeerLost(peer, reason):
+                case PeerLost(name, reason):
+                    peer = peer_of(name)
                     self._reservations.end_peer(peer, self._name_of(peer), reason)
                     self._outbox.add(ClosePeer(peer, reason))
 
@@ -173,10 +175,12 @@ class DecodeCore:
                 self._reservations.commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
                 self._reservations.release(peer, release)
-            case PeerOpened(peer) as opened:
+            case PeerOpened(peer, part_blocks, layout) as opened:
                 self._peers[peer] = opened
+                self._reservations.peer_opened(peer, layout, part_blocks)
             case PeerClosed(peer, reason):
                 self._reservations.end_peer(peer, self._name_of(peer), reason)
+                self._reservations.peer_closed(peer)
                 self._peers.pop(peer, None)
             case Draining():
                 self._stopping = True
@@ -212,7 +216,7 @@ class DecodeCore:
             self._check(reserve.target_incarnation)
             if work.router_epoch not in self._outbox.epochs:
                 raise NodeUnavailable("the request's router is not subscribed to the decode node")
-            self._reservations.reserve(peer, self._peers[peer].part_blocks, reserve, now)
+            self._reservations.reserve(peer, reserve, now)
         except BatonError as error:
             self._outbox.to_prefill(peer, Refuse(work, error))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import kv_transfer
-from baton.messages import NodeRole, TransportEndpoint
+from baton.messages import NodeRole
 from decode_node.core import DecodeCore
 from engine.model.memory import out_of_memory
 from engine.node.build import build, count, describe, new_incarnation
@@ -13,6 +13,7 @@ from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
 from engine.node.slots import slot_sizes
 from kv_transfer.parts import slot_bytes_for
+from kv_transfer.ranks import ReceiverRanks
 from kv_transfer.receiver import KvReceiver
 
 
@@ -26,7 +27,7 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
     transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
     verify = settings.verify_transfers
-    receiver = KvReceiver(transport, staging, built.pool_bytes, built.layout, verify=verify)
+    receiver = ReceiverRanks([KvReceiver(transport, staging, built.pool_bytes, built.layout, verify=verify)])
     incarnation = new_incarnation()
     core = DecodeCore(
         built.engine,
@@ -40,15 +41,14 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
         built.warm_up()
         receiver.warm_up()
 
-    endpoint = TransportEndpoint(0, settings.transport, transport.info())
     return NodeParts(
         role=core,
         warm_up=warm_up,
-        transport=transport,
-        info=describe(settings, NodeRole.DECODE, built, incarnation, endpoint),
+        transport=receiver,
+        info=describe(settings, NodeRole.DECODE, built, incarnation, [transport.info()]),
         tokenizer=built.tokenizer.json,
         part_blocks=receiver.part_blocks,
         count=lambda: count(built.engine, receiver.num_damaged_pieces),
-        num_slots=staging.num_slots,
+        num_slots=receiver.num_slots,
         count_free_slots=lambda: receiver.num_free_slots,
     )

@@ -27,7 +27,8 @@ from engine.node.fences import Fences
 from engine.node.intake import make_sequence
 from engine.node.outbox import Outbox
 from engine.step import StepResult
-from kv_transfer.sender import KvSender, PartFailed, PartSent
+from kv_transfer.ranks import SenderRanks, peer_of
+from kv_transfer.sender import PartFailed, PartSent
 from kv_transfer.sender import PeerLost as PeerGone
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
@@ -41,7 +42,7 @@ class PrefillCore:
     def __init__(
         self,
         engine: Engine,
-        sender: KvSender,
+        sender: SenderRanks,
         *,
         incarnation: str,
         max_waiting: int = 4096,
@@ -99,12 +100,12 @@ class PrefillCore:
     def _take_transfers(self, now: float) -> None:
         for event in self.sender.poll():
             match event:
-                case PartSent(peer, lease, _, flight_s):
-                    self._outgoing.part_sent(peer, lease, flight_s, now)
-                case PartFailed(peer, lease, part, reason):
-                    self._outgoing.part_failed(peer, lease, part, reason)
-                case PeerGone(peer, reason):
-                    self._outgoing.peer_lost(peer, reason)
+                case PartSent(name, lease, _, flight_s):
+                    self._outgoing.part_sent(peer_of(name), lease, flight_s, now)
+                case PartFailed(name, lease, part, reason):
+                    self._outgoing.part_failed(peer_of(name), lease, part, reason)
+                case PeerGone(name, reason):
+                    self._outgoing.peer_lost(peer_of(name), reason)
 
     # ---- events in ----
 
@@ -120,8 +121,8 @@ class PrefillCore:
                 self._intake(epoch, prefill, now)
             case FromRouter(_, Abort() as abort):
                 self._abort(abort, now)
-            case PeerOpened(peer, part_blocks):
-                self._outgoing.peer_opened(peer, part_blocks)
+            case PeerOpened(peer, part_blocks, layout):
+                self._outgoing.peer_opened(peer, layout, part_blocks)
             case PeerClosed(peer, reason):
                 self._outgoing.peer_closed(peer, reason)
             case FromPeer(peer, message):

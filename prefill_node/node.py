@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import kv_transfer
-from baton.messages import NodeRole, TransportEndpoint
+from baton.messages import NodeRole
 from engine.model.memory import out_of_memory
 from engine.node.build import build, count, describe, new_incarnation
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
 from engine.node.slots import slot_sizes
 from kv_transfer.parts import slot_bytes_for
+from kv_transfer.ranks import SenderRanks
 from kv_transfer.sender import KvSender
 from prefill_node.core import PrefillCore
 
@@ -29,7 +30,7 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
     transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
     verify = settings.verify_transfers
-    sender = KvSender(transport, staging, built.pool_bytes, built.layout, verify=verify)
+    sender = SenderRanks([KvSender(transport, staging, built.pool_bytes, built.layout, verify=verify)])
     incarnation = new_incarnation()
     core = PrefillCore(
         built.engine,
@@ -45,15 +46,14 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
         built.warm_up()
         sender.warm_up()
 
-    endpoint = TransportEndpoint(0, settings.transport, transport.info())
     return NodeParts(
         role=core,
         warm_up=warm_up,
-        transport=transport,
-        info=describe(settings, NodeRole.PREFILL, built, incarnation, endpoint),
+        transport=sender,
+        info=describe(settings, NodeRole.PREFILL, built, incarnation, [transport.info()]),
         tokenizer=built.tokenizer.json,
         part_blocks=sender.part_blocks,
         count=lambda: count(built.engine),
-        num_slots=staging.num_slots,
-        count_free_slots=lambda: staging.num_free,
+        num_slots=sender.num_slots,
+        count_free_slots=lambda: sender.num_free_slots,
     )

@@ -41,7 +41,7 @@ class Pair:
         self.sender = self._mover(KvSender, "sender", self.source)
         self.receiver = self._mover(KvReceiver, "receiver", self.target)
         self.wire: Any = torch.cuda.Stream()
-        self._land, self.receiver._transport.wake = self.receiver._transport.wake, self._wake
+        self._land, self.receiver.transport.wake = self.receiver.transport.wake, self._wake
         self.link("sender", self.sender, self.receiver)
         self.link("receiver", self.receiver, self.sender)
         for mover in (self.sender, self.receiver):
@@ -54,7 +54,7 @@ class Pair:
         return kind(transport, staging, pool, LAYOUT)
 
     def link(self, name: str, mover: Any, other: Any) -> None:
-        other._transport.connect(name, mover._transport.info())
+        other.transport.connect(name, mover.transport.info())
 
     def until(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S

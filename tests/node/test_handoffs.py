@@ -86,8 +86,8 @@ async def test_a_reserve_opens_the_stream_and_messages_pass_in_order_both_ways()
     async with pair() as (p, d):
         p.say(ToDecode(target(d), reserve()), ToDecode(target(d), COMMIT))
         assert [e.message for e in await d.role.saw(FromPeer, 2)] == [reserve(), COMMIT]
-        assert d.role.events[0] == PeerOpened("p1", 4, "prefill-0")
-        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4, "decode-0")]
+        assert d.role.events[0] == PeerOpened("p1", 4, LAYOUT, "prefill-0")
+        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4, LAYOUT, "decode-0")]
         d.say(ToPrefill("p1", GRANT), ToPrefill("p1", Credit(1, 1)), ToPrefill("p1", CommitReply(1, WORK)))
         events = await p.role.saw(FromPeer, 3)
         assert [e.message for e in events] == [GRANT, Credit(1, 1), CommitReply(1, WORK)]

@@ -35,7 +35,7 @@ class Decoding:
         self.grants: list[Grant] = []
         self.again = False
         core.handle(SessionOpened(EPOCH), 0.0)
-        core.handle(PeerOpened("p", PART_BLOCKS), 0.0)
+        core.handle(PeerOpened("p", PART_BLOCKS, core.receiver.layout), 0.0)
         core.handle(FromRouter(EPOCH, Prefill(OLD, self.node.incarnation, PROMPT, (Sample(0),), ENDLESS, 60.0)), 0.0)
         self.turn()
         for _ in range(5):

@@ -56,7 +56,7 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     began = time.monotonic()
     target = Target(model, probed.layers, max_model_len)
     report = FusedReport()
-    expected = logits_as_served(target, probed.shape)
+    expected = logits_as_served(target, probed.kv)
     for name, piece in PIECES.items():
         report.pieces[name] = _apply_one(name, piece, target)
     _check_whole(target, probed, expected, report)
@@ -83,7 +83,7 @@ def _apply_one(name: str, piece: Piece, target: Target) -> Tally:
 def _check_whole(target: Target, probed: Probe, expected: torch.Tensor, report: FusedReport) -> None:
     bound = _WHOLE_BOUND.get(target.model.dtype, _WHOLE_BOUND_16_BIT)
     try:
-        difference = logits_as_served(target, probed.shape) - expected
+        difference = logits_as_served(target, probed.kv) - expected
         error = float((difference.norm(dim=-1) / expected.norm(dim=-1)).median())
         report.taken_back = None if error <= bound else f"logits differ by {error:.2g}"
     except Exception as failure:  # noqa: BLE001 - see _apply_one
