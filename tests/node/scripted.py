@@ -127,11 +127,13 @@ class NotingTransport:
 
     refuse: str | None = None
     notes: list[tuple[str, str]] = field(default_factory=list)
+    routes: dict[str, Sequence[Route]] = field(default_factory=dict)
 
     def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:
         if self.refuse:
             raise TransferError(self.refuse)
         self.notes.append(("connect", peer))
+        self.routes[peer] = routes
 
     def disconnect(self, peer: str) -> None:
         self.notes.append(("disconnect", peer))
@@ -168,7 +170,7 @@ def info_for(role: NodeRole, incarnation: str, layout: KvLayout = LAYOUT) -> Nod
         max_num_seqs=4,
         num_blocks=3,
         layout=layout,
-        endpoints=(TransportEndpoint(0, "memory", b"here"),),
+        endpoints=tuple(TransportEndpoint(rank, "memory", b"here") for rank in range(len(layout.ranks))),
         tokenizer_digest="d1",
         chat_template="",
         special_tokens={},

@@ -11,6 +11,7 @@ import pytest
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import RequestCancelled
+from baton.layout import KvSlice
 from baton.messages import (
     Commit,
     CommitReply,
@@ -128,6 +129,26 @@ async def test_only_a_reserve_opens_a_stream():
         p.say(ToDecode(target(d), Release(0, WORK)), ToDecode(target(d), COMMIT))
         p.say(ToDecode(target(d), reserve()))
         assert [e.message for e in await d.role.saw(FromPeer)] == [reserve()]
+
+
+BY_HEADS = (KvSlice(0, 2, 0, 1), KvSlice(0, 2, 1, 2))
+MOST_PARTS = 2 * 4 * 2
+"""Of a context of four blocks with two layers each, for each of two pairs of ranks."""
+
+
+async def test_nodes_of_unlike_ranks_are_connected_and_a_grant_may_have_parts_for_each_pair():
+    layout = dataclasses.replace(LAYOUT, ranks=BY_HEADS)
+    async with pair(layout=layout) as (p, d):
+        p.say(ToDecode(target(d), reserve()))
+        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4, layout, "decode-0")]
+        assert await d.role.saw(PeerOpened) == [PeerOpened("p1", 4, LAYOUT, "prefill-0")]
+        assert [(route.rank, route.peer_rank) for route in p.transport.routes["d1"]] == [(0, 0), (0, 1)]
+        assert [(route.rank, route.peer_rank) for route in d.transport.routes["p1"]] == [(0, 0), (1, 0)]
+        most = dataclasses.replace(GRANT, num_parts=MOST_PARTS)
+        d.say(ToPrefill("p1", most), ToPrefill("p1", dataclasses.replace(most, num_parts=MOST_PARTS + 1)))
+        granted, refused = [event.message for event in await p.role.saw(FromPeer, 2)]
+        assert granted == most
+        assert isinstance(refused, Refuse)
 
 
 OTHER_LAYOUT = dataclasses.replace(LAYOUT, block_size=32)

@@ -199,6 +199,8 @@ class Node:
         assert self.pool_is_whole(), f"{self.incarnation} holds blocks"
         for staging in self.stagings:
             assert staging.num_free == staging.num_slots, f"{self.incarnation} holds slots"
+        if self.role is NodeRole.DECODE:
+            assert not any(mover._partial for mover in self.movers.ranks), f"{self.incarnation} waits for parts"
         assert self.core.engine.num_reserved_seqs == 0
 
     def check_audit(self) -> None:
