@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Native, Target
+from kv_transfer.native import DONE, Native, Target
 from kv_transfer.staging import Staging
 from kv_transfer.transport import CONNECT_S, MAX_HEADER_BYTES, Arrived, Failed, PeerLost, Sent, TransportEvent
 

@@ -14,7 +14,8 @@ from concurrent.futures import Future
 
 from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Carrier, Native, Target
+from kv_transfer.carrier import Carrier
+from kv_transfer.native import DONE, Native, Target
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_doors import End
 from kv_transfer.pair_ends import DEATH_S, Expect, Push

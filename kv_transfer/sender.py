@@ -13,8 +13,8 @@ from torch import Tensor
 
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice
-from kv_transfer.carrier import DONE, Native, Target
 from kv_transfer.mover import KvMover
+from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.staging import SlotOwner, Staging
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
-from kv_transfer.carrier import DONE, Native, OnDevice, Target
+from kv_transfer.native import DONE, Native, OnDevice, Target
 from kv_transfer.parts import MAX_PIECES
 from kv_transfer.slices import Rows
 from kv_transfer.staging import Staging

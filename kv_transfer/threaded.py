@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Native, Target
 from kv_transfer.mailbox import Mailbox
+from kv_transfer.native import DONE, Native, Target
 from kv_transfer.transport import MAX_HEADER_BYTES, PeerLost, TransportEvent
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.carrier import DONE, Native, Target
+from kv_transfer.native import DONE, Native, Target
 
 CONNECT_S = 5.0
 

@@ -14,8 +14,8 @@ import torch
 from baton.errors import TransferError
 from baton.layout import KvSlice
 from baton_kernels.block_copy import Move
-from kv_transfer.carrier import Native, Target
 from kv_transfer.memory import MemoryHub, MemoryTransport, Transfer
+from kv_transfer.native import Native, Target
 from kv_transfer.parts import PartHeader, slot_bytes_for, untag
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import KvSender, PartFailed

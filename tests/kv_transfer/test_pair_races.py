@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from kv_transfer import create, staging_for
-from kv_transfer.carrier import Target
+from kv_transfer.native import Target
 from kv_transfer.pair import PairTransport
 from kv_transfer.transport import Arrived, PeerLost
 from tests.kv_transfer.ordered import ordered_carrier

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.layout import KvSlice
 from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused
@@ -90,6 +91,10 @@ class Pair:
 def pair() -> Iterator[Pair]:
     yield Pair()
     torch.cuda.synchronize()
+
+
+def one_layer(index: int) -> KvSlice:
+    return LAYOUT.whole._replace(layer_start=index, layer_end=index + 1)
 
 
 def a_step_runs() -> torch.cuda.Event:
@@ -205,8 +210,8 @@ def test_slots_serve_part_after_part_while_copies_are_held_up(pair: Pair) -> Non
 
 def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
     for part in range(2):
-        assert pair.receiver.expect("sender", 2, part, [8, 9], part * LAYER_BYTES, LAYER_BYTES)
-        assert pair.sender.send("receiver", 2, part, [5, 3], part * LAYER_BYTES, LAYER_BYTES, True)
+        assert pair.receiver.expect("sender", 2, part, [8, 9], one_layer(part))
+        assert pair.sender.send("receiver", 2, part, [5, 3], one_layer(part), True)
     pair.until(lambda: len(pair.hub.pending) == 2)
     push = pair.hub.pending[1].push
     push.owner.staging.memory(push.slot)[17] ^= 4
@@ -215,6 +220,6 @@ def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
     first, second = pair.receiver.poll()
     assert isinstance(first, PartLanded)
     assert isinstance(second, PartRefused)
-    assert "1 of 2 blocks" in second.error.message
+    assert "1 of 2 pieces" in second.error.message
     assert pair.receiver.num_damaged_pieces == 1
     assert pair.target[8, [0, LAYER_BYTES - 1, LAYER_BYTES]].tolist() == [5, 5, 99]
