@@ -289,7 +289,7 @@ async def end_of(call) -> str:
     ("change", "text"),
     [
         ({"protocol_version": 9}, f"protocol version 9 of prefill-9 != {PROTOCOL_VERSION}"),
-        ({"endpoints": ()}, "transport memory is not offered by prefill-9 (none)"),
+        ({"endpoints": ()}, "transport memory of rank 0 is not offered by prefill-9 (none)"),
         ({"target_incarnation": "d0"}, "this is incarnation d1, not d0"),
     ],
 )
