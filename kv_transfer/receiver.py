@@ -20,7 +20,7 @@ from kv_transfer.parts import CHECKSUM_BYTES, PartHeader, tag_of
 from kv_transfer.sender import PartFailed
 from kv_transfer.slot_copies import Mark
 from kv_transfer.staging import SlotOwner, Staging
-from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport, TransportEvent
+from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerLost, Sent, Transport, TransportEvent
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class KvReceiver(KvMover):
     """Receives one rank's parts. Engine's thread only. A peer is a rank of another node, by the name that the transport
     has it connected by.
 
-    A part lands as soon as it arrives, on the transport's thread, which it takes the `wake` of; the engine hears of it
+    A part lands as soon as it arrives, on the transport's thread, since this subscribes to it; the engine hears of it
     afterwards, and is woken for it only if it could go on: between two threads of one interpreter a wake-up takes some
     0.1 ms, as long as a part. What both use is under one lock: a part has either landed before its lease is withdrawn,
     or never does.
@@ -113,7 +113,8 @@ class KvReceiver(KvMover):
         self._is_called = False  # the engine has been woken, and has not polled since
         self._events: list[ReceiverEvent] = []
         self._failure: Exception | None = None
-        self._wake_engine, transport.wake = transport.wake, self._woken
+        self._wake_engine = transport.wake
+        transport.subscribe(self._operations_ended)
 
     @property
     def num_free_slots(self) -> int:
@@ -183,14 +184,15 @@ class KvReceiver(KvMover):
 
     def poll(self) -> list[ReceiverEvent]:
         """What happened since the last call. On a GPU the current stream waits for the copies of what has landed."""
+        self._is_called = True  # it is here
+        events = self.transport.poll()
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            self._is_called = True  # it is here
-            self._take_in(self.transport.poll())
+            self._take_in(events)
             self._await_copies()
-            events, self._events, self._is_called = self._events, [], False
-        return events
+            told, self._events, self._is_called = self._events, [], False
+        return told
 
     def warm_up(self) -> None:
         """Do once what parts need compiled on a GPU, with block 0, which is nobody's. Before the first part."""
@@ -207,18 +209,16 @@ class KvReceiver(KvMover):
 
     # ---- any thread ----
 
-    def _woken(self) -> None:
-        """The transport has something."""
+    def _operations_ended(self, events: list[OperationEvent]) -> None:
+        """What the transport tells, on a thread of its own or within `poll`."""
         try:
             with self._lock, self._copies.on_device():
-                self._take_in(self.transport.poll(messages_only=True))
-                if self.transport.has_lost_peer:
-                    self._call_engine()
+                self._take_in(events)
         except Exception as error:  # noqa: BLE001 - the engine's to fail with, not the transport's
             self._failure = error
             self._wake_engine()
 
-    def _take_in(self, events: list[TransportEvent]) -> None:
+    def _take_in(self, events: Sequence[TransportEvent]) -> None:
         for event in events:
             match event:
                 case Arrived(_, _, slot, header):

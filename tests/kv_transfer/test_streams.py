@@ -19,6 +19,7 @@ from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
+from kv_transfer.transport import Listener, OperationEvent
 from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT
 
 pytestmark = pytest.mark.gpu
@@ -30,19 +31,31 @@ NUM_BLOCKS, PART_BLOCKS = 16, 4
 LAYER_BYTES = BLOCK_BYTES // LAYOUT.num_layers
 
 
+class WiredTransport(MemoryTransport):
+    """Tells of what arrived when the bytes are there, as a real transport does, and not when their copy is queued."""
+
+    wire: Any
+
+    def subscribe(self, listener: Listener) -> None:
+        def when_there(events: list[OperationEvent]) -> None:
+            self.wire.synchronize()
+            listener(events)
+
+        super().subscribe(when_there)
+
+
 class Pair:
     """A sender and a receiver on one GPU, over `memory`. The sender's blocks are full of their numbers. On `wire` bytes
     travel; the receiver is told of them when they are there, as by a real transport."""
 
     def __init__(self) -> None:
         self.hub = MemoryHub()
+        self.wire: Any = torch.cuda.Stream()
         self.woken = threading.Event()
         pool = torch.arange(NUM_BLOCKS, dtype=torch.uint8, device="cuda")[:, None].repeat(1, BLOCK_BYTES)
         self.source, self.target = pool, torch.full_like(pool, 99)
         self.sender = self._mover(KvSender, "sender", self.source)
         self.receiver = self._mover(KvReceiver, "receiver", self.target)
-        self.wire: Any = torch.cuda.Stream()
-        self._land, self.receiver.transport.wake = self.receiver.transport.wake, self._wake
         self.link("sender", self.sender, self.receiver)
         self.link("receiver", self.receiver, self.sender)
         for mover in (self.sender, self.receiver):
@@ -51,7 +64,8 @@ class Pair:
 
     def _mover(self, kind: Any, name: str, pool: torch.Tensor) -> Any:
         staging = Staging(4, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cuda:0")
-        transport = MemoryTransport(self.hub, name, staging, self.woken.set)
+        transport = WiredTransport(self.hub, name, staging, self.woken.set)
+        transport.wire = self.wire
         return kind(transport, staging, pool, LAYOUT)
 
     def link(self, name: str, mover: Any, other: Any) -> None:
@@ -81,10 +95,6 @@ class Pair:
     def hear(self) -> None:
         """The engine does."""
         assert [type(event) for event in self.receiver.poll()] == [PartLanded]
-
-    def _wake(self) -> None:
-        self.wire.synchronize()
-        self._land()
 
 
 @pytest.fixture
