@@ -34,7 +34,7 @@ NUM_WARM_UP = 20
 """Transfers before those that count: the first of a size take 3 to 6% longer."""
 BETWEEN_PROCESSES = tuple(name for name in kv_transfer.TRANSPORTS if name != "memory")
 LLAMA_8B = KvLayout((LayerKv(8, 128, 128, "bfloat16"),) * 32, 16, "shape of Llama 3.1 8B")
-QUICK = KvLayout((LayerKv(2, 32, 32, "float32"),) * 4, 16, "a small shape")
+QUICK = KvLayout((LayerKv(2, 64, 64, "float32"),) * 4, 16, "a small shape")
 QUICK_TOKENS = (16, 100)
 
 

@@ -182,6 +182,18 @@ def test_a_node_whose_rank_is_lost_is_told_by_its_name_and_cut_off_whole() -> No
     assert {type(event) for event in pair.p.movers.ranks[0].poll()} == {PeerLost}, "the rank that lives"
     assert not pair.d.transports[0].links
     pair.d.movers.disconnect("p")  # harmless
+
+
+def test_all_ranks_of_a_peer_are_cut_off() -> None:
+    pair = Pair(BY_HEADS, BY_LAYERS)
+    assert [len(transport.links) for transport in pair.d.transports] == [2, 2]
+    pair.d.movers.disconnect("p")
+    assert not any(transport.links for transport in pair.d.transports + pair.p.transports)
+
+
+def test_a_peer_whose_rank_cannot_be_reached_is_refused() -> None:
+    pair = Pair(BY_HEADS, ONE)
+    pair.hub.kill(rank_name("p", 1))
     with pytest.raises(TransferError, match="cannot be reached"):
         pair.d.connect(pair.p)
 
