@@ -58,7 +58,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        found = getattr(torch, self.built.layout.dtype)
+        found = getattr(torch, self.built.layout.layers[0].dtype)
         assert isinstance(found, torch.dtype)
         return found
 
@@ -116,7 +116,7 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
             built=built,
             engine=Engine(built.engine.config, runner),
             runner=runner,
-            shape=shape_of(built.checkpoint, built.layout.dtype),
+            shape=shape_of(built.checkpoint, built.layout.layers[0].dtype),
             ceilings=bounds,
             numbers=count(),
         ),

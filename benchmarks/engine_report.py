@@ -62,7 +62,7 @@ def run(settings: EngineBenchSettings, sections: dict[str, Section], line: dict[
         "benchmark": "engine",
         "model": settings.model,
         "load_format": settings.load_format,
-        "dtype": bench.built.layout.dtype,
+        "dtype": bench.built.layout.layers[0].dtype,
         "command": _command(settings),
         "machine": _machine(bench.built.device),
         "compared_with": f"vLLM {vllm.version}, the same shape, one {vllm.machine}" if vllm else None,

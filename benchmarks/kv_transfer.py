@@ -21,7 +21,7 @@ import torch
 from pydantic import Field, field_validator
 
 import kv_transfer
-from baton.layout import KvLayout, num_blocks_for
+from baton.layout import KvLayout, LayerKv, num_blocks_for
 from baton.settings import Settings, Sizes, parse
 from benchmarks.kv_transfer_ends import RECEIVER, SENDER, End, EndOptions, TransferFailed, two_ends
 from benchmarks.tables import Table
@@ -33,8 +33,8 @@ GOAL_MS = {2048: 1.0}
 NUM_WARM_UP = 20
 """Transfers before those that count: the first of a size take 3 to 6% longer."""
 BETWEEN_PROCESSES = tuple(name for name in kv_transfer.TRANSPORTS if name != "memory")
-LLAMA_8B = KvLayout(32, 8, 128, 128, 16, "bfloat16", 0, 8, 2 << 20, "shape of Llama 3.1 8B")
-QUICK = KvLayout(4, 2, 32, 32, 16, "float32", 0, 2, 64 << 10, "a small shape")
+LLAMA_8B = KvLayout((LayerKv(8, 128, 128, "bfloat16"),) * 32, 16, "shape of Llama 3.1 8B")
+QUICK = KvLayout((LayerKv(2, 64, 64, "float32"),) * 4, 16, "a small shape")
 QUICK_TOKENS = (16, 100)
 
 

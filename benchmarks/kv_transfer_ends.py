@@ -20,7 +20,7 @@ from baton.layout import KvLayout
 from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from benchmarks.ceilings import best_s
 from engine.node.wakeup import Wakeup
-from kv_transfer.parts import Piece, plan_parts, slot_bytes_for
+from kv_transfer.parts import PartPlanner, Piece, slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartFailed, PartLanded, PartRefused
 from kv_transfer.receiver import PeerLost as SenderLost
 from kv_transfer.sender import KvSender
@@ -134,6 +134,7 @@ class Server:
         self.mover.warm_up()
         if options.role == RECEIVER:
             self.pool.zero_()
+        self._planner = PartPlanner(self.layout, self.layout, options.part_blocks)
         self._link = link
         self._credits = 0
         self._leases = 0
@@ -192,7 +193,7 @@ class Server:
             before = credits_
             while credits_ < len(parts) and credits_ - landed < max(MIN_OPEN_PARTS, self.mover.num_free_slots):
                 part = parts[credits_]
-                where = _named(blocks, part), part.offset, part.num_bytes, granted
+                where = _named(blocks, part), part.what, granted
                 if not self.mover.expect(SENDER, lease, credits_, *where, credits_ + 1 == len(parts)):
                     break
                 credits_ += 1
@@ -221,7 +222,7 @@ class Server:
         return None
 
     def count_parts(self, num_blocks: int) -> int:
-        return len(plan_parts(self.layout, self.options.part_blocks, 0, num_blocks, 0, self.options.layer_groups))
+        return len(self._planner.plan(0, num_blocks, 0, self.options.layer_groups))
 
     def count_placed(self) -> int:
         """Parts so far that were gathered straight into the receiver's slots."""
@@ -250,7 +251,7 @@ class Server:
     def _next(self, num_blocks: int) -> tuple[int, tuple[Piece, ...], list[int]]:
         self._leases += 1
         options = self.options
-        parts = plan_parts(self.layout, options.part_blocks, 0, num_blocks, 0, options.layer_groups)
+        parts = self._planner.plan(0, num_blocks, 0, options.layer_groups)
         return self._leases, parts, self._permutation(num_blocks, options.role)
 
     def _permutation(self, num_blocks: int, role: str) -> list[int]:
@@ -260,9 +261,8 @@ class Server:
         return [int(block) for block in order]
 
     def _send_part(self, lease: int, number: int, part: Piece, blocks: list[int]) -> bool:
-        sent: bool = self.mover.send(
-            RECEIVER, lease, number, _named(blocks, part), part.offset, part.num_bytes, self.options.verify
-        )  # fmt: skip
+        named = _named(blocks, part)
+        sent: bool = self.mover.send(RECEIVER, lease, number, named, part.what, self.options.verify)
         return sent
 
     def _until(self, is_over: Callable[[], bool]) -> None:

@@ -89,7 +89,7 @@ def compare(family: str, device: torch.device, dtype: torch.dtype) -> Compared:
     model = make(family, dtype, device, IMPLEMENTATION)
     probed = probe(model, MAX_MODEL_LEN)
     report = fast.apply(model, probed, MAX_MODEL_LEN)
-    pool = KvPool(probed.shape, 33, BLOCK_SIZE, device)
+    pool = KvPool(probed.kv, 33, BLOCK_SIZE, device)
     ours = _paged(model, probed.layers, pool, tokens)
     return Compared(family, str(report), Agreement.of(ours, expected), Agreement.of(same_dtype, expected))
 

@@ -23,7 +23,8 @@ from engine.node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened
 from engine.node.intake import make_sequence
 from engine.sequence import Sequence
 from engine.step import StepResult
-from kv_transfer.receiver import KvReceiver, PartFailed, PartLanded, PartRefused, PartUnused, PeerLost
+from kv_transfer.ranks import ReceiverRanks, peer_of
+from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerLost
 
 
 class DecodeCore(RoleCore):
@@ -34,7 +35,7 @@ class DecodeCore(RoleCore):
     def __init__(
         self,
         engine: Engine,
-        receiver: KvReceiver,
+        receiver: ReceiverRanks,
         *,
         incarnation: str,
         max_waiting: int = 4096,
@@ -66,7 +67,8 @@ class DecodeCore(RoleCore):
                     pass  # its slot is free
                 case PartFailed(_, lease, part, reason):
                     self._reservations.part_failed(lease, part, reason)
-                case PeerLost(peer, reason):
+                case PeerLost(name, reason):
+                    peer = peer_of(name)
                     self._reservations.end_peer(peer, self._name_of(peer), reason)
                     self._outbox.add(ClosePeer(peer, reason))
 
@@ -112,10 +114,12 @@ class DecodeCore(RoleCore):
                 self._reservations.commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
                 self._reservations.release(peer, release)
-            case PeerOpened(peer) as opened:
+            case PeerOpened(peer, part_blocks, layout) as opened:
                 self._peers[peer] = opened
+                self._reservations.peer_opened(peer, layout, part_blocks)
             case PeerClosed(peer, reason):
                 self._reservations.end_peer(peer, self._name_of(peer), reason)
+                self._reservations.peer_closed(peer)
                 self._peers.pop(peer, None)
 
     def _name_of(self, peer: str) -> str:
@@ -132,7 +136,7 @@ class DecodeCore(RoleCore):
             self._check_target(reserve.target_incarnation)
             if work.router_epoch not in self._outbox.epochs:
                 raise NodeUnavailable("the request's router is not subscribed to the decode node")
-            self._reservations.reserve(peer, self._peers[peer].part_blocks, reserve, now)
+            self._reservations.reserve(peer, reserve, now)
         except BatonError as error:
             self._outbox.to_prefill(peer, Refuse(work, error))
 

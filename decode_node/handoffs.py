@@ -21,11 +21,11 @@ from engine.node.handoff_stream import (
     HandoffStream,
     PeerTransport,
     Post,
-    address_for,
     check_hello,
     check_target,
     connect,
     describe,
+    routes_to,
 )
 from engine.node.loop import Turn
 from engine.node.sessions import Context
@@ -122,7 +122,7 @@ class HandoffServer:
             error = await self._connect(theirs)
             if error is None:
                 part_blocks = min(self._hello.part_blocks, theirs.part_blocks)
-                self._opened[peer] = self._post(PeerOpened(peer, part_blocks, theirs.node_id))
+                self._opened[peer] = self._post(PeerOpened(peer, part_blocks, theirs.layout, theirs.node_id))
                 log.info("handoff open peer=%s node=%s", peer, theirs.node_id)
             answer = dataclasses.replace(self._hello, error=error)
             await context.write(wire.write_decode_message(answer))
@@ -144,7 +144,7 @@ class HandoffServer:
         try:
             check_target(self._hello, theirs)
             check_hello(self._hello, theirs)
-            await connect(self._transport, theirs.incarnation, address_for(self._hello, theirs))
+            await connect(self._transport, theirs.incarnation, routes_to(self._hello, theirs))
         except BatonError as error:
             return error
         return None

@@ -28,11 +28,10 @@ class LeaseState(enum.Enum):
 
 @dataclass(slots=True)
 class Waiting:
-    """A Reserve in the queue. `part_blocks`: what a part of this peer's has at most."""
+    """A Reserve in the queue."""
 
     reserve: Reserve
     peer: str
-    part_blocks: int
     deadline: float
 
 
@@ -40,7 +39,7 @@ class Waiting:
 class Lease:
     """Room for one request's KV. `table` holds the prefix found here, the blocks to be filled, and the one that the
     first step writes into; `spares` those of further samples. All are the lease's until adoption or its end. `parts`:
-    what the prefill node sends; `mark`: the device's work before it, some of which may use these blocks yet."""
+    what the prefill node sends; `marks`: each rank's work before it, some of which may use these blocks yet."""
 
     serial: int
     reserve: Reserve
@@ -51,7 +50,7 @@ class Lease:
     spares: list[int]
     num_held: int
     parts: tuple[Piece, ...]
-    mark: Mark
+    marks: list[Mark]
     block_size: int
     state: LeaseState = LeaseState.GRANTED
     credits: int = 0
@@ -98,6 +97,11 @@ class Lease:
     def written(self) -> list[int]:
         """The blocks that parts fill."""
         return self.table[self.num_held : max((part.first + part.num_blocks for part in self.parts), default=0)]
+
+    def is_last_of_rank(self, part: int) -> bool:
+        """Whether no later part goes to the same rank."""
+        target = self.parts[part].target
+        return all(self.parts[later].target != target for later in range(part + 1, len(self.parts)))
 
     def blocks_of(self, part: Piece) -> list[int]:
         """The pool blocks that a part fills, all or some layers of them."""

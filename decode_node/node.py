@@ -8,6 +8,7 @@ from decode_node.core import DecodeCore
 from engine.node.parts import Base, RoleParts, assemble
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
+from kv_transfer.ranks import ReceiverRanks
 from kv_transfer.receiver import KvReceiver
 
 
@@ -19,7 +20,8 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
 def _make_role(base: Base) -> RoleParts:
     built, settings = base.built, base.settings
     verify = settings.verify_transfers
-    receiver = KvReceiver(base.transport, base.staging, built.pool_bytes, built.layout, verify=verify)
+    mover = KvReceiver(base.transport, base.staging, built.pool_bytes, built.layout, verify=verify)
+    receiver = ReceiverRanks([mover])
     core = DecodeCore(
         built.engine,
         receiver,

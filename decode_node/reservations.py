@@ -23,7 +23,7 @@ from baton.errors import (
     TransferError,
     TransferTimeout,
 )
-from baton.layout import num_blocks_for
+from baton.layout import KvLayout, num_blocks_for
 from baton.messages import Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve, WorkId
 from decode_node.leases import Lease, LeaseState, Waiting
 from engine.engine import Engine
@@ -31,8 +31,9 @@ from engine.holdings import Holding
 from engine.node.fences import UNDER_WAY_S
 from engine.node.outbox import Outbox
 from engine.node.remembered import Remembered
-from kv_transfer.parts import plan_parts
-from kv_transfer.receiver import KvReceiver, PartLanded
+from kv_transfer.parts import PartPlanner
+from kv_transfer.ranks import ReceiverRanks
+from kv_transfer.receiver import PartLanded
 
 MIN_OPEN_PARTS = 2
 """Slots that one lease may hold at a time, even if few are left. It may always hold as many as are free beside, so that
@@ -49,7 +50,7 @@ class Reservations:
     are. No deadline is beyond `max_deadline_s`."""
 
     def __init__(
-        self, engine: Engine, receiver: KvReceiver, outbox: Outbox, *, max_waiting: int, max_deadline_s: float
+        self, engine: Engine, receiver: ReceiverRanks, outbox: Outbox, *, max_waiting: int, max_deadline_s: float
     ) -> None:
         self._engine = engine
         self._blocks = engine.blocks
@@ -57,6 +58,7 @@ class Reservations:
         self._outbox = outbox
         self._max_waiting = max_waiting
         self._max_deadline_s = max_deadline_s
+        self._planners: dict[str, PartPlanner] = {}  # of prefill nodes whose streams are up
         self._queue: OrderedDict[WorkId, Waiting] = OrderedDict()
         self._leases: dict[int, Lease] = {}  # by serial
         self._lease_of: dict[WorkId, Lease] = {}  # the same
@@ -106,10 +108,18 @@ class Reservations:
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
-    # ---- reserve, grant ----
+    # ---- streams, reserve, grant ----
 
-    def reserve(self, peer: str, part_blocks: int, reserve: Reserve, now: float) -> None:
-        """Into the queue. Raises what the prefill node shall be refused with."""
+    def peer_opened(self, peer: str, layout: KvLayout, part_blocks: int) -> None:
+        """The prefill node's stream is up; its layout is compatible."""
+        self._planners[peer] = self._receiver.planner(layout, part_blocks)
+
+    def peer_closed(self, peer: str) -> None:
+        """Its stream is down, and nothing of the peer's is here."""
+        self._planners.pop(peer, None)
+
+    def reserve(self, peer: str, reserve: Reserve, now: float) -> None:
+        """Into the queue; the peer's stream is up. Raises what the prefill node shall be refused with."""
         config, total = self._engine.config, self._blocks.num_total
         if len(self._queue) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests wait for room on the decode node")
@@ -124,7 +134,7 @@ class Reservations:
         if not 1 <= reserve.layer_groups <= self._receiver.layout.num_layers:
             raise InvalidRequest(f"{reserve.layer_groups} groups of layers", "layer_groups")
         deadline = now + min(reserve.deadline_s, self._max_deadline_s)
-        self._queue[reserve.work] = Waiting(reserve, peer, part_blocks, deadline)
+        self._queue[reserve.work] = Waiting(reserve, peer, deadline)
         self._deadlines.set(reserve.work, deadline)
 
     def grant_waiting(self, now: float) -> None:
@@ -179,8 +189,8 @@ class Reservations:
             table=taken[:cut],
             spares=taken[cut:],
             num_held=len(held),
-            parts=plan_parts(self._receiver.layout, waiting.part_blocks, len(held), end, *tail),
-            mark=self._receiver.mark(),
+            parts=self._planners[waiting.peer].plan(len(held), end, *tail),
+            marks=self._receiver.mark(),
             block_size=self._blocks.block_size,
         )
         self._leases[lease.serial] = self._lease_of[reserve.work] = self._short[lease.serial] = lease
@@ -196,9 +206,8 @@ class Reservations:
         before = lease.credits
         receiver = self._receiver
         while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, receiver.num_free_slots):
-            piece = lease.parts[lease.credits]
-            where = lease.blocks_of(piece), piece.offset, piece.num_bytes, lease.mark
-            is_last = lease.credits + 1 == lease.num_parts
+            piece, is_last = lease.parts[lease.credits], lease.is_last_of_rank(lease.credits)
+            where = piece, lease.blocks_of(piece), lease.marks
             if not receiver.expect(lease.peer, lease.serial, lease.credits, *where, is_last):
                 break
             lease.credits += 1

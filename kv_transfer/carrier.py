@@ -6,80 +6,15 @@ All is called on the transport's thread, and nothing waits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from baton.errors import TransferError
+from kv_transfer.native import Native, Target
 
 Note = Callable[[bytes], None]
 """Sends the other end's `hear` something, ahead of what is sent next."""
-
-
-class Native(Protocol):
-    """An operation under way. Until `query` says True its memory is read or written."""
-
-    @property
-    def error(self) -> str:
-        """Why it failed, once it is over; empty: it did not."""
-
-    def query(self) -> bool:
-        """Whether it is over. Never raises."""
-
-
-class Done:
-    """A `Native` that is over."""
-
-    error = ""
-
-    def query(self) -> bool:
-        return True
-
-
-DONE: Native = Done()
-
-
-class OnDevice:
-    """A `Native` that is over once a CUDA event has passed."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-        self.error = ""
-
-    def query(self) -> bool:
-        try:
-            return bool(self._event.query())
-        except Exception as error:  # noqa: BLE001 - CUDA's errors: nothing runs on that device any more
-            self.error = str(error)
-            return True
-
-
-def ring_nobody(stream: Any) -> None:
-    """Where no bell can be had."""
-
-
-def announce_nothing(header: bytes) -> None:
-    """Where `push` is soon enough."""
-
-
-class Target(NamedTuple):
-    """A peer's slot, where this process stores what would be sent there.
-
-    memory: [num_bytes or more], uint8, for kernels of this process's device. `ring` has the peer told that all is there
-    once what is queued on that torch.cuda.Stream is done, or now (None, on a CPU): sooner than this process could
-    notice it. It may be called, once, behind the last store and before that counts as over; it may come to nothing,
-    never raises. `announce` has the peer told by the calling thread that the stores have begun, with the message's
-    header: sooner than `push`, which wakes another. It may be called, once, before `push`; never raises.
-    """
-
-    memory: Tensor
-    ring: Callable[[Any], None] = ring_nobody
-    announce: Callable[[bytes], None] = announce_nothing
-
-    @property
-    def rings(self) -> bool:
-        """Whether there is a bell."""
-        return self.ring is not ring_nobody
 
 
 class Sending(Protocol):

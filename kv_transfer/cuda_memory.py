@@ -25,7 +25,7 @@ from torch import Tensor
 
 from baton.errors import TransferError
 from kv_transfer.bell import NOBODYS_WORD, WORD_BYTES, open_words
-from kv_transfer.carrier import OnDevice
+from kv_transfer.native import OnDevice
 
 _HANDLE_BYTES = 64
 _SIZE = struct.Struct("<Q")

@@ -30,8 +30,9 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed does not say that it exports them
 
 from baton.errors import TransferError
-from kv_transfer.carrier import Native, Note, Target
+from kv_transfer.carrier import Note
 from kv_transfer.host import LOOPBACK, listen_on
+from kv_transfer.native import Native, Target
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,11 @@ from torch import Tensor
 from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
 from kv_transfer.bell import NOBODYS_WORD, Bell, HostBell, Words, number_of
-from kv_transfer.carrier import DONE, Native, Note, OneSidedReceiving, Target, ring_nobody
+from kv_transfer.carrier import Note, OneSidedReceiving
 from kv_transfer.cuda_memory import CudaMemory
 from kv_transfer.host import LOOPBACK
 from kv_transfer.host_memory import REGION_BYTES, HostMemory
+from kv_transfer.native import DONE, Native, Target, ring_nobody
 from kv_transfer.pair import PairTransport
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.staging import Staging

@@ -17,9 +17,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Native, Target
+from kv_transfer.events import EventQueue
+from kv_transfer.native import DONE, Native, Target
 from kv_transfer.staging import Staging
-from kv_transfer.transport import CONNECT_S, MAX_HEADER_BYTES, Arrived, Failed, PeerLost, Sent, TransportEvent
+from kv_transfer.transport import (
+    CONNECT_S,
+    MAX_HEADER_BYTES,
+    Arrived,
+    Failed,
+    Listener,
+    PeerLost,
+    Sent,
+    TransportEvent,
+)
 
 _CRC = struct.Struct("<I")
 _LATE_BYTE = 0xEE
@@ -91,7 +101,7 @@ class MemoryHub:
             yield
             touched, self._touched = self._touched, set()
         for transport in touched:
-            transport.wake()
+            transport._events.deliver()
 
     def _join(self, transport: MemoryTransport) -> str:
         with self._lock:
@@ -165,9 +175,8 @@ class MemoryTransport:
         self.hub = hub
         self.name = name
         self.staging = staging
-        self.wake = wake
         self.links: dict[str, str] = {}  # peer -> address
-        self._events: list[TransportEvent] = []
+        self._events = EventQueue(wake)
         self.address = self.hub._join(self)
 
     def info(self) -> bytes:
@@ -187,7 +196,7 @@ class MemoryTransport:
             if where not in self.hub._transports:
                 raise TransferError(f"{peer} cannot be reached")
             if peer not in self.links:
-                self._events = [e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer)]
+                self._events.forget(peer)
                 self.links[peer] = where
 
     def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
@@ -203,18 +212,15 @@ class MemoryTransport:
         with self.hub._turn():
             self._start("receive", _Operation(self, peer, tag, slot, num_bytes, self.address))
 
-    def poll(self, messages_only: bool = False) -> list[TransportEvent]:
-        with self.hub._lock:
-            events, self._events = self._events, []
-            if messages_only:
-                self._events = [event for event in events if isinstance(event, PeerLost)]
-                events = [event for event in events if not isinstance(event, PeerLost)]
-        return events
-
     @property
-    def has_lost_peer(self) -> bool:
-        with self.hub._lock:
-            return any(isinstance(event, PeerLost) for event in self._events)
+    def wake(self) -> Callable[[], None]:
+        return self._events.wake
+
+    def subscribe(self, listener: Listener) -> None:
+        self._events.subscribe(listener)
+
+    def poll(self) -> list[TransportEvent]:
+        return self._events.poll()
 
     def disconnect(self, peer: str) -> None:
         with self.hub._turn():
@@ -233,7 +239,7 @@ class MemoryTransport:
             operation.fail("not connected")
 
     def _emit(self, event: TransportEvent) -> None:
-        self._events.append(event)
+        self._events.put(event)
         self.hub._touched.add(self)
 
 

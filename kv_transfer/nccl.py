@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from baton.errors import TransferError
-from kv_transfer.carrier import Native, OnDevice
 from kv_transfer.groups import GroupCarrier
 from kv_transfer.host import address_of, interface_of, network_interfaces
+from kv_transfer.native import Native, OnDevice
 
 _ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",  # no NVLink multicast: two GPUs gain nothing by it

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from kv_transfer.carrier import Native, Note, OneSidedReceiving, Target
+from kv_transfer.carrier import Note, OneSidedReceiving
 from kv_transfer.host import net_devices
+from kv_transfer.native import Native, Target
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _PLACE = struct.Struct("<QI")  # address, device

@@ -68,7 +68,7 @@ class PairTransport(ThreadedTransport):
             port,
             carrier.memory.hex(),
         )
-        thread = PairThread(staging, carrier, self._here, listener, self._emit, self._ring, secret)
+        thread = PairThread(staging, carrier, self._here, listener, self._events, secret)
         thread.start()
         self._pair = thread
         self._begin(thread, self._here.pack())

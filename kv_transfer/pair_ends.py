@@ -9,8 +9,9 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kv_transfer.carrier import DONE, Native, Receiving, Sending, Target
+from kv_transfer.carrier import Receiving, Sending
 from kv_transfer.channel import Channel
+from kv_transfer.native import DONE, Native, Target
 from kv_transfer.pair_address import PairAddress
 
 DEATH_S = 1.0

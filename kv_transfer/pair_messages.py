@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from baton.errors import TransferError
-from kv_transfer.carrier import Native, Target
 from kv_transfer.channel import Frame, Kind
 from kv_transfer.mailbox import Mailbox
+from kv_transfer.native import Native, Target
 from kv_transfer.pair_ends import Expect, Grant, Inbound, Link, Outbound, Push
 from kv_transfer.pair_offers import Offers
 from kv_transfer.staging import Staging

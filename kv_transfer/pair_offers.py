@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from kv_transfer.carrier import Native, Target
 from kv_transfer.channel import Kind
+from kv_transfer.native import Native, Target
 from kv_transfer.pair_ends import Grant
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Carrier, Native, Target
+from kv_transfer.carrier import Carrier
+from kv_transfer.events import EventQueue
+from kv_transfer.native import DONE, Native, Target
 from kv_transfer.pair_address import PairAddress
 from kv_transfer.pair_doors import End
 from kv_transfer.pair_ends import DEATH_S, Expect, Push
@@ -23,7 +24,6 @@ from kv_transfer.pair_messages import Messages
 from kv_transfer.pair_poll import Ends, pause_s
 from kv_transfer.staging import Staging
 from kv_transfer.threaded import TransportThread, resolve
-from kv_transfer.transport import TransportEvent
 
 _FINISH_S = 1.0
 """How long the end waits for operations that were cut off."""
@@ -36,11 +36,10 @@ class PairThread(TransportThread):
         carrier: Carrier,
         here: PairAddress,
         listener: socket.socket,
-        emit: Callable[[TransportEvent], None],
-        wake: Callable[[], None],
+        events: EventQueue,
         secret: ClusterSecret | None,
     ) -> None:
-        super().__init__(carrier.kind, emit, wake)
+        super().__init__(carrier.kind, events)
         self._staging = staging
         self._carrier = carrier
         self._here = here
@@ -95,7 +94,7 @@ class PairThread(TransportThread):
         if is_busy:
             self._carrier.progress()
             self._links.collect()
-        self._ring()
+        self._deliver()
         self._ready = self._wait(is_busy, deadline)
 
     def _wait(self, is_busy: bool, deadline: float | None) -> list[tuple[int, int]]:

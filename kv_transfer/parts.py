@@ -1,11 +1,12 @@
 """What travels: a part is pieces of some blocks, in one message with a header and a tag of its own.
 
-    0                            num_blocks * piece_bytes, rounded up to 8
+    0                            num_pieces * piece_bytes, rounded up to 8
     | piece | piece | ...        | checksum of each piece, if asked for |
 
-A piece is a block, or the same range of layers of each block. `plan_parts` says which parts a request has: both sides
-derive them from numbers that both know. The header repeats what the tag and the plan say already, since transports
-match by tag alone and check nothing.
+A part carries the same slice (layers and heads) of each of its blocks, from one rank to another: block by block, each
+one layer by layer, K then V, head by head. A piece is what of a block lies in one run at the sender. `PartPlanner` says
+which parts a request has: both sides derive them from numbers that both know. The header repeats what the tag and the
+plan say already, since transports match by tag alone and check nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.errors import LayoutMismatch, TransferError
-from baton.layout import KvLayout, layer_groups_of
+from baton.layout import KvLayout, KvSlice, layer_groups_of
+from kv_transfer.slices import RankPair, pair_ranks, rows_of
 from kv_transfer.transport import MAX_HEADER_BYTES, TAG_BITS
 
 HEADER_BYTES = 64
@@ -25,9 +27,9 @@ PART_BITS = 23
 LEASE_BITS = TAG_BITS - PART_BITS
 
 _MAGIC = b"BTNP"
-_VERSION = 3
-_FIELDS = struct.Struct("<4sHHQIIQ16sII4x")
-"""magic, version, flags, lease, part, blocks, payload bytes, layout digest, first byte and bytes of each block."""
+_VERSION = 4
+_FIELDS = struct.Struct("<4sHHQIIII4H16s4x")
+"""magic, version, flags, lease, part, blocks, pieces, bytes of a piece, layers and heads, layout digest."""
 _CRC = struct.Struct("<I")
 assert _FIELDS.size + _CRC.size == HEADER_BYTES <= MAX_HEADER_BYTES
 
@@ -66,46 +68,89 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a part carries: of each block [first, first + num_blocks) of a request's table the bytes [offset, offset +
-    num_bytes), which are those of layers below `end_layer`."""
+    """What a part carries: from rank `source` to rank `target` the slice `what`, which has `num_bytes` in a block, of
+    each block [first, first + num_blocks) of a request's table."""
 
     first: int
     num_blocks: int
-    offset: int
+    source: int
+    target: int
+    what: KvSlice
     num_bytes: int
-    end_layer: int
+
+    @property
+    def end_layer(self) -> int:
+        """It is of layers below this one."""
+        return self.what.layer_end
 
 
-def plan_parts(
-    layout: KvLayout, part_blocks: int, first: int, end: int, grouped_from: int = 0, num_groups: int = 1
-) -> tuple[Piece, ...]:
-    """The parts of blocks [first, end) of a request's table, in the order in which they are sent: whole blocks, up to
-    `part_blocks` at a time; those from `grouped_from` on by groups of layers, all blocks of the first group before any
-    of the next. Each part has at most the bytes of `part_blocks` blocks."""
-    if num_groups == 1 or layout.block_bytes % layout.num_layers:
-        grouped_from = end
-    cut = min(max(first, grouped_from), end)
-    whole, layer_bytes = layout.block_bytes, layout.block_bytes // layout.num_layers
-    pieces = _pieces(first, cut, min(part_blocks, MAX_PIECES), 0, whole, layout.num_layers)
-    for start_layer, end_layer in layer_groups_of(layout.num_layers, num_groups) if cut < end else ():
-        offset, num_bytes = start_layer * layer_bytes, (end_layer - start_layer) * layer_bytes
-        most = min(part_blocks * whole // num_bytes, MAX_PIECES)
-        pieces += _pieces(cut, end, most, offset, num_bytes, end_layer)
-    return tuple(pieces)
+class _Round(NamedTuple):
+    """One slice and its bytes for each pair of ranks, of up to `most` blocks."""
+
+    most: int
+    slices: tuple[tuple[KvSlice, int], ...]
 
 
-def _pieces(first: int, end: int, most: int, offset: int, num_bytes: int, end_layer: int) -> list[Piece]:
-    return [Piece(at, min(most, end - at), offset, num_bytes, end_layer) for at in range(first, end, most)]
+class PartPlanner:
+    """Which parts requests have between two nodes of compatible layouts, whose slots hold `part_blocks` of their ranks'
+    blocks. Parts come in rounds, with one part for each pair of ranks, in the order of `pairs`: so a part's number
+    alone says whose it is."""
+
+    def __init__(self, sender: KvLayout, receiver: KvLayout, part_blocks: int) -> None:
+        self.pairs = pair_ranks(sender, receiver)
+        self._ends = sender, receiver
+        self._part_blocks = part_blocks
+        self._rounds: dict[int, list[_Round]] = {}  # by number of groups
+
+    def pair_of(self, part: int) -> RankPair:
+        return self.pairs[part % len(self.pairs)]
+
+    def plan(self, first: int, end: int, grouped_from: int = 0, num_groups: int = 1) -> tuple[Piece, ...]:
+        """The parts of blocks [first, end) of a request's table, in the order in which they are sent: all layers, as
+        many blocks at a time as fit; those from `grouped_from` on by groups of layers, all blocks of the first group
+        before any of the next."""
+        if num_groups == 1:
+            grouped_from = end
+        cut = min(max(first, grouped_from), end)
+        return tuple(self._pieces(first, cut, 1) + self._pieces(cut, end, num_groups))
+
+    def _pieces(self, first: int, end: int, num_groups: int) -> list[Piece]:
+        return [
+            Piece(at, min(most, end - at), pair.source, pair.target, what, num_bytes)
+            for most, slices in self._rounds_of(num_groups)
+            for at in range(first, end, most)
+            for pair, (what, num_bytes) in zip(self.pairs, slices, strict=True)
+        ]
+
+    def _rounds_of(self, num_groups: int) -> list[_Round]:
+        if (found := self._rounds.get(num_groups)) is None:
+            groups = min(num_groups, *(pair.what.num_layers for pair in self.pairs))
+            found = self._rounds[num_groups] = [self._round(index, groups) for index in range(groups)]
+        return found
+
+    def _round(self, group: int, num_groups: int) -> _Round:
+        slices, most = [], MAX_PIECES
+        for pair in self.pairs:
+            start, end = layer_groups_of(pair.what.num_layers, num_groups)[group]
+            at = pair.what.layer_start
+            what = pair.what._replace(layer_start=at + start, layer_end=at + end)
+            num_bytes = self._ends[0].num_bytes(what)
+            for layout, rank in zip(self._ends, (pair.source, pair.target), strict=True):
+                fitting = self._part_blocks * layout.num_bytes(layout.ranks[rank]) // num_bytes
+                most = min(most, fitting, MAX_PIECES // rows_of(layout, rank, what).num)
+            slices.append((what, num_bytes))
+        return _Round(most, tuple(slices))
 
 
 class PartHeader(NamedTuple):
-    """`offset` and `piece_bytes`: the bytes of each block that it carries. `checked`: with checksums. `drain`: the part
-    carries nothing; the sender has no use for the credit."""
+    """`what`, of `num_blocks` blocks, is `num_pieces` pieces of `piece_bytes`. `checked`: with checksums. `drain`: the
+    part carries nothing; the sender has no use for the credit."""
 
     lease: int
     part: int
     num_blocks: int
-    offset: int
+    what: KvSlice
+    num_pieces: int
     piece_bytes: int
     layout_digest: bytes
     checked: bool = False
@@ -113,7 +158,7 @@ class PartHeader(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        return self.num_blocks * self.piece_bytes
+        return self.num_pieces * self.piece_bytes
 
     @property
     def checksums_at(self) -> int:
@@ -125,7 +170,7 @@ class PartHeader(NamedTuple):
         """What the transport moves beside this header; of a drained part one byte, since none is no message."""
         if self.drain:
             return 1
-        return self.checksums_at + self.num_blocks * CHECKSUM_BYTES if self.checked else self.payload_bytes
+        return self.checksums_at + self.num_pieces * CHECKSUM_BYTES if self.checked else self.payload_bytes
 
     def pack(self) -> bytes:
         """64 bytes, the last four a checksum."""
@@ -136,10 +181,10 @@ class PartHeader(NamedTuple):
             self.lease,
             self.part,
             self.num_blocks,
-            self.payload_bytes,
-            self.layout_digest,
-            self.offset,
+            self.num_pieces,
             self.piece_bytes,
+            *self.what,
+            self.layout_digest,
         )
         return fields + _CRC.pack(zlib.crc32(fields))
 
@@ -151,22 +196,21 @@ class PartHeader(NamedTuple):
         fields, (crc,) = data[: _FIELDS.size], _CRC.unpack(data[_FIELDS.size :])
         if zlib.crc32(fields) != crc:
             raise TransferError("a KV part's header is damaged")
-        _, version, flags, lease, part, num_blocks, payload_bytes, digest, offset, piece_bytes = _FIELDS.unpack(fields)
+        _, version, flags, lease, part, num_blocks, num_pieces, piece_bytes, *what, digest = _FIELDS.unpack(fields)
         if version != _VERSION:
             raise TransferError(f"KV part of version {version}, not {_VERSION}")
-        if payload_bytes != num_blocks * piece_bytes:
-            raise TransferError(f"KV part of {payload_bytes} bytes, not {num_blocks} x {piece_bytes}")
-        return cls(
-            lease, part, num_blocks, offset, piece_bytes, digest, bool(flags & _CHECKED), bool(flags & _DRAIN)
-        )  # fmt: skip
+        if num_pieces > MAX_PIECES:
+            raise TransferError(f"KV part of {num_pieces} pieces, more than {MAX_PIECES}")
+        carried = num_blocks, KvSlice(*what), num_pieces, piece_bytes
+        return cls(lease, part, *carried, digest, bool(flags & _CHECKED), bool(flags & _DRAIN))
 
     def require(
-        self, lease: int, part: int, num_blocks: int, offset: int, piece_bytes: int, layout_digest: bytes
+        self, lease: int, part: int, num_blocks: int, what: KvSlice, payload_bytes: int, layout_digest: bytes
     ) -> None:
         """Raise TransferError unless this heads exactly that part, and LayoutMismatch for blocks of another layout."""
         if self.layout_digest != layout_digest:
             raise LayoutMismatch(f"part {part} of lease {lease} has blocks of another layout", "layout_digest")
-        wanted = (lease, part, num_blocks, offset, piece_bytes, False)
-        found = (self.lease, self.part, self.num_blocks, self.offset, self.piece_bytes, self.drain)
+        wanted = (lease, part, num_blocks, what, payload_bytes, False)
+        found = (self.lease, self.part, self.num_blocks, self.what, self.payload_bytes, self.drain)
         if found != wanted:
-            raise TransferError(f"(lease, part, blocks, first byte, bytes, drain) {found}, expected {wanted}")
+            raise TransferError(f"(lease, part, blocks, slice, bytes, drain) {found}, expected {wanted}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.audit import KvSlot
 from baton.errors import TransferError
-from baton.layout import KvLayout
+from baton.layout import KvLayout, KvSlice
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move
-from kv_transfer.parts import PartHeader, part_blocks_for, tag_of
+from kv_transfer.mover import KvMover
+from kv_transfer.parts import CHECKSUM_BYTES, PartHeader, tag_of
 from kv_transfer.sender import PartFailed
-from kv_transfer.slot_copies import Mark, SlotCopies
-from kv_transfer.staging import SlotOwner, SlotState, Staging
-from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport, TransportEvent
+from kv_transfer.slot_copies import Mark
+from kv_transfer.staging import SlotOwner, Staging
+from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerLost, Sent, Transport, TransportEvent
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +62,14 @@ ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerLost
 
 
 class _Plan(NamedTuple):
-    """Where a part goes: over the bytes [offset, offset + num_bytes) of each of its blocks. land: launches that.
-    header: what comes with it, if it has no checksums."""
+    """Where a part goes: over `what` of its blocks, `num_bytes` in all. land: launches that. header: what comes with it
+    from a sender whose pool has it in one run a block, if it has no checksums."""
 
     peer: str
     lease: int
     part: int
     num_blocks: int
-    offset: int
+    what: KvSlice
     num_bytes: int
     land: Move
     header: bytes
@@ -81,34 +80,32 @@ class _Plan(NamedTuple):
         return self.peer, self.lease, self.part
 
 
-class KvReceiver:
-    """Receives parts through a transport that serves nobody else. Engine's thread only.
+class KvReceiver(KvMover):
+    """Receives one rank's parts. Engine's thread only. A peer is a rank of another node, by the name that the transport
+    has it connected by.
 
-    A part lands as soon as it arrives, on the transport's thread, which it takes the `wake` of; the engine hears of it
+    A part lands as soon as it arrives, on the transport's thread, since this subscribes to it; the engine hears of it
     afterwards, and is woken for it only if it could go on: between two threads of one interpreter a wake-up takes some
     0.1 ms, as long as a part. What both use is under one lock: a part has either landed before its lease is withdrawn,
     or never does.
 
-    pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device. What the network writes, whenever it does,
-    ends in a slot. `verify`: parts must come with checksums. Checksums that come, asked for or not, are compared before
-    a block is touched; `num_damaged_pieces` counts those that differed.
+    What the network writes, whenever it does, ends in a slot. `verify`: parts must come with checksums. Checksums that
+    come, asked for or not, are compared before a block is touched; `num_damaged_pieces` counts those that differed.
     """
 
     def __init__(
-        self, transport: Transport, staging: Staging, pool_bytes: Tensor, layout: KvLayout, *, verify: bool = False
+        self,
+        transport: Transport,
+        staging: Staging,
+        pool_bytes: Tensor,
+        layout: KvLayout,
+        rank: int = 0,
+        *,
+        verify: bool = False,
     ) -> None:
-        assert pool_bytes.shape[1] == layout.block_bytes
-        self.layout = layout
-        self.verify = verify
+        super().__init__(transport, staging, pool_bytes, layout, rank, verify, in_haste=False)
         self.num_damaged_pieces = 0
-        self.part_blocks = part_blocks_for(staging.slot_bytes, layout.block_bytes)
-        """The most blocks that a part may have, or as many bytes of more."""
-        assert self.part_blocks > 0, "a slot is too small for a block"
-        self._transport = transport
-        self._staging = staging
-        self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, in_haste=False)
-        self._digest = layout.digest()
-        self._lock = threading.RLock()  # over all that follows, the slots' states and the copies
+        # The lock is over all that follows too, and the copies.
         self._plans: dict[int, _Plan] = {}  # by slot: those of parts that have not come
         self._landing: list[int] = []  # slots that copies read, or read when somebody last looked; in their order
         self._unawaited: int | None = None  # the slot of the last copy, if the engine's stream does not wait for it yet
@@ -116,13 +113,14 @@ class KvReceiver:
         self._is_called = False  # the engine has been woken, and has not polled since
         self._events: list[ReceiverEvent] = []
         self._failure: Exception | None = None
-        self._wake_engine, transport.wake = transport.wake, self._woken
+        self._wake_engine = transport.wake
+        transport.subscribe(self._operations_ended)
 
     @property
     def num_free_slots(self) -> int:
         """On any thread."""
         with self._lock:
-            self._free_landed()
+            self._free_slots()
             return self._staging.num_free
 
     def mark(self) -> Mark:
@@ -135,8 +133,7 @@ class KvReceiver:
         lease: int,
         part: int,
         blocks: Sequence[int],
-        offset: int = 0,
-        piece_bytes: int | None = None,
+        what: KvSlice | None = None,
         not_before: Mark = None,
         is_last: bool = False,
     ) -> bool:
@@ -145,19 +142,21 @@ class KvReceiver:
         is_last: with it all parts of the lease are expected. From then on nobody is woken for those that land, until
         none is missing; before, for each, and for each slot that becomes free.
 
-        It will go over the pool's `blocks`, in order: over the bytes [offset, offset + piece_bytes) of each, or all.
-        The copy waits for `not_before` and for no other work on the device. The blocks are the receiver's to write
-        until the part's event or `withdraw`.
+        It will go over the pool's `blocks`, in order: over `what` of each, or all that this rank holds. The copy waits
+        for `not_before` and for no other work on the device. The blocks are the receiver's to write until the part's
+        event or `withdraw`.
 
         Each True is answered by one PartLanded, PartUnused, PartRefused or PartFailed. Refused is a part whose header
-        does not say exactly this lease, part, blocks, bytes and layout, or with a checksum that is missing or wrong.
+        does not say exactly this lease, part, blocks, slice and layout, or with a checksum that is missing or wrong.
         Raises TransferError for a lease or part that no tag can name.
         """
         tag = tag_of(lease, part)
-        num_bytes = self.layout.block_bytes if piece_bytes is None else piece_bytes
+        what = what or self.held
+        rows = self._rows_of(what)
+        piece_bytes = rows.num * rows.row_bytes
         with self._lock:
             self._partial.add(lease)
-            self._free_landed()
+            self._free_slots()
             slot = self._staging.take(SlotOwner(peer, lease, part))
             if slot is None:
                 for busy in self._landing:
@@ -165,11 +164,12 @@ class KvReceiver:
                 return False
             if is_last:
                 self._partial.remove(lease)
-            land = self._copies.scatter(slot, blocks, offset, num_bytes, not_before)
-            header = PartHeader(lease, part, len(blocks), offset, num_bytes, self._digest).pack()
-            self._plans[slot] = _Plan(peer, lease, part, len(blocks), offset, num_bytes, land, header)
+            land = self._copies.scatter(slot, blocks, rows, not_before)
+            num_blocks, num_bytes = len(blocks), len(blocks) * piece_bytes
+            header = PartHeader(lease, part, num_blocks, what, num_blocks, piece_bytes, self._digest).pack()
+            self._plans[slot] = _Plan(peer, lease, part, num_blocks, what, num_bytes, land, header)
             self._staging.lend(slot)
-        self._transport.expect(peer, tag, slot, self._staging.slot_bytes)
+        self.transport.expect(peer, tag, slot, self._staging.slot_bytes)
         return True
 
     def withdraw(self, lease: int) -> None:
@@ -184,54 +184,41 @@ class KvReceiver:
 
     def poll(self) -> list[ReceiverEvent]:
         """What happened since the last call. On a GPU the current stream waits for the copies of what has landed."""
+        self._is_called = True  # it is here
+        events = self.transport.poll()
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            self._is_called = True  # it is here
-            self._take_in(self._transport.poll())
+            self._take_in(events)
             self._await_copies()
-            events, self._events, self._is_called = self._events, [], False
-        return events
-
-    def slots(self) -> list[KvSlot]:
-        """For the audit."""
-        with self._lock:
-            self._free_landed()
-            return self._staging.audit()
+            told, self._events, self._is_called = self._events, [], False
+        return told
 
     def warm_up(self) -> None:
         """Do once what parts need compiled on a GPU, with block 0, which is nobody's. Before the first part."""
         if self._staging.device.type == "cuda":
-            for num_bytes in {self.layout.block_bytes, self.layout.block_bytes // self.layout.num_layers}:
-                self._copies.scatter(0, [0], 0, num_bytes, None)()
+            for rows in self._usual_rows():
+                self._copies.scatter(0, [0], rows, None)()
                 self._copies.synchronize()
-                block_checksums(self._staging.memory(0)[:num_bytes].view(1, num_bytes))
+                block_checksums(self._staging.memory(0)[: rows.row_bytes].view(1, rows.row_bytes))
 
     def check_integrity(self) -> None:
-        """Assert that each slot is free or one part's, and in flight exactly when the transport has it."""
-        staging = self._staging
         with self._lock:
-            self._free_landed()
-            staging.check_integrity()
-            assert all(staging.state(slot) is SlotState.IN_FLIGHT for slot in self._plans)
-            assert all(staging.state(slot) is SlotState.HELD for slot in self._landing)
-            owned = len(self._plans) + len(self._landing)
-            assert staging.num_free + owned == staging.num_slots, "a slot has no owner"
+            self._free_slots()
+            self._check_slots(self._landing, self._plans)
 
     # ---- any thread ----
 
-    def _woken(self) -> None:
-        """The transport has something."""
+    def _operations_ended(self, events: list[OperationEvent]) -> None:
+        """What the transport tells, on a thread of its own or within `poll`."""
         try:
             with self._lock, self._copies.on_device():
-                self._take_in(self._transport.poll(messages_only=True))
-                if self._transport.has_lost_peer:
-                    self._call_engine()
+                self._take_in(events)
         except Exception as error:  # noqa: BLE001 - the engine's to fail with, not the transport's
             self._failure = error
             self._wake_engine()
 
-    def _take_in(self, events: list[TransportEvent]) -> None:
+    def _take_in(self, events: Sequence[TransportEvent]) -> None:
         for event in events:
             match event:
                 case Arrived(_, _, slot, header):
@@ -274,7 +261,7 @@ class KvReceiver:
         plan.land()
         if self._partial:
             self._copies.when_done(slot, self._wake_engine)  # somebody may wait for a slot
-        return PartLanded(*plan.name, plan.num_blocks * plan.num_bytes, time.monotonic() - began)
+        return PartLanded(*plan.name, plan.num_bytes, time.monotonic() - began)
 
     def _await_copies(self) -> None:
         """On the engine's thread. Copies are made one after the other: whoever waits for the last waits for all."""
@@ -287,7 +274,7 @@ class KvReceiver:
         header = PartHeader.parse(data)
         if header.drain or plan.withdrawn:
             return False
-        header.require(plan.lease, plan.part, plan.num_blocks, plan.offset, plan.num_bytes, self._digest)
+        header.require(plan.lease, plan.part, plan.num_blocks, plan.what, plan.num_bytes, self._digest)
         self._check(self._staging.memory(slot), header)
         return True
 
@@ -297,17 +284,19 @@ class KvReceiver:
             if self.verify:
                 raise TransferError(f"part {header.part} of lease {header.lease} has no checksums")
             return
+        if header.piece_bytes % CHECKSUM_BYTES:
+            raise TransferError(f"part {header.part} has checksums of pieces of {header.piece_bytes} bytes")
         with self._staging.reading():
-            rows = slot[: header.payload_bytes].view(header.num_blocks, header.piece_bytes)
+            rows = slot[: header.payload_bytes].view(header.num_pieces, header.piece_bytes)
             sent = slot[header.checksums_at : header.message_bytes].view(torch.int64)
             num_damaged = int((block_checksums(rows) != sent).sum())
         if num_damaged:
             self.num_damaged_pieces += num_damaged
-            text = f"{num_damaged} of {header.num_blocks} blocks of part {header.part} are damaged"
+            text = f"{num_damaged} of {header.num_pieces} pieces of part {header.part} are damaged"
             log.error("kv damaged lease=%d part=%d num_damaged=%d", header.lease, header.part, num_damaged)
             raise TransferError(text)
 
-    def _free_landed(self) -> None:
+    def _free_slots(self) -> None:
         """Slots that no copy reads any more are free. Whoever wants one looks; only who found none is woken. Copies are
         done in their order."""
         num_done = len(self._landing)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
-from kv_transfer.carrier import DONE, Native, OnDevice, Target
+from kv_transfer.native import DONE, Native, OnDevice, Target
 from kv_transfer.parts import MAX_PIECES
+from kv_transfer.slices import Rows
 from kv_transfer.staging import Staging
 
 Mark = Any
@@ -38,7 +39,7 @@ class SlotCopies:
         self.most_pieces = max(part_blocks, MAX_PIECES)
         self._staging = staging
         self._pool = pool_bytes
-        self._moves = PoolMoves(pool_bytes)
+        self._views: dict[int, tuple[Tensor, PoolMoves]] = {}  # by rows of a block
         device = self._device = staging.device
         on_gpu = device.type == "cuda"
         ids = torch.empty((staging.num_slots, self.most_pieces), dtype=torch.int64, pin_memory=on_gpu)
@@ -61,20 +62,19 @@ class SlotCopies:
         self,
         slot: int,
         blocks: Sequence[int],
-        offset: int,
-        piece_bytes: int,
+        rows: Rows,
         checksums_at: int | None,
         placed: Target | None = None,
     ) -> Native:
-        """Of each block the bytes [offset, offset + piece_bytes), to the slot's beginning; their checksums, if wanted,
-        to its byte `checksums_at`. placed: what to take for the slot, as `Transport.place` gives it."""
-        self._numbers[slot][: len(blocks)] = blocks
+        """These rows of each block to the slot's beginning; their checksums, if wanted, to its byte `checksums_at`.
+        placed: what to take for the slot, as `Transport.place` gives it."""
+        pool, moves, num_rows = self._take_rows(slot, blocks, rows)
         memory = self._staging.memory(slot) if placed is None else placed.memory
-        self._moves.gather(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)()
+        moves.gather(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)()
         if checksums_at is not None:
             with torch.cuda.stream(self._stream):
-                pieces = self._pool[:, offset : offset + piece_bytes]
-                sums = block_checksums(pieces, self._ids[slot][: len(blocks)])
+                pieces = pool[:, rows.offset : rows.offset + rows.row_bytes]
+                sums = block_checksums(pieces, self._ids[slot][:num_rows])
                 memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
         if placed is not None:
             placed.ring(self._stream)
@@ -82,13 +82,13 @@ class SlotCopies:
         self.hold_up(slot)
         return launched
 
-    def scatter(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> Move:
-        """A copy of the slot's beginning over the bytes [offset, offset + piece_bytes) of each block, once what
-        `not_before` marks is done. It is only made ready, since nobody waits yet: to call it launches it, on any
-        thread, also one that launches no steps. The slot's last copy is done."""
-        self._numbers[slot][: len(blocks)] = blocks
+    def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move:
+        """A copy of the slot's beginning over these rows of each block, once what `not_before` marks is done. It is
+        only made ready, since nobody waits yet: to call it launches it, on any thread, also one that launches no steps.
+        The slot's last copy is done."""
+        _, moves, num_rows = self._take_rows(slot, blocks, rows)
         memory = self._staging.memory(slot)
-        move = self._moves.scatter(self._ids[slot], len(blocks), offset, piece_bytes, memory, self._stream)
+        move = moves.scatter(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)
         is_passed = not_before is None or not_before.query()
         return partial(self._scatter, slot, move, None if is_passed else not_before)
 
@@ -123,6 +123,15 @@ class SlotCopies:
         """Wait for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _take_rows(self, slot: int, blocks: Sequence[int], rows: Rows) -> tuple[Tensor, PoolMoves, int]:
+        """The pool as such rows, what moves them, and how many they are; their ids are the slot's."""
+        ids = rows.of(blocks)
+        self._numbers[slot][: len(ids)] = ids
+        if (view := self._views.get(rows.per_block)) is None:
+            pool = self._pool.view(len(self._pool) * rows.per_block, -1)
+            view = self._views[rows.per_block] = pool, PoolMoves(pool)
+        return *view, len(ids)
 
     def _scatter(self, slot: int, move: Move, not_before: Mark) -> None:
         if not_before is not None:

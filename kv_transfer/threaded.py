@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 from baton.errors import TransferError
-from kv_transfer.carrier import DONE, Native, Target
+from kv_transfer.events import EventQueue
 from kv_transfer.mailbox import Mailbox
-from kv_transfer.transport import MAX_HEADER_BYTES, PeerLost, TransportEvent
+from kv_transfer.native import DONE, Native, Target
+from kv_transfer.transport import MAX_HEADER_BYTES, Listener, TransportEvent
 
 log = logging.getLogger(__name__)
 
@@ -23,25 +24,23 @@ _CLOSE_S = 10.0
 
 
 class TransportThread:
-    """Runs what a transport is told, and what that sets going. `kind` is for people; `emit` gets the events, on the
-    thread; `wake` is called after some were emitted.
+    """Runs what a transport is told, and what that sets going. `kind` is for people; `events` gets what
+    happens.
 
     A subclass opens what it needs, has turns until it is stopped, and shuts; all is on the thread but `start`, `call`
     and `stop`. Every operation ends with the thread, however that ends.
 
     What comes from a peer is checked where it is read, and ends that peer's link. So an exception here is a bug, or a
-    library that has had enough: `failure`, told to who polls, since a node without a transport serves nobody.
+    library that has had enough: told to who polls, since a node without a transport serves nobody.
     """
 
     connect: Callable[..., None]
     """With the peer, what its address says, and a future that is resolved once the peer can be reached."""
 
-    def __init__(self, kind: str, emit: Callable[[TransportEvent], None], wake: Callable[[], None]) -> None:
+    def __init__(self, kind: str, events: EventQueue) -> None:
         self._kind = kind
-        self._emit_event = emit
-        self._wake = wake
+        self._events = events
         self._emitted = False
-        self.failure: Exception | None = None
         self._stopping = False
         self._mailbox = Mailbox()
         self._thread = threading.Thread(target=self._run, name=f"kv-{kind}", daemon=True)
@@ -110,29 +109,30 @@ class TransportThread:
                 self._turn()
         except Exception as error:  # the thread's boundary: every operation ends with it
             log.critical("transport thread failed kind=%s", self._kind, exc_info=error)
-            self.failure = error
+            self._events.fail(error)
+            self._emitted = True
             reason, told = f"the {self._kind} thread failed: {error}", False
         try:
             self._shut(reason, told)
         finally:
             self._mailbox.close()
             self._over()
-            self._emitted = self._emitted or self.failure is not None
-            self._ring()
+            self._deliver()
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _emit(self, event: TransportEvent) -> None:
-        self._emit_event(event)
+        self._events.put(event)
         self._emitted = True
         if self._mailbox.is_closed:
-            self._ring()
+            self._deliver()
 
-    def _ring(self) -> None:
+    def _deliver(self) -> None:
+        """Tell of what was emitted."""
         if self._emitted:
             self._emitted = False
-            self._wake()
+            self._events.deliver()
 
 
 class ThreadedTransport:
@@ -142,13 +142,14 @@ class ThreadedTransport:
     _info: bytes
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.wake = wake
-        self._events: list[TransportEvent] = []
-        self._events_lock = threading.Lock()
+        self._events = EventQueue(wake)
 
-    def _ring(self) -> None:
-        """For the thread: `wake` is not the same for ever."""
-        self.wake()
+    @property
+    def wake(self) -> Callable[[], None]:
+        return self._events.wake
+
+    def subscribe(self, listener: Listener) -> None:
+        self._events.subscribe(listener)
 
     def info(self) -> bytes:
         return self._info
@@ -164,20 +165,8 @@ class ThreadedTransport:
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
 
-    def poll(self, messages_only: bool = False) -> list[TransportEvent]:
-        if (error := self._thread.failure) is not None:
-            raise RuntimeError(f"the transport failed: {error!r}") from error
-        with self._events_lock:
-            events, self._events = self._events, []
-            if messages_only:
-                self._events = [event for event in events if isinstance(event, PeerLost)]
-                events = [event for event in events if not isinstance(event, PeerLost)]
-        return events
-
-    @property
-    def has_lost_peer(self) -> bool:
-        with self._events_lock:
-            return any(isinstance(event, PeerLost) for event in self._events)
+    def poll(self) -> list[TransportEvent]:
+        return self._events.poll()
 
     def disconnect(self, peer: str) -> None:
         self._thread.call(partial(self._thread.disconnect, peer))
@@ -203,18 +192,12 @@ class ThreadedTransport:
             raise TransferError(f"{peer} cannot be reached within {timeout_s:.3g} s") from None
 
     def _open(self, peer: str, *where: Any) -> None:
-        """An end of an earlier connection that nobody has heard of yet is not this one's."""
-        with self._events_lock:
-            self._events = [e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer)]
+        self._events.forget(peer)
         self._thread.connect(peer, *where)
 
     def _give_up(self, peer: str, up: Future[None]) -> None:
         if not up.done():
             self._thread.disconnect(peer)
-
-    def _emit(self, event: TransportEvent) -> None:
-        with self._events_lock:
-            self._events.append(event)
 
 
 def resolve(up: Future[None], error: TransferError | None) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.carrier import DONE, Native, Target
+from kv_transfer.native import DONE, Native, Target
 
 CONNECT_S = 5.0
 
@@ -71,7 +71,9 @@ class PeerLost:
     reason: str
 
 
-TransportEvent = Sent | Arrived | Failed | PeerLost
+OperationEvent = Sent | Arrived | Failed
+TransportEvent = OperationEvent | PeerLost
+Listener = Callable[[list[OperationEvent]], None]
 
 
 class Transport(Protocol):
@@ -80,9 +82,14 @@ class Transport(Protocol):
     `peer` names one incarnation of one process: it never comes back under the same name with another address.
     """
 
-    wake: Callable[[], None]
-    """What the transport calls, on any thread and with no lock held, when `poll` has something. A mover may put its own
-    in front."""
+    @property
+    def wake(self) -> Callable[[], None]:
+        """What the transport calls, on any thread and with no lock held, when `poll` has something."""
+
+    def subscribe(self, listener: Listener) -> None:
+        """From now on the ends of operations go to `listener` and not to `poll`: as soon as they are there, on a thread
+        of the transport's or within `poll`, some at a time, in their order, never two calls at once. It must not raise,
+        nor wait for a thread that polls. Before the first operation; once."""
 
     def info(self) -> bytes:
         """The address of this transport, opaque, carrying its own checksum; peers pass it to `connect`."""
@@ -110,14 +117,11 @@ class Transport(Protocol):
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         """Receive at most `num_bytes` into a slot. Called before the peer may push; a longer message is Failed."""
 
-    def poll(self, messages_only: bool = False) -> list[TransportEvent]:
-        """What happened since the last call. messages_only: but for PeerLost, which stays for the next call, or until
-        the peer is connected anew. Raises RuntimeError when the transport itself has failed, of which `wake` told:
-        then nothing works any more, and the process must end."""
-
-    @property
-    def has_lost_peer(self) -> bool:
-        """Whether `poll` has a PeerLost."""
+    def poll(self) -> list[TransportEvent]:
+        """What happened since the last call, but for what a subscriber is told; that it has been told of by then, if it
+        happened before. A PeerLost stays for the next call only until the peer is connected anew. Raises RuntimeError
+        when the transport itself has failed, of which `wake` told: then nothing works any more, and the process must
+        end."""
 
     def disconnect(self, peer: str) -> None:
         """Forget the peer: each operation with it still under way ends with Failed. No PeerLost. Harmless when not

@@ -42,10 +42,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.errors import TransferError
+from kv_transfer.events import EventQueue
 from kv_transfer.host import LOOPBACK, boot_id, net_devices
 from kv_transfer.staging import Staging
 from kv_transfer.threaded import ThreadedTransport
-from kv_transfer.transport import CONNECT_S, TransportEvent
+from kv_transfer.transport import CONNECT_S
 from kv_transfer.ucx_address import Version, pack_address, unpack_address
 from kv_transfer.ucx_form import is_worker_address
 from kv_transfer.ucx_path import SHARED_MEMORY
@@ -80,7 +81,7 @@ class UcxTransport(ThreadedTransport):
     ) -> None:
         super().__init__(wake)
         devices = net_devices(host, interface)
-        thread, self._version = _load(staging, _options(staging, devices), interface, self._emit, self._ring)
+        thread, self._version = _load(staging, _options(staging, devices), interface, self._events)
         self._machine = boot_id()
         own = thread.start()
         self._knows_form = is_worker_address(own)
@@ -120,8 +121,7 @@ def _load(
     staging: Staging,
     options: dict[str, str],
     interface: str | None,
-    emit: Callable[[TransportEvent], None],
-    wake: Callable[[], None],
+    events: EventQueue,
 ) -> tuple[UcxThread, Version]:
     """The native library is loaded with the first transport, since it must not be there before a fork."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some that go unused
@@ -132,4 +132,4 @@ def _load(
         from kv_transfer.ucx_thread import UcxThread
     except (ImportError, OSError) as error:
         raise TransferError(f"UCX cannot be loaded: {error}") from None
-    return UcxThread(staging, options, interface, emit, wake), ucxx.get_ucx_version()
+    return UcxThread(staging, options, interface, events), ucxx.get_ucx_version()

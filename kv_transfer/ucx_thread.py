@@ -12,7 +12,6 @@ import ctypes
 import logging
 import select
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +22,10 @@ from ucxx._lib import libucxx as ucx
 from ucxx._lib.arr import Array
 
 from baton.errors import TransferError
+from kv_transfer.events import EventQueue
 from kv_transfer.staging import Staging
 from kv_transfer.threaded import TransportThread, resolve
-from kv_transfer.transport import MAX_HEADER_BYTES, TAG_BITS, Arrived, Failed, PeerLost, Sent, TransportEvent
+from kv_transfer.transport import MAX_HEADER_BYTES, TAG_BITS, Arrived, Failed, PeerLost, Sent
 from kv_transfer.ucx_buffer import buffer_of
 from kv_transfer.ucx_path import look, path_of, slowness
 
@@ -104,10 +104,9 @@ class UcxThread(TransportThread):
         staging: Staging,
         options: dict[str, str],
         interface: str | None,
-        emit: Callable[[TransportEvent], None],
-        wake: Callable[[], None],
+        events: EventQueue,
     ) -> None:
-        super().__init__("ucx", emit, wake)
+        super().__init__("ucx", events)
         self._staging = staging
         self._options = options
         self._interface = interface  # that must be there
@@ -176,7 +175,7 @@ class UcxThread(TransportThread):
         self._close_parked()
         if self._hearing.completed:
             self._listen()
-        self._ring()
+        self._deliver()
         if not self._mailbox and not self._stopping and self._worker.arm():
             self._poll.poll()
 

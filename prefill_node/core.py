@@ -20,7 +20,8 @@ from engine.node.events import FromPeer, PeerClosed, PeerOpened
 from engine.node.intake import make_sequence
 from engine.sequence import Sequence
 from engine.step import StepResult
-from kv_transfer.sender import KvSender, PartFailed, PartSent
+from kv_transfer.ranks import SenderRanks, peer_of
+from kv_transfer.sender import PartFailed, PartSent
 from kv_transfer.sender import PeerLost as PeerGone
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
@@ -35,7 +36,7 @@ class PrefillCore(RoleCore):
     def __init__(
         self,
         engine: Engine,
-        sender: KvSender,
+        sender: SenderRanks,
         *,
         incarnation: str,
         max_waiting: int = 4096,
@@ -52,12 +53,12 @@ class PrefillCore(RoleCore):
     def _take_transfers(self, now: float) -> None:
         for event in self.sender.poll():
             match event:
-                case PartSent(peer, lease, _, flight_s):
-                    self._outgoing.part_sent(peer, lease, flight_s, now)
-                case PartFailed(peer, lease, part, reason):
-                    self._outgoing.part_failed(peer, lease, part, reason)
-                case PeerGone(peer, reason):
-                    self._outgoing.peer_lost(peer, reason)
+                case PartSent(name, lease, _, flight_s):
+                    self._outgoing.part_sent(peer_of(name), lease, flight_s, now)
+                case PartFailed(name, lease, part, reason):
+                    self._outgoing.part_failed(peer_of(name), lease, part, reason)
+                case PeerGone(name, reason):
+                    self._outgoing.peer_lost(peer_of(name), reason)
 
     def _end_overdue(self, now: float) -> None:
         self._outgoing.end_overdue(now)
@@ -86,8 +87,8 @@ class PrefillCore(RoleCore):
 
     def _handle_peer(self, event: PeerOpened | PeerClosed | FromPeer, now: float) -> None:
         match event:
-            case PeerOpened(peer, part_blocks):
-                self._outgoing.peer_opened(peer, part_blocks)
+            case PeerOpened(peer, part_blocks, layout):
+                self._outgoing.peer_opened(peer, layout, part_blocks)
             case PeerClosed(peer, reason):
                 self._outgoing.peer_closed(peer, reason)
             case FromPeer(peer, message):

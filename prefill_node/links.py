@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from typing import Any
 
@@ -21,10 +22,10 @@ from engine.node.handoff_stream import (
     HandoffStream,
     PeerTransport,
     Post,
-    address_for,
     check_hello,
     connect,
     describe,
+    routes_to,
 )
 from engine.node.loop import Turn
 from engine.node.streams import EOF, HELLO_S, SILENCE_S, STOPPED, rpc_reason
@@ -114,15 +115,17 @@ class DecodeLinks:
             try:
                 async with asyncio.timeout(HELLO_S):
                     theirs = await self._introduce(call, target)
-                    await connect(self._transport, link.peer, address_for(self._hello, theirs))
+                    routes = routes_to(self._hello, theirs)
+                    await connect(self._transport, link.peer, routes)
             except TimeoutError:
                 return f"no answer from {target.address} within {HELLO_S:g} s"
             except grpc.aio.AioRpcError as error:
                 return rpc_reason(error)
             except BatonError as error:
                 return describe(error)
+            link.limits = dataclasses.replace(self._limits, num_pairs=len(routes))
             part_blocks = min(self._hello.part_blocks, theirs.part_blocks)
-            self._post(PeerOpened(link.peer, part_blocks, theirs.node_id))
+            self._post(PeerOpened(link.peer, part_blocks, theirs.layout, theirs.node_id))
             log.info("handoff open peer=%s node=%s address=%s", link.peer, theirs.node_id, target.address)
             return await link.carry(call.read, call.write, self._post, self._silence_s, self._idle_s)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from engine.node.parts import Base, RoleParts, assemble
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
+from kv_transfer.ranks import SenderRanks
 from kv_transfer.sender import KvSender
 from prefill_node.core import PrefillCore
 
@@ -22,7 +23,8 @@ def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
 def _make_role(base: Base) -> RoleParts:
     built, settings = base.built, base.settings
     verify = settings.verify_transfers
-    sender = KvSender(base.transport, base.staging, built.pool_bytes, built.layout, verify=verify)
+    mover = KvSender(base.transport, base.staging, built.pool_bytes, built.layout, verify=verify)
+    sender = SenderRanks([mover])
     core = PrefillCore(
         built.engine,
         sender,

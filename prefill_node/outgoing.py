@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded, PeerLost, TransferError
+from baton.layout import KvLayout
 from baton.messages import (
     CommitReply,
     Credit,
@@ -186,12 +187,12 @@ class Outgoing:
             text = f"decode node {peer.target.address} told of {told}, and they are {num_full} at most and {num_parts}"
             self._finish(handoff, End(TransferError(text)))
 
-    def peer_opened(self, incarnation: str, part_blocks: int) -> None:
-        self._parts.part_blocks[incarnation] = part_blocks
+    def peer_opened(self, incarnation: str, layout: KvLayout, part_blocks: int) -> None:
+        self._parts.open(incarnation, layout, part_blocks)
 
     def peer_closed(self, incarnation: str, reason: str) -> None:
         """Its stream is down. Another one may follow, with new leases."""
-        self._parts.part_blocks.pop(incarnation, None)
+        self._parts.close(incarnation)
         if incarnation in self._peers:
             self._end_peer(incarnation, reason)
             del self._peers[incarnation]

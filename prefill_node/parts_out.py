@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from baton.layout import num_blocks_for
+from baton.layout import KvLayout, num_blocks_for
 from baton.messages import Grant
 from engine.engine import Engine
 from engine.sequence import Sequence
-from kv_transfer.parts import Piece, plan_parts
-from kv_transfer.sender import KvSender
+from kv_transfer.parts import PartPlanner, Piece
+from kv_transfer.ranks import SenderRanks
 from prefill_node.handoff import Drain, Handoff
 
 
 class PartsOut:
     """A prompt's last chunk travels by `layer_groups` groups of layers if it has more than `whole_tokens` tokens.
-    `part_blocks`: of a part between this node and a decode node, by its incarnation, while its stream is up."""
+    `planners`: of what goes to a decode node, by its incarnation, while its stream is up."""
 
-    def __init__(self, engine: Engine, sender: KvSender, layer_groups: int, whole_tokens: int) -> None:
+    def __init__(self, engine: Engine, sender: SenderRanks, layer_groups: int, whole_tokens: int) -> None:
         self._engine = engine
         self._sender = sender
         self._layer_groups = layer_groups
         self._whole_tokens = whole_tokens
-        self.part_blocks: dict[str, int] = {}
+        self.planners: dict[str, PartPlanner] = {}
+
+    def open(self, incarnation: str, layout: KvLayout, part_blocks: int) -> None:
+        """The decode node's stream is up; its layout is compatible."""
+        self.planners[incarnation] = self._sender.planner(layout, part_blocks)
+
+    def close(self, incarnation: str) -> None:
+        """Its stream is down."""
+        self.planners.pop(incarnation, None)
 
     def is_open(self, incarnation: str) -> bool:
         """Whether the decode node's stream is up."""
-        return incarnation in self.part_blocks
+        return incarnation in self.planners
 
     def tail(self, sequence: Sequence) -> tuple[int, int]:
         """From which block on it travels by groups of layers, and by how many. Asked when its first chunk is
@@ -37,10 +45,9 @@ class PartsOut:
     def plan(self, handoff: Handoff, grant: Grant) -> tuple[Piece, ...]:
         """What the decode node that granted expects, if it says so itself."""
         assert handoff.target is not None
-        part_blocks = self.part_blocks[handoff.target.incarnation]
         end = num_blocks_for(handoff.sequence.num_tokens, self._engine.config.block_size)
         tail = handoff.grouped_from_block, handoff.layer_groups
-        return plan_parts(self._sender.layout, part_blocks, grant.num_held_blocks, end, *tail)
+        return self.planners[handoff.target.incarnation].plan(grant.num_held_blocks, end, *tail)
 
     @property
     def has_slot(self) -> bool:
@@ -57,9 +64,8 @@ class PartsOut:
         with self._sender.together():
             while part := handoff.ready_part(blocks.block_size, num_layers):
                 named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
-                extent = part.offset, part.num_bytes
                 blocks.pin_read(named)
-                sent = self._sender.send(peer, grant.lease, handoff.next_part, named, *extent, checked)
+                sent = self._sender.send(peer, grant.lease, handoff.next_part, part, named, checked)
                 blocks.unpin_read(named)
                 if not sent:
                     return False
@@ -69,7 +75,7 @@ class PartsOut:
     def drain(self, peer: str, lease: int, drain: Drain) -> bool:
         """Use up the credits of a dead lease. False: for one part more no slot is free here."""
         while drain.next_part < drain.credits:
-            if not self._sender.drain(peer, lease, drain.next_part):
+            if not self._sender.drain(peer, lease, drain.next_part, self.planners[peer]):
                 return False
             drain.next_part += 1
         return True

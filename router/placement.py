@@ -51,7 +51,7 @@ class Placement:
 def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
     """Why the two cannot exchange blocks. None: they can."""
     try:
-        prefill.layout.require_same(decode.layout, decode.node_id)
+        prefill.layout.require_compatible(decode.layout, decode.node_id)
     except LayoutMismatch as error:
         return f"LayoutMismatch {error.message}"
     spoken, understood = ([e.transport for e in info.endpoints] for info in (prefill, decode))

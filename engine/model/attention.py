@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from baton.layout import LayerKv
 from baton_kernels.kv_write import HeadNorm, kv_write, rope_kv_write
 from baton_kernels.paged_attention import PagedBatch, paged_attention
 from engine.model import rope
 from engine.model.errors import UnsupportedModel
-from engine.model.kv_pool import KvPool, KvShape
+from engine.model.kv_pool import KvPool, require_served
 from engine.model.watch import SeesLayers
 
 IMPLEMENTATION = "baton_paged"
@@ -188,20 +189,23 @@ def bind(module: nn.Module, site: AttentionSite | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a first forward showed: the attention modules in the order in which they run, and the shape of their KV."""
+    """What a first forward showed: the attention modules in the order in which they run, and what each keeps."""
 
     layers: list[nn.Module]
-    shape: KvShape
+    kv: tuple[LayerKv, ...]
 
 
 class _ProbeSite:
     """Attends within the probe's few tokens, and takes notes."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[nn.Module, torch.Size, torch.Size]] = []
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.calls: list[tuple[nn.Module, LayerKv]] = []
+        self._dtype = str(dtype).removeprefix("torch.")
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        self.calls.append((module, call.key.shape[1:], call.value.shape[1:]))
+        num_kv_heads, head_dim_k = call.key.shape[1:]
+        kept = LayerKv(num_kv_heads, head_dim_k, call.value.shape[-1], self._dtype, call.sliding_window)
+        self.calls.append((module, kept))
         q, k, v = (x.transpose(0, 1)[None] for x in (call.query, call.key, call.value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
         return out[0].transpose(0, 1)
@@ -210,7 +214,8 @@ class _ProbeSite:
 @torch.inference_mode()
 def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     """Run a few tokens through the model, and find its attention. Raises UnsupportedModel when the engine would get it
-    wrong: state other than KV, attention that does not go through our function once per layer, or KV of mixed shapes.
+    wrong: state other than KV, attention that does not go through our function once per layer, or KV that the pool
+    cannot keep.
 
     RoPE that depends on the batch is made independent of it, for sequences of up to `max_model_len` tokens (see
     `engine.model.rope`); without one, a model that has it is refused.
@@ -218,7 +223,7 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     config = model.config.get_text_config()
     _refuse_by_config(config)
     _fix_rope(model, config, max_model_len)
-    site = _ProbeSite()
+    site = _ProbeSite(model.dtype)
     for module in model.modules():
         bind(module, site)
     try:
@@ -226,17 +231,15 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
     finally:
         for module in model.modules():
             bind(module, None)
-    layers = [module for module, _, _ in site.calls]
+    layers = [module for module, _ in site.calls]
     if len(layers) != config.num_hidden_layers or len(set(layers)) != len(layers):
         raise UnsupportedModel(
             f"{type(model).__name__}: {len(set(layers))} modules called paged attention {len(layers)} times, "
             f"for {config.num_hidden_layers} layers"
         )
-    dims = {tuple(dim) for _, *key_and_value in site.calls for dim in key_and_value}
-    if len(dims) != 1:
-        raise UnsupportedModel(f"{type(model).__name__}: layers' KV differ in shape: {sorted(dims)}")
-    num_kv_heads, head_dim = dims.pop()
-    return Probe(layers, KvShape(len(layers), num_kv_heads, head_dim, model.dtype))
+    kv = tuple(kept for _, kept in site.calls)
+    require_served(kv, type(model).__name__)
+    return Probe(layers, kv)
 
 
 def _forward_few_tokens(model: PreTrainedModel) -> None:

@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from baton.layout import KvLayout
+from baton.layout import KvLayout, LayerKv
 from baton_kernels.block_copy import copy_blocks
+from engine.model.errors import UnsupportedModel
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """What one token's KV is for a model, as the probe saw it."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block: K and V of `block_size` tokens in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.dtype.itemsize
+def require_served(layers: Sequence[LayerKv], model: str) -> None:
+    """Raise UnsupportedModel unless this engine can keep the KV of such layers: in one pool, where every layer has K
+    and V of one shape for each token. A window narrows what is attended to, and not what is kept."""
+    for index, layer in enumerate(layers):
+        if layer.state_bytes:
+            raise UnsupportedModel(f"{model}: layer {index} keeps a state of {layer.state_bytes} bytes instead of KV")
+        if layer.head_dim_v != layer.head_dim_k:
+            widths = f"{layer.head_dim_k} and {layer.head_dim_v}"
+            raise UnsupportedModel(f"{model}: K and V of layer {index} differ in width: {widths}")
+    if len(shapes := {dataclasses.replace(layer, sliding_window=None) for layer in layers}) != 1:
+        told = sorted((layer.num_kv_heads, layer.head_dim_k, layer.dtype) for layer in shapes)
+        raise UnsupportedModel(f"{model}: layers' KV differ in shape: {told}")
 
 
 class KvPool:
-    """All KV blocks of a node, in one tensor that this object owns.
+    """All KV blocks of a node's rank, in one tensor that this object owns.
 
-    tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]. Block-major: a block is one contiguous
-    piece to copy, send or checksum. Heads are outside slots, so that a rank's heads are one slice. It starts as
-    zeros, and slots after a block's last written one stay zero, so that whatever an attention reads is finite.
+    layers: what the rank holds of a sequence, which `require_served` takes. tensor: [num_blocks, num_layers, 2,
+    num_kv_heads, block_size, head_dim]. Block-major: a block is one contiguous piece to copy, send or checksum. Heads
+    are outside slots, so that a rank's heads are one slice. It starts as zeros, and slots after a block's last written
+    one stay zero, so that whatever an attention reads is finite.
     """
 
-    def __init__(self, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
-        self.shape = shape
+    def __init__(self, layers: tuple[LayerKv, ...], num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.layers = layers
         self.num_blocks = num_blocks
         self.block_size = block_size
-        dims = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
-        self.tensor = torch.zeros(dims, dtype=shape.dtype, device=device)
-        assert math.prod(dims[1:]) * shape.dtype.itemsize == shape.block_bytes(block_size)
+        one = layers[0]
+        dims = (num_blocks, len(layers), 2, one.num_kv_heads, block_size, one.head_dim_k)
+        self.tensor = torch.zeros(dims, dtype=getattr(torch, one.dtype), device=device)
+        assert self.as_bytes().shape[1] == self.layout("").block_bytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer: views [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -59,16 +62,5 @@ class KvPool:
         self.tensor[blocks] = 0
 
     def layout(self, fingerprint: str) -> KvLayout:
-        """How to describe a block to another node, for the model of that fingerprint."""
-        return KvLayout(
-            num_layers=self.shape.num_layers,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim_k=self.shape.head_dim,
-            head_dim_v=self.shape.head_dim,
-            block_size=self.block_size,
-            dtype=str(self.shape.dtype).removeprefix("torch."),
-            head_start=0,
-            head_end=self.shape.num_kv_heads,
-            block_bytes=self.shape.block_bytes(self.block_size),
-            fingerprint=fingerprint,
-        )
+        """How to describe the blocks to another node, for the model of that fingerprint."""
+        return KvLayout(self.layers, self.block_size, fingerprint)

@@ -51,24 +51,30 @@ class TorchModelRunner:
         probed = probed or probe(model, config.max_model_len)
         self.model = model
         self._config = config
-        self.pool = KvPool(probed.shape, config.num_blocks, config.block_size, model.device)
+        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device)
         self._step = attach(probed.layers, self.pool)
         self._sampler = Sampler(config.max_num_seqs, config.vocab_size, config.eos_token_ids, model.device)
         self._rows = Rows(config, self._sampler, model.device)
         self._state = DeviceState(self._rows.block_tables, self._sampler.last_tokens, config.block_size, extensions)
         self._graphs: StepGraphs | None = None
         self._watch = DeviceWatch(model.device, wake) if wake and model.device.type == "cuda" else None
-        groups = layer_groups_of(probed.shape.num_layers, layer_groups)
+        groups = layer_groups_of(len(probed.kv), layer_groups)
         self._group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
 
     @torch.inference_mode()
     def rehearse(self) -> int:
         """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
         In the thread that will launch, because some of that is kept per thread; before `capture`. How many it were."""
-        shape, text = self.pool.shape, self.model.config.get_text_config()
+        layer, text = self.pool.layers[0], self.model.config.get_text_config()
         longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
-        num_heads = text.num_attention_heads
-        warm_up(num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, self.model.device, longest)
+        warm_up(
+            text.num_attention_heads,
+            layer.num_kv_heads,
+            layer.head_dim_k,
+            self.pool.tensor.dtype,
+            self.model.device,
+            longest,
+        )
         steps = first_steps(self._config)
         for chunks in steps:
             self.launch(chunks).wait()
@@ -101,7 +107,7 @@ class TorchModelRunner:
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
         marks = self._marks(chunks)
         sampled = self._sampler.launch(self._logits(ordered, rows, marks), columns)
-        step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, self.pool.shape.num_layers)
+        step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers))
         if self._watch is not None:
             for event in step.events:
                 self._watch.add(event)

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,9 +130,9 @@ def new_incarnation() -> str:
 
 
 def describe(
-    settings: NodeSettings, role: NodeRole, built: Built, incarnation: str, endpoint: TransportEndpoint
+    settings: NodeSettings, role: NodeRole, built: Built, incarnation: str, addresses: Sequence[bytes]
 ) -> NodeInfo:
-    """What the node says of itself, but for its address."""
+    """What the node says of itself, but for its address. addresses: of the transports of its ranks."""
     config, tokenizer = built.engine.config, built.tokenizer
     return NodeInfo(
         role=role,
@@ -144,7 +144,7 @@ def describe(
         max_num_seqs=config.max_num_seqs,
         num_blocks=built.engine.blocks.num_total,
         layout=built.layout,
-        endpoints=(endpoint,),
+        endpoints=tuple(TransportEndpoint(rank, settings.transport, address) for rank, address in enumerate(addresses)),
         tokenizer_digest=built.tokenizer_digest,
         chat_template=tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens,
@@ -224,7 +224,7 @@ def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
     log.info(
         "kv pool kv_blocks=%d kv_gib=%.2f max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d seconds=%.2f",
         num_blocks,
-        num_blocks * probed.shape.block_bytes(settings.block_size) / GIB,
+        num_blocks * KvLayout(probed.kv, settings.block_size, "").block_bytes / GIB,
         limits.max_model_len,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.audit import KvAudit
+from baton.layout import KvLayout
 from baton.messages import Abort, DecodeTarget, DecodeToPrefill, Load, Prefill, PrefillToDecode, Update
 
 # ---- in ----
@@ -40,13 +41,15 @@ class FromRouter:
 
 @dataclass(frozen=True, slots=True)
 class PeerOpened:
-    """The handoff stream to or from another node is up: Hello exchanged, layouts equal, transports connected.
+    """The handoff stream to or from another node is up: Hello exchanged, layouts compatible, transports connected.
 
-    `part_blocks`: blocks that a part has at most, between these two nodes. `name`: of the peer, for people.
+    `part_blocks`: blocks that a part has at most, between these two nodes. `layout`: the peer's, which may divide the
+    model among other ranks. `name`: of the peer, for people.
     """
 
     peer: str
     part_blocks: int
+    layout: KvLayout
     name: str = ""
 
 

@@ -14,13 +14,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable, TransferError
-from baton.messages import Auth, CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, WorkId
+from baton.messages import Auth, CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, Route, WorkId
 from engine.node.events import Event, FromPeer
 from engine.node.streams import HEARTBEAT_S, Stream, first_end, read_all
 
@@ -34,8 +34,8 @@ CONNECT_S = 3.0
 class PeerTransport(Protocol):
     """The part of a KV transport that the shell drives. Callable from any thread."""
 
-    def connect(self, peer: str, address: bytes, timeout_s: float) -> None:
-        """Blocks until parts can travel. Raises TransferError."""
+    def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:
+        """Blocks until parts can travel between these ranks. Raises TransferError."""
 
     def disconnect(self, peer: str) -> None:
         """Cuts the peer off. Harmless for one that is not connected."""
@@ -72,14 +72,14 @@ DECODE_CODEC = Codec(wire.read_prefill_message, wire.write_decode_message, _fail
 
 class HandoffStream(Stream[Any]):
     """One stream that is up. `open_work` are the requests whose handoff is under way on it; `limits`: what a message to
-    this node keeps to."""
+    this node keeps to, which the peer's Hello may widen."""
 
     def __init__(self, peer: str, codec: Codec, limits: wire.Limits) -> None:
         super().__init__(MAX_WAITING)
         self.peer = peer
         self.open_work: set[WorkId] = set()
         self._codec = codec
-        self._limits = limits
+        self.limits = limits
         self._last_used = time.monotonic()
 
     def send(self, message: Any) -> None:
@@ -110,7 +110,7 @@ class HandoffStream(Stream[Any]):
         """A message that names its work and makes no sense otherwise is the end of that work here. Raises
         InvalidRequest for one that names none."""
         try:
-            return self._codec.read(message, self._limits)
+            return self._codec.read(message, self.limits)
         except InvalidRequest as error:
             if (work := wire.work_of(message)) is None:
                 raise
@@ -139,7 +139,7 @@ def check_hello(mine: Hello, theirs: Hello) -> None:
     """Raise the BatonError that names why these two cannot hand over to one another."""
     if theirs.protocol_version != PROTOCOL_VERSION:
         raise TransferError(f"protocol version {theirs.protocol_version} of {theirs.node_id} != {PROTOCOL_VERSION}")
-    mine.layout.require_same(theirs.layout, theirs.node_id)
+    mine.layout.require_compatible(theirs.layout, theirs.node_id)
     if theirs.part_blocks < 1:
         raise TransferError(f"{theirs.node_id} takes no block in a part")
 
@@ -150,19 +150,27 @@ def check_target(mine: Hello, theirs: Hello) -> None:
         raise NodeUnavailable(f"this is incarnation {mine.incarnation}, not {theirs.target_incarnation}")
 
 
-def address_for(mine: Hello, theirs: Hello) -> bytes:
-    """Where the peer takes bytes over the transport that this node speaks. Raises TransferError."""
+def routes_to(mine: Hello, theirs: Hello) -> list[Route]:
+    """From each rank here to each rank there that holds some of the same, over the transport that this node speaks; the
+    layouts are compatible. Raises TransferError."""
     spoken = mine.endpoints[0].transport
-    for endpoint in theirs.endpoints:
-        if endpoint.transport == spoken and endpoint.rank == 0:
-            return endpoint.address
-    offered = ", ".join(endpoint.transport for endpoint in theirs.endpoints) or "none"
-    raise TransferError(f"transport {spoken} is not offered by {theirs.node_id} ({offered})")
+    addresses = {endpoint.rank: endpoint.address for endpoint in theirs.endpoints if endpoint.transport == spoken}
+    routes = [
+        (rank, peer_rank)
+        for rank, held in enumerate(mine.layout.ranks)
+        for peer_rank, theirs_held in enumerate(theirs.layout.ranks)
+        if held.overlap(theirs_held)
+    ]
+    if missing := {peer_rank for _, peer_rank in routes} - addresses.keys():
+        offered = ", ".join(f"{endpoint.transport} of rank {endpoint.rank}" for endpoint in theirs.endpoints) or "none"
+        told = f"transport {spoken} of rank {min(missing)}"
+        raise TransferError(f"{told} is not offered by {theirs.node_id} ({offered})")
+    return [Route(rank, peer_rank, addresses[peer_rank]) for rank, peer_rank in routes]
 
 
-async def connect(transport: PeerTransport, peer: str, address: bytes) -> None:
+async def connect(transport: PeerTransport, peer: str, routes: Sequence[Route]) -> None:
     """`transport.connect` off the event loop. When cancelled it waits for the call, so that a disconnect follows it."""
-    call = asyncio.create_task(asyncio.to_thread(transport.connect, peer, address, CONNECT_S))
+    call = asyncio.create_task(asyncio.to_thread(transport.connect, peer, routes, CONNECT_S))
     try:
         await asyncio.shield(call)
     except asyncio.CancelledError:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import kv_transfer
-from baton.messages import TransportEndpoint
 from engine.model.memory import out_of_memory
 from engine.node.build import Built, build, count, describe, new_incarnation
 from engine.node.core import RoleCore
+from engine.node.handoff_stream import PeerTransport
 from engine.node.settings import NodeSettings
 from engine.node.shell import NodeParts
 from engine.node.slots import slot_sizes
@@ -22,8 +22,11 @@ from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport
 
 
-class Mover(Protocol):
-    """What the shell asks of a role's sender or receiver."""
+class Mover(PeerTransport, Protocol):
+    """What the shell asks of a role's senders or receivers, one for each rank."""
+
+    num_slots: int
+    """Of all ranks."""
 
     @property
     def part_blocks(self) -> int:
@@ -68,16 +71,15 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
         built.warm_up()
         role.mover.warm_up()
 
-    endpoint = TransportEndpoint(0, settings.transport, base.transport.info())
     return NodeParts(
         role=role.core,
         warm_up=warm_up,
-        transport=base.transport,
-        info=describe(settings, role.core.role, built, base.incarnation, endpoint),
+        transport=role.mover,
+        info=describe(settings, role.core.role, built, base.incarnation, [base.transport.info()]),
         tokenizer=built.tokenizer.json,
         part_blocks=role.mover.part_blocks,
         count=lambda: count(built.engine, role.count_damaged()),
-        num_slots=base.staging.num_slots,
+        num_slots=role.mover.num_slots,
         count_free_slots=lambda: role.mover.num_free_slots,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from baton.layout import num_blocks_for
+from baton.layout import KvLayout, num_blocks_for
 from engine.config import EngineConfig
 from engine.model.attention import Probe
 from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
@@ -24,7 +24,7 @@ def num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
     memory = _profile(model, probed, limits) if model.device.type == "cuda" else None
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override  # EngineConfig checks it
-    block_bytes = probed.shape.block_bytes(limits.block_size)
+    block_bytes = KvLayout(probed.kv, limits.block_size, "").block_bytes
     pool_bytes, more_by = _pool_bytes(settings, limits, block_bytes, memory)
     return num_kv_blocks(pool_bytes, block_bytes, limits.block_size, limits.max_model_len, more_by)
 

@@ -1,45 +1,164 @@
-"""The shape of KV blocks, as two nodes compare it before the first byte travels."""
+"""What a model's KV is, and the shape of its blocks, as two nodes compare them before the first byte travels."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import itertools
+import re
+from typing import NamedTuple
 
 from baton.errors import LayoutMismatch
+
+MAX_LAYERS = 2048
+MAX_KV_HEADS = 2**16 - 1
+MAX_RANKS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerKv:
+    """What one layer keeps of a sequence: for each token K `[num_kv_heads, head_dim_k]` and V `[num_kv_heads,
+    head_dim_v]`, of `dtype`.
+
+    head_dim_v 0: K alone (MLA's latent). sliding_window: attention looks no further back; None: at everything.
+    state_bytes: the layer keeps a state of this fixed size instead, and nothing per token (recurrent layers). Raises
+    ValueError for a dtype whose size its name does not tell.
+    """
+
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    dtype: str
+    sliding_window: int | None = None
+    state_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        dtype_bytes(self.dtype)
+
+    def head_bytes(self, block_size: int) -> int:
+        """Bytes of one head's K and V of `block_size` tokens."""
+        return block_size * (self.head_dim_k + self.head_dim_v) * dtype_bytes(self.dtype)
+
+
+class KvSlice(NamedTuple):
+    """The KV heads [head_start, head_end) of the layers [layer_start, layer_end), both counted in the whole model."""
+
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer_end - self.layer_start
+
+    @property
+    def num_heads(self) -> int:
+        return self.head_end - self.head_start
+
+    def overlap(self, other: KvSlice) -> KvSlice | None:
+        """What is in both. None: nothing."""
+        layers = max(self.layer_start, other.layer_start), min(self.layer_end, other.layer_end)
+        heads = max(self.head_start, other.head_start), min(self.head_end, other.head_end)
+        return KvSlice(*layers, *heads) if layers[0] < layers[1] and heads[0] < heads[1] else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvLayout:
-    """One block is `[num_layers, 2, heads held, block_size, head_dim]` of `dtype`, contiguous: `block_bytes` in all.
+    """The KV blocks of a node, which has one pool for each of its ranks.
 
-    `head_start:head_end` are the KV heads that this rank holds of `num_kv_heads`. K and V may differ in width; models
-    whose layers differ state it through `block_bytes` and the fingerprint. `fingerprint` covers the model's
-    configuration and weights: caches of two fine-tunes of one shape must never mix.
+    layers: of the whole model. block_size: tokens in a block. fingerprint: covers the model's configuration and
+    weights, since caches of two fine-tunes of one shape must never mix. ranks: what each rank's pool holds; a block
+    there is, layer by layer, K then V of these heads, `[heads held, block_size, head_dim]` each, contiguous. Any two
+    ranks hold the same, or nothing in common, and together they hold everything; none given: one rank holds it.
+
+    Raises ValueError for layers and ranks that are no such thing.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
+    layers: tuple[LayerKv, ...]
     block_size: int
-    dtype: str
-    head_start: int
-    head_end: int
-    block_bytes: int
     fingerprint: str
+    ranks: tuple[KvSlice, ...] = ()
 
-    def require_same(self, other: KvLayout, who: str) -> None:
-        """Raise LayoutMismatch unless `other`, of the node `who`, equals this in every field; the text names the first
-        difference as `field mine != theirs`."""
-        for field in dataclasses.fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+    def __post_init__(self) -> None:
+        if not 0 < len(self.layers) <= MAX_LAYERS or not 0 < self.num_kv_heads <= MAX_KV_HEADS or self.block_size < 1:
+            raise ValueError(f"{len(self.layers)} layers, {self.num_kv_heads} KV heads, block_size {self.block_size}")
+        if not self.ranks:
+            object.__setattr__(self, "ranks", (self.whole,))
+        _require_division(self.whole, self.ranks)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the layer that has the most."""
+        return max((layer.num_kv_heads for layer in self.layers), default=0)
+
+    @property
+    def whole(self) -> KvSlice:
+        return KvSlice(0, len(self.layers), 0, self.num_kv_heads)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block on all ranks together, each slice counted once."""
+        return self.num_bytes(self.whole)
+
+    @property
+    def has_equal_runs(self) -> bool:
+        """Whether all that a layer keeps of a head, K or V, has the same number of bytes in every layer: then the heads
+        of a block can be divided among ranks."""
+        shapes = {(layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v, layer.dtype) for layer in self.layers}
+        return len(shapes) == 1 and all(v in (0, k) for _, k, v, _ in shapes)
+
+    def num_bytes(self, what: KvSlice) -> int:
+        """Of a slice of one block. A layer with fewer heads has those of the slice that it has."""
+        return sum(
+            (min(what.head_end, layer.num_kv_heads) - min(what.head_start, layer.num_kv_heads))
+            * layer.head_bytes(self.block_size)
+            for layer in self.layers[what.layer_start : what.layer_end]
+        )
+
+    def require_compatible(self, other: KvLayout, who: str) -> None:
+        """Raise LayoutMismatch unless the blocks of `other`, of the node `who`, hold the same as these, however either
+        divides them among ranks; the text names the first difference as `field mine != theirs`."""
+
+        def require(field: str, mine: object, theirs: object, where: str = "") -> None:
             if mine != theirs:
-                raise LayoutMismatch(f"{field.name} {mine} != {theirs} of {who}", field.name)
+                raise LayoutMismatch(f"{field}{where} {mine} != {theirs} of {who}", field)
+
+        for field in ("num_layers", "block_size", "fingerprint"):
+            require(field, getattr(self, field), getattr(other, field))
+        for index, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
+            if mine != theirs:
+                for part in dataclasses.fields(LayerKv):
+                    require(part.name, getattr(mine, part.name), getattr(theirs, part.name), f" of layer {index}")
+        if not self.has_equal_runs and any(rank.num_heads < self.num_kv_heads for rank in self.ranks + other.ranks):
+            raise LayoutMismatch(f"ranks divide heads of layers that differ, here or at {who}", "ranks")
 
     def digest(self) -> bytes:
-        """16 bytes that go into the header of every part."""
-        return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).digest()[:16]
+        """16 bytes that go into the header of every part: those of compatible layouts are equal."""
+        return hashlib.sha256(repr((self.layers, self.block_size, self.fingerprint)).encode()).digest()[:16]
+
+
+def _require_division(whole: KvSlice, ranks: tuple[KvSlice, ...]) -> None:
+    if len(ranks) > MAX_RANKS:
+        raise ValueError(f"{len(ranks)} ranks are more than {MAX_RANKS}")
+    held = set(ranks)
+    if any(rank.overlap(whole) != rank for rank in held):
+        raise ValueError(f"a rank holds what the model does not have: {sorted(held)}")
+    if any(one.overlap(other) for one, other in itertools.combinations(held, 2)):
+        raise ValueError(f"ranks hold parts of the same: {sorted(held)}")
+    if sum(rank.num_layers * rank.num_heads for rank in held) != whole.num_layers * whole.num_heads:
+        raise ValueError(f"ranks do not hold the whole model: {sorted(held)}")
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of a number of that type: `bfloat16` has 2. Raises ValueError."""
+    if not (found := re.fullmatch(r"[a-z]{1,16}(8|16|32|64)(_\w{1,16})?", dtype)):
+        raise ValueError(f"dtype {dtype!r} does not tell its size")
+    return int(found[1]) // 8
 
 
 def layer_groups_of(num_layers: int, num_groups: int) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton import PROTOCOL_VERSION
 from baton.block_hash import BlockHash
@@ -322,6 +323,14 @@ class TransportEndpoint:
 
     rank: int
     transport: str
+    address: bytes
+
+
+class Route(NamedTuple):
+    """From a rank of this node to a rank of another, and where that one takes KV bytes."""
+
+    rank: int
+    peer_rank: int
     address: bytes
 
 

@@ -1,9 +1,11 @@
 """Hypothesis strategies for every message of the shared language."""
 
+import dataclasses
+
 from hypothesis import strategies as st
 
 from baton import errors, messages
-from baton.layout import KvLayout
+from baton.layout import KvLayout, LayerKv
 from baton.sampling import FinishReason, SamplingParams
 
 uint32 = st.integers(0, 2**32 - 1)
@@ -99,9 +101,26 @@ node_message = st.one_of(
     st.builds(messages.Subscribed, text, uint32),
 )
 
-layout = st.builds(
-    KvLayout, some32, uint32, uint32, uint32, some32, text, uint32, uint32, st.integers(1, 2**64 - 1), text
+dtype = st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"])
+layer_kv = st.builds(
+    LayerKv,
+    st.integers(1, 65535),
+    st.integers(1, 2**32 - 1),
+    uint32,
+    dtype,
+    st.none() | st.integers(1, 2**32 - 1),
+    st.integers(0, 2**64 - 1),
 )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KvLayout:
+    layout = KvLayout(draw(st.lists(layer_kv, min_size=1, max_size=3).map(tuple)), draw(some32), draw(text))
+    by_layer = tuple(layout.whole._replace(layer_start=at, layer_end=at + 1) for at in range(layout.num_layers))
+    return dataclasses.replace(layout, ranks=draw(st.sampled_from([(), by_layer, by_layer * 2])))
+
+
+layout = layouts()
 endpoints = st.lists(st.builds(messages.TransportEndpoint, uint32, text, st.binary(max_size=40)), max_size=3).map(tuple)
 hello = st.builds(messages.Hello, name, text, layout, endpoints, text, uint32, maybe_error, uint32)
 block_hashes = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)

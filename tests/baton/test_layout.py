@@ -8,21 +8,104 @@ from typing import Any
 import pytest
 
 from baton.errors import LayoutMismatch
-from baton.layout import KvLayout, layer_groups_of, num_blocks_for
+from baton.layout import KvLayout, KvSlice, LayerKv, dtype_bytes, layer_groups_of, num_blocks_for
 
-LAYOUT = KvLayout(4, 2, 32, 32, 16, "float32", 0, 2, 65536, "fingerprint")
+LAYOUT = KvLayout((LayerKv(2, 32, 32, "float32"),) * 4, 16, "fingerprint")
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(KvLayout)])
-def test_a_difference_in_any_field_is_named(field: str) -> None:
-    mine = getattr(LAYOUT, field)
-    change: dict[str, Any] = {field: mine + 1 if isinstance(mine, int) else "other"}
-    other = dataclasses.replace(LAYOUT, **change)
-    with pytest.raises(LayoutMismatch, match=f"^{field} {mine} != .* of the node$") as refused:
-        LAYOUT.require_same(other, "the node")
+LAYER = LAYOUT.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("num_layers", dataclasses.replace(LAYOUT, layers=LAYOUT.layers[:3], ranks=())),
+        ("block_size", dataclasses.replace(LAYOUT, block_size=32)),
+        ("fingerprint", dataclasses.replace(LAYOUT, fingerprint="of another")),
+    ],
+)
+def test_a_difference_between_models_is_named(field: str, other: KvLayout) -> None:
+    mine, theirs = getattr(LAYOUT, field), getattr(other, field)
+    with pytest.raises(LayoutMismatch, match=f"^{field} {mine} != {theirs} of the node$") as refused:
+        LAYOUT.require_compatible(other, "the node")
     assert refused.value.field == field
     assert LAYOUT.digest() != other.digest()
-    LAYOUT.require_same(dataclasses.replace(LAYOUT), "the node")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_kv_heads", 1),
+        ("head_dim_k", 64),
+        ("head_dim_v", 0),
+        ("dtype", "bfloat16"),
+        ("sliding_window", 512),
+        ("state_bytes", 64),
+    ],
+)
+def test_a_difference_in_a_layer_is_named(field: str, value: object) -> None:
+    change: dict[str, Any] = {field: value}
+    changed = dataclasses.replace(LAYER, **change)
+    other = dataclasses.replace(LAYOUT, layers=(LAYER, LAYER, changed, LAYER), ranks=())
+    text = f"^{field} of layer 2 {getattr(LAYER, field)} != {value} of the node$"
+    with pytest.raises(LayoutMismatch, match=text) as refused:
+        LAYOUT.require_compatible(other, "the node")
+    assert refused.value.field == field
+    assert LAYOUT.digest() != other.digest()
+
+
+HEADS = (KvSlice(0, 4, 0, 1), KvSlice(0, 4, 1, 2))
+LAYERS = (KvSlice(0, 3, 0, 2), KvSlice(3, 4, 0, 2))
+
+
+@pytest.mark.parametrize("ranks", [(), HEADS, LAYERS, HEADS + HEADS])
+def test_nodes_may_divide_a_model_among_ranks_as_they_like(ranks: tuple[KvSlice, ...]) -> None:
+    divided = dataclasses.replace(LAYOUT, ranks=ranks)
+    LAYOUT.require_compatible(divided, "the node")
+    divided.require_compatible(LAYOUT, "the node")
+    assert LAYOUT.digest() == divided.digest()
+    assert divided.block_bytes == LAYOUT.block_bytes
+    assert sum(map(LAYOUT.num_bytes, set(divided.ranks))) == LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [
+        (HEADS[:1], "do not hold the whole"),
+        ((KvSlice(0, 4, 0, 2), KvSlice(0, 4, 1, 2)), "hold parts of the same"),
+        ((KvSlice(0, 5, 0, 2),), "what the model does not have"),
+        ((KvSlice(0, 0, 0, 2), *HEADS), "what the model does not have"),
+        (HEADS * 33, "more than 64"),
+    ],
+)
+def test_ranks_hold_the_whole_model_and_nothing_in_part_twice(ranks: tuple[KvSlice, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        dataclasses.replace(LAYOUT, ranks=ranks)
+
+
+def test_layers_may_differ_but_then_ranks_do_not_divide_heads() -> None:
+    """What a model is like whose layers are of several kinds has a place to be said."""
+    window = LayerKv(2, 32, 32, "float32", sliding_window=128)
+    latent = LayerKv(1, 576, 0, "bfloat16")
+    state = LayerKv(0, 0, 0, "float32", state_bytes=4096)
+    mixed = KvLayout((LAYER, window, latent, state), 16, "fingerprint")
+    assert mixed.block_bytes == 2 * (2 * 2 * 16 * 32 * 4) + 16 * 576 * 2
+    assert [mixed.num_bytes(KvSlice(i, i + 1, 0, 1)) for i in range(4)] == [4096, 4096, 18432, 0]
+    mixed.require_compatible(mixed, "the node")
+    mixed.require_compatible(dataclasses.replace(mixed, ranks=(KvSlice(0, 1, 0, 2), KvSlice(1, 4, 0, 2))), "the node")
+    with pytest.raises(LayoutMismatch, match="ranks divide heads of layers that differ"):
+        mixed.require_compatible(dataclasses.replace(mixed, ranks=HEADS), "the node")
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [("float32", 4), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int64", 8)])
+def test_the_name_of_a_dtype_tells_its_size(name: str, num_bytes: int) -> None:
+    assert dtype_bytes(name) == num_bytes
+
+
+@pytest.mark.parametrize("name", ["", "float", "float31", "32", "bfloat16 "])
+def test_a_name_that_tells_no_size_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="does not tell its size"):
+        LayerKv(1, 1, 1, name)
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,11 @@ def test_an_update_that_makes_no_sense_ends_its_own_work_and_no_other(kind) -> N
     assert isinstance(bad.kind.error, NodeUnavailable)
 
 
-def node_info(**changes: Any) -> common_pb2.NodeInfo:
-    layout = {"num_layers": 2, "block_size": 4, "block_bytes": 64}
+LAYER = {"num_kv_heads": 2, "head_dim_k": 1, "head_dim_v": 1, "dtype": "float32"}
+
+
+def node_info(**changes: object) -> common_pb2.NodeInfo:
+    layout = {"layers": [LAYER] * 2, "block_size": 4}
     names = dict.fromkeys(("incarnation", "node_id", "address", "served_model_name"), "x")
     sizes = dict.fromkeys(("max_model_len", "max_num_seqs", "num_blocks", "vocab_size"), 64)
     fields: dict[str, Any] = {"role": 1, "layout": layout, **names, **sizes, **changes}
@@ -238,7 +241,16 @@ def node_info(**changes: Any) -> common_pb2.NodeInfo:
         ("endpoints", [{"address": b"x" * 70_000}]),
         ("endpoints", [{}] * 65),
         ("generation_defaults", {"temperature": NAN}),
-        ("layout", {"num_layers": 2, "block_bytes": 64}),
+        ("layout", {"layers": [LAYER] * 2}),
+        ("layout", {"block_size": 4}),
+        ("layout", {"layers": [LAYER] * 2049, "block_size": 4}),
+        ("layout", {"layers": [LAYER | {"num_kv_heads": 0}], "block_size": 4}),
+        ("layout", {"layers": [LAYER | {"num_kv_heads": 2**16}], "block_size": 4}),
+        ("layout", {"layers": [LAYER | {"head_dim_k": 0, "head_dim_v": 0}], "block_size": 4}),
+        ("layout", {"layers": [LAYER | {"dtype": "x" * 600}], "block_size": 4}),
+        ("layout", {"layers": [LAYER | {"dtype": "huge"}], "block_size": 4}),
+        ("layout", {"layers": [LAYER], "block_size": 4, "ranks": [{"layer_end": 1, "head_end": 1}]}),
+        ("layout", {"layers": [LAYER], "block_size": 4, "ranks": [{"layer_end": 1, "head_end": 2}] * 65}),
     ],
 )
 def test_what_no_node_is_is_refused(field, value) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from baton.messages import WorkId
@@ -41,7 +42,8 @@ class Counting:
         self.steps: list[Launched] = []
         self.slow = False  # what is launched now is done when `running` says so
 
-    def launch(self, chunks: list[Chunk]) -> Launched:
+    def launch(self, chunks: Iterable[Chunk]) -> Launched:
+        chunks = list(chunks)
         self.batches.append(chunks)
         choices = [Choice(10 + chunk.end - len(chunk.sequence.prompt_tokens)) for chunk in chunks]
         step = Launched(

@@ -38,14 +38,14 @@ class FakeTier:
         self.loads: list[Load] = []
         self.num_stored = 0
         self._model = model
-        self._kept: dict[BlockHash, Tensor] = {}  # [NUM_LAYERS, block_size] each
+        self._kept: dict[BlockHash, Tensor] = {}  # [bytes of a block] each
 
     def store(self, evicted: Sequence[Evicted]) -> None:
         for block, block_hash in evicted:
             assert self.engine.blocks.find(block_hash) != block, "it is not evicted"
             self.num_stored += 1
-            kept = self._kept[block_hash] = torch.full_like(self._model.pool[block], -1)
-            self._model.enqueue(partial(self._copy, self._model.pool[block], kept))
+            kept = self._kept[block_hash] = torch.zeros_like(self._model.pool_bytes[block])
+            self._model.enqueue(partial(self._copy, self._model.pool_bytes[block], kept))
 
     def begin(self, seq: EngineSequence) -> Load | None:
         """Have the blocks loaded that a waiting sequence lacks, as far as they are kept and there is room."""
@@ -65,7 +65,7 @@ class FakeTier:
 
     def finish(self, load: Load) -> None:
         for block, block_hash in zip(load.blocks, load.hashes, strict=True):
-            self._model.enqueue(partial(self._copy, self._kept[block_hash], self._model.pool[block]))
+            self._model.enqueue(partial(self._copy, self._kept[block_hash], self._model.pool_bytes[block]))
         self.engine.blocks.finish_load(load.blocks)
         self._end(load)
 

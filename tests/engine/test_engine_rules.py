@@ -205,8 +205,9 @@ def test_a_prompt_to_hand_off_keeps_its_blocks_however_young_it_is() -> None:
     engine.blocks.allocate(engine.blocks.num_free)
     table = list(promised.block_table)
     while not engine.has_preempted:
-        result = engine.compute(engine.schedule(0.0))
-    assert result.preempted == [old]
+        plan = engine.schedule(0.0)
+        engine.compute(plan)
+    assert plan.preempted == [old]
     assert promised.block_table[: len(table)] == table
 
 

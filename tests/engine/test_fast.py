@@ -36,7 +36,7 @@ def fused(model: PreTrainedModel) -> tuple[Probe, FusedReport]:
 
 def logits(model: PreTrainedModel, probed: Probe) -> Tensor:
     with torch.inference_mode():
-        return logits_as_served(Target(model, probed.layers, MAX_MODEL_LEN), probed.shape)
+        return logits_as_served(Target(model, probed.layers, MAX_MODEL_LEN), probed.kv)
 
 
 def check_same_as_own(model: PreTrainedModel, probed: Probe, family: str, mutate=lambda model: None) -> None:

@@ -122,7 +122,7 @@ def fused(model: PreTrainedModel) -> tuple[Callable[[], Tensor], FusedReport]:
 
     @torch.inference_mode()
     def logits() -> Tensor:
-        return logits_as_served(Target(model, probed.layers, MAX_MODEL_LEN), probed.shape)
+        return logits_as_served(Target(model, probed.layers, MAX_MODEL_LEN), probed.kv)
 
     return logits, report
 
@@ -238,7 +238,7 @@ def test_an_adapter_wraps_a_method(family: str) -> None:
                 for shape in ((4, base.in_features), (base.out_features, 4))
             )
             attach(module, Adapted(base, a, b))
-            other.weight.add_(b @ a)
+            other.get_parameter("weight").add_(b @ a)
     logits, report = fused(model)
     expected, own = fused(merged)
     assert report.taken_back is None

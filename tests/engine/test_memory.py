@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.layout import LayerKv
 from engine.config import EngineConfig
 from engine.model import loader
 from engine.model.checkpoint import Checkpoint
-from engine.model.kv_pool import KvPool, KvShape
+from engine.model.kv_pool import KvPool
 from engine.model.memory import (
     GIB,
     ProfiledMemory,
@@ -173,7 +174,7 @@ def test_a_profile_sees_the_peak_and_what_stays(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_block_has_of_each_layer_its_keys_before_its_values() -> None:
     """Other nodes read blocks in this order."""
-    pool = KvPool(KvShape(2, 3, 4, torch.float32), num_blocks=2, block_size=5, device=torch.device("cpu"))
+    pool = KvPool((LayerKv(3, 4, 4, "float32"),) * 2, num_blocks=2, block_size=5, device=torch.device("cpu"))
     for layer in range(2):
         keys, values = pool.layer(layer)
         keys[1], values[1] = 2 * layer + 1, 2 * layer + 2

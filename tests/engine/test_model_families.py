@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MambaConfig
 
+from baton.layout import KvSlice, LayerKv
 from baton.messages import WorkId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
@@ -18,6 +21,7 @@ from engine.model.attention import probe
 from engine.model.batch import singles_first
 from engine.model.checkpoint import Checkpoint
 from engine.model.errors import UnsupportedModel
+from engine.model.kv_pool import require_served
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from engine.step import Chunk
@@ -91,8 +95,8 @@ def test_the_pool_and_its_layout(tmp_path: Path) -> None:
     pool = TorchModelRunner(loader.load_model(Checkpoint.open(folder)), SIZES).pool
     assert pool.tensor.shape == (65, 2, 2, 2, 8, 16)
     layout = pool.layout("print")
-    assert (layout.num_layers, layout.num_kv_heads, layout.head_start, layout.head_end) == (2, 2, 0, 2)
-    assert (layout.head_dim_k, layout.head_dim_v, layout.block_size, layout.dtype) == (16, 16, 8, "float32")
+    assert layout.layers == (LayerKv(2, 16, 16, "float32"),) * 2
+    assert (layout.block_size, layout.ranks) == (8, (KvSlice(0, 2, 0, 2),))
     raw = pool.as_bytes()
     assert raw.shape == (65, layout.block_bytes)
     assert layout.block_bytes == 2 * 2 * 2 * 8 * 16 * 4
@@ -123,6 +127,34 @@ def test_models_that_would_be_wrong_are_refused(config, why: str, tmp_path: Path
     folder = tiny_models.save(config, tmp_path)
     with pytest.raises(UnsupportedModel, match=why):
         probe(loader.load_model(Checkpoint.open(folder)))
+
+
+LAYER = LayerKv(2, 16, 16, "float32")
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (LayerKv(4, 16, 16, "float32"), "M: layers' KV differ in shape: [(2, 16, 'float32'), (4, 16, 'float32')]"),
+        (LayerKv(2, 16, 16, "bfloat16"), "M: layers' KV differ in shape: [(2, 16, 'bfloat16'), (2, 16, 'float32')]"),
+        (LayerKv(2, 24, 16, "float32"), "M: K and V of layer 1 differ in width: 24 and 16"),
+        (LayerKv(1, 576, 0, "float32"), "M: K and V of layer 1 differ in width: 576 and 0"),
+        (LayerKv(0, 0, 0, "float32", state_bytes=64), "M: layer 1 keeps a state of 64 bytes instead of KV"),
+    ],
+)
+def test_kv_that_the_pool_cannot_keep_is_refused_by_what_it_is(layer: LayerKv, why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=re.escape(why)):
+        require_served([LAYER, layer], "M")
+
+
+def test_layers_may_differ_in_how_far_they_look_back() -> None:
+    require_served([LAYER, dataclasses.replace(LAYER, sliding_window=4)], "M")
+
+
+def test_the_probe_sees_what_each_layer_keeps(tmp_path: Path) -> None:
+    model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS["gemma2"], tmp_path)))
+    assert model.config.layer_types == ["sliding_attention", "full_attention"]
+    assert probe(model).kv == (LayerKv(2, 16, 16, "float32", 20), LayerKv(2, 16, 16, "float32"))
 
 
 def test_a_layer_whose_attention_is_bypassed_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Choice, Chunk, Engine, SampledToken
 from engine.model import loader
+from engine.model.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner, accepted
 from engine.sequence import Sequence, SequenceState
 from tests.engine import tiny_models
@@ -34,7 +36,7 @@ class Guessed(Counting):
         super().__init__()
         self._empty = empty
 
-    def launch(self, chunks: list[Chunk]) -> Launched:
+    def launch(self, chunks: Seq[Chunk]) -> Launched:
         step = super().launch(chunks)
         step.choices = [self._choices(chunk) for chunk in chunks]
         if len(self.batches) - 1 in self._empty:
@@ -98,7 +100,7 @@ def test_guesses_that_are_right_come_together_and_wrong_ones_cost_nothing(ahead:
     ],
 )
 def test_what_follows_the_end_is_cut_off_and_its_kv_is_nobodys(
-    sampling: dict[str, object], said: list[int], reason: FinishReason
+    sampling: dict[str, Any], said: list[int], reason: FinishReason
 ) -> None:
     model = Guessed()
     engine = make(model, block_size=1, num_blocks=129)
@@ -216,7 +218,7 @@ def test_forks_take_guesses_as_what_they_were_forked_from() -> None:
 
 
 @pytest.mark.parametrize("change", [{"runs_ahead": True}, {"presence_penalty": 0.5}])
-def test_who_takes_no_guess(change: dict[str, object]) -> None:
+def test_who_takes_no_guess(change: dict[str, Any]) -> None:
     engine = make(Guessed())
     seq = sequence(5, max_tokens=9, **{"runs_ahead": False, **change})
     engine.add(seq)
@@ -257,7 +259,7 @@ def say(folder: Path, answers: Said | None = None, num_blocks: int = 200) -> tup
         num_speculative_tokens=4,
         async_scheduling=True,
     )
-    engine = Engine(config, TorchModelRunner(loader.load_model(folder, device="cpu"), config))
+    engine = Engine(config, TorchModelRunner(loader.load_model(Checkpoint.open(folder), device="cpu"), config))
     for number, (name, wishes) in enumerate(WISHES.items()):
         prompt = tuple((7 * i + number) % tiny_models.VOCAB_SIZE for i in range(30 + number))
         sampling = SamplingParams(**{"max_tokens": 40, "num_logprobs": 2, **wishes})  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ The model reads back the KV that it computes with, so a block that came back wit
 from __future__ import annotations
 
 import pytest
-import torch
 
 from baton.block_hash import BlockHash
 from baton.messages import WorkId
@@ -220,7 +219,11 @@ def test_forks_and_leases_tell_the_tier_before_they_write(ahead: bool) -> None:
     assert tiered.tier.num_stored == 2
     more = tiered.engine.allocate(2)
     assert tiered.tier.num_stored == 4
-    tiered.model.enqueue(lambda: tiered.model.pool.index_fill_(0, torch.tensor(more), -7))  # parts land
+
+    def land() -> None:
+        tiered.model.pool_bytes[more] = 77
+
+    tiered.model.enqueue(land)
     for _ in range(10):
         tiered.engine.compute(tiered.engine.schedule(99.0))
     tiered.engine.blocks.release(lease + more)

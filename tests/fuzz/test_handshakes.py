@@ -39,6 +39,8 @@ HANG_UP_S = 0.01
 SLOT_BYTES = 64
 HOSTS: tuple[object, ...] = ([], ["no address"], [1], "127.0.0.1", ["127.0.0.1"] * 300, ["::1%9"], [""])
 KINDS = ("ordered", "ipc", "nixl")
+AWAKE = threading.Event()
+"""What all transports here wake."""
 
 
 @contextlib.contextmanager
@@ -51,11 +53,11 @@ def pair(kind: str) -> Iterator[tuple[Any, Any]]:
     def one(name: str) -> Any:
         match kind:
             case "memory":
-                return MemoryTransport(hub, name, Staging(2, SLOT_BYTES, "cpu"), lambda: None)
+                return MemoryTransport(hub, name, Staging(2, SLOT_BYTES, "cpu"), AWAKE.set)
             case "ordered":
-                return PairTransport(Staging(2, SLOT_BYTES, "cpu"), lambda: None, ordered_carrier())
+                return PairTransport(Staging(2, SLOT_BYTES, "cpu"), AWAKE.set, ordered_carrier())
             case _:
-                return create(kind, staging_for(kind, 2, SLOT_BYTES, "cpu"), lambda: None)
+                return create(kind, staging_for(kind, 2, SLOT_BYTES, "cpu"), AWAKE.set)
 
     ends = [one("a"), one("b")]
     try:
@@ -78,11 +80,10 @@ def still_carries(a: Any, b: Any) -> None:
 
 
 def _event(end: Any) -> Any:
-    rang = threading.Event()
-    end.wake = rang.set
+    AWAKE.clear()
     while not (events := end.poll()):
-        assert rang.wait(DEADLINE_S), "nothing happens"
-        rang.clear()
+        assert AWAKE.wait(DEADLINE_S), "nothing happens"
+        AWAKE.clear()
     return events[0]
 
 

@@ -97,8 +97,8 @@ def launch_decode() -> None:
     from baton_kernels.paged_attention.tile import scoring
 
     batch = PagedBatch.build([[1]], [1], [3], 16, torch.device("cpu"))
-    caches = bf16(3, 2, 2, 2, 16, 128)[:, 1].unbind(1)
-    decode_attention(bf16(1, 8, 128), *caches, batch, bf16(1, 8, 128), scoring(0.1, None, None), None)
+    keys, values = bf16(3, 2, 2, 2, 16, 128)[:, 1].unbind(1)
+    decode_attention(bf16(1, 8, 128), keys, values, batch, bf16(1, 8, 128), scoring(0.1, None, None), None)
 
 
 def main() -> None:

@@ -136,7 +136,9 @@ def check_kernel(*, interleaved: bool, norm: tuple[float, bool] | None = None, h
             c.cos, c.sin = pairs(c.cos), pairs(c.sin)
         if half_tables:
             c.cos, c.sin = c.cos.to(c.fused.dtype), c.sin.to(c.fused.dtype)
-        rope(*c.tensors(), interleaved, None if norm is None else HeadNorm(*c.norm, 1e-5, *norm))
+        rope(
+            *c.tensors(), interleaved, None if norm is None else HeadNorm(c.norm[0], c.norm[1], 1e-5, norm[0], norm[1])
+        )
     tolerance = TOLERANCE[case.fused.dtype]
     torch.testing.assert_close(case.fused, expected.fused, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(case.pool, expected.pool, atol=tolerance, rtol=tolerance, equal_nan=True)

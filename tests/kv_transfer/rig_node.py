@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from baton.errors import BatonError
-from baton.layout import KvLayout
-from kv_transfer.carrier import Target
+from baton.layout import KvLayout, LayerKv
+from kv_transfer.native import Target
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
@@ -26,8 +26,8 @@ ROLES = ("sender", "receiver", "raw")
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 64
 DEADLINE_S = 40.0
-LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "fingerprint")
-OTHER_LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, BLOCK_BYTES, "another model")
+LAYOUT = KvLayout((LayerKv(2, 8, 8, "float32"),) * 2, 16, "fingerprint")
+OTHER_LAYOUT = KvLayout((LayerKv(2, 8, 8, "float32"),) * 2, 16, "another model")
 
 
 def pool_of(seed: int, num_blocks: int = NUM_BLOCKS) -> np.ndarray[Any, Any]:

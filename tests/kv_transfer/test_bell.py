@@ -15,9 +15,9 @@ import torch
 
 from kv_transfer import staging_for
 from kv_transfer.bell import NOBODYS_WORD, Words
-from kv_transfer.carrier import Target
 from kv_transfer.channel import Channel, Frame, Kind
 from kv_transfer.ipc import IpcCarrier, IpcTransport
+from kv_transfer.native import Target
 from kv_transfer.pair_ends import Grant
 from kv_transfer.pair_offers import Offers
 from kv_transfer.transport import Arrived, Failed, PeerLost, Sent

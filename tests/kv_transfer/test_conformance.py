@@ -186,7 +186,7 @@ def test_a_header_of_any_length_comes_as_it_was_sent_and_a_damaged_one_is_refuse
     one, other, receiver = rig.node("raw"), rig.node("raw"), rig.node("receiver", seed=2)
     rig.link(one, other)
     rig.link(one, receiver)
-    header = bytearray(PartHeader(0, 5, 1, 0, BLOCK_BYTES, LAYOUT.digest()).pack().ljust(length)[:length])
+    header = bytearray(PartHeader(0, 5, 1, LAYOUT.whole, 1, BLOCK_BYTES, LAYOUT.digest()).pack().ljust(length)[:length])
     target = other.call("fill", 0)
     other.call("post", one.name, 4, target)
     one.call("push", other.name, 4, one.call("fill", 1), 1, bytes(header))

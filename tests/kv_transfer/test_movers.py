@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from baton.errors import TransferError
+from baton.layout import KvSlice
 from baton_kernels.block_copy import Move
-from kv_transfer.carrier import Native, Target
 from kv_transfer.memory import MemoryHub, MemoryTransport, Transfer
+from kv_transfer.native import Native, Target
 from kv_transfer.parts import PartHeader, slot_bytes_for, untag
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import KvSender, PartFailed
@@ -24,8 +25,8 @@ from tests.kv_transfer.rig_node import BLOCK_BYTES, DEADLINE_S, LAYOUT
 
 NUM_BLOCKS, PART_BLOCKS, NUM_SLOTS = 6, 2, 3
 HALF = BLOCK_BYTES // 2
-EXTENTS = ((0, BLOCK_BYTES), (0, HALF), (HALF, HALF))
-"""Of each block: what a part carries."""
+SLICES = (LAYOUT.whole, KvSlice(0, 1, 0, 2), KvSlice(1, 2, 0, 2))
+"""Of each block: what a part carries, all or one of the two layers, which are its halves."""
 STEPS = 600
 
 
@@ -47,13 +48,13 @@ class Side:
 
 
 class Grant(NamedTuple):
-    """Where a part of a lease is to go: these bytes of these blocks."""
+    """Where a part of a lease is to go: over this slice of these blocks."""
 
     receiver: Side
     sender: Side
     lease: int
     blocks: list[int]
-    extent: tuple[int, int]
+    what: KvSlice
 
 
 class World:
@@ -87,20 +88,20 @@ class World:
         receiver.transport.connect(sender.name, sender.transport.info())
         self.serial += 1
         lease, blocks = self.serial, self.rng.sample(range(NUM_BLOCKS), self.rng.randint(1, PART_BLOCKS))
-        extent = self.rng.choice(EXTENTS)
-        if receiver.mover.expect(sender.name, lease, 0, blocks, *extent):
+        what = self.rng.choice(SLICES)
+        if receiver.mover.expect(sender.name, lease, 0, blocks, what):
             receiver.open.add((sender.name, lease, 0))
-            self.grants[lease] = Grant(receiver, sender, lease, blocks, extent)
+            self.grants[lease] = Grant(receiver, sender, lease, blocks, what)
             self.unsent.append(lease)
 
     def send(self) -> None:
         """What was granted, or nothing, or something else."""
         if not self.unsent:
             return
-        receiver, sender, lease, blocks, extent = self.grants[self.rng.choice(self.unsent)]
-        way = self.rng.choice(["granted", "granted", "granted", "nothing", "other blocks", "other bytes"])
-        if way == "other bytes":
-            extent = self.rng.choice([e for e in EXTENTS if e != extent])
+        receiver, sender, lease, blocks, what = self.grants[self.rng.choice(self.unsent)]
+        way = self.rng.choice(["granted", "granted", "granted", "nothing", "other blocks", "other slice"])
+        if way == "other slice":
+            what = self.rng.choice([other for other in SLICES if other != what])
         num_blocks = len(blocks) if way != "other blocks" else PART_BLOCKS + 1 - len(blocks)
         source = self.rng.sample(range(NUM_BLOCKS), num_blocks)
         values = [self.rng.randint(1, 200) for _ in source]
@@ -110,7 +111,7 @@ class World:
         if way == "nothing":
             sent = sender.mover.drain(receiver.name, lease, 0)
         else:
-            sent = sender.mover.send(receiver.name, lease, 0, source, *extent, checked)
+            sent = sender.mover.send(receiver.name, lease, 0, source, what, checked)
         sender.pool[source] = 255  # its blocks serve others at once
         if sent:
             self.content[lease] = values
@@ -133,14 +134,14 @@ class World:
     def foresee(self, transfer: Transfer) -> None:
         """What is to become of it, within its delivery."""
         lease, _ = untag(transfer.push.tag)
-        receiver, _, _, blocks, extent = self.grants[lease]
+        receiver, _, _, blocks, what = self.grants[lease]
         if transfer.push.header != self.headers.get(lease, transfer.push.header):
             receiver.outcome[lease] = PartRefused
             return
         header = PartHeader.parse(transfer.push.header)
         if header.drain or lease in self.withdrawn:
             receiver.outcome[lease] = PartUnused
-        elif (header.num_blocks, header.offset, header.piece_bytes) != (len(blocks), *extent):
+        elif (header.num_blocks, header.what) != (len(blocks), what):
             receiver.outcome[lease] = PartRefused
         elif self.flipped[lease]:
             receiver.outcome[lease] = PartRefused
@@ -148,7 +149,7 @@ class World:
         else:
             receiver.outcome[lease] = PartLanded
             for block, value in zip(blocks, self.content[lease], strict=True):
-                for half in range(extent[0] // HALF, sum(extent) // HALF):
+                for half in range(what.layer_start, what.layer_end):
                     receiver.halves[block][half] = value
 
     def damage_header(self) -> None:
@@ -180,7 +181,7 @@ class World:
             side.open.remove((event.peer, event.lease, event.part))  # exactly one end for each
             if isinstance(side.mover, KvReceiver):
                 assert type(event) is side.outcome.pop(event.lease, PartFailed)
-                num_bytes = len(self.grants[event.lease].blocks) * self.grants[event.lease].extent[1]
+                num_bytes = len(self.grants[event.lease].blocks) * HALF * self.grants[event.lease].what.num_layers
                 assert not isinstance(event, PartLanded) or event.num_bytes == num_bytes
 
     def disconnect(self) -> None:
@@ -231,8 +232,8 @@ def test_who_asks_for_checksums_takes_no_part_without(hub_pair: tuple[Side, Side
     receiver.mover.verify = True
     sender.pool[3, HALF:] = 7  # not what the first half has
     for lease, checked in ((1, False), (2, True)):
-        assert receiver.mover.expect(sender.name, lease, 0, [2], HALF, HALF)
-        assert sender.mover.send(receiver.name, lease, 0, [3], HALF, HALF, checked)
+        assert receiver.mover.expect(sender.name, lease, 0, [2], SLICES[2])
+        assert sender.mover.send(receiver.name, lease, 0, [3], SLICES[2], checked)
     sender.transport.hub.deliver_all()
     plain, checked_part = receiver.mover.poll()
     assert isinstance(plain, PartRefused)
@@ -344,8 +345,8 @@ class Device:
         self.error = ""
         self._target = Target(torch.zeros(sender.part_blocks * BLOCK_BYTES, dtype=torch.uint8))
         monkeypatch.setattr(sender._copies, "gather", self._gather)
-        monkeypatch.setattr(sender._transport, "place", lambda *_: self._target)
-        monkeypatch.setattr(sender._transport, "push", lambda _, tag, *__: self.said.append(f"push {untag(tag)[1]}"))
+        monkeypatch.setattr(sender.transport, "place", lambda *_: self._target)
+        monkeypatch.setattr(sender.transport, "push", lambda _, tag, *__: self.said.append(f"push {untag(tag)[1]}"))
 
     def _gather(self, slot: int, blocks: list[int], *_: Any) -> Native:
         self.said.append(f"copy {blocks[0]}")
@@ -410,7 +411,7 @@ def test_a_lease_does_not_end_in_the_midst_of_a_landing(
 def test_a_part_of_more_bytes_than_a_slot_holds_is_refused(hub_pair: tuple[Side, Side]) -> None:
     sender, receiver = hub_pair
     with pytest.raises(TransferError, match=f"{PART_BLOCKS} blocks at most"):
-        sender.mover.send(receiver.name, 1, 0, list(range(5)), 0, HALF)
+        sender.mover.send(receiver.name, 1, 0, list(range(5)), SLICES[1])
     assert sender.mover.num_free_slots == NUM_SLOTS
 
 

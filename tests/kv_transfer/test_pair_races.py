@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_transfer import create, staging_for
-from kv_transfer.carrier import Target
+from kv_transfer.native import Target
 from kv_transfer.pair import PairTransport
 from kv_transfer.transport import Arrived, PeerLost
 from tests.kv_transfer.ordered import ordered_carrier

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import LayoutMismatch, TransferError
+from baton.layout import KvLayout, KvSlice, LayerKv
 from kv_transfer.parts import (
     HEADER_BYTES,
     LEASE_BITS,
     MAX_PIECES,
     PART_BITS,
     PartHeader,
+    PartPlanner,
+    Piece,
     part_blocks_for,
-    plan_parts,
     slot_bytes_for,
     tag_of,
     untag,
@@ -26,6 +29,7 @@ from kv_transfer.parts import (
 from kv_transfer.transport import TAG_BITS
 from tests.kv_transfer.rig_node import LAYOUT, OTHER_LAYOUT
 
+LAYER = KvSlice(1, 2, 0, 2)
 leases = st.integers(0, (1 << LEASE_BITS) - 1)
 parts = st.integers(0, (1 << PART_BITS) - 1)
 headers = st.builds(
@@ -33,7 +37,8 @@ headers = st.builds(
     lease=leases,
     part=parts,
     num_blocks=st.integers(0, 2**32 - 1),
-    offset=st.integers(0, 2**32 - 1),
+    what=st.builds(KvSlice, *[st.integers(0, 2**16 - 1)] * 4),
+    num_pieces=st.integers(0, MAX_PIECES),
     piece_bytes=st.integers(0, 2**32 - 1),
     layout_digest=st.binary(min_size=16, max_size=16),
     checked=st.booleans(),
@@ -83,59 +88,133 @@ def test_a_slot_holds_the_blocks_that_it_was_made_for(part_blocks: int, block_by
     assert part_blocks_for(size - 1, block_bytes) == max(0, part_blocks - 1)
 
 
+def test_more_pieces_than_a_slot_has_checksums_for_are_refused() -> None:
+    header = PartHeader(1, 0, 1, LAYOUT.whole, MAX_PIECES + 1, 8, LAYOUT.digest(), checked=True)
+    with pytest.raises(TransferError, match="more than 4096"):
+        PartHeader.parse(header.pack())
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"lease": 8}, {"part": 4}, {"num_blocks": 1}, {"offset": 0}, {"piece_bytes": 2048}, {"drain": True}],
+    [
+        {"lease": 8},
+        {"part": 4},
+        {"num_blocks": 1},
+        {"what": LAYOUT.whole},
+        {"num_pieces": 2, "piece_bytes": 512},
+        {"drain": True},
+    ],
 )
 def test_only_exactly_the_expected_part_is_taken(changes: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {"lease": 7, "part": 3, "num_blocks": 2, "offset": 64, "piece_bytes": 1024}
-    PartHeader(**fields, layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT.digest())
+    fields: dict[str, Any] = {
+        "lease": 7,
+        "part": 3,
+        "num_blocks": 2,
+        "what": LAYER,
+        "num_pieces": 4,
+        "piece_bytes": 1024,
+    }
+    wanted = 7, 3, 2, LAYER, 4096
+    PartHeader(**fields, layout_digest=LAYOUT.digest()).require(*wanted, LAYOUT.digest())
     with pytest.raises(TransferError, match="expected"):
-        PartHeader(**(fields | changes), layout_digest=LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT.digest())
+        PartHeader(**(fields | changes), layout_digest=LAYOUT.digest()).require(*wanted, LAYOUT.digest())
     with pytest.raises(LayoutMismatch):
-        PartHeader(**fields, layout_digest=OTHER_LAYOUT.digest()).require(7, 3, 2, 64, 1024, LAYOUT.digest())
+        PartHeader(**fields, layout_digest=OTHER_LAYOUT.digest()).require(*wanted, LAYOUT.digest())
 
 
+# ---- which parts there are ----
+
+
+def divided(layers: Sequence[int], heads: Sequence[int]) -> tuple[KvSlice, ...]:
+    """Ranks between these bounds of layers and heads: each pair of runs is one's."""
+    runs = itertools.product(itertools.pairwise(layers), itertools.pairwise(heads))
+    return tuple(KvSlice(*of_layers, *of_heads) for of_layers, of_heads in runs)
+
+
+DIVISIONS = {
+    "one": (),
+    "heads": divided([0, 6], [0, 2, 4]),
+    "each head": divided([0, 6], range(5)),
+    "layers": divided([0, 4, 6], [0, 4]),
+    "both": divided([0, 3, 6], [0, 1, 4]),
+    "twice": divided([0, 6], [0, 2, 4]) * 2,
+}
+
+
+@pytest.mark.parametrize("receiver", DIVISIONS)
+@pytest.mark.parametrize("sender", DIVISIONS)
 @given(
-    num_layers=st.integers(1, 9),
-    layer_bytes=st.integers(1, 5),
     part_blocks=st.integers(1, 4),
     first=st.integers(0, 6),
     num_blocks=st.integers(0, 12),
     grouped_from=st.integers(0, 20),
     num_groups=st.integers(1, 9),
 )
-def test_the_parts_of_a_plan_carry_every_byte_once_and_fit_a_slot(
-    num_layers: int,
-    layer_bytes: int,
-    part_blocks: int,
-    first: int,
-    num_blocks: int,
-    grouped_from: int,
-    num_groups: int,
+@settings(max_examples=15)
+def test_the_parts_of_a_plan_bring_each_rank_all_that_it_holds_once_and_fit_slots(
+    sender: str, receiver: str, part_blocks: int, first: int, num_blocks: int, grouped_from: int, num_groups: int
 ) -> None:
-    layout = dataclasses.replace(LAYOUT, num_layers=num_layers, block_bytes=num_layers * layer_bytes)
-    end = first + num_blocks
-    carried = Counter[tuple[int, int]]()
-    last_layer = 0
-    for piece in plan_parts(layout, part_blocks, first, end, grouped_from, num_groups):
-        assert 0 < piece.num_blocks * piece.num_bytes <= part_blocks * layout.block_bytes
-        assert piece.offset + piece.num_bytes == piece.end_layer * layer_bytes
-        last_byte = piece.offset + piece.num_bytes
-        blocks = range(piece.first, piece.first + piece.num_blocks)
-        carried.update((block, byte) for block in blocks for byte in range(piece.offset, last_byte))
+    layers = (LayerKv(4, 3, 3, "float32"),) * 6
+    ends = KvLayout(layers, 2, "f", DIVISIONS[sender]), KvLayout(layers, 2, "f", DIVISIONS[receiver])
+    planner, end = PartPlanner(*ends, part_blocks), first + num_blocks
+    carried = Counter[tuple[int, int, int, int]]()
+    last_layer: dict[tuple[int, int], int] = {}
+    for number, piece in enumerate(planner.plan(first, end, grouped_from, num_groups)):
+        ranks = piece.source, piece.target
+        assert planner.pair_of(number)[:2] == ranks
+        assert piece.num_bytes == ends[0].num_bytes(piece.what)
+        assert piece.end_layer == piece.what.layer_end
+        for layout, rank in zip(ends, ranks, strict=True):
+            assert piece.what.overlap(layout.ranks[rank]) == piece.what
+            assert 0 < piece.num_blocks * piece.num_bytes <= part_blocks * layout.num_bytes(layout.ranks[rank])
+        for block, layer, head in itertools.product(
+            range(piece.first, piece.first + piece.num_blocks),
+            range(piece.what.layer_start, piece.what.layer_end),
+            range(piece.what.head_start, piece.what.head_end),
+        ):
+            carried[block, layer, head, piece.target] += 1
         if piece.first >= grouped_from and num_groups > 1:
-            assert piece.end_layer >= last_layer, "a later group goes before an earlier one"
-            last_layer = piece.end_layer
-        else:
-            assert piece.num_bytes == layout.block_bytes
-    assert carried == Counter((block, byte) for block in range(first, end) for byte in range(layout.block_bytes))
+            assert piece.end_layer >= last_layer.get(ranks, 0), "a later group goes before an earlier one"
+            last_layer[ranks] = piece.end_layer
+    assert carried == Counter(
+        (block, layer, head, rank)
+        for block in range(first, end)
+        for rank, held in enumerate(ends[1].ranks)
+        for layer in range(held.layer_start, held.layer_end)
+        for head in range(held.head_start, held.head_end)
+    )
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_one_rank_has_a_part_for_as_many_blocks_as_fit(num_groups: int) -> None:
+    layout = KvLayout((LayerKv(4, 3, 3, "float32"),) * 6, 2, "f")
+    found = [(piece.first, piece.num_blocks, piece.what[:2]) for piece in plan(layout, 2, 0, 7, 3, num_groups)]
+    whole = [(0, 2, (0, 6)), (2, 1, (0, 6))]
+    if num_groups == 1:
+        assert found == [(0, 2, (0, 6)), (2, 2, (0, 6)), (4, 2, (0, 6)), (6, 1, (0, 6))]
+    else:  # a third of a block's layers, of up to six blocks
+        assert found == whole + [(3, 4, (start, start + 2)) for start in (0, 2, 4)]
+
+
+def plan(layout: KvLayout, part_blocks: int, *where: int) -> tuple[Piece, ...]:
+    return PartPlanner(layout, layout, part_blocks).plan(*where)
+
+
+def test_layers_of_unlike_size_go_by_groups_too() -> None:
+    layers = (LayerKv(1, 4, 4, "float32"), LayerKv(1, 4, 0, "float32"), LayerKv(1, 1, 1, "float32"))
+    layout = KvLayout(layers, 1, "f")
+    assert [(p.num_blocks, p.num_bytes) for p in plan(layout, 1, 0, 4, 0, 3)] == [
+        *[(1, 32)] * 4, (3, 16), (1, 16), (4, 8)
+    ]  # fmt: skip
 
 
 def test_no_part_has_more_pieces_than_a_slot_has_checksums_for() -> None:
-    layout = dataclasses.replace(LAYOUT, num_layers=2, block_bytes=2)
-    end = 2 * MAX_PIECES + 5
-    whole = plan_parts(layout, end, 0, end)
-    assert [piece.num_blocks for piece in whole] == [MAX_PIECES, MAX_PIECES, 5]
-    grouped = plan_parts(layout, MAX_PIECES, 0, end, 0, 2)
+    layers = (LayerKv(2, 1, 1, "int8"),) * 2
+    layout, end = KvLayout(layers, 1, "f"), 2 * MAX_PIECES + 5
+    assert [piece.num_blocks for piece in plan(layout, end, 0, end)] == [MAX_PIECES, MAX_PIECES, 5]
+    grouped = plan(layout, MAX_PIECES, 0, end, 0, 2)
     assert [piece.num_blocks for piece in grouped] == [MAX_PIECES, MAX_PIECES, 5] * 2
+    by_heads = KvLayout(layers, 1, "f", divided([0, 2], range(3)))
+    for ends in ((layout, by_heads), (by_heads, layout)):
+        pieces = PartPlanner(*ends, end).plan(0, MAX_PIECES)  # K and V of each layer lie apart in a whole block
+        assert [piece.num_blocks for piece in pieces] == [MAX_PIECES // 4] * 8

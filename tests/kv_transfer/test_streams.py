@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from baton.layout import KvSlice
 from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
+from kv_transfer.transport import Listener, OperationEvent
 from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT
 
 pytestmark = pytest.mark.gpu
@@ -29,19 +31,31 @@ NUM_BLOCKS, PART_BLOCKS = 16, 4
 LAYER_BYTES = BLOCK_BYTES // LAYOUT.num_layers
 
 
+class WiredTransport(MemoryTransport):
+    """Tells of what arrived when the bytes are there, as a real transport does, and not when their copy is queued."""
+
+    wire: Any
+
+    def subscribe(self, listener: Listener) -> None:
+        def when_there(events: list[OperationEvent]) -> None:
+            self.wire.synchronize()
+            listener(events)
+
+        super().subscribe(when_there)
+
+
 class Pair:
     """A sender and a receiver on one GPU, over `memory`. The sender's blocks are full of their numbers. On `wire` bytes
     travel; the receiver is told of them when they are there, as by a real transport."""
 
     def __init__(self) -> None:
         self.hub = MemoryHub()
+        self.wire: Any = torch.cuda.Stream()
         self.woken = threading.Event()
         pool = torch.arange(NUM_BLOCKS, dtype=torch.uint8, device="cuda")[:, None].repeat(1, BLOCK_BYTES)
         self.source, self.target = pool, torch.full_like(pool, 99)
         self.sender = self._mover(KvSender, "sender", self.source)
         self.receiver = self._mover(KvReceiver, "receiver", self.target)
-        self.wire: Any = torch.cuda.Stream()
-        self._land, self.receiver._transport.wake = self.receiver._transport.wake, self._wake
         self.link("sender", self.sender, self.receiver)
         self.link("receiver", self.receiver, self.sender)
         for mover in (self.sender, self.receiver):
@@ -50,11 +64,12 @@ class Pair:
 
     def _mover(self, kind: Any, name: str, pool: torch.Tensor) -> Any:
         staging = Staging(4, slot_bytes_for(PART_BLOCKS, BLOCK_BYTES), "cuda:0")
-        transport = MemoryTransport(self.hub, name, staging, self.woken.set)
+        transport = WiredTransport(self.hub, name, staging, self.woken.set)
+        transport.wire = self.wire
         return kind(transport, staging, pool, LAYOUT)
 
     def link(self, name: str, mover: Any, other: Any) -> None:
-        other._transport.connect(name, mover._transport.info())
+        other.transport.connect(name, mover.transport.info())
 
     def until(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -81,15 +96,15 @@ class Pair:
         """The engine does."""
         assert [type(event) for event in self.receiver.poll()] == [PartLanded]
 
-    def _wake(self) -> None:
-        self.wire.synchronize()
-        self._land()
-
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     yield Pair()
     torch.cuda.synchronize()
+
+
+def one_layer(index: int) -> KvSlice:
+    return LAYOUT.whole._replace(layer_start=index, layer_end=index + 1)
 
 
 def a_step_runs() -> torch.cuda.Event:
@@ -205,8 +220,8 @@ def test_slots_serve_part_after_part_while_copies_are_held_up(pair: Pair) -> Non
 
 def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
     for part in range(2):
-        assert pair.receiver.expect("sender", 2, part, [8, 9], part * LAYER_BYTES, LAYER_BYTES)
-        assert pair.sender.send("receiver", 2, part, [5, 3], part * LAYER_BYTES, LAYER_BYTES, True)
+        assert pair.receiver.expect("sender", 2, part, [8, 9], one_layer(part))
+        assert pair.sender.send("receiver", 2, part, [5, 3], one_layer(part), True)
     pair.until(lambda: len(pair.hub.pending) == 2)
     push = pair.hub.pending[1].push
     push.owner.staging.memory(push.slot)[17] ^= 4
@@ -215,6 +230,6 @@ def test_layers_travel_with_checksums_and_damage_is_seen(pair: Pair) -> None:
     first, second = pair.receiver.poll()
     assert isinstance(first, PartLanded)
     assert isinstance(second, PartRefused)
-    assert "1 of 2 blocks" in second.error.message
+    assert "1 of 2 pieces" in second.error.message
     assert pair.receiver.num_damaged_pieces == 1
     assert pair.target[8, [0, LAYER_BYTES - 1, LAYER_BYTES]].tolist() == [5, 5, 99]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +19,14 @@ from baton.audit import KvAudit, KvSlot
 from baton.channels import open_channel
 from baton.cluster_secret import SESSION, ClusterSecret, prove
 from baton.errors import TransferError
-from baton.layout import KvLayout
+from baton.layout import KvLayout, LayerKv
 from baton.messages import (
     GenerationDefaults,
     Load,
     NodeInfo,
     NodeRole,
     Prefill,
+    Route,
     Sample,
     Subscribe,
     TransportEndpoint,
@@ -41,7 +42,7 @@ from engine.node.loop import Counts, NodeLoop
 from engine.node.settings import NodeSettings
 from engine.node.shell import Node, NodeParts, RoleSide
 
-LAYOUT = KvLayout(2, 2, 8, 8, 16, "float32", 0, 2, 4096, "print")
+LAYOUT = KvLayout((LayerKv(2, 8, 8, "float32"),) * 2, 16, "print")
 WAIT_S = 20.0
 
 
@@ -126,11 +127,13 @@ class NotingTransport:
 
     refuse: str | None = None
     notes: list[tuple[str, str]] = field(default_factory=list)
+    routes: dict[str, Sequence[Route]] = field(default_factory=dict)
 
-    def connect(self, peer: str, address: bytes, timeout_s: float) -> None:
+    def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:
         if self.refuse:
             raise TransferError(self.refuse)
         self.notes.append(("connect", peer))
+        self.routes[peer] = routes
 
     def disconnect(self, peer: str) -> None:
         self.notes.append(("disconnect", peer))
@@ -167,7 +170,7 @@ def info_for(role: NodeRole, incarnation: str, layout: KvLayout = LAYOUT) -> Nod
         max_num_seqs=4,
         num_blocks=3,
         layout=layout,
-        endpoints=(TransportEndpoint(0, "memory", b"here"),),
+        endpoints=tuple(TransportEndpoint(rank, "memory", b"here") for rank in range(len(layout.ranks))),
         tokenizer_digest="d1",
         chat_template="",
         special_tokens={},

@@ -11,6 +11,7 @@ import pytest
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import RequestCancelled
+from baton.layout import KvSlice
 from baton.messages import (
     Commit,
     CommitReply,
@@ -86,8 +87,8 @@ async def test_a_reserve_opens_the_stream_and_messages_pass_in_order_both_ways()
     async with pair() as (p, d):
         p.say(ToDecode(target(d), reserve()), ToDecode(target(d), COMMIT))
         assert [e.message for e in await d.role.saw(FromPeer, 2)] == [reserve(), COMMIT]
-        assert d.role.events[0] == PeerOpened("p1", 4, "prefill-0")
-        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4, "decode-0")]
+        assert d.role.events[0] == PeerOpened("p1", 4, LAYOUT, "prefill-0")
+        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4, LAYOUT, "decode-0")]
         d.say(ToPrefill("p1", GRANT), ToPrefill("p1", Credit(1, 1)), ToPrefill("p1", CommitReply(1, WORK)))
         events = await p.role.saw(FromPeer, 3)
         assert [e.message for e in events] == [GRANT, Credit(1, 1), CommitReply(1, WORK)]
@@ -130,6 +131,26 @@ async def test_only_a_reserve_opens_a_stream():
         assert [e.message for e in await d.role.saw(FromPeer)] == [reserve()]
 
 
+BY_HEADS = (KvSlice(0, 2, 0, 1), KvSlice(0, 2, 1, 2))
+MOST_PARTS = 2 * 4 * 2
+"""Of a context of four blocks with two layers each, for each of two pairs of ranks."""
+
+
+async def test_nodes_of_unlike_ranks_are_connected_and_a_grant_may_have_parts_for_each_pair():
+    layout = dataclasses.replace(LAYOUT, ranks=BY_HEADS)
+    async with pair(layout=layout) as (p, d):
+        p.say(ToDecode(target(d), reserve()))
+        assert await p.role.saw(PeerOpened) == [PeerOpened("d1", 4, layout, "decode-0")]
+        assert await d.role.saw(PeerOpened) == [PeerOpened("p1", 4, LAYOUT, "prefill-0")]
+        assert [(route.rank, route.peer_rank) for route in p.transport.routes["d1"]] == [(0, 0), (0, 1)]
+        assert [(route.rank, route.peer_rank) for route in d.transport.routes["p1"]] == [(0, 0), (1, 0)]
+        most = dataclasses.replace(GRANT, num_parts=MOST_PARTS)
+        d.say(ToPrefill("p1", most), ToPrefill("p1", dataclasses.replace(most, num_parts=MOST_PARTS + 1)))
+        granted, refused = [event.message for event in await p.role.saw(FromPeer, 2)]
+        assert granted == most
+        assert isinstance(refused, Refuse)
+
+
 OTHER_LAYOUT = dataclasses.replace(LAYOUT, block_size=32)
 
 
@@ -164,7 +185,7 @@ async def test_a_connect_that_fails_once_it_was_given_up_troubles_nobody(caplog)
             assert go.wait(WAIT_S)
             super().connect(peer, address, timeout_s)
 
-    call = asyncio.create_task(connect(Slow(refuse="no route"), "p", b""))
+    call = asyncio.create_task(connect(Slow(refuse="no route"), "p", []))
     await asyncio.sleep(0)  # it begins
     call.cancel()
     go.set()
@@ -268,7 +289,7 @@ async def end_of(call) -> str:
     ("change", "text"),
     [
         ({"protocol_version": 9}, f"protocol version 9 of prefill-9 != {PROTOCOL_VERSION}"),
-        ({"endpoints": ()}, "transport memory is not offered by prefill-9 (none)"),
+        ({"endpoints": ()}, "transport memory of rank 0 is not offered by prefill-9 (none)"),
         ({"target_incarnation": "d0"}, "this is incarnation d1, not d0"),
     ],
 )

@@ -20,7 +20,7 @@ from baton.messages import (
 from baton.sampling import SamplingParams
 from engine.node.events import Event, FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
 from kv_transfer.memory import MemoryTransport
-from kv_transfer.parts import Piece, plan_parts, slot_bytes_for
+from kv_transfer.parts import PartPlanner, Piece, slot_bytes_for
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from tests.protocol.fake_model import NUM_LAYERS, FakeModel
@@ -48,9 +48,9 @@ class Decoding:
         staging = Staging(16, slot_bytes_for(PART_BLOCKS, layout.block_bytes), "cpu")
         transport = MemoryTransport(self.hub, PEER, staging, lambda: None)
         self._sender = KvSender(transport, staging, self._source.pool_bytes, layout)
-        self.node.transport.connect(PEER, transport.info())
+        self.node.connect(PEER, [transport.info()])
         transport.connect(self.node.incarnation, self.node.transport.info())
-        self.hear(SessionOpened(EPOCH), PeerOpened(PEER, PART_BLOCKS))
+        self.hear(SessionOpened(EPOCH), PeerOpened(PEER, PART_BLOCKS, layout))
 
     @property
     def now(self) -> float:
@@ -97,7 +97,7 @@ class Decoding:
         for position, token in enumerate(prompt):
             for layer in range(NUM_LAYERS):
                 block, offset = 1 + position // BLOCK_SIZE, position % BLOCK_SIZE
-                self._source.pool[block, layer, offset] = FakeModel._kv(layer, position, token)
+                self._source.write(block, layer, offset, FakeModel._kv(layer, position, token))
         for number, piece in list(enumerate(self.parts(grant, prompt)))[pieces]:
             blocks = list(range(1 + piece.first, 1 + piece.first + piece.num_blocks))
             assert self._sender.send(self.node.incarnation, grant.lease, number, blocks, checked=True)
@@ -106,7 +106,8 @@ class Decoding:
 
     def parts(self, grant: Grant, prompt: tuple[int, ...] = PROMPT) -> tuple[Piece, ...]:
         end = num_blocks_for(len(prompt), BLOCK_SIZE)
-        return plan_parts(self.node.model.layout, PART_BLOCKS, grant.num_held_blocks, end)
+        layout = self.node.model.layout
+        return PartPlanner(layout, layout, PART_BLOCKS).plan(grant.num_held_blocks, end)
 
     def commit(
         self, grant: Grant, samples: dict[int, tuple[int, ...]], prompt: tuple[int, ...] = PROMPT, **fields: object

@@ -1,8 +1,8 @@
 """A model without arithmetic whose KV can be read back: a wrong, stale or misplaced block is seen at once.
 
-The KV of a token is (layer, position, token), in each of NUM_LAYERS layers. Computing a chunk first checks, layer by
-layer, that the blocks hold exactly the KV of all earlier positions, then writes its own. The next token is a hash of
-the whole context and the seed.
+The KV of a token is (head, layer, position, token), in each of NUM_LAYERS layers of NUM_HEADS heads. Computing a chunk
+first checks, layer by layer, that the blocks hold exactly the KV of all earlier positions, then writes its own. The
+next token is a hash of the whole context and the seed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from baton.layout import KvLayout, num_blocks_for
+from baton.layout import KvLayout, KvSlice, LayerKv, num_blocks_for
 from baton.sampling import FinishReason, SamplingParams
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence as EngineSequence
@@ -23,6 +23,9 @@ from engine.step import Choice, Chunk
 VOCAB_SIZE = 97
 EOS = 1
 NUM_LAYERS = 2
+NUM_HEADS = 2
+HEADS = torch.arange(NUM_HEADS) * 10**9
+"""Tells a head's KV from another's."""
 
 
 def next_token(tokens: Sequence[int], seed: int, min_tokens_left: bool = False) -> int:
@@ -93,7 +96,8 @@ class FakeStep:
 
 
 class FakeModel:
-    """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, NUM_LAYERS, block_size]` int64.
+    """Implements `engine.step.ModelRunner` over a pool of `[num_blocks, layers held, heads held, block_size]` int64 for
+    each of its `ranks`; none: one holds everything.
 
     It computes as late as it may: what is launched happens when a step is waited for, or by `advance`, in order. So a
     block that is used again too early is overwritten by a step that still names it. With `blocks`, those of its engine,
@@ -106,18 +110,31 @@ class FakeModel:
     lied_to: frozenset[int] = frozenset()
     """Routers whose work may come with KV that is not of its tokens: whoever sent it is no good."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool = torch.full((num_blocks, NUM_LAYERS, block_size), -1, dtype=torch.int64)
+    def __init__(self, num_blocks: int, block_size: int, ranks: tuple[KvSlice, ...] = ()) -> None:
+        self.layout = KvLayout((LayerKv(NUM_HEADS, 1, 0, "int64"),) * NUM_LAYERS, block_size, "fake", ranks)
         self.block_size = block_size
-        block_bytes = NUM_LAYERS * block_size * 8
-        self.layout = KvLayout(NUM_LAYERS, 1, 1, 1, block_size, "int64", 0, 1, block_bytes, "fake")
+        self._pools = [
+            torch.full((num_blocks, held.num_layers, held.num_heads, block_size), -1, dtype=torch.int64)
+            for held in self.layout.ranks
+        ]
         self._queue = Work()
         self._last_tokens: dict[tuple[EngineSequence, int], int] = {}  # by position
 
     @property
     def pool_bytes(self) -> torch.Tensor:
-        """[num_blocks, block_bytes], uint8: the same memory."""
-        return self.pool.view(len(self.pool), -1).view(torch.uint8)
+        """Of the first rank."""
+        return self.rank_bytes(0)
+
+    def rank_bytes(self, rank: int) -> torch.Tensor:
+        """[num_blocks, bytes of a block on that rank], uint8: the same memory."""
+        pool = self._pools[rank]
+        return pool.view(len(pool), -1).view(torch.uint8)
+
+    def write(self, block: int, layer: int, slot: int, value: int) -> None:
+        """The KV of a token, on all ranks."""
+        for held, pool in zip(self.layout.ranks, self._pools, strict=True):
+            if held.layer_start <= layer < held.layer_end:
+                pool[block, layer - held.layer_start, :, slot] = value + HEADS[held.head_start : held.head_end]
 
     @property
     def is_busy(self) -> bool:
@@ -159,7 +176,8 @@ class FakeModel:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         def copy() -> None:
             for source, target in pairs:
-                self.pool[target] = self.pool[source]
+                for pool in self._pools:
+                    pool[target] = pool[source]
 
         self._queue.append(copy)
 
@@ -177,11 +195,10 @@ class FakeModel:
         want = torch.tensor([self._kv(layer, p, t) for p, t in enumerate(tokens[: chunk.start])], dtype=torch.int64)
         have = self._slots(table, layer, chunk.start)
         if seq.work.router_epoch not in self.lied_to:
-            assert torch.equal(have, want), f"{seq.work}: KV of a position is not what it should be"
+            assert torch.equal(have, want + HEADS[:, None]), f"{seq.work}: KV of a position is not what it should be"
         for position in range(chunk.start, chunk.end):
-            self.pool[table[position // self.block_size], layer, position % self.block_size] = self._kv(
-                layer, position, tokens[position]
-            )
+            block, slot = table[position // self.block_size], position % self.block_size
+            self.write(block, layer, slot, self._kv(layer, position, tokens[position]))
         if not chunk.samples_token or layer < NUM_LAYERS - 1:
             return []
         assert chunk.end == len(tokens)
@@ -194,4 +211,10 @@ class FakeModel:
         return (layer * 1000 + position) * 1000 + token
 
     def _slots(self, table: list[int], layer: int, num_tokens: int) -> torch.Tensor:
-        return self.pool[torch.tensor(table, dtype=torch.int64), layer].flatten()[:num_tokens]
+        """[NUM_HEADS, num_tokens]: what the ranks have."""
+        have = torch.full((NUM_HEADS, num_tokens), -1, dtype=torch.int64)
+        for held, pool in zip(self.layout.ranks, self._pools, strict=True):
+            if held.layer_start <= layer < held.layer_end:
+                blocks = pool[torch.tensor(table, dtype=torch.int64), layer - held.layer_start]
+                have[held.head_start : held.head_end] = blocks.transpose(0, 1).flatten(1)[:, :num_tokens]
+        return have

@@ -222,10 +222,10 @@ class HostileWorld(World):
             (self.prefill, EVIL_DECODE, transports[1]),
         ):
             node.model.lied_to = frozenset({EVIL})
-            node.transport.connect(name, transport.info())
+            node.connect(name, [transport.info()])
             transport.connect(node.incarnation, node.transport.info())
             node.hear(SessionOpened(EVIL))
-            node.hear(PeerOpened(name, PART_BLOCKS))
+            node.hear(PeerOpened(name, PART_BLOCKS, layout))
 
     def get_in(self) -> None:
         """The strangers have a foothold: prompts on their way to the evil decode node, and a lease on ours."""
@@ -304,7 +304,7 @@ class HostileWorld(World):
     def go_away(self) -> None:
         """The strangers leave."""
         for node, name in ((self.decode, EVIL_PREFILL), (self.prefill, EVIL_DECODE)):
-            node.transport.disconnect(name)
+            node.movers.disconnect(name)
             node.hear(PeerClosed(name, "left"))
             node.hear(SessionLost(EVIL))
         self.settle()

@@ -171,11 +171,12 @@ class Links:
 
     def _connect(self, me: str, peer: str, link: int) -> None:
         if me in self._nodes and peer in self._nodes and self.up.get((me, peer)) == link:
-            self._nodes[me].transport.connect(peer, self._nodes[peer].transport.info(), 1.0)
-            self._nodes[me].hear(PeerOpened(peer, PART_BLOCKS))
+            theirs = self._nodes[peer]
+            self._nodes[me].connect(peer, [transport.info() for transport in theirs.transports])
+            self._nodes[me].hear(PeerOpened(peer, PART_BLOCKS, theirs.model.layout))
 
     def _close(self, me: str, peer: str, link: int | None, reason: str) -> None:
         if me in self._nodes and self.up.get((me, peer)) == link:
             del self.up[me, peer]
-            self._nodes[me].transport.disconnect(peer)
+            self._nodes[me].movers.disconnect(peer)
             self._nodes[me].hear(PeerClosed(peer, reason))

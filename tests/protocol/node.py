@@ -6,11 +6,16 @@ computes one layer of one chunk at a time, when it is told to; the transport is 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
 
 from baton.audit import KvUse
-from baton.messages import GenerationDefaults, NodeInfo, NodeRole, WorkId
+from baton.layout import KvSlice
+from baton.messages import GenerationDefaults, NodeInfo, NodeRole, Route, WorkId
 from baton_kernels.block_copy import Move
 from decode_node.core import DecodeCore
 from engine.config import EngineConfig
@@ -18,8 +23,10 @@ from engine.engine import Engine
 from engine.node.events import Event
 from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import slot_bytes_for
+from kv_transfer.ranks import ReceiverRanks, SenderRanks, rank_name
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
+from kv_transfer.slices import Rows
 from kv_transfer.slot_copies import Mark, SlotCopies
 from kv_transfer.staging import Staging
 from prefill_node.core import PrefillCore
@@ -34,15 +41,15 @@ MAX_NUM_SEQS = 6
 class LateCopies(SlotCopies):
     """Waits, as on a GPU, for work of the device that is not to come after a copy, and for no other."""
 
-    def __init__(self, model: FakeModel, staging: Staging, part_blocks: int) -> None:
-        super().__init__(staging, model.pool_bytes, part_blocks, in_haste=False)
+    def __init__(self, model: FakeModel, rank: int, staging: Staging, part_blocks: int) -> None:
+        super().__init__(staging, model.rank_bytes(rank), part_blocks, in_haste=False)
         self._model = model
 
     def mark(self) -> Mark:
         return self._model.mark()
 
-    def scatter(self, slot: int, blocks: Sequence[int], offset: int, piece_bytes: int, not_before: Mark) -> Move:
-        move = super().scatter(slot, blocks, offset, piece_bytes, None)
+    def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move:
+        move = super().scatter(slot, blocks, rows, None)
 
         def late() -> None:
             self._model.reach(not_before)
@@ -63,15 +70,21 @@ class Node:
         clock: Callable[[], float],
         num_blocks: int,
         num_slots: int,
-        make_model: Callable[[int, int], FakeModel] = FakeModel,
+        ranks: tuple[KvSlice, ...] = (),
+        make_model: Callable[[int, int, tuple[KvSlice, ...]], FakeModel] = FakeModel,
     ) -> None:
         self.name, self.role, self.incarnation, self._clock = name, role, incarnation, clock
         self.subscribed = False  # as the router sees it
         self.fenced: set[WorkId] = set()  # work that it was told to abort
         self._awake = True  # its loop has a reason for a turn
-        self.model = make_model(num_blocks, BLOCK_SIZE)
-        self.staging = Staging(num_slots, slot_bytes_for(PART_BLOCKS, self.model.layout.block_bytes), "cpu")
-        self.transport = MemoryTransport(hub, incarnation, self.staging, self._wake)
+        self.model = make_model(num_blocks, BLOCK_SIZE, ranks)
+        layout = self.model.layout
+        sizes = [slot_bytes_for(PART_BLOCKS, layout.num_bytes(held)) for held in layout.ranks]
+        self.stagings = [Staging(num_slots, slot_bytes, "cpu") for slot_bytes in sizes]
+        self.transports = [
+            MemoryTransport(hub, rank_name(incarnation, rank), staging, self._wake)
+            for rank, staging in enumerate(self.stagings)
+        ]
         self.core = self._core(name.endswith("1"), num_blocks)
         self.info = NodeInfo(
             role=role, incarnation=incarnation, node_id=name, address=name, served_model_name="fake",
@@ -95,12 +108,42 @@ class Node:
         engine = Engine(config, model, clock=self._clock)
         model.blocks = engine.blocks
         if self.role is NodeRole.PREFILL:
-            sender = KvSender(self.transport, self.staging, model.pool_bytes, model.layout)
+            senders = [KvSender(*parts, model.layout, rank) for rank, parts in enumerate(self._ranks())]
+            self.movers: Any = SenderRanks(senders)
             whole_tokens = 6 if ahead else 0
-            return PrefillCore(engine, sender, incarnation=self.incarnation, layer_groups=2, whole_tokens=whole_tokens)
-        receiver = KvReceiver(self.transport, self.staging, model.pool_bytes, model.layout, verify=not ahead)
-        receiver._copies = LateCopies(model, self.staging, receiver.part_blocks)
-        return DecodeCore(engine, receiver, incarnation=self.incarnation)
+            groups = {"layer_groups": 2, "whole_tokens": whole_tokens}
+            return PrefillCore(engine, self.movers, incarnation=self.incarnation, **groups)
+        receivers = []
+        for rank, parts in enumerate(self._ranks()):
+            receiver = KvReceiver(*parts, model.layout, rank, verify=not ahead)
+            receiver._copies = LateCopies(model, rank, self.stagings[rank], receiver.part_blocks)
+            receivers.append(receiver)
+        self.movers = ReceiverRanks(receivers)
+        return DecodeCore(engine, self.movers, incarnation=self.incarnation)
+
+    def _ranks(self) -> Iterator[tuple[MemoryTransport, Staging, torch.Tensor]]:
+        for rank, (transport, staging) in enumerate(zip(self.transports, self.stagings, strict=True)):
+            yield transport, staging, self.model.rank_bytes(rank)
+
+    @property
+    def transport(self) -> MemoryTransport:
+        """The first rank's."""
+        return self.transports[0]
+
+    @property
+    def staging(self) -> Staging:
+        """The first rank's."""
+        return self.stagings[0]
+
+    def connect(self, peer: str, addresses: Sequence[bytes]) -> None:
+        """Each rank with each of the peer's, which are there."""
+        ranks = itertools.product(range(len(self.transports)), enumerate(addresses))
+        self.movers.connect(peer, [Route(rank, theirs, address) for rank, (theirs, address) in ranks], 1.0)
+
+    def kill(self) -> None:
+        """Its transports die."""
+        for transport in self.transports:
+            transport.hub.kill(transport.name)
 
     # ---- its loop: the turns that the engine's thread would have ----
 
@@ -148,12 +191,16 @@ class Node:
 
     def check_integrity(self) -> None:
         self.core.check_integrity()
-        self.staging.check_integrity()
+        for staging in self.stagings:
+            staging.check_integrity()
 
     def check_whole(self) -> None:
         """Nothing is held here."""
         assert self.pool_is_whole(), f"{self.incarnation} holds blocks"
-        assert self.staging.num_free == self.staging.num_slots, f"{self.incarnation} holds slots"
+        for staging in self.stagings:
+            assert staging.num_free == staging.num_slots, f"{self.incarnation} holds slots"
+        if self.role is NodeRole.DECODE:
+            assert not any(mover._partial for mover in self.movers.ranks), f"{self.incarnation} waits for parts"
         assert self.core.engine.num_reserved_seqs == 0
 
     def check_audit(self) -> None:

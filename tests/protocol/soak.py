@@ -90,7 +90,7 @@ class Soak(World):
 
     def _start_node(self, name: str, role: NodeRole) -> None:
         incarnation = f"{name}.{next(self._serials)}"
-        node = Node(name, role, incarnation, self.hub, self._clock, *self._sizes, QuickModel)
+        node = Node(name, role, incarnation, self.hub, self._clock, *self._sizes, make_model=QuickModel)
         self.nodes[incarnation] = node
         self._sessions.open(node)
 

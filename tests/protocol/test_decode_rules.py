@@ -62,10 +62,10 @@ def sender(node: Node) -> KvSender:
     staging = Staging(2, slot_bytes_for(PART_BLOCKS, layout.block_bytes), "cpu")
     transport = MemoryTransport(hub, PEER, staging, lambda: None)
     sender = KvSender(transport, staging, torch.full((4, layout.block_bytes), 7, dtype=torch.uint8), layout)
-    node.transport.connect(PEER, transport.info())
+    node.connect(PEER, [transport.info()])
     transport.connect(node.incarnation, node.transport.info())
     node.core.handle(SessionOpened(EPOCH), 0.0)
-    node.core.handle(PeerOpened(PEER, PART_BLOCKS, "its name"), 0.0)
+    node.core.handle(PeerOpened(PEER, PART_BLOCKS, layout, "its name"), 0.0)
     return sender
 
 
@@ -120,7 +120,7 @@ def test_a_lease_is_its_prefill_nodes_alone_also_when_it_is_over(node: Node, sen
         assert sender.send(node.incarnation, grant.lease, part, [1, 2][: 2 - part], checked=True)
         node.transport.hub.deliver_all()
         answers(node)
-    node.core.handle(PeerOpened("other", PART_BLOCKS), 1.5)
+    node.core.handle(PeerOpened("other", PART_BLOCKS, node.model.layout), 1.5)
     commit = Commit(
         grant.lease, WORK, node.incarnation, tuple(range(2, 12)), (Sample(0, (5,)),), SamplingParams(), 60.0
     )
@@ -234,7 +234,7 @@ def test_a_reserve_of_a_router_that_is_not_subscribed_is_refused(node: Node) -> 
 def test_preempted_requests_come_before_any_grant() -> None:
     (node,) = World(num_prefill=0, num_decode=1, num_blocks=18).nodes.values()
     node.core.handle(SessionOpened(EPOCH), 0.0)
-    node.core.handle(PeerOpened(PEER, PART_BLOCKS), 0.0)
+    node.core.handle(PeerOpened(PEER, PART_BLOCKS, node.model.layout), 0.0)
     for name in ("old", "young"):
         run_here(node, name, 24)
     engine = node.core.engine

@@ -286,7 +286,7 @@ def test_another_prefill_node_commits_nothing(decoding: Decoding) -> None:
     decoding.reserve()
     (grant,) = decoding.grants
     commit = Commit(grant.lease, WORK, decoding.node.incarnation, PROMPT, (), SAMPLING, 60.0)
-    decoding.hear(PeerOpened("another", PART_BLOCKS), FromPeer("another", commit))
+    decoding.hear(PeerOpened("another", PART_BLOCKS, decoding.node.model.layout), FromPeer("another", commit))
     decoding.turn()
     assert isinstance(decoding.replies[0].error, RequestCancelled)
     decoding.send(grant)

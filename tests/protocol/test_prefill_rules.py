@@ -45,9 +45,9 @@ class Prefilling:
         world.now = 2.0
         self.node, self.decode = world.nodes.values()
         self.hub, self.peer = world.hub, self.decode.incarnation
-        self.node.transport.connect(self.peer, self.decode.transport.info())
+        self.node.connect(self.peer, [self.decode.transport.info()])
         self.node.core.handle(SessionOpened(EPOCH), 0.0)
-        self.node.core.handle(PeerOpened(self.peer, PART_BLOCKS), 0.0)
+        self.node.core.handle(PeerOpened(self.peer, PART_BLOCKS, self.node.model.layout), 0.0)
         self.said: list[PrefillToDecode] = []
         self.ends: list[End] = []
         self.handed_off: list[HandedOff] = []
@@ -246,7 +246,7 @@ def test_the_last_word_comes_when_the_last_part_has_left_and_says_when(prefillin
 def test_a_decode_node_that_is_full_for_ever_does_not_stop_prompts_for_another() -> None:
     one = Prefilling()
     node, core = one.node, one.node.core
-    core.handle(PeerOpened("full", PART_BLOCKS), 0.0)
+    core.handle(PeerOpened("full", PART_BLOCKS, node.model.layout), 0.0)
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
 
     def ask(name: str, peer: str) -> WorkId:
@@ -294,7 +294,8 @@ def test_a_prompt_whose_part_finds_no_slot_goes_on_when_one_is_free() -> None:
     one, other_lease = Prefilling(), 99
     core = one.node.core
     assert isinstance(core, PrefillCore)
-    assert all(core.sender.drain(one.peer, other_lease, part) for part in range(8))
+    planner = core.sender.planner(one.decode.model.layout, PART_BLOCKS)
+    assert all(core.sender.drain(one.peer, other_lease, part, planner) for part in range(8))
     one.ask(WORK, PROMPT, max_tokens=5)
     one.grant(num_parts=1 + NUM_LAYERS)
     for _ in range(2):  # chunks

@@ -256,7 +256,7 @@ def test_a_last_chunk_of_a_whole_step_goes_by_groups_of_layers_too(prefilling: P
 
 def test_a_decode_node_without_a_transport_gets_nothing_until_its_stream_was_closed(reserved: Prefilling) -> None:
     reserved.decode.transport.connect(reserved.node.incarnation, reserved.node.transport.info())
-    reserved.hub.kill(reserved.peer)
+    reserved.decode.kill()
     reserved.turn()
     assert errors(reserved) == [PeerLost]
     send(reserved, WorkId(EPOCH, "next", 0))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import get_args
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from baton.layout import KvSlice
+from baton.messages import NodeRole
 from baton.sampling import SamplingParams
 from router.life import FirstToken
 from tests.machines import machine
@@ -16,6 +19,7 @@ from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.world import World
 
 FIRST_TOKEN = get_args(FirstToken)
+Ranks = Mapping[NodeRole, tuple[KvSlice, ...]]
 PROMPTS = st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=24).map(tuple)
 
 
@@ -62,11 +66,12 @@ TestEveryProtocol = pytest.mark.full(pytest.mark.timeout(600)(EveryProtocol.Test
 TestEveryProtocol.settings = machine(max_examples=60, steps=40)
 
 
-def race(seed: int, faults: float, num_blocks: int) -> World:
+def race(seed: int, faults: float, num_blocks: int, ranks: Ranks | None = None) -> World:
     """One long random run; `faults` is the chance that a step is something going wrong."""
     draw = random.Random(seed)
     first_token = FIRST_TOKEN[seed % 2]
-    world = World(num_blocks=num_blocks, num_slots=draw.choice([1, 2, 4]), first_token=first_token)
+    num_slots = draw.choice([1, 2, 4])
+    world = World(num_blocks=num_blocks, num_slots=num_slots, first_token=first_token, ranks=ranks or {})
     for _ in range(400):
         if draw.random() < 0.04:
             prompt = tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randint(1, 40)))
@@ -101,6 +106,35 @@ def test_without_faults_every_answer_is_whole(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_with_faults_nothing_is_lost(seed: int) -> None:
     race(seed, faults=0.08, num_blocks=26)
+
+
+BY_HEADS = (KvSlice(0, 2, 0, 1), KvSlice(0, 2, 1, 2))
+BY_LAYERS = (KvSlice(0, 1, 0, 2), KvSlice(1, 2, 0, 2))
+DIVISIONS = {"one": (), "heads": BY_HEADS, "layers": BY_LAYERS, "heads, each twice": BY_HEADS * 2}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("heads", "one"),
+        ("one", "heads"),
+        ("heads", "heads"),
+        ("layers", "one"),
+        ("one", "layers"),
+        ("heads", "layers"),
+        ("heads, each twice", "one"),
+        ("one", "heads, each twice"),
+    ],
+)
+def test_nodes_whose_ranks_hold_other_parts_of_the_model_hand_over_to_one_another(prefill: str, decode: str) -> None:
+    """`FakeModel` compares all that D's ranks hold of a request before it computes its next token."""
+    ranks = {NodeRole.PREFILL: DIVISIONS[prefill], NodeRole.DECODE: DIVISIONS[decode]}
+    whole = race(1, faults=0.0, num_blocks=26, ranks=ranks)
+    handed_over = [client for client in whole.clients.values() if client.end and client.end.timings.transfer_bytes]
+    assert len(handed_over) > 3
+    assert all(client.got == client.want for client in handed_over if client.end and client.end.error is None)
+    for seed in (2, 3):
+        race(seed, faults=0.08, num_blocks=26, ranks=ranks)
 
 
 @pytest.mark.full

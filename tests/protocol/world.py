@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 
 from baton.errors import BatonError
+from baton.layout import KvSlice
 from baton.messages import Abort, End, NodeRole, Update, WorkId
 from baton.sampling import SamplingParams
 from engine.node.events import ClosePeer, Output, ToDecode, ToPrefill, ToRouter
@@ -33,6 +35,7 @@ class World:
         num_blocks: int = 40,
         num_slots: int = 3,
         first_token: FirstToken = "prefill",
+        ranks: Mapping[NodeRole, tuple[KvSlice, ...]] = {},
     ) -> None:
         self.now = 0.0
         self.hub = MemoryHub()
@@ -44,6 +47,7 @@ class World:
         self._sessions = Sessions(self.router, self.nodes, self._streams, self._clock)
         self._links = Links(self.nodes, self._streams, self._serials)
         self._sizes = num_blocks, num_slots
+        self._ranks = ranks
         self._clients_wait = first_token == "decode"
         for role, number in ((NodeRole.PREFILL, num_prefill), (NodeRole.DECODE, num_decode)):
             for index in range(number):
@@ -56,12 +60,13 @@ class World:
 
     def _start_node(self, name: str, role: NodeRole) -> None:
         incarnation = f"{name}.{next(self._serials)}"
-        self.nodes[incarnation] = node = Node(name, role, incarnation, self.hub, self._clock, *self._sizes)
+        ranks = self._ranks.get(role, ())
+        self.nodes[incarnation] = node = Node(name, role, incarnation, self.hub, self._clock, *self._sizes, ranks)
         self._sessions.open(node)
 
     def _crash(self, incarnation: str) -> None:
         node = self.nodes.pop(incarnation)
-        self.hub.kill(incarnation)
+        node.kill()
         self._streams.kill(incarnation)
         self._sessions.kill(node)
         self._links.kill(incarnation)

@@ -14,7 +14,7 @@ from baton.address import HostPort
 from baton.channels import SERVER_OPTIONS, bind
 from baton.cluster_secret import SESSION, NotTrusted, admit
 from baton.errors import BatonError
-from baton.layout import KvLayout
+from baton.layout import KvLayout, LayerKv
 from baton.messages import (
     Abort,
     Adopted,
@@ -51,7 +51,7 @@ from tests.router.tiny_tokenizer import (
 
 HEARTBEAT_S = 0.2
 PATIENCE_S = 20.0
-LAYOUT = KvLayout(4, 2, 32, 32, 16, "float32", 0, 2, 4 * 2 * 2 * 16 * 32 * 4, "fingerprint")
+LAYOUT = KvLayout((LayerKv(2, 32, 32, "float32"),) * 4, 16, "fingerprint")
 
 
 @dataclass

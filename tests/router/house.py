@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from baton.errors import BatonError
-from baton.layout import KvLayout
+from baton.layout import KvLayout, LayerKv
 from baton.messages import Abort, GenerationDefaults, NodeInfo, NodeRole, Prefill, Update
 from baton.sampling import SamplingParams
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import FirstToken, RequestEnd, RoutedRequest, TokensOut
 
-LAYOUT = KvLayout(1, 1, 8, 8, 16, "float32", 0, 1, 1024, "f")
+LAYOUT = KvLayout((LayerKv(1, 8, 8, "float32"),) * 1, 16, "f")
 
 
 def info(name: str, role: NodeRole) -> NodeInfo:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.layout import LayerKv
 from baton_kernels.paged_attention import PagedBatch
 from engine.model.attention import AttentionSite, attach, bind
 from engine.model.fast.patches import Target
-from engine.model.kv_pool import KvPool, KvShape
+from engine.model.kv_pool import KvPool
 
 NUM_TOKENS = 8
 BLOCK_SIZE = 16
@@ -25,10 +26,10 @@ def run_model(target: Target, site: AttentionSite) -> None:
             bind(module, None)
 
 
-def logits_as_served(target: Target, shape: KvShape) -> Tensor:
+def logits_as_served(target: Target, kv: tuple[LayerKv, ...]) -> Tensor:
     """[NUM_TOKENS, vocab_size], fp32: a short prompt and one token decoded after it, over a pool of two blocks."""
     device = target.model.device
-    step = attach(target.layers, KvPool(shape, 2, BLOCK_SIZE, device))
+    step = attach(target.layers, KvPool(kv, 2, BLOCK_SIZE, device))
     rows = []
     try:
         for start, end in ((0, NUM_TOKENS - 1), (NUM_TOKENS - 1, NUM_TOKENS)):

@@ -53,7 +53,7 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     began = time.monotonic()
     target = Target(model, probed.layers, max_model_len)
     report = FusedReport()
-    expected = logits_as_served(target, probed.shape)
+    expected = logits_as_served(target, probed.kv)
     for name, piece in PIECES.items():
         report.pieces[name] = _apply_one(name, piece, target)
     _check_whole(target, probed, expected, report)
@@ -81,7 +81,7 @@ def _check_whole(target: Target, probed: Probe, expected: torch.Tensor, report: 
     methods = [method for method in map(method_of, target.model.modules()) if method is not None]
     bound = max(tolerance.logits for tolerance in (rounding(target.model.dtype), *(m.tolerance for m in methods)))
     try:
-        difference = logits_as_served(target, probed.shape) - expected
+        difference = logits_as_served(target, probed.kv) - expected
         error = float((difference.norm(dim=-1) / expected.norm(dim=-1)).median())
         report.taken_back = None if error <= bound else f"logits differ by {error:.2g}"
     except Exception as failure:  # noqa: BLE001 - see _apply_one

@@ -108,29 +108,45 @@ class Error(_message.Message):
     message: str
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
-class KvLayout(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim_k", "head_dim_v", "block_size", "dtype", "head_start", "head_end", "block_bytes", "fingerprint")
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+class LayerKv(_message.Message):
+    __slots__ = ("num_kv_heads", "head_dim_k", "head_dim_v", "dtype", "sliding_window", "state_bytes")
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_K_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_V_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    HEAD_START_FIELD_NUMBER: _ClassVar[int]
-    HEAD_END_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    num_layers: int
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
-    block_size: int
     dtype: str
+    sliding_window: int
+    state_bytes: int
+    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim_k: _Optional[int] = ..., head_dim_v: _Optional[int] = ..., dtype: _Optional[str] = ..., sliding_window: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
+
+class KvSlice(_message.Message):
+    __slots__ = ("layer_start", "layer_end", "head_start", "head_end")
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    HEAD_START_FIELD_NUMBER: _ClassVar[int]
+    HEAD_END_FIELD_NUMBER: _ClassVar[int]
+    layer_start: int
+    layer_end: int
     head_start: int
     head_end: int
-    block_bytes: int
+    def __init__(self, layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ...) -> None: ...
+
+class KvLayout(_message.Message):
+    __slots__ = ("block_size", "fingerprint", "layers", "ranks")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
     fingerprint: str
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim_k: _Optional[int] = ..., head_dim_v: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., head_start: _Optional[int] = ..., head_end: _Optional[int] = ..., block_bytes: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    layers: _containers.RepeatedCompositeFieldContainer[LayerKv]
+    ranks: _containers.RepeatedCompositeFieldContainer[KvSlice]
+    def __init__(self, block_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerKv, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[KvSlice, _Mapping]]] = ...) -> None: ...
 
 class TransportEndpoint(_message.Message):
     __slots__ = ("rank", "transport", "address")

@@ -29,7 +29,8 @@ MAX_SPECIAL_TOKENS = 256
 class Limits:
     """The limits of a message's reader: for a node those of its engine, for a router those of the node that it hears.
 
-    `max_seconds` caps the deadlines of requests. `block_size` 0: not known. The defaults hold everywhere.
+    `max_seconds` caps the deadlines of requests. `block_size` 0: not known. `num_pairs`: of ranks here and at a peer
+    that have KV for one another. The defaults hold everywhere.
     """
 
     vocab_size: int = MAX_TOKEN_IDS
@@ -37,6 +38,7 @@ class Limits:
     max_seconds: float = MAX_SECONDS
     block_size: int = 0
     num_layers: int = 1
+    num_pairs: int = 1
 
     @classmethod
     def of(cls, info: NodeInfo, max_seconds: float = MAX_SECONDS) -> Limits:
@@ -47,10 +49,11 @@ class Limits:
 
     @property
     def max_parts(self) -> int:
-        """Of one request: each block by itself, each of its layers by itself."""
+        """Of one request: each block by itself, each of its layers by itself, for each pair of ranks."""
         if not self.block_size:
             return MAX_PARTS
-        return min(MAX_PARTS, num_blocks_for(self.max_model_len, self.block_size) * self.num_layers)
+        num_blocks = num_blocks_for(self.max_model_len, self.block_size)
+        return min(MAX_PARTS, num_blocks * self.num_layers * self.num_pairs)
 
 
 ANY = Limits()

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import BatonError, InvalidRequest, from_code
-from baton.layout import KvLayout
+from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
 from baton.messages import Auth, Sample, TokenLogprobs, TransportEndpoint, WorkId
 from baton.sampling import (
     MAX_CACHE_SALT_CHARS,
@@ -261,36 +261,46 @@ def read_error(wire: common_pb2.Error) -> BatonError:
 
 def write_layout(layout: KvLayout) -> common_pb2.KvLayout:
     return common_pb2.KvLayout(
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim_k=layout.head_dim_k,
-        head_dim_v=layout.head_dim_v,
         block_size=layout.block_size,
-        dtype=layout.dtype,
-        head_start=layout.head_start,
-        head_end=layout.head_end,
-        block_bytes=layout.block_bytes,
         fingerprint=layout.fingerprint,
+        layers=[
+            common_pb2.LayerKv(
+                num_kv_heads=layer.num_kv_heads,
+                head_dim_k=layer.head_dim_k,
+                head_dim_v=layer.head_dim_v,
+                dtype=layer.dtype,
+                sliding_window=layer.sliding_window or 0,
+                state_bytes=layer.state_bytes,
+            )
+            for layer in layout.layers
+        ],
+        ranks=[common_pb2.KvSlice(**rank._asdict()) for rank in layout.ranks],
     )
 
 
 def read_layout(wire: common_pb2.KvLayout) -> KvLayout:
-    """Raises InvalidRequest for blocks without tokens, layers or bytes, and for texts that are no names."""
-    for name in ("block_size", "num_layers", "block_bytes"):
-        if not getattr(wire, name):
-            raise InvalidRequest(f"layout: {name} is 0", "layout")
-    return KvLayout(
-        num_layers=wire.num_layers,
-        num_kv_heads=wire.num_kv_heads,
-        head_dim_k=wire.head_dim_k,
-        head_dim_v=wire.head_dim_v,
-        block_size=wire.block_size,
-        dtype=read_text(wire.dtype, "dtype"),
-        head_start=wire.head_start,
-        head_end=wire.head_end,
-        block_bytes=wire.block_bytes,
-        fingerprint=read_text(wire.fingerprint, "fingerprint"),
-    )
+    """Raises InvalidRequest for layers and ranks that are no model's, blocks of no tokens or bytes, and for texts that
+    are no names."""
+    if len(wire.layers) > MAX_LAYERS or len(wire.ranks) > MAX_RANKS:
+        raise InvalidRequest(f"layout: {len(wire.layers)} layers on {len(wire.ranks)} ranks", "layout")
+    try:
+        layout = KvLayout(
+            layers=tuple(map(_read_layer, wire.layers)),
+            block_size=wire.block_size,
+            fingerprint=read_text(wire.fingerprint, "fingerprint"),
+            ranks=tuple(KvSlice(r.layer_start, r.layer_end, r.head_start, r.head_end) for r in wire.ranks),
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"layout: {error}", "layout") from None
+    if not all(map(layout.num_bytes, layout.ranks)):
+        raise InvalidRequest("layout: a rank's blocks have no bytes", "layout")
+    return layout
+
+
+def _read_layer(wire: common_pb2.LayerKv) -> LayerKv:
+    """Raises ValueError or InvalidRequest."""
+    shape = wire.num_kv_heads, wire.head_dim_k, wire.head_dim_v
+    return LayerKv(*shape, read_text(wire.dtype, "dtype"), wire.sliding_window or None, wire.state_bytes)
 
 
 def write_endpoints(endpoints: Iterable[TransportEndpoint]) -> list[common_pb2.TransportEndpoint]:

@@ -1,0 +1,162 @@
+"""A node's movers as one: a sender, or a receiver, for each of its ranks. A node of one rank has one.
+
+Every rank keeps the same blocks under the same numbers, each its own slice of them (`KvLayout.ranks`). A part goes from
+one rank of a node to one rank of another; all parts of a request are one plan (`PartPlanner`), under one lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Generic, TypeVar
+
+from baton.audit import KvSlot
+from baton.layout import KvLayout
+from baton.messages import Route
+from kv_transfer.mover import KvMover
+from kv_transfer.parts import PartPlanner, Piece
+from kv_transfer.receiver import KvReceiver, ReceiverEvent
+from kv_transfer.sender import KvSender, SenderEvent
+from kv_transfer.slot_copies import Mark
+
+Mover = TypeVar("Mover", bound=KvMover)
+
+
+def rank_name(peer: str, rank: int) -> str:
+    """What transports, and the events of movers, call that rank of another node."""
+    return f"{peer}/{rank}"
+
+
+def peer_of(name: str) -> str:
+    """The node whose rank is called that."""
+    return name.rpartition("/")[0]
+
+
+class _Ranks(Generic[Mover]):
+    """ranks: in their order. Engine's thread only, but for `connect`, `disconnect` and `close`, which any may call."""
+
+    def __init__(self, ranks: Sequence[Mover]) -> None:
+        self.ranks = tuple(ranks)
+        self.layout: KvLayout = ranks[0].layout
+        assert [mover.rank for mover in ranks] == list(range(len(self.layout.ranks)))
+        self.verify = ranks[0].verify
+        self.num_slots = sum(mover.num_slots for mover in ranks)
+        self.part_blocks = min(mover.part_blocks for mover in ranks)
+        """The most blocks that a part of any rank may have, or as many bytes of more."""
+        self._connected: dict[str, Sequence[Route]] = {}
+
+    def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:
+        """Connect ranks of this node with ranks of another. Raises TransferError, with some connected, perhaps: then
+        `disconnect`."""
+        self._connected[peer] = routes
+        deadline = time.monotonic() + timeout_s
+        for route in routes:
+            left_s = max(0.0, deadline - time.monotonic())
+            self.ranks[route.rank].transport.connect(rank_name(peer, route.peer_rank), route.address, left_s)
+
+    def disconnect(self, peer: str) -> None:
+        """Harmless for one that is not connected."""
+        for route in self._connected.pop(peer, ()):
+            self.ranks[route.rank].transport.disconnect(rank_name(peer, route.peer_rank))
+
+    def close(self) -> None:
+        """End all transfers and threads."""
+        for mover in self.ranks:
+            mover.transport.close()
+
+    def slots(self) -> list[KvSlot]:
+        """For the audit: of all ranks, numbered on."""
+        entries = chain.from_iterable(mover.slots() for mover in self.ranks)
+        return [dataclasses.replace(entry, slot=slot, peer=peer_of(entry.peer)) for slot, entry in enumerate(entries)]
+
+    def warm_up(self) -> None:
+        """Do once what parts need compiled on a GPU. Before the first part."""
+        for mover in self.ranks:
+            mover.warm_up()
+
+    def check_integrity(self) -> None:
+        for mover in self.ranks:
+            mover.check_integrity()
+
+
+class SenderRanks(_Ranks[KvSender]):
+    """The senders of a prefill node."""
+
+    def planner(self, receiver: KvLayout, part_blocks: int) -> PartPlanner:
+        """Of what goes to a node of that layout."""
+        return PartPlanner(self.layout, receiver, part_blocks)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Of all ranks. On any thread."""
+        return sum(mover.num_free_slots for mover in self.ranks)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """See KvSender."""
+        with contextlib.ExitStack() as stack:
+            for mover in self.ranks:
+                stack.enter_context(mover.together())
+            yield
+
+    def send(self, peer: str, lease: int, part: int, piece: Piece, blocks: Sequence[int], checked: bool) -> bool:
+        """Send a piece of these blocks, as that part. See KvSender."""
+        name = rank_name(peer, piece.target)
+        return self.ranks[piece.source].send(name, lease, part, blocks, piece.what, checked)
+
+    def drain(self, peer: str, lease: int, part: int, planner: PartPlanner) -> bool:
+        """See KvSender. planner: that of the peer."""
+        pair = planner.pair_of(part)
+        return self.ranks[pair.source].drain(rank_name(peer, pair.target), lease, part)
+
+    def poll(self) -> Iterable[SenderEvent]:
+        """What became of parts since the last call, on all ranks; peers by `rank_name`."""
+        return chain.from_iterable([mover.poll() for mover in self.ranks])
+
+
+class ReceiverRanks(_Ranks[KvReceiver]):
+    """The receivers of a decode node."""
+
+    def planner(self, sender: KvLayout, part_blocks: int) -> PartPlanner:
+        """Of what comes from a node of that layout."""
+        return PartPlanner(sender, self.layout, part_blocks)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Of all ranks. On any thread."""
+        return sum(mover.num_free_slots for mover in self.ranks)
+
+    @property
+    def num_damaged_pieces(self) -> int:
+        return sum(mover.num_damaged_pieces for mover in self.ranks)
+
+    def mark(self) -> list[Mark]:
+        """All work queued so far on each rank's device. See KvReceiver."""
+        return [mover.mark() for mover in self.ranks]
+
+    def expect(
+        self,
+        peer: str,
+        lease: int,
+        part: int,
+        piece: Piece,
+        blocks: Sequence[int],
+        not_before: Sequence[Mark],
+        is_last: bool,
+    ) -> bool:
+        """Expect a piece of these blocks as that part. is_last: of the lease's parts for that rank. See KvReceiver."""
+        name = rank_name(peer, piece.source)
+        mover = self.ranks[piece.target]
+        return mover.expect(name, lease, part, blocks, piece.what, not_before[piece.target], is_last)
+
+    def withdraw(self, lease: int) -> None:
+        """See KvReceiver."""
+        for mover in self.ranks:
+            mover.withdraw(lease)
+
+    def poll(self) -> Iterable[ReceiverEvent]:
+        """What happened since the last call, on all ranks; peers by `rank_name`."""
+        return chain.from_iterable([mover.poll() for mover in self.ranks])

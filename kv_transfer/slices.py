@@ -1,0 +1,69 @@
+"""Where a slice of the model's KV lies in the pools of ranks, and which ranks have slices for one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from baton.layout import KvLayout, KvSlice
+
+
+class Rows(NamedTuple):
+    """A slice in one rank's pool, which is seen as rows, `per_block` for each block: of rows [first, first + num) of a
+    block the bytes [offset, offset + row_bytes). In that order they are the slice's own bytes."""
+
+    per_block: int
+    first: int
+    num: int
+    offset: int
+    row_bytes: int
+
+    def of(self, blocks: Sequence[int]) -> Sequence[int]:
+        """The pool's rows that hold the slice of these blocks."""
+        if self.per_block == 1:
+            return blocks
+        firsts = (block * self.per_block + self.first for block in blocks)
+        return [row for first in firsts for row in range(first, first + self.num)]
+
+
+def rows_of(layout: KvLayout, rank: int, what: KvSlice) -> Rows:
+    """`what` in that rank's pool, which holds all of it: one row of a block where it has all heads that the rank holds,
+    else one for each layer's K and V. `layout.has_equal_runs` is asked for in the second case."""
+    held = layout.ranks[rank]
+    assert what.overlap(held) == what
+    block_bytes = layout.num_bytes(held)
+    before = what.layer_start - held.layer_start
+    if what[2:] == held[2:]:
+        offset = layout.num_bytes(held._replace(layer_end=what.layer_start))
+        return Rows(per_block=1, first=0, num=1, offset=offset, row_bytes=layout.num_bytes(what))
+    assert layout.has_equal_runs
+    runs = 2 if layout.layers[0].head_dim_v else 1
+    per_block = held.num_layers * runs
+    head_bytes = block_bytes // per_block // held.num_heads
+    return Rows(
+        per_block=per_block,
+        first=before * runs,
+        num=what.num_layers * runs,
+        offset=(what.head_start - held.head_start) * head_bytes,
+        row_bytes=what.num_heads * head_bytes,
+    )
+
+
+class RankPair(NamedTuple):
+    """Ranks of two nodes, of which `source` sends and `target` receives `what`."""
+
+    source: int
+    target: int
+    what: KvSlice
+
+
+def pair_ranks(sender: KvLayout, receiver: KvLayout) -> tuple[RankPair, ...]:
+    """Who sends what to whom, so that each rank of the receiver gets all that it holds, once; of ranks that hold the
+    same the first one sends. The layouts are compatible."""
+    sources = {held: rank for rank, held in reversed(list(enumerate(sender.ranks)))}
+    return tuple(
+        RankPair(source, target, what)
+        for target, wanted in enumerate(receiver.ranks)
+        for held, source in sorted(sources.items(), key=lambda entry: entry[1])
+        if (what := held.overlap(wanted)) is not None
+    )
