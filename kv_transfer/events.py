@@ -60,7 +60,9 @@ class EventQueue:
             self.wake()
 
     def poll(self) -> list[TransportEvent]:
-        """See Transport."""
+        """See Transport. Called in each turn of an engine, which mostly finds nothing."""
+        if not (self._events or self._ended or self._failure):
+            return []
         with self._telling:
             with self._lock:
                 events, self._events = self._events, []
