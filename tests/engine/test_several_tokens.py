@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ class Guessed(Counting):
         super().__init__()
         self._empty = empty
 
-    def launch(self, chunks: Seq[Chunk]) -> Launched:
+    def launch(self, chunks: Iterable[Chunk]) -> Launched:
+        chunks = list(chunks)
         step = super().launch(chunks)
         step.choices = [self._choices(chunk) for chunk in chunks]
         if len(self.batches) - 1 in self._empty:
