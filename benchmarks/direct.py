@@ -14,7 +14,7 @@ import grpc.aio
 from baton import wire
 from baton.address import HostPort
 from baton.channels import CHANNEL_OPTIONS
-from baton.messages import DecodeTarget, End, HandedOff, NodeInfo, Prefill, Sample, Subscribe, Tokens, Update, WorkId
+from baton.messages import AttemptId, DecodeTarget, End, HandedOff, NodeInfo, Prefill, Sample, Subscribe, Tokens, Update
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -45,9 +45,9 @@ class Direct:
     ) -> tuple[float, tuple[int, ...]]:
         """Seconds to the first token, and all tokens. Returns when both nodes are done with it. Raises BatonError."""
         self._count += 1
-        work = WorkId(self._epoch, f"direct-{self._count}", 0)
+        attempt_id = AttemptId(self._epoch, f"direct-{self._count}", 0)
         sent = time.perf_counter()
-        await self._prefill.send(self._message(work, tuple(prompt), sampling, cache_salt))
+        await self._prefill.send(self._message(attempt_id, tuple(prompt), sampling, cache_salt))
         tokens: dict[int, int] = {}
         first, ends = 0.0, 0
         async with asyncio.timeout(TIMEOUT_S):
@@ -61,10 +61,12 @@ class Direct:
                 ends += isinstance(update.kind, End | HandedOff)
         return first - sent, tuple(tokens[index] for index in sorted(tokens))
 
-    def _message(self, work: WorkId, prompt: tuple[int, ...], sampling: SamplingParams, cache_salt: str) -> Prefill:
+    def _message(
+        self, attempt_id: AttemptId, prompt: tuple[int, ...], sampling: SamplingParams, cache_salt: str
+    ) -> Prefill:
         decode = self._decode.info
         return Prefill(
-            work=work,
+            attempt_id=attempt_id,
             target_incarnation=self._prefill.info.incarnation,
             prompt_tokens=prompt,
             samples=(Sample(0),),
@@ -120,9 +122,9 @@ async def generate_alone(decode: HostPort, prompt: Sequence[int], sampling: Samp
     await session.open()
     tokens: dict[int, int] = {}
     try:
-        work = WorkId(epoch, "alone", 0)
+        attempt_id = AttemptId(epoch, "alone", 0)
         await session.send(
-            Prefill(work, session.info.incarnation, tuple(prompt), (Sample(0),), sampling, TIMEOUT_S, None)
+            Prefill(attempt_id, session.info.incarnation, tuple(prompt), (Sample(0),), sampling, TIMEOUT_S, None)
         )
         async with asyncio.timeout(TIMEOUT_S):
             while True:

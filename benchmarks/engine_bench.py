@@ -14,16 +14,16 @@ from random import Random
 import torch
 from pydantic import Field
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from benchmarks import ceilings
 from benchmarks.engine_host import TimedRunner
 from benchmarks.engine_shape import ModelShape, shape_of
 from engine.engine import Engine, StepResult
-from engine.model.loader import LoadFormat
-from engine.node.build import Built, build
-from engine.node.settings import NodeSettings
+from engine.model.load.loader import LoadFormat
 from engine.sequence import Sequence as EngineSequence
+from node.build import Built, build
+from node.settings import NodeSettings
 
 QUICK_CEILING_BYTES = 4 * 1024 * 1024
 QUICK_MATMUL_SIZE = 256
@@ -70,9 +70,9 @@ class Bench:
     def sequence(self, prompt: tuple[int, ...], sampling: SamplingParams) -> EngineSequence:
         """One that no other shares blocks with."""
         number = next(self.numbers)
-        work = WorkId(0, f"bench-{number}", 0)
+        attempt_id = AttemptId(0, f"bench-{number}", 0)
         return EngineSequence(
-            work, [0], prompt, sampling, cache_salt=f"bench-{number}", arrived_s=time.monotonic() + number * 1e-6
+            attempt_id, [0], prompt, sampling, cache_salt=f"bench-{number}", arrived_s=time.monotonic() + number * 1e-6
         )
 
 

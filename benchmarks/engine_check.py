@@ -20,7 +20,7 @@ from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, drain, note
-from engine.model.skeleton import build_skeleton, fill_with_dummies, move_empty
+from engine.model.load.skeleton import build_skeleton, fill_with_dummies, move_empty
 
 ANSWER_TOKENS = 16
 NUM_LOGPROBS = 5
@@ -104,12 +104,12 @@ def _ask(bench: Bench) -> list[Answer]:
     for prompt in prompts:
         seq = bench.sequence(prompt, sampling)
         bench.engine.add(seq)
-        answers[seq.work] = Answer(prompt, [], [])
+        answers[seq.attempt_id] = Answer(prompt, [], [])
     for result in drain(bench.engine):
         for sampled in result.sampled:
             assert sampled.logprobs is not None
-            answers[sampled.sequence.work].tokens.append(sampled.token)
-            answers[sampled.sequence.work].logprobs.append(sampled.logprobs)
+            answers[sampled.sequence.attempt_id].tokens.append(sampled.token)
+            answers[sampled.sequence.attempt_id].logprobs.append(sampled.logprobs)
     return list(answers.values())
 
 

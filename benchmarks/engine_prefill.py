@@ -132,7 +132,7 @@ def prompts_s(bench: Bench, count: int, length: int) -> float:
     for result in drain(bench.engine):
         if result.sampled:
             last = time.perf_counter()
-        answered |= {sampled.sequence.work for sampled in result.sampled}
+        answered |= {sampled.sequence.attempt_id for sampled in result.sampled}
     assert len(answered) == count, "a prompt has no first token"
     return last - began
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.model.checkpoint import Checkpoint
+from engine.model.load.checkpoint import Checkpoint
 
 Cell = tuple[int, int]
 """Batch, context."""

@@ -105,8 +105,8 @@ class Stranger:
             pass
         return message
 
-    def work(self, name: str) -> common_pb2.WorkId:
-        return common_pb2.WorkId(router_epoch=self.epoch, request_id=f"{name}-{secrets.token_hex(4)}")
+    def attempt_id(self, name: str) -> common_pb2.AttemptId:
+        return common_pb2.AttemptId(router_epoch=self.epoch, request_id=f"{name}-{secrets.token_hex(4)}")
 
     def prefill(self, name: str, deadline_s: float = 60.0, **fields: Any) -> node_pb2.RouterMessage:
         given = {
@@ -116,7 +116,9 @@ class Stranger:
             **fields,
         }
         target = self.info.incarnation
-        prefill = node_pb2.Prefill(work=self.work(name), target_incarnation=target, deadline_s=deadline_s, **given)
+        prefill = node_pb2.Prefill(
+            attempt_id=self.attempt_id(name), target_incarnation=target, deadline_s=deadline_s, **given
+        )
         return node_pb2.RouterMessage(prefill=prefill)
 
 
@@ -162,7 +164,7 @@ async def outcome(attempt: Any) -> str:
 async def epoch_of_another(attack: Attack) -> str:
     """Subscribe with the router's epoch, read from /debug/kv"""
     status, page = await get(attack.metrics("decode-0"), "/debug/kv")
-    epochs = {h["work"]["router_epoch"] for h in json.loads(page)["holders"]} if status == 200 else set()
+    epochs = {h["attempt_id"]["router_epoch"] for h in json.loads(page)["holders"]} if status == 200 else set()
     attack.begin()
     if not epochs:
         return f"/debug/kv tells none ({status})"
@@ -294,8 +296,8 @@ async def _commit(
         call, hello = await one.handoff([stack.enter_context(own_endpoint("ucx"))])
         if hello.hello.HasField("error"):
             return _error(hello.hello.error)
-        work, target = one.work("commit"), one.info.incarnation
-        reserve = _reserve_of_prompt(one, work, max_tokens)
+        attempt_id, target = one.attempt_id("commit"), one.info.incarnation
+        reserve = _reserve_of_prompt(one, attempt_id, max_tokens)
         await call.write(node_pb2.PrefillMessage(reserve=reserve))
         grant = await one.told(call, "grant", "refuse")
         if grant.WhichOneof("kind") == "refuse":
@@ -303,7 +305,7 @@ async def _commit(
         attack.begin()
         commit = node_pb2.Commit(
             lease=grant.grant.lease,
-            work=work,
+            attempt_id=attempt_id,
             target_incarnation=target,
             prompt_tokens=pack(PROMPT),
             samples=[common_pb2.Sample(output_tokens=pack([output]))],
@@ -328,9 +330,9 @@ async def _commit(
         return told
 
 
-def _reserve_of_prompt(one: Stranger, work: common_pb2.WorkId, max_tokens: int) -> node_pb2.Reserve:
+def _reserve_of_prompt(one: Stranger, attempt_id: common_pb2.AttemptId, max_tokens: int) -> node_pb2.Reserve:
     return node_pb2.Reserve(
-        work=work,
+        attempt_id=attempt_id,
         target_incarnation=one.info.incarnation,
         num_tokens=len(PROMPT),
         block_hashes=b"".join(chain(PROMPT, one.info.layout.block_size)),
@@ -359,9 +361,9 @@ async def _reserve(attack: Attack, deadline_s: float, name: str = "decode-0") ->
         call, hello = await one.handoff([stack.enter_context(own_endpoint("ucx"))])
         if hello.hello.HasField("error"):
             return _error(hello.hello.error)
-        work = one.work("reserve")
+        attempt_id = one.attempt_id("reserve")
         reserve = node_pb2.Reserve(
-            work=work,
+            attempt_id=attempt_id,
             target_incarnation=one.info.incarnation,
             num_tokens=8,
             num_samples=1,
@@ -406,7 +408,7 @@ class Liar(node_pb2_grpc.DecodeNodeServicer):
         await context.write(node_pb2.DecodeMessage(hello=hello))
         while (message := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             if message.HasField("reserve"):
-                grant = node_pb2.Grant(work=message.reserve.work, lease=self._lease, num_parts=1, credits=1)
+                grant = node_pb2.Grant(attempt_id=message.reserve.attempt_id, lease=self._lease, num_parts=1, credits=1)
                 await context.write(node_pb2.DecodeMessage(grant=grant))
                 self.asked.set()
 

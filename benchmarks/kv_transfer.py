@@ -25,8 +25,8 @@ from baton.layout import KvLayout, LayerKv, num_blocks_for
 from baton.settings import Settings, Sizes, parse
 from benchmarks.kv_transfer_ends import RECEIVER, SENDER, End, EndOptions, TransferFailed, two_ends
 from benchmarks.tables import Table
-from engine.node.settings import NodeSettings
-from engine.node.slots import slot_sizes
+from node.settings import NodeSettings
+from node.slots import slot_sizes
 
 GOAL_MS = {2048: 1.0}
 """By tokens: what a transfer over NVLink between two H200s may take."""

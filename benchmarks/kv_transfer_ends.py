@@ -19,13 +19,13 @@ import kv_transfer
 from baton.layout import KvLayout
 from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from benchmarks.ceilings import best_s
-from engine.node.wakeup import Wakeup
 from kv_transfer.parts import PartPlanner, Piece, slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartFailed, PartLanded, PartRefused
-from kv_transfer.receiver import PeerLost as SenderLost
+from kv_transfer.receiver import PeerDisconnected as SenderLost
 from kv_transfer.sender import KvSender
 from kv_transfer.sender import PartFailed as SendFailed
-from kv_transfer.sender import PeerLost as ReceiverLost
+from kv_transfer.sender import PeerDisconnected as ReceiverLost
+from node.wakeup import Wakeup
 
 WAIT_S = 60.0
 MIN_OPEN_PARTS = 2
@@ -166,7 +166,7 @@ class Server:
                 if isinstance(event, SendFailed | ReceiverLost):
                     raise TransferFailed(event.reason)
                 gone += 1
-            with self.mover.together():
+            with self.mover.batched():
                 while sent < min(self._credits, len(parts)) and self._send_part(lease, sent, parts[sent], blocks):
                     sent += 1
             return gone == len(parts)

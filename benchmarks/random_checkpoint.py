@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.model.checkpoint import Checkpoint
-from engine.model.skeleton import build_skeleton, fill_with_dummies, move_empty
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.load.skeleton import build_skeleton, fill_with_dummies, move_empty
 
 SHAPES = Path(__file__).parent / "models"
 _SHARD = "5GB"

@@ -1,6 +1,6 @@
 """The decode node as a state machine: leases and parts in, tokens out.
 
-In a turn of its loop (`engine.node.core`) it takes what arrived, grants what fits, adopts what is complete, and
+In a turn of its loop (`node.core`) it takes what arrived, grants what fits, adopts what is complete, and
 launches a step if there is room for one and it is time (`engine.pace`). Adoption puts a request into the very next
 step, so the batch that runs has no gap; the router hears of it when that step begins. A Prefill sent here directly runs
 on the same engine, with no lease. `reservations` has what waits for KV, `running` what generates.
@@ -13,18 +13,18 @@ from typing import ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
-from baton.messages import Abort, Commit, NodeRole, Prefill, Refuse, Release, Reserve, WorkId
+from baton.messages import Abort, AttemptId, Commit, NodeRole, Prefill, Refuse, Release, Reserve
 from decode_node.reservations import Reservations
 from decode_node.running import RunningRequests
 from engine.engine import Engine, Plan
 from engine.holdings import Holding
-from engine.node.core import RoleCore
-from engine.node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened
-from engine.node.intake import make_sequence
 from engine.sequence import Sequence
 from engine.step import StepResult
 from kv_transfer.ranks import ReceiverRanks, peer_of
-from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerLost
+from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerDisconnected
+from node.core import RoleCore
+from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened
+from node.intake import make_sequence
 
 
 class DecodeCore(RoleCore):
@@ -67,7 +67,7 @@ class DecodeCore(RoleCore):
                     pass  # its slot is free
                 case PartFailed(_, lease, part, reason):
                     self._reservations.part_failed(lease, part, reason)
-                case PeerLost(name, reason):
+                case PeerDisconnected(name, reason):
                     peer = peer_of(name)
                     self._reservations.end_peer(peer, self._name_of(peer), reason)
                     self._outbox.add(ClosePeer(peer, reason))
@@ -127,18 +127,20 @@ class DecodeCore(RoleCore):
         return opened.name if opened and opened.name else peer
 
     def _reserve(self, peer: str, reserve: Reserve, now: float) -> None:
-        work = reserve.work
-        if not self._admit(work, now, reserve.deadline_s):
-            if work not in self._running and work not in self._reservations:  # else a repeat of one that is served
-                self._outbox.to_prefill(peer, Refuse(work, RequestCancelled("the attempt is over")))
+        attempt_id = reserve.attempt_id
+        if not self._admit(attempt_id, now, reserve.deadline_s):
+            if (
+                attempt_id not in self._running and attempt_id not in self._reservations
+            ):  # else a repeat of one that is served
+                self._outbox.to_prefill(peer, Refuse(attempt_id, RequestCancelled("the attempt is over")))
             return
         try:
             self._check_target(reserve.target_incarnation)
-            if work.router_epoch not in self._outbox.epochs:
+            if attempt_id.router_epoch not in self._outbox.epochs:
                 raise NodeUnavailable("the request's router is not subscribed to the decode node")
             self._reservations.reserve(peer, reserve, now)
         except BatonError as error:
-            self._outbox.to_prefill(peer, Refuse(work, error))
+            self._outbox.to_prefill(peer, Refuse(attempt_id, error))
 
     # ---- requests ----
 
@@ -148,17 +150,17 @@ class DecodeCore(RoleCore):
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
         self._running.add(sequence, now, deadline)
 
-    def _works(self) -> list[WorkId]:
-        return [*self._running.works(), *self._reservations.works()]
+    def _attempts(self) -> list[AttemptId]:
+        return [*self._running.attempts(), *self._reservations.attempts()]
 
-    def _end_work(self, work: WorkId, error: BatonError) -> None:
-        self._reservations.end_work(work, error)
-        self._running.end_work(work, error)
+    def _end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
+        self._reservations.end_attempt(attempt_id, error)
+        self._running.end_attempt(attempt_id, error)
 
     def _stop_samples(self, abort: Abort, now: float) -> None:
-        if not self._fences.stop_samples(abort.work, abort.samples, now, abort.deadline_s):
-            self._outbox.close_session(abort.work.router_epoch, "too many aborts of single samples")
-        self._running.stop_samples(abort.work, abort.samples)
+        if not self._fences.stop_samples(abort.attempt_id, abort.samples, now, abort.deadline_s):
+            self._outbox.close_session(abort.attempt_id.router_epoch, "too many aborts of single samples")
+        self._running.stop_samples(abort.attempt_id, abort.samples)
 
     # ---- its books ----
 

@@ -14,9 +14,10 @@ from baton import wire
 from baton.cluster_secret import HANDOFF, NotTrusted, admit
 from baton.errors import BatonError, InvalidRequest
 from baton.messages import Auth, Hello
+from baton.streams import ENDED, EOF, HELLO_S, SILENCE_S, STOPPED
 from baton.trust import Trust
-from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
-from engine.node.handoff_stream import (
+from node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
+from node.handoff_stream import (
     DECODE_CODEC,
     HandoffStream,
     PeerTransport,
@@ -27,9 +28,8 @@ from engine.node.handoff_stream import (
     describe,
     routes_to,
 )
-from engine.node.loop import Turn
-from engine.node.sessions import Context
-from engine.node.streams import ENDED, EOF, HELLO_S, SILENCE_S, STOPPED
+from node.loop import Turn
+from node.sessions import Context
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from baton.messages import NodeRole
 from baton.settings import parse
 from decode_node.server import DECODE_SIDE
 from decode_node.settings import DecodeSettings
-from engine.node.run import MakeParts, run_node
+from node.run import MakeParts, run_node
 
 
 def main() -> NoReturn:
-    """Serve until a signal. Exit codes are those of `engine.node.run`."""
+    """Serve until a signal. Exit codes are those of `node.run`."""
     run_node(parse(DecodeSettings), NodeRole.DECODE, DECODE_SIDE, _import_parts)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from decode_node.core import DecodeCore
-from engine.node.parts import Base, RoleParts, assemble
-from engine.node.settings import NodeSettings
-from engine.node.shell import NodeParts
 from kv_transfer.ranks import ReceiverRanks
 from kv_transfer.receiver import KvReceiver
+from node.parts import Base, RoleParts, assemble
+from node.settings import NodeSettings
+from node.shell import NodeParts
 
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:

@@ -24,16 +24,16 @@ from baton.errors import (
     TransferTimeout,
 )
 from baton.layout import KvLayout, num_blocks_for
-from baton.messages import Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve, WorkId
+from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve
 from decode_node.leases import Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
-from engine.node.fences import UNDER_WAY_S
-from engine.node.outbox import Outbox
-from engine.node.remembered import Remembered
 from kv_transfer.parts import PartPlanner
 from kv_transfer.ranks import ReceiverRanks
 from kv_transfer.receiver import PartLanded
+from node.fences import UNDER_WAY_S
+from node.outbox import Outbox
+from node.remembered import Remembered
 
 MIN_OPEN_PARTS = 2
 """Slots that one lease may hold at a time, even if few are left. It may always hold as many as are free beside, so that
@@ -59,10 +59,10 @@ class Reservations:
         self._max_waiting = max_waiting
         self._max_deadline_s = max_deadline_s
         self._planners: dict[str, PartPlanner] = {}  # of prefill nodes whose streams are up
-        self._queue: OrderedDict[WorkId, Waiting] = OrderedDict()
+        self._queue: OrderedDict[AttemptId, Waiting] = OrderedDict()
         self._leases: dict[int, Lease] = {}  # by serial
-        self._lease_of: dict[WorkId, Lease] = {}  # the same
-        self._deadlines = Deadlines[WorkId]()  # of both
+        self._lease_of: dict[AttemptId, Lease] = {}  # the same
+        self._deadlines = Deadlines[AttemptId]()  # of both
         self._short: dict[int, Lease] = {}  # leases with parts that no slot is posted for
         self._may_post = False  # a part of theirs has come
         self._num_free_slots = 0  # when they were last looked at
@@ -74,11 +74,11 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._queue) + len(self._leases)
 
-    def __contains__(self, work: WorkId) -> bool:
+    def __contains__(self, attempt_id: AttemptId) -> bool:
         """Whether it waits or has a lease."""
-        return work in self._queue or work in self._lease_of
+        return attempt_id in self._queue or attempt_id in self._lease_of
 
-    def works(self) -> list[WorkId]:
+    def attempts(self) -> list[AttemptId]:
         """All of it."""
         return [*self._queue, *self._lease_of]
 
@@ -88,7 +88,7 @@ class Reservations:
             Holding(
                 kind="lease",
                 state=lease.state.value,
-                work=lease.reserve.work,
+                attempt_id=lease.reserve.attempt_id,
                 samples=(),
                 since_s=lease.granted,
                 blocks=blocks,
@@ -134,8 +134,8 @@ class Reservations:
         if not 1 <= reserve.layer_groups <= self._receiver.layout.num_layers:
             raise InvalidRequest(f"{reserve.layer_groups} groups of layers", "layer_groups")
         deadline = now + min(reserve.deadline_s, self._max_deadline_s)
-        self._queue[reserve.work] = Waiting(reserve, peer, deadline)
-        self._deadlines.set(reserve.work, deadline)
+        self._queue[reserve.attempt_id] = Waiting(reserve, peer, deadline)
+        self._deadlines.set(reserve.attempt_id, deadline)
 
     def grant_waiting(self, now: float) -> None:
         """First come, first served; preempted requests, which are older, before all of them. Then new slots."""
@@ -193,12 +193,12 @@ class Reservations:
             marks=self._receiver.mark(),
             block_size=self._blocks.block_size,
         )
-        self._leases[lease.serial] = self._lease_of[reserve.work] = self._short[lease.serial] = lease
+        self._leases[lease.serial] = self._lease_of[reserve.attempt_id] = self._short[lease.serial] = lease
         self._blocks.begin_load(lease.written)
         self._engine.reserve_seqs(reserve.num_samples)
         self._post_receives(lease)
         told = lease.num_held, lease.num_parts, lease.credits, self._receiver.verify
-        self._outbox.to_prefill(lease.peer, Grant(reserve.work, lease.serial, *told))
+        self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *told))
         return True
 
     def _post_receives(self, lease: Lease) -> bool:
@@ -236,7 +236,7 @@ class Reservations:
 
     def commit(self, peer: str, commit: Commit, now: float) -> None:
         """Make the lease's request this node's, and answer; a repeat gets the same answer."""
-        self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.work, self._commit(peer, commit, now)))
+        self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.attempt_id, self._commit(peer, commit, now)))
 
     def _commit(self, peer: str, commit: Commit, now: float) -> BatonError | None:
         lease = self._leases.get(commit.lease)
@@ -246,13 +246,13 @@ class Reservations:
         if lease.state is LeaseState.COMMITTED:
             return None
         if not lease.fits(commit):
-            error = InternalError(f"the commit of {commit.work} does not fit lease {lease.serial}")
+            error = InternalError(f"the commit of {commit.attempt_id} does not fit lease {lease.serial}")
             self._end(lease, error)
             return error
         lease.state, lease.commit, lease.committed = LeaseState.COMMITTED, commit, now
         # The same deadline, said again later: it may be earlier by what the Reserve took to come, and never later.
         lease.deadline = min(lease.deadline, now + commit.deadline_s)
-        self._deadlines.set(commit.work, lease.deadline)
+        self._deadlines.set(commit.attempt_id, lease.deadline)
         self._note_if_ready(lease)
         return None
 
@@ -272,19 +272,19 @@ class Reservations:
 
     def release(self, peer: str, release: Release) -> None:
         """The prefill node has no use for it; it tells the router itself, and hears that no credit will follow."""
-        waiting, lease = self._queue.get(release.work), self._lease_of.get(release.work)
+        waiting, lease = self._queue.get(release.attempt_id), self._lease_of.get(release.attempt_id)
         if waiting and waiting.peer == peer:
             self._leave_queue(waiting)
         if lease and lease.peer == peer:
             self._give_back(lease, LEASE_OVER)
-            self._outbox.to_prefill(peer, Refuse(release.work, LEASE_OVER))
+            self._outbox.to_prefill(peer, Refuse(release.attempt_id, LEASE_OVER))
 
-    def end_work(self, work: WorkId, error: BatonError) -> None:
+    def end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
         """End what waits or is leased for the work; the prefill node is told, and drains its granted parts."""
-        if waiting := self._queue.get(work):
+        if waiting := self._queue.get(attempt_id):
             self._leave_queue(waiting)
-            self._outbox.to_prefill(waiting.peer, Refuse(work, error))
-        if lease := self._lease_of.get(work):
+            self._outbox.to_prefill(waiting.peer, Refuse(attempt_id, error))
+        if lease := self._lease_of.get(attempt_id):
             self._end(lease, error)
 
     def end_peer(self, peer: str, name: str, reason: str) -> None:
@@ -292,26 +292,26 @@ class Reservations:
         holders: list[Waiting | Lease] = [*self._queue.values(), *self._leases.values()]
         for holder in holders:
             if holder.peer == peer:
-                self.end_work(holder.reserve.work, PeerLost(f"prefill node {name}: {reason}"))
+                self.end_attempt(holder.reserve.attempt_id, PeerLost(f"prefill node {name}: {reason}"))
 
     def end_overdue(self, now: float) -> None:
-        for work in self._deadlines.due(now):
-            if lease := self._lease_of.get(work):
+        for attempt_id in self._deadlines.due(now):
+            if lease := self._lease_of.get(attempt_id):
                 missing = lease.num_parts - len(lease.arrived)
                 self._end(lease, TransferTimeout(f"{missing} of {lease.num_parts} parts missing at the deadline"))
             else:
-                waited_s = self._queue[work].reserve.deadline_s
-                self.end_work(work, DeadlineExceeded(f"no room on the decode node within {waited_s:g} s"))
+                waited_s = self._queue[attempt_id].reserve.deadline_s
+                self.end_attempt(attempt_id, DeadlineExceeded(f"no room on the decode node within {waited_s:g} s"))
         self._outcomes.expire(now)
 
     def _leave_queue(self, waiting: Waiting) -> None:
-        del self._queue[waiting.reserve.work]
-        self._deadlines.discard(waiting.reserve.work)
+        del self._queue[waiting.reserve.attempt_id]
+        self._deadlines.discard(waiting.reserve.attempt_id)
 
     def _end(self, lease: Lease, error: BatonError) -> None:
         self._give_back(lease, error)
-        self._outbox.to_prefill(lease.peer, Refuse(lease.reserve.work, error))
-        self._outbox.to_router(lease.reserve.work, End(error))
+        self._outbox.to_prefill(lease.peer, Refuse(lease.reserve.attempt_id, error))
+        self._outbox.to_router(lease.reserve.attempt_id, End(error))
 
     def _give_back(self, lease: Lease, outcome: BatonError) -> None:
         self._receiver.withdraw(lease.serial)
@@ -321,8 +321,8 @@ class Reservations:
 
     def _forget(self, lease: Lease, outcome: BatonError | None) -> None:
         """Nothing is landed for it any more. Its peer may repeat the Commit until its deadline."""
-        del self._leases[lease.serial], self._lease_of[lease.reserve.work]
+        del self._leases[lease.serial], self._lease_of[lease.reserve.attempt_id]
         self._short.pop(lease.serial, None)
-        self._deadlines.discard(lease.reserve.work)
+        self._deadlines.discard(lease.reserve.attempt_id)
         self._outcomes.keep(lease.serial, (lease.peer, outcome), lease.deadline + UNDER_WAY_S)
         self._engine.unreserve_seqs(lease.reserve.num_samples)

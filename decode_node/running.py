@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded
-from baton.messages import End, SampleEnd, Started, Tokens, WorkId
+from baton.messages import AttemptId, End, SampleEnd, Started, Tokens
 from decode_node.leases import Lease
 from engine.engine import Engine
-from engine.node.fences import Fences
-from engine.node.outbox import Outbox
 from engine.sequence import Sequence
 from engine.step import Chunk, SampledToken
+from node.fences import Fences
+from node.outbox import Outbox
 
 
 @dataclass(slots=True)
 class Running:
     """A request in this node's engine: the sequence of each live sample (one for all until a local prompt forks)."""
 
-    work: WorkId
+    attempt_id: AttemptId
     received: float
     sequences: dict[int, Sequence]
 
@@ -37,17 +37,17 @@ class RunningRequests:
         self._engine = engine
         self._outbox = outbox
         self._fences = fences
-        self._running: dict[WorkId, Running] = {}
-        self._deadlines = Deadlines[WorkId]()
-        self._adopted: dict[WorkId, Lease] = {}  # those whose first step has not begun
+        self._running: dict[AttemptId, Running] = {}
+        self._deadlines = Deadlines[AttemptId]()
+        self._adopted: dict[AttemptId, Lease] = {}  # those whose first step has not begun
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def __contains__(self, work: WorkId) -> bool:
-        return work in self._running
+    def __contains__(self, attempt_id: AttemptId) -> bool:
+        return attempt_id in self._running
 
-    def works(self) -> list[WorkId]:
+    def attempts(self) -> list[AttemptId]:
         """All of it."""
         return [*self._running]
 
@@ -58,22 +58,22 @@ class RunningRequests:
 
     def add(self, sequence: Sequence, now: float, deadline: float) -> None:
         """A prompt of its own, which the engine has: one sequence for all samples."""
-        self._add(Running(sequence.work, now, dict.fromkeys(sequence.samples, sequence)), deadline)
+        self._add(Running(sequence.attempt_id, now, dict.fromkeys(sequence.samples, sequence)), deadline)
 
     def adopt(self, lease: Lease, now: float) -> None:
         """Into the next step's batch: all KV is here. The engine takes over the lease's blocks."""
-        commit, work = lease.commit, lease.reserve.work
+        commit, attempt_id = lease.commit, lease.reserve.attempt_id
         assert commit is not None
-        stopped = self._fences.stopped(work)
+        stopped = self._fences.stopped(attempt_id)
         outputs = {s.index: s.output_tokens for s in commit.samples if s.index not in stopped}
         needed = max(0, len(outputs) - 1)
         self._engine.blocks.release(lease.spares[needed:])
         if not outputs:
             self._engine.blocks.release(lease.table)
-            self._outbox.to_router(work, End())
+            self._outbox.to_router(attempt_id, End())
             return
         sequence = Sequence(
-            work=work,
+            attempt_id=attempt_id,
             samples=list(outputs),
             prompt_tokens=commit.prompt_tokens,
             sampling=commit.sampling,
@@ -83,69 +83,71 @@ class RunningRequests:
             num_computed_tokens=lease.reserve.num_tokens,
             num_cached_tokens=lease.num_cached_tokens,
         )
-        sequence.take_names(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
+        sequence.set_block_hashes(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
         adopted = self._engine.adopt(sequence, outputs, lease.spares[:needed])
-        self._add(Running(work, now, {s.samples[0]: s for s in adopted}), lease.deadline)
-        self._adopted[work] = lease
+        self._add(Running(attempt_id, now, {s.samples[0]: s for s in adopted}), lease.deadline)
+        self._adopted[attempt_id] = lease
 
     def _add(self, running: Running, deadline: float) -> None:
-        self._running[running.work] = running
-        self._deadlines.set(running.work, deadline)
+        self._running[running.attempt_id] = running
+        self._deadlines.set(running.attempt_id, deadline)
 
     # ---- what the engine did ----
 
     def tell_started(self, sequences: Iterable[Sequence], now: float) -> None:
         for sequence in sequences:
-            queue_s = now - self._running[sequence.work].received
-            self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, queue_s))
+            queue_s = now - self._running[sequence.attempt_id].received
+            self._outbox.to_router(sequence.attempt_id, Started(sequence.num_cached_tokens, queue_s))
 
     def tell_adopted(self, chunks: Iterable[Chunk]) -> None:
         """Whose first step this is, which begins now."""
         if self._adopted:
-            for work in self._adopted.keys() & {chunk.sequence.work for chunk in chunks}:
-                self._outbox.to_router(work, self._adopted.pop(work).adopted(self._engine.clock()))
+            for attempt_id in self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}:
+                self._outbox.to_router(attempt_id, self._adopted.pop(attempt_id).adopted(self._engine.clock()))
 
     def sampled(self, token: SampledToken) -> None:
-        running = self._running[token.sequence.work]
+        running = self._running[token.sequence.attempt_id]
         running.sequences[token.sample] = token.sequence
-        if token.sample in self._fences.stopped(running.work):  # stopped while its prompt stood for several samples
+        if token.sample in self._fences.stopped(
+            running.attempt_id
+        ):  # stopped while its prompt stood for several samples
             self._drop_sample(running, token.sample)
             return
         logprobs = (token.logprobs,) if token.logprobs else ()
-        self._outbox.to_router(running.work, Tokens(token.sample, token.index, (token.token,), logprobs))
+        self._outbox.to_router(running.attempt_id, Tokens(token.sample, token.index, (token.token,), logprobs))
         if token.finish:
-            self._outbox.to_router(running.work, SampleEnd(token.sample, token.finish, token.stop_token_id))
+            self._outbox.to_router(running.attempt_id, SampleEnd(token.sample, token.finish, token.stop_token_id))
             self._drop_sample(running, token.sample)
 
     # ---- ends ----
 
-    def stop_samples(self, work: WorkId, samples: Iterable[int]) -> None:
+    def stop_samples(self, attempt_id: AttemptId, samples: Iterable[int]) -> None:
         """Those that have sequences of their own; the others end when they fork."""
-        running = self._running.get(work)
+        running = self._running.get(attempt_id)
         for sample in samples:
             sequence = running.sequences.get(sample) if running else None
             if running and sequence and len(sequence.samples) == 1:
                 self._drop_sample(running, sample)
 
-    def end_work(self, work: WorkId, error: BatonError) -> None:
+    def end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
         """Nothing happens if it is not here."""
-        if running := self._running.get(work):
-            self._forget(work)
+        if running := self._running.get(attempt_id):
+            self._forget(attempt_id)
             for sequence in running.sequences.values():
                 self._engine.release(sequence)
-            self._outbox.to_router(work, End(error))
+            self._outbox.to_router(attempt_id, End(error))
 
     def end_overdue(self, now: float) -> None:
-        for work in self._deadlines.due(now):
-            self.end_work(work, DeadlineExceeded("not finished by its deadline"))
+        for attempt_id in self._deadlines.due(now):
+            self.end_attempt(attempt_id, DeadlineExceeded("not finished by its deadline"))
 
     def _drop_sample(self, running: Running, sample: int) -> None:
         self._engine.release(running.sequences.pop(sample))
         if not running.sequences:
-            self._forget(running.work)
-            self._outbox.to_router(running.work, End())
+            self._forget(running.attempt_id)
+            self._outbox.to_router(running.attempt_id, End())
 
-    def _forget(self, work: WorkId) -> None:
-        del self._running[work]
-        self._deadlines.discard(work)
-        self._adopted.pop(work, None)
+    def _forget(self, attempt_id: AttemptId) -> None:
+        del self._running[attempt_id]
+        self._deadlines.discard(attempt_id)
+        self._adopted.pop(attempt_id, None)

@@ -10,9 +10,9 @@ from baton.messages import Hello
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.handoffs import HandoffServer
-from engine.node.handoff_stream import PeerTransport, Post
-from engine.node.sessions import Context, Sessions
-from engine.node.shell import RoleSide
+from node.handoff_stream import PeerTransport, Post
+from node.sessions import Context, Sessions
+from node.shell import RoleSide
 
 
 class DecodeNode(node_pb2_grpc.DecodeNodeServicer):

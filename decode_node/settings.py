@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.node.settings import NodeSettings
+from node.settings import NodeSettings
 
 
 class DecodeSettings(NodeSettings):

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from baton.address import HostPort
 from baton.settings import ListenAddress, Settings, env_name, flag_name
-from engine.node.settings import NodeSettings
+from node.settings import NodeSettings
 from router.settings import RouterSettings
 
 

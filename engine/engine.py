@@ -158,7 +158,7 @@ class Engine:
         outputs: per unfinished sample its output tokens, all of one length, of which the last has no KV yet; so KV of
             N = len(prompt) + len(output) - 1 tokens is in the blocks.
         seq.block_table: N // block_size + 1 blocks, the last with room for the next token; spare_blocks: one for each
-            sample but the first. All become the engine's. Names that it has taken are its blocks' (`take_names`).
+            sample but the first. All become the engine's. Names that it has taken are its blocks' (`set_block_hashes`).
         Returns one running sequence per sample, in the order of `outputs`; `seq` itself is finished.
         """
         num_computed = len(seq.prompt_tokens) + len(next(iter(outputs.values()))) - 1
@@ -282,11 +282,11 @@ class Engine:
         for chunk, choices in zip(retired.chunks, waited, strict=True):
             result.num_tokens += chunk.length
             if chunk.sequence.state is SequenceState.RUNNING:
-                self._enter(chunk, choices, result)
+                self._apply_output(chunk, choices, result)
         for _, table in retired.released:
             self.blocks.release(table)
 
-    def _enter(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
+    def _apply_output(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
         """Sequences get their tokens, full blocks their names."""
         seq = chunk.sequence
         if chunk.start != seq.num_computed_tokens:  # behind a step that chose nothing
@@ -300,7 +300,7 @@ class Engine:
             if sampled and sampled[-1].finish:
                 self.release(seq)
         elif choices:
-            sampled = [self._judge(seq, *drawn) for drawn in zip(seq.samples, choices, strict=True)]
+            sampled = [self._check_stop(seq, *drawn) for drawn in zip(seq.samples, choices, strict=True)]
             self._settle(chunk, chunk.end)
             sampled = self._park(seq, sampled) if seq.hand_off else self._fork(seq, sampled)
         else:
@@ -311,13 +311,13 @@ class Engine:
     def _append(self, chunk: Chunk, choices: list[Choice]) -> list[SampledToken]:
         """The sequence's next tokens, up to the one that ends it."""
         seq, sampled = chunk.sequence, []
-        assert len(choices) <= chunk.num_logits, f"{seq.work}: a step chose tokens that it has no logits of"
+        assert len(choices) <= chunk.num_logits, f"{seq.attempt_id}: a step chose tokens that it has no logits of"
         if chunk.num_logits and seq.num_pending_tokens:
             seq.num_pending_tokens -= 1
         if chunk.num_logits > 1:
             seq.draft_tokens = ()  # checked
         for choice in choices:
-            sampled.append(self._judge(seq, seq.samples[0], choice))
+            sampled.append(self._check_stop(seq, seq.samples[0], choice))
             seq.tokens.append(choice.token)
             if sampled[-1].finish:
                 break
@@ -332,7 +332,7 @@ class Engine:
         if num_computed != chunk.end == seq.num_launched_tokens:
             seq.rewind(num_computed)
 
-    def _judge(self, seq: Sequence, sample: int, choice: Choice) -> SampledToken:
+    def _check_stop(self, seq: Sequence, sample: int, choice: Choice) -> SampledToken:
         """Whether the token ends its sample, and why."""
         index, token, sampling = seq.num_output_tokens, choice.token, seq.sampling
         finish: FinishReason | None = None
@@ -422,7 +422,9 @@ class Engine:
         held = [(seq, seq.block_table) for seq in self._sequences if seq.block_table]
         held += [released for launched in self._in_flight for released in launched.released]
         return [
-            Holding("sequence", seq.state.value, seq.work, tuple(seq.samples), seq.started_s or seq.arrived_s, table)
+            Holding(
+                "sequence", seq.state.value, seq.attempt_id, tuple(seq.samples), seq.started_s or seq.arrived_s, table
+            )
             for seq, table in held
         ]
 
@@ -437,5 +439,5 @@ class Engine:
         """What the sequence's next step writes is its own alone."""
         if seq.state is SequenceState.RUNNING:
             for block in seq.block_table[seq.num_computed_tokens // self.config.block_size :]:
-                assert self.blocks.hash_of(block) is None, f"{seq.work} would write the sealed block {block}"
-                assert self.blocks.num_owners(block) == 1, f"{seq.work} would write the shared block {block}"
+                assert self.blocks.hash_of(block) is None, f"{seq.attempt_id} would write the sealed block {block}"
+                assert self.blocks.num_owners(block) == 1, f"{seq.attempt_id} would write the shared block {block}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.audit import KvBlock, KvHolder, KvUse, without_epoch
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from engine.block_manager import BlockManager, BlockState
 
 
@@ -20,7 +20,7 @@ class Holding:
 
     kind: str
     state: str
-    work: WorkId
+    attempt_id: AttemptId
     samples: tuple[int, ...]
     since_s: float
     blocks: Sequence[int]
@@ -29,8 +29,8 @@ class Holding:
     peer: str = ""
 
     def holder(self, now: float) -> KvHolder:
-        age_s, work = now - self.since_s, without_epoch(self.work)
-        return KvHolder(self.kind, self.state, self.use, work, self.samples, self.lease, self.peer, age_s)
+        age_s, attempt_id = now - self.since_s, without_epoch(self.attempt_id)
+        return KvHolder(self.kind, self.state, self.use, attempt_id, self.samples, self.lease, self.peer, age_s)
 
 
 def recount(blocks: BlockManager, holdings: Iterable[Holding]) -> None:

@@ -253,16 +253,16 @@ class Scheduler:
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
             total = seq.num_tokens + seq.num_pending_tokens + len(seq.draft_tokens)
-            assert seq.num_computed_tokens < seq.num_tokens, f"{seq.work} has nothing to compute"
-            assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.work} ran past its tokens"
+            assert seq.num_computed_tokens < seq.num_tokens, f"{seq.attempt_id} has nothing to compute"
+            assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.attempt_id} ran past its tokens"
             covered = len(seq.block_table) * block_size
-            assert seq.num_launched_tokens <= covered, f"{seq.work}: KV outside its table"
+            assert seq.num_launched_tokens <= covered, f"{seq.attempt_id}: KV outside its table"
             most = total + self._config.num_speculative_tokens  # blocks for draft tokens stay where these were wrong
-            assert covered < most + block_size, f"{seq.work}: its table is too long"
+            assert covered < most + block_size, f"{seq.attempt_id}: its table is too long"
         for seq in (*self._lanes, *self._preempted):
             assert seq.state is SequenceState.WAITING
             assert not seq.in_flight
-            assert not seq.block_table, f"{seq.work} waits and holds blocks"
+            assert not seq.block_table, f"{seq.attempt_id} waits and holds blocks"
         assert self._awaited.keys() <= {*self._lanes, *self._preempted}, "a load is waited for by nobody who waits"
         assert len({*self._running, *self._lanes, *self._preempted}) == self.num_running + self.num_waiting
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.block_hash import BlockHash, next_hash, root_hash
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 
 
@@ -52,7 +52,7 @@ class Sequence:
     `cache_salt` must tell it from that of other sequences with the same tokens.
     """
 
-    work: WorkId
+    attempt_id: AttemptId
     samples: list[int]
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
@@ -128,7 +128,7 @@ class Sequence:
 
     def move_to(self, state: SequenceState) -> None:
         """The one way to change the state."""
-        assert state in _MOVES[self.state], f"{self.work}: {self.state.name} -> {state.name}"
+        assert state in _MOVES[self.state], f"{self.attempt_id}: {self.state.name} -> {state.name}"
         self.state = state
 
     def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
@@ -140,7 +140,7 @@ class Sequence:
             self._hashes.append(next_hash(parent, self.tokens[start : start + block_size]))
         return self._hashes[:num_blocks]
 
-    def take_names(self, names: Iterable[BlockHash]) -> None:
+    def set_block_hashes(self, names: Iterable[BlockHash]) -> None:
         """Names of its first full blocks, which somebody else computed from the same tokens: 2 to 5 ms for 32,000."""
         self._hashes = list(names)
 
@@ -150,7 +150,7 @@ class Sequence:
         The tokens of the first `num_shared_blocks` blocks are this sequence's own, so their names are taken over.
         """
         child = Sequence(
-            work=self.work,
+            attempt_id=self.attempt_id,
             samples=[sample],
             prompt_tokens=self.prompt_tokens,
             sampling=self.sampling,

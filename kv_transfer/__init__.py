@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch
 
 from baton.cluster_secret import ClusterSecret
-from kv_transfer.host import LOOPBACK
-from kv_transfer.host_memory import shared_empty
-from kv_transfer.memory import MemoryTransport, process_hub
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport
+from kv_transfer.transports.host import LOOPBACK
+from kv_transfer.transports.host_memory import shared_empty
+from kv_transfer.transports.memory import MemoryTransport, process_hub
 
 log = logging.getLogger(__name__)
 
@@ -51,22 +51,24 @@ def create(
     if name in ("ucx", "nixl") and not staging.is_exportable:
         log.warning("no CUDA IPC transport=%s reason=slots are in expandable segments (PYTORCH_CUDA_ALLOC_CONF)", name)
     if name == "ucx":
-        from kv_transfer.ucx import UcxTransport  # loads a native library, which must not happen before a fork
+        from kv_transfer.transports.ucx.transport import (
+            UcxTransport,  # loads a native library, which must not happen before a fork
+        )
 
         return UcxTransport(staging, wake, interface, host)
     if name == "ipc":
-        from kv_transfer.ipc import IpcTransport
+        from kv_transfer.transports.carriers.ipc import IpcTransport
 
         return IpcTransport(staging, wake, interface, host, secret)
     if name == "nixl":
-        from kv_transfer.nixl import NixlCarrier
-        from kv_transfer.pair import PairTransport
+        from kv_transfer.transports.carriers.nixl import NixlCarrier
+        from kv_transfer.transports.pair.transport import PairTransport
 
         nixl_carrier = NixlCarrier(staging.device, interface, host)
         return PairTransport(staging, wake, nixl_carrier, interface, host, secret)
     if name == "nccl":
-        from kv_transfer.nccl import nccl_carrier
-        from kv_transfer.pair import PairTransport
+        from kv_transfer.transports.carriers.nccl import nccl_carrier
+        from kv_transfer.transports.pair.transport import PairTransport
 
         group_carrier = nccl_carrier(staging.device, interface, host)
         return PairTransport(staging, wake, group_carrier, interface, host, secret)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kv_transfer.transport import Listener, OperationEvent, PeerLost, TransportEvent
+from kv_transfer.transport import Listener, OperationEvent, PeerDisconnected, TransportEvent
 
 
 class EventQueue:
@@ -33,7 +33,7 @@ class EventQueue:
 
     def put(self, event: TransportEvent) -> None:
         with self._lock:
-            if self._listener is None or isinstance(event, PeerLost):
+            if self._listener is None or isinstance(event, PeerDisconnected):
                 self._events.append(event)
                 self._is_new = True
             else:
@@ -46,9 +46,9 @@ class EventQueue:
             self._is_new = True
 
     def forget(self, peer: str) -> None:
-        """Drop its PeerLost: it is connected anew, and nobody has heard of the end of the earlier connection."""
+        """Drop its PeerDisconnected: it is connected anew, and nobody has heard of the end of the earlier connection."""
         with self._lock:
-            self._events = [e for e in self._events if not (isinstance(e, PeerLost) and e.peer == peer)]
+            self._events = [e for e in self._events if not (isinstance(e, PeerDisconnected) and e.peer == peer)]
 
     def deliver(self) -> None:
         """Tell of what was put."""

@@ -20,7 +20,7 @@ class KvMover:
     """One rank's, over a transport that serves nobody else.
 
     pool_bytes: [num_blocks, bytes of a block on that rank], uint8, on the staging's device. `verify`: the node wants
-    all its parts checked. in_haste: see SlotCopies.
+    all its parts checked. spin_wait: see SlotCopies.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class KvMover:
         layout: KvLayout,
         rank: int,
         verify: bool,
-        in_haste: bool,
+        spin_wait: bool,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -45,7 +45,7 @@ class KvMover:
         """The most blocks that a part may have, or as many bytes of more."""
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._staging = staging
-        self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, in_haste)
+        self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, spin_wait)
         self._digest = layout.digest()
         self._rows: dict[KvSlice, Rows] = {}
         self._lock = threading.RLock()  # over the slots' states, and whose they are

@@ -46,18 +46,18 @@ class OnDevice:
             return True
 
 
-def ring_nobody(stream: Any) -> None:
+def no_signal(stream: Any) -> None:
     """Where no bell can be had."""
 
 
-def announce_nothing(header: bytes) -> None:
+def no_announce(header: bytes) -> None:
     """Where `push` is soon enough."""
 
 
 class Target(NamedTuple):
     """A peer's slot, where this process stores what would be sent there.
 
-    memory: [num_bytes or more], uint8, for kernels of this process's device. `ring` has the peer told that all is there
+    memory: [num_bytes or more], uint8, for kernels of this process's device. `signal` has the peer told that all is there
     once what is queued on that torch.cuda.Stream is done, or now (None, on a CPU): sooner than this process could
     notice it. It may be called, once, behind the last store and before that counts as over; it may come to nothing,
     never raises. `announce` has the peer told by the calling thread that the stores have begun, with the message's
@@ -65,10 +65,10 @@ class Target(NamedTuple):
     """
 
     memory: Tensor
-    ring: Callable[[Any], None] = ring_nobody
-    announce: Callable[[bytes], None] = announce_nothing
+    signal: Callable[[Any], None] = no_signal
+    announce: Callable[[bytes], None] = no_announce
 
     @property
-    def rings(self) -> bool:
+    def signals(self) -> bool:
         """Whether there is a bell."""
-        return self.ring is not ring_nobody
+        return self.signal is not no_signal

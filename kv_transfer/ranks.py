@@ -95,11 +95,11 @@ class SenderRanks(_Ranks[KvSender]):
         return sum(mover.num_free_slots for mover in self.ranks)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def batched(self) -> Iterator[None]:
         """See KvSender."""
         with contextlib.ExitStack() as stack:
             for mover in self.ranks:
-                stack.enter_context(mover.together())
+                stack.enter_context(mover.batched())
             yield
 
     def send(self, peer: str, lease: int, part: int, piece: Piece, blocks: Sequence[int], checked: bool) -> bool:

@@ -20,11 +20,11 @@ from kv_transfer.parts import CHECKSUM_BYTES, PartHeader, tag_of
 from kv_transfer.sender import PartFailed
 from kv_transfer.slot_copies import Mark
 from kv_transfer.staging import SlotOwner, Staging
-from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerLost, Sent, Transport, TransportEvent
+from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent, Transport, TransportEvent
 
 log = logging.getLogger(__name__)
 
-__all__ = ["KvReceiver", "PartFailed", "PartLanded", "PartRefused", "PartUnused", "PeerLost", "ReceiverEvent"]
+__all__ = ["KvReceiver", "PartFailed", "PartLanded", "PartRefused", "PartUnused", "PeerDisconnected", "ReceiverEvent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PartRefused:
     error: TransferError
 
 
-ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerLost
+ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerDisconnected
 
 
 class _Plan(NamedTuple):
@@ -103,7 +103,7 @@ class KvReceiver(KvMover):
         *,
         verify: bool = False,
     ) -> None:
-        super().__init__(transport, staging, pool_bytes, layout, rank, verify, in_haste=False)
+        super().__init__(transport, staging, pool_bytes, layout, rank, verify, spin_wait=False)
         self.num_damaged_pieces = 0
         # The lock is over all that follows too, and the copies.
         self._plans: dict[int, _Plan] = {}  # by slot: those of parts that have not come
@@ -228,7 +228,7 @@ class KvReceiver(KvMover):
                     self._staging.reclaim(slot)
                     self._staging.give_back(slot)
                     self._tell(PartFailed(*plan.name, reason))
-                case PeerLost():
+                case PeerDisconnected():
                     self._tell(event)
                 case Sent():
                     raise AssertionError("a receiver sends nothing")
@@ -266,7 +266,7 @@ class KvReceiver(KvMover):
     def _await_copies(self) -> None:
         """On the engine's thread. Copies are made one after the other: whoever waits for the last waits for all."""
         if self._unawaited is not None and not self._copies.is_done(self._unawaited):
-            self._copies.hold_up(self._unawaited)
+            self._copies.make_stream_wait(self._unawaited)
         self._unawaited = None
 
     def _is_wanted(self, slot: int, plan: _Plan, data: bytes) -> bool:

@@ -17,9 +17,9 @@ from kv_transfer.mover import KvMover
 from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.staging import SlotOwner, Staging
-from kv_transfer.transport import Arrived, Failed, PeerLost, Sent, Transport
+from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent, Transport
 
-__all__ = ["KvSender", "PartFailed", "PartSent", "PeerLost", "SenderEvent"]
+__all__ = ["KvSender", "PartFailed", "PartSent", "PeerDisconnected", "SenderEvent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PartFailed:
     reason: str
 
 
-SenderEvent = PartSent | PartFailed | PeerLost
+SenderEvent = PartSent | PartFailed | PeerDisconnected
 
 
 class _Outgoing(NamedTuple):
@@ -62,7 +62,7 @@ class KvSender(KvMover):
     The pool is only read. A part is copied out of it by `send` itself, so its blocks are free afterwards for whatever
     is queued on the current stream next. They must hold what they should already: on a GPU the copy does not wait for
     work that is queued. The part goes to the transport by itself once the copy is done; at once if it goes where
-    `Transport.place` says.
+    `Transport.acquire_remote_slot` says.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class KvSender(KvMover):
         *,
         verify: bool = False,
     ) -> None:
-        super().__init__(transport, staging, pool_bytes, layout, rank, verify, in_haste=True)
+        super().__init__(transport, staging, pool_bytes, layout, rank, verify, spin_wait=True)
         self.num_placed_parts = 0
         """Gathered straight into the peer's slots."""
         self._gathering: dict[int, _Outgoing] = {}  # by slot
         self._placed: list[tuple[_Outgoing, Target, Native]] = []  # gathered into the peer's slots, and not pushed yet
-        self._is_together = False
+        self._is_batched = False
         self._flying: dict[int, _Outgoing] = {}  # by slot
 
     @property
@@ -112,27 +112,27 @@ class KvSender(KvMover):
         if (out := self._take(peer, header)) is None:
             return False
         sums_at = header.checksums_at if checked else None
-        placed = self.transport.place(peer, out.tag, out.num_bytes)
+        placed = self.transport.acquire_remote_slot(peer, out.tag, out.num_bytes)
         storing = self._copies.gather(out.slot, blocks, rows, sums_at, placed)
         if placed is None:
             self._copies.when_done(out.slot, partial(self._push, out))
         else:
             self.num_placed_parts += 1
             self._placed.append((out, placed, storing))
-            if storing is DONE or not self._is_together:
+            if storing is DONE or not self._is_batched:
                 self._push_placed()
         return True
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def batched(self) -> Iterator[None]:
         """Where a device copies, have it begin with all that is sent within before anybody hears of any: to say so
         takes as long as a launch, and the transport's thread, once woken, would want the interpreter too, and the link
         be idle between the parts."""
-        self._is_together = True
+        self._is_batched = True
         try:
             yield
         finally:
-            self._is_together = False
+            self._is_batched = False
             self._push_placed()
 
     def drain(self, peer: str, lease: int, part: int) -> bool:
@@ -153,7 +153,7 @@ class KvSender(KvMover):
                 case Failed(_, _, slot, reason):
                     gone = self._land(slot)
                     events.append(PartFailed(gone.peer, gone.lease, gone.part, reason))
-                case PeerLost():
+                case PeerDisconnected():
                     events.append(event)
                 case Arrived():
                     raise AssertionError("a sender expects nothing")

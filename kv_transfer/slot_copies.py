@@ -29,13 +29,13 @@ class SlotCopies:
     a time. What a copy needs, each slot has once: one copy at a time.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device. A copy does not wait for steps under way;
-    steps that are launched after a gather wait for it, and after a scatter those after `hold_up`. What a copy returns
-    is over when the copy is, and is the slot's: it says nothing of it any more once the slot serves another. in_haste:
+    steps that are launched after a gather wait for it, and after a scatter those after `make_stream_wait`. What a copy returns
+    is over when the copy is, and is the slot's: it says nothing of it any more once the slot serves another. spin_wait:
     a part waits for it, so `when_done`'s thread spins until the copy is done, some 0.1 ms, and does not sleep, since to
     be woken takes as long again.
     """
 
-    def __init__(self, staging: Staging, pool_bytes: Tensor, part_blocks: int, in_haste: bool) -> None:
+    def __init__(self, staging: Staging, pool_bytes: Tensor, part_blocks: int, spin_wait: bool) -> None:
         self.most_pieces = max(part_blocks, MAX_PIECES)
         self._staging = staging
         self._pool = pool_bytes
@@ -46,7 +46,7 @@ class SlotCopies:
         self._ids, self._numbers = list(ids), list(ids.numpy())  # the same memory
         self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
         events: Any = torch.cuda.Event
-        self._done = [events(blocking=not in_haste) for _ in range(staging.num_slots)] if on_gpu else []
+        self._done = [events(blocking=not spin_wait) for _ in range(staging.num_slots)] if on_gpu else []
         self._copies: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -67,7 +67,7 @@ class SlotCopies:
         placed: Target | None = None,
     ) -> Native:
         """These rows of each block to the slot's beginning; their checksums, if wanted, to its byte `checksums_at`.
-        placed: what to take for the slot, as `Transport.place` gives it."""
+        placed: what to take for the slot, as `Transport.acquire_remote_slot` gives it."""
         pool, moves, num_rows = self._take_rows(slot, blocks, rows)
         memory = self._staging.memory(slot) if placed is None else placed.memory
         moves.gather(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)()
@@ -77,9 +77,9 @@ class SlotCopies:
                 sums = block_checksums(pieces, self._ids[slot][:num_rows])
                 memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
         if placed is not None:
-            placed.ring(self._stream)
+            placed.signal(self._stream)
         launched = self._launched(slot)
-        self.hold_up(slot)
+        self.make_stream_wait(slot)
         return launched
 
     def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move:
@@ -96,7 +96,7 @@ class SlotCopies:
         """For a thread whose current device may be another: within, it is this one."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.device(self._device)
 
-    def hold_up(self, slot: int) -> None:
+    def make_stream_wait(self, slot: int) -> None:
         """Have what is queued from now on on the current stream wait for the slot's last copy."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done[slot])

@@ -63,7 +63,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerDisconnected:
     """The peer is gone, and no longer connected. Comes after the Failed of all operations with it, but for pushes that
     this process still stores to the peer for: each of them fails when its stores are over."""
 
@@ -72,7 +72,7 @@ class PeerLost:
 
 
 OperationEvent = Sent | Arrived | Failed
-TransportEvent = OperationEvent | PeerLost
+TransportEvent = OperationEvent | PeerDisconnected
 Listener = Callable[[list[OperationEvent]], None]
 
 
@@ -101,7 +101,7 @@ class Transport(Protocol):
         transport, or another than the peer is connected by, and when the peer cannot be reached within `timeout_s`.
         """
 
-    def place(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
         """The peer's slot for that tag, if it has been granted by now for `num_bytes`, and can be reached. The caller
         stores in its first `num_bytes` what it would have in its own slot, and must call `push` as soon as that has
         begun, whatever became of the peer: nobody else uses the memory until it is over. None: `push` moves the bytes
@@ -111,7 +111,7 @@ class Transport(Protocol):
         """Send the first `num_bytes` of a slot, one at least, and a header of MAX_HEADER_BYTES at most; waits for the
         peer's `expect` for as long as both live.
 
-        storing: the caller's stores into what `place` gave for that tag. The message is sent when they are over, and
+        storing: the caller's stores into what `acquire_remote_slot` gave for that tag. The message is sent when they are over, and
         no event names the slot before, unless the transport is closed."""
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
@@ -119,13 +119,13 @@ class Transport(Protocol):
 
     def poll(self) -> list[TransportEvent]:
         """What happened since the last call, but for what a subscriber is told; that it has been told of by then, if it
-        happened before. A PeerLost stays for the next call only until the peer is connected anew. Raises RuntimeError
+        happened before. A PeerDisconnected stays for the next call only until the peer is connected anew. Raises RuntimeError
         when the transport itself has failed, of which `wake` told: then nothing works any more, and the process must
         end."""
 
     def disconnect(self, peer: str) -> None:
-        """Forget the peer: each operation with it still under way ends with Failed. No PeerLost. Harmless when not
-        connected. Whether the peer hears of it, as PeerLost, is up to the transport: tell it otherwise too."""
+        """Forget the peer: each operation with it still under way ends with Failed. No PeerDisconnected. Harmless when not
+        connected. Whether the peer hears of it, as PeerDisconnected, is up to the transport: tell it otherwise too."""
 
     def close(self) -> None:
         """End all operations, with Failed, and all threads. Slots are untouched by the time it returns."""

@@ -1,6 +1,6 @@
 """The prefill node as a state machine: prompts in, KV parts and first tokens out.
 
-In a turn of its loop (`engine.node.core`) it takes what the transport did, sends what is ready, and launches a step.
+In a turn of its loop (`node.core`) it takes what the transport did, sends what is ready, and launches a step.
 The end of a group of a step's layers makes a turn like an event. What becomes of a prompt from its intake on, and of
 its KV, is the business of `outgoing`.
 """
@@ -12,17 +12,16 @@ from typing import ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, InvalidRequest, PeerLost
-from baton.messages import Abort, NodeRole, Prefill, WorkId
+from baton.messages import Abort, AttemptId, NodeRole, Prefill
 from engine.engine import Engine
 from engine.holdings import Holding
-from engine.node.core import RoleCore
-from engine.node.events import FromPeer, PeerClosed, PeerOpened
-from engine.node.intake import make_sequence
 from engine.sequence import Sequence
 from engine.step import StepResult
 from kv_transfer.ranks import SenderRanks, peer_of
-from kv_transfer.sender import PartFailed, PartSent
-from kv_transfer.sender import PeerLost as PeerGone
+from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
+from node.core import RoleCore
+from node.events import FromPeer, PeerClosed, PeerOpened
+from node.intake import make_sequence
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
 from prefill_node.parts_out import PartsOut
@@ -57,7 +56,7 @@ class PrefillCore(RoleCore):
                     self._outgoing.part_sent(peer_of(name), lease, flight_s, now)
                 case PartFailed(name, lease, part, reason):
                     self._outgoing.part_failed(peer_of(name), lease, part, reason)
-                case PeerGone(name, reason):
+                case PeerDisconnected(name, reason):
                     self._outgoing.peer_lost(peer_of(name), reason)
 
     def _end_overdue(self, now: float) -> None:
@@ -109,11 +108,11 @@ class PrefillCore(RoleCore):
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
         self._outgoing.add(prefill, sequence, now, deadline)
 
-    def _works(self) -> list[WorkId]:
-        return self._outgoing.works()
+    def _attempts(self) -> list[AttemptId]:
+        return self._outgoing.attempts()
 
-    def _end_work(self, work: WorkId, error: BatonError) -> None:
-        self._outgoing.end_work(work, error)
+    def _end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
+        self._outgoing.end_attempt(attempt_id, error)
 
     def _stop_samples(self, abort: Abort, now: float) -> None:
         """The decode node drops them: what is done here, the prompt, is the same without."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from baton.messages import Commit, DecodeTarget, Grant, HandedOff, Prefill, Sample, SampleEnd, Tokens, WorkId
+from baton.messages import AttemptId, Commit, DecodeTarget, Grant, HandedOff, Prefill, Sample, SampleEnd, Tokens
 from engine.sequence import Sequence
 from engine.step import SampledToken
 from kv_transfer.parts import Piece
@@ -57,8 +57,8 @@ class Handoff:
     prefill_s: float = 0.0  # first chunk scheduled to first token
 
     @property
-    def work(self) -> WorkId:
-        return self.message.work
+    def attempt_id(self) -> AttemptId:
+        return self.message.attempt_id
 
     @property
     def target(self) -> DecodeTarget | None:
@@ -102,7 +102,7 @@ class Handoff:
         assert prefill.decode is not None
         return Commit(
             lease=grant.lease,
-            work=prefill.work,
+            attempt_id=prefill.attempt_id,
             target_incarnation=prefill.decode.incarnation,
             prompt_tokens=prefill.prompt_tokens,
             samples=tuple(Sample(index, tokens) for index, tokens in self.outputs.items()),
@@ -134,7 +134,7 @@ class Drain:
     """A dead lease with parts that D has posted receives for: each is sent as a header without blocks, because a
     posted receive is never cancelled. `closed`: D has said that the lease is over, so no credit can follow."""
 
-    work: WorkId
+    attempt_id: AttemptId
     next_part: int
     credits: int
     num_parts: int
@@ -156,12 +156,12 @@ class DecodePeer:
     last_lease: int = 0
     leases: dict[int, Handoff] = field(default_factory=dict)
     drains: dict[int, Drain] = field(default_factory=dict)
-    drained: dict[WorkId, set[int]] = field(default_factory=dict)  # the leases of the drains, by their work
+    drained: dict[AttemptId, set[int]] = field(default_factory=dict)  # the leases of the drains, by their work
 
     def forget_drain(self, lease: int) -> None:
         """No credit of it is left, and none can follow."""
-        work = self.drains.pop(lease).work
-        leases = self.drained[work]
+        attempt_id = self.drains.pop(lease).attempt_id
+        leases = self.drained[attempt_id]
         leases.discard(lease)
         if not leases:
-            del self.drained[work]
+            del self.drained[attempt_id]

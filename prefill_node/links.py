@@ -14,10 +14,11 @@ from baton.channels import open_channel
 from baton.cluster_secret import HANDOFF, prove
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.messages import Auth, DecodeTarget, Hello, PrefillToDecode, Reserve
+from baton.streams import EOF, HELLO_S, SILENCE_S, STOPPED, rpc_reason
 from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
-from engine.node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
-from engine.node.handoff_stream import (
+from node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
+from node.handoff_stream import (
     PREFILL_CODEC,
     HandoffStream,
     PeerTransport,
@@ -27,8 +28,7 @@ from engine.node.handoff_stream import (
     describe,
     routes_to,
 )
-from engine.node.loop import Turn
-from engine.node.streams import EOF, HELLO_S, SILENCE_S, STOPPED, rpc_reason
+from node.loop import Turn
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from typing import NoReturn
 
 from baton.messages import NodeRole
 from baton.settings import parse
-from engine.node.run import MakeParts, run_node
+from node.run import MakeParts, run_node
 from prefill_node.server import PREFILL_SIDE
 from prefill_node.settings import PrefillSettings
 
 
 def main() -> NoReturn:
-    """Serve until a signal. Exit codes are those of `engine.node.run`."""
+    """Serve until a signal. Exit codes are those of `node.run`."""
     run_node(parse(PrefillSettings), NodeRole.PREFILL, PREFILL_SIDE, _import_parts)
 
 

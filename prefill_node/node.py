@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.node.parts import Base, RoleParts, assemble
-from engine.node.settings import NodeSettings
-from engine.node.shell import NodeParts
 from kv_transfer.ranks import SenderRanks
 from kv_transfer.sender import KvSender
+from node.parts import Base, RoleParts, assemble
+from node.settings import NodeSettings
+from node.shell import NodeParts
 from prefill_node.core import PrefillCore
 
 WHOLE_TOKENS = 512

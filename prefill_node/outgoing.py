@@ -13,6 +13,7 @@ from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded, PeerLost, TransferError
 from baton.layout import KvLayout
 from baton.messages import (
+    AttemptId,
     CommitReply,
     Credit,
     End,
@@ -23,14 +24,13 @@ from baton.messages import (
     Release,
     Reserve,
     Started,
-    WorkId,
 )
 from engine.engine import Engine
 from engine.holdings import Holding
-from engine.node.events import ClosePeer
-from engine.node.outbox import Outbox
 from engine.sequence import Sequence
 from engine.step import SampledToken
+from node.events import ClosePeer
+from node.outbox import Outbox
 from prefill_node.handoff import DecodePeer, Drain, Handoff, HandoffState, needs_decode_node
 from prefill_node.parts_out import PartsOut
 
@@ -44,10 +44,10 @@ class Outgoing:
         self._engine = engine
         self._parts = parts
         self._outbox = outbox
-        self._handoffs: dict[WorkId, Handoff] = {}
-        self._deadlines = Deadlines[WorkId]()
-        self._touched: dict[WorkId, None] = {}  # those that something has happened to since they moved on
-        self._starved: dict[WorkId, None] = {}  # those with a part that no slot was free for
+        self._handoffs: dict[AttemptId, Handoff] = {}
+        self._deadlines = Deadlines[AttemptId]()
+        self._touched: dict[AttemptId, None] = {}  # those that something has happened to since they moved on
+        self._starved: dict[AttemptId, None] = {}  # those with a part that no slot was free for
         self._peers: dict[str, DecodePeer] = {}
         self._draining: dict[tuple[str, int], None] = {}  # peer, lease: drains likewise touched or starved
 
@@ -55,15 +55,15 @@ class Outgoing:
         return len(self._handoffs)
 
     def add(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
-        self._handoffs[prefill.work] = Handoff(prefill, sequence, now, deadline)
-        self._deadlines.set(prefill.work, deadline)
+        self._handoffs[prefill.attempt_id] = Handoff(prefill, sequence, now, deadline)
+        self._deadlines.set(prefill.attempt_id, deadline)
 
     @property
     def idle(self) -> bool:
         """Nothing is here, and no decode node waits for parts of a dead lease."""
         return not self._handoffs and not any(peer.drains for peer in self._peers.values())
 
-    def works(self) -> list[WorkId]:
+    def attempts(self) -> list[AttemptId]:
         """All of it."""
         return [*self._handoffs]
 
@@ -75,7 +75,7 @@ class Outgoing:
         return [self._with_lease(holding) for holding in self._engine.holdings()]
 
     def _with_lease(self, holding: Holding) -> Holding:
-        handoff = self._handoffs.get(holding.work)
+        handoff = self._handoffs.get(holding.attempt_id)
         if handoff is None or handoff.target is None:
             return holding
         lease = handoff.grant.lease if handoff.grant else 0
@@ -84,12 +84,12 @@ class Outgoing:
     def check_integrity(self) -> None:
         for incarnation, peer in self._peers.items():
             for lease, handoff in peer.leases.items():
-                assert self._handoffs[handoff.work] is handoff
+                assert self._handoffs[handoff.attempt_id] is handoff
                 assert handoff.grant
                 assert handoff.grant.lease == lease
                 assert peer.target.incarnation == incarnation
-            by_work = [(work, lease) for work, leases in peer.drained.items() for lease in leases]
-            assert sorted(by_work) == sorted((drain.work, lease) for lease, drain in peer.drains.items())
+            by_attempt = [(attempt_id, lease) for attempt_id, leases in peer.drained.items() for lease in leases]
+            assert sorted(by_attempt) == sorted((drain.attempt_id, lease) for lease, drain in peer.drains.items())
         assert len(self._deadlines) == len(self._handoffs)
         for handoff in self._handoffs.values():
             self._check_nothing_is_missed(handoff)
@@ -97,23 +97,23 @@ class Outgoing:
     def _check_nothing_is_missed(self, handoff: Handoff) -> None:
         """Whoever could send a part is going to."""
         block_size = self._engine.config.block_size
-        if handoff.work not in self._touched.keys() | self._starved.keys():
-            assert not handoff.ready_part(block_size, 0), f"{handoff.work} could go on, and does not"
+        if handoff.attempt_id not in self._touched.keys() | self._starved.keys():
+            assert not handoff.ready_part(block_size, 0), f"{handoff.attempt_id} could go on, and does not"
 
     # ---- what the engine did ----
 
     def started(self, sequence: Sequence, now: float) -> None:
         """The prompt's first chunk is scheduled: D is asked for room, if anything is left for D to do."""
-        handoff = self._handoffs[sequence.work]
+        handoff = self._handoffs[sequence.attempt_id]
         handoff.started = now
-        self._outbox.to_router(sequence.work, Started(sequence.num_cached_tokens, now - handoff.received))
+        self._outbox.to_router(sequence.attempt_id, Started(sequence.num_cached_tokens, now - handoff.received))
         prefill = handoff.message
         if prefill.decode is None or not needs_decode_node(prefill):
             return
         block_size = self._engine.config.block_size
         handoff.grouped_from_block, handoff.layer_groups = self._parts.tail(sequence)
         reserve = Reserve(
-            work=prefill.work,
+            attempt_id=prefill.attempt_id,
             target_incarnation=prefill.decode.incarnation,
             num_tokens=sequence.num_tokens,
             block_hashes=tuple(sequence.block_hashes(sequence.num_tokens // block_size, block_size)),
@@ -129,11 +129,11 @@ class Outgoing:
 
     def sampled(self, token: SampledToken) -> None:
         # The clock's time, not the turn's: on a CPU the turn has computed it.
-        self._handoffs[token.sequence.work].sampled(token, self._engine.clock())
+        self._handoffs[token.sequence.attempt_id].sampled(token, self._engine.clock())
 
     def advanced(self, sequence: Sequence) -> None:
         """A chunk of the prompt is computed."""
-        self._touch(sequence.work)
+        self._touch(sequence.attempt_id)
 
     # ---- what the decode node says ----
 
@@ -147,14 +147,14 @@ class Outgoing:
             case Credit(lease, credits):
                 if handoff := peer.leases.get(lease):
                     handoff.credits = min(max(handoff.credits, credits), len(handoff.parts))
-                    self._touch(handoff.work)
+                    self._touch(handoff.attempt_id)
                 elif drain := peer.drains.get(lease):
                     drain.credits = min(max(drain.credits, credits), drain.num_parts)
                     self._draining[incarnation, lease] = None
-            case Refuse(work, error):
-                if (handoff := self._handoffs.get(work)) and handoff.goes_to(peer):
+            case Refuse(attempt_id, error):
+                if (handoff := self._handoffs.get(attempt_id)) and handoff.goes_to(peer):
                     self._finish(handoff, End(error))
-                for over in peer.drained.get(work, ()):
+                for over in peer.drained.get(attempt_id, ()):
                     peer.drains[over].closed = True
                     self._draining[incarnation, over] = None
             case CommitReply(lease, _, error):
@@ -163,24 +163,24 @@ class Outgoing:
                         self._finish(handoff, End(error))
                     else:
                         handoff.accepted = True
-                        self._touch(handoff.work)
+                        self._touch(handoff.attempt_id)
 
     def _granted(self, peer: DecodePeer, grant: Grant) -> None:
         if grant.lease <= peer.last_lease:
             return  # a repeat
         peer.last_lease = grant.lease
         peer.first_lease = peer.first_lease or grant.lease
-        handoff = self._handoffs.get(grant.work)
+        handoff = self._handoffs.get(grant.attempt_id)
         if handoff is None or handoff.grant or not handoff.reserved or not handoff.goes_to(peer):
             # It ended while the grant was under way; or nobody asked for it.
-            self._drain(peer, grant.lease, Drain(grant.work, 0, grant.credits, grant.num_parts))
-            self._outbox.to_decode(peer.target, Release(grant.lease, grant.work))
+            self._drain(peer, grant.lease, Drain(grant.attempt_id, 0, grant.credits, grant.num_parts))
+            self._outbox.to_decode(peer.target, Release(grant.lease, grant.attempt_id))
             return
         handoff.grant, handoff.credits = grant, grant.credits
         handoff.parts = self._parts.plan(handoff, grant)
         peer.leases[grant.lease] = handoff
         self._engine.leave_lane(handoff.sequence)
-        self._touch(grant.work)
+        self._touch(grant.attempt_id)
         num_parts, num_full = len(handoff.parts), handoff.sequence.num_tokens // self._engine.config.block_size
         if num_parts != grant.num_parts or grant.num_held_blocks > num_full:
             told = f"{grant.num_held_blocks} blocks there and {grant.num_parts} parts to come"
@@ -207,7 +207,7 @@ class Outgoing:
     def part_sent(self, peer: str, lease: int, flight_s: float, now: float) -> None:
         if (known := self._peers.get(peer)) and (handoff := known.leases.get(lease)):
             handoff.part_sent(now, flight_s)
-            self._touch(handoff.work)
+            self._touch(handoff.attempt_id)
 
     def part_failed(self, peer: str, lease: int, part: int, reason: str) -> None:
         known = self._peers.get(peer)
@@ -232,24 +232,24 @@ class Outgoing:
         """Whatever an event or a step has made possible."""
         layers = self._engine.layers_computed()
         for sequence in layers:
-            self._touch(sequence.work)
+            self._touch(sequence.attempt_id)
         moving = self._starved | self._touched if self._parts.has_slot else self._touched
         self._touched = {}
-        for work in moving:
-            if handoff := self._handoffs.get(work):
-                self._starved.pop(work, None)
+        for attempt_id in moving:
+            if handoff := self._handoffs.get(attempt_id):
+                self._starved.pop(attempt_id, None)
                 if not self._parts.send(handoff, layers.get(handoff.sequence, 0)):
-                    self._starved[work] = None
+                    self._starved[attempt_id] = None
                 self._advance(handoff, now)
         if self._draining:
             self._use_up_credits()
 
-    def _touch(self, work: WorkId) -> None:
-        self._touched[work] = None
+    def _touch(self, attempt_id: AttemptId) -> None:
+        self._touched[attempt_id] = None
 
     def _drain(self, peer: DecodePeer, lease: int, drain: Drain) -> None:
         peer.drains[lease] = drain
-        peer.drained.setdefault(drain.work, set()).add(lease)
+        peer.drained.setdefault(drain.attempt_id, set()).add(lease)
         self._draining[peer.target.incarnation, lease] = None
 
     def _use_up_credits(self) -> None:
@@ -280,18 +280,18 @@ class Outgoing:
 
     def _tell_results(self, handoff: Handoff) -> None:
         for result in handoff.results:
-            self._outbox.to_router(handoff.work, result)
+            self._outbox.to_router(handoff.attempt_id, result)
 
     # ---- ends ----
 
-    def end_work(self, work: WorkId, error: BatonError) -> None:
+    def end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
         """Nothing happens if it is not here."""
-        if handoff := self._handoffs.get(work):
+        if handoff := self._handoffs.get(attempt_id):
             self._finish(handoff, End(error))
 
     def end_overdue(self, now: float) -> None:
-        for work in self._deadlines.due(now):
-            handoff = self._handoffs[work]
+        for attempt_id in self._deadlines.due(now):
+            handoff = self._handoffs[attempt_id]
             self._finish(handoff, End(DeadlineExceeded(f"not handed off within {handoff.message.deadline_s:g} s")))
 
     def _end_peer(self, incarnation: str, reason: str) -> None:
@@ -301,15 +301,17 @@ class Outgoing:
 
     def _finish(self, handoff: Handoff, last_word: End | HandedOff) -> None:
         """The one exit of a handoff: frees its blocks, and tells the router."""
-        del self._handoffs[handoff.work]
-        self._deadlines.discard(handoff.work)
-        self._touched.pop(handoff.work, None)
-        self._starved.pop(handoff.work, None)
+        del self._handoffs[handoff.attempt_id]
+        self._deadlines.discard(handoff.attempt_id)
+        self._touched.pop(handoff.attempt_id, None)
+        self._starved.pop(handoff.attempt_id, None)
         self._engine.release(handoff.sequence)
-        self._outbox.to_router(handoff.work, last_word)
+        self._outbox.to_router(handoff.attempt_id, last_word)
         if handoff.target and (peer := self._peers.get(handoff.target.incarnation)):
             grant = handoff.grant
             if grant and peer.leases.pop(grant.lease, None) and not handoff.all_gathered:
-                self._drain(peer, grant.lease, Drain(grant.work, handoff.next_part, handoff.credits, grant.num_parts))
+                self._drain(
+                    peer, grant.lease, Drain(grant.attempt_id, handoff.next_part, handoff.credits, grant.num_parts)
+                )
             if isinstance(last_word, End) and handoff.reserved:
-                self._outbox.to_decode(handoff.target, Release(grant.lease if grant else 0, handoff.work))
+                self._outbox.to_decode(handoff.target, Release(grant.lease if grant else 0, handoff.attempt_id))

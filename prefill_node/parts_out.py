@@ -61,7 +61,7 @@ class PartsOut:
             return True
         blocks, grant, peer = self._engine.blocks, handoff.grant, handoff.target.incarnation
         checked = grant.checksums or self._sender.verify
-        with self._sender.together():
+        with self._sender.batched():
             while part := handoff.ready_part(blocks.block_size, num_layers):
                 named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
                 blocks.pin_read(named)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from baton.errors import InvalidRequest
-from router.ask import Ask
+from router.generation_request import GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -105,11 +105,11 @@ class ApiKeys:
             raise UnusableKeys(f"{path}: {error}") from None
 
 
-def salted(ask: Ask, tenant: bytes | None) -> Ask:
-    """Give `ask` a cache salt that nobody can derive without the key; the client's own salt goes into it."""
+def salted(wanted: GenerationRequest, tenant: bytes | None) -> GenerationRequest:
+    """Give `wanted` a cache salt that nobody can derive without the key; the client's own salt goes into it."""
     if tenant is None:
-        return ask
-    return dataclasses.replace(ask, cache_salt=hmac.new(tenant, ask.cache_salt.encode(), sha256).hexdigest())
+        return wanted
+    return dataclasses.replace(wanted, cache_salt=hmac.new(tenant, wanted.cache_salt.encode(), sha256).hexdigest())
 
 
 def _digest(key: str) -> bytes:

@@ -6,9 +6,9 @@ What an attempt's tokens mean for its request, and whether another one follows, 
 from __future__ import annotations
 
 from baton.errors import NodeUnavailable
-from baton.messages import Abort, DecodeTarget, WorkId
+from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
-from router.life import RequestLife, Unplaced, Work, WorkState
+from router.life import Attempt, AttemptState, RequestLife, Unplaced
 from router.placement import Placement, Pool
 from router.waiting import WaitingForNode
 
@@ -21,21 +21,21 @@ class Attempts:
         self._epoch = epoch
         self._pool = pool
         self._outbox = outbox
-        self._owner: dict[WorkId, RequestLife] = {}
+        self._owner: dict[AttemptId, RequestLife] = {}
         self._waiting = WaitingForNode(max_waiting)
 
-    def find(self, work_id: WorkId, incarnation: str) -> tuple[RequestLife, Work] | None:
+    def find(self, attempt_id: AttemptId, incarnation: str) -> tuple[RequestLife, Attempt] | None:
         """The live attempt of that name and its request, if it was placed on that node."""
-        life = self._owner.get(work_id)
+        life = self._owner.get(attempt_id)
         if life is None:
             return None
-        work = life.works[work_id]
-        return (life, work) if incarnation in (work.prefill, work.decode) else None
+        attempt = life.attempts[attempt_id]
+        return (life, attempt) if incarnation in (attempt.prefill, attempt.decode) else None
 
-    def states(self) -> list[WorkState]:
+    def states(self) -> list[AttemptState]:
         """Of all live work, waiting or placed."""
-        placed = [life.works[work_id].state for work_id, life in self._owner.items()]
-        return placed + [WorkState.UNPLACED] * len(self._waiting)
+        placed = [life.attempts[attempt_id].state for attempt_id, life in self._owner.items()]
+        return placed + [AttemptState.UNPLACED] * len(self._waiting)
 
     # ---- placing ----
 
@@ -66,37 +66,37 @@ class Attempts:
         """Those of its samples that have not ended while it waited."""
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
-        work_id = WorkId(self._epoch, task.key, task.attempt)
+        attempt_id = AttemptId(self._epoch, task.key, task.attempt)
         left_s = life.deadline - now
-        work = Work(work_id, samples, prefill.incarnation, decode.incarnation if decode else None, left_s)
-        life.works[work_id] = work
-        self._owner[work_id] = life
+        attempt = Attempt(attempt_id, samples, prefill.incarnation, decode.incarnation if decode else None, left_s)
+        life.attempts[attempt_id] = attempt
+        self._owner[attempt_id] = life
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
         life.timings.prefill_node, life.timings.decode_node = prefill.node_id, (decode or prefill).node_id
         self._pool.place(placement, len(life.request.prompt_tokens))
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
-        self._outbox.to_node(work.prefill, life.prefill(work, target, now))
+        self._outbox.to_node(attempt.prefill, life.prefill(attempt, target, now))
 
     # ---- progress, end ----
 
-    def prefilled(self, life: RequestLife, work: Work) -> None:
+    def prefilled(self, life: RequestLife, attempt: Attempt) -> None:
         """Its prompt keeps nobody waiting any more. Once more does nothing."""
-        if not work.prefilled:
-            work.prefilled = True
-            self._pool.prefilled(work.prefill, len(life.request.prompt_tokens))
+        if not attempt.prefilled:
+            attempt.prefilled = True
+            self._pool.prefilled(attempt.prefill, len(life.request.prompt_tokens))
 
-    def abort(self, work: Work, samples: tuple[int, ...] = ()) -> None:
+    def abort(self, attempt: Attempt, samples: tuple[int, ...] = ()) -> None:
         """Tell all nodes that may still hold something of it; `samples`: that these alone are over."""
-        for incarnation in work.nodes():
-            self.abort_on(incarnation, work, samples)
+        for incarnation in attempt.nodes():
+            self.abort_on(incarnation, attempt, samples)
 
-    def abort_on(self, incarnation: str, work: Work, samples: tuple[int, ...] = ()) -> None:
+    def abort_on(self, incarnation: str, attempt: Attempt, samples: tuple[int, ...] = ()) -> None:
         if self._pool.get(incarnation):
-            self._outbox.to_node(incarnation, Abort(work.id, samples, work.deadline_s))
+            self._outbox.to_node(incarnation, Abort(attempt.id, samples, attempt.deadline_s))
 
-    def retire(self, life: RequestLife, work: Work) -> None:
+    def retire(self, life: RequestLife, attempt: Attempt) -> None:
         """It is over: nothing that a node says of it counts any more."""
-        del life.works[work.id]
-        del self._owner[work.id]
-        self.prefilled(life, work)
-        self._pool.ended(work.decode or work.prefill, len(life.request.prompt_tokens))
+        del life.attempts[attempt.id]
+        del self._owner[attempt.id]
+        self.prefilled(life, attempt)
+        self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens))

@@ -33,6 +33,8 @@ from baton.messages import (
 from router.actions import Action, Outbox
 from router.attempts import Attempts
 from router.life import (
+    Attempt,
+    AttemptState,
     FirstToken,
     RequestLife,
     RoutedRequest,
@@ -41,8 +43,6 @@ from router.life import (
     SampleOut,
     TokensOut,
     Unplaced,
-    Work,
-    WorkState,
 )
 from router.placement import Pool
 
@@ -86,12 +86,12 @@ class RouterCore:
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         stopped = node is not None and node.load.draining  # nobody's fault
         for life in list(self._requests.values()):
-            works = [work for work in life.works.values() if work.depends_on(incarnation)]
-            if not stopped and (works or incarnation in life.blamed):
+            attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
+            if not stopped and (attempts or incarnation in life.blamed):
                 life.lost[incarnation] = f"{what}: {reason}"
-            for work in works:
-                if work.id in life.works:  # one failure can end all the request's work
-                    self._fail(life, work, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation})
+            for attempt in attempts:
+                if attempt.id in life.attempts:  # one failure can end all the request's work
+                    self._fail(life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation})
 
     def node_load(self, incarnation: str, load: Load) -> None:
         if node := self.pool.get(incarnation):
@@ -107,7 +107,7 @@ class RouterCore:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def states(self) -> list[WorkState]:
+    def states(self) -> list[AttemptState]:
         """The states of all live work, for metrics."""
         return self._attempts.states()
 
@@ -133,13 +133,13 @@ class RouterCore:
         life.samples[sample].ended = True
         life.samples[sample].early.clear()
         life.samples[sample].held.clear()
-        for work in list(life.works.values()):
-            if life.samples[sample] in work.samples:
-                if work.unfinished:
-                    self._attempts.abort(work, (sample,))
+        for attempt in list(life.attempts.values()):
+            if life.samples[sample] in attempt.samples:
+                if attempt.unfinished:
+                    self._attempts.abort(attempt, (sample,))
                 else:
-                    self._attempts.abort(work)
-                    self._attempts.retire(life, work)
+                    self._attempts.abort(attempt)
+                    self._attempts.retire(life, attempt)
         for waiting in [w for w in life.unplaced if all(s.ended for s in w.samples)]:
             self._attempts.stop_waiting(waiting)
         self._end_if_done(life, now)
@@ -172,112 +172,118 @@ class RouterCore:
     def update(self, incarnation: str, update: Update, now: float) -> None:
         """Take one update of a node. Anything of an attempt that is not current, or of a node that the attempt was not
         placed on, is late and ignored."""
-        found = self._attempts.find(update.work, incarnation)
+        found = self._attempts.find(update.attempt_id, incarnation)
         if found is None:
             return
-        life, work = found
+        life, attempt = found
         match update.kind:
             case Started() as started:
-                self._started(life, work, started, incarnation)
+                self._started(life, attempt, started, incarnation)
             case Tokens() | SampleEnd() as item:
-                self._item(life, work, item, incarnation, now)
+                self._item(life, attempt, item, incarnation, now)
             case HandedOff() as handed_off:
-                if not work.handed_off:
-                    self._attempts.prefilled(life, work)
-                    work.handed_off = True
-                    if work.decode:
-                        self.pool.faults.worked((work.prefill, work.decode))
+                if not attempt.handed_off:
+                    self._attempts.prefilled(life, attempt)
+                    attempt.handed_off = True
+                    if attempt.decode:
+                        self.pool.faults.worked((attempt.prefill, attempt.decode))
                     life.timings.handed_off(handed_off)
-                    self._after_progress(life, work, now)
+                    self._after_progress(life, attempt, now)
             case Adopted() as adopted:
-                self._attempts.prefilled(life, work)
-                work.state = WorkState.DECODING
-                for sample in work.samples:
+                self._attempts.prefilled(life, attempt)
+                attempt.state = AttemptState.DECODING
+                for sample in attempt.samples:
                     self._release(life, sample, now)
                 life.timings.adopted(adopted)
             case End(error):
-                self._ended(life, work, error, incarnation, now)
+                self._ended(life, attempt, error, incarnation, now)
 
-    def _started(self, life: RequestLife, work: Work, started: Started, incarnation: str) -> None:
-        if work.state is WorkState.QUEUED:
-            work.state = WorkState.PREFILLING
-        if work.id.attempt == 0 or not life.timings.queue_s:
+    def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str) -> None:
+        if attempt.state is AttemptState.QUEUED:
+            attempt.state = AttemptState.PREFILLING
+        if attempt.id.attempt == 0 or not life.timings.queue_s:
             life.timings.queue_s = started.queue_s
             life.timings.num_cached_tokens = started.num_cached_tokens
 
-    def _item(self, life: RequestLife, work: Work, item: Tokens | SampleEnd, incarnation: str, now: float) -> None:
-        sample = next((s for s in work.samples if s.index == item.sample), None)
+    def _item(
+        self, life: RequestLife, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
+    ) -> None:
+        sample = next((s for s in attempt.samples if s.index == item.sample), None)
         if sample is None:
-            self._fail(life, work, InternalError(f"{work.id}: sample {item.sample} was not asked for"), now)
+            self._fail(life, attempt, InternalError(f"{attempt.id}: sample {item.sample} was not asked for"), now)
         elif not sample.ended:
             gap = isinstance(item, Tokens) and item.first_index > len(sample.tokens)
-            if incarnation == work.decode and not work.handed_off and (sample.early or gap):
+            if incarnation == attempt.decode and not attempt.handed_off and (sample.early or gap):
                 sample.early.append(item)  # it overtook the prefill node's tokens
-            elif self._accept(life, work, sample, item, now):
-                self._after_progress(life, work, now)
+            elif self._accept(life, attempt, sample, item, now):
+                self._after_progress(life, attempt, now)
 
-    def _accept(self, life: RequestLife, work: Work, sample: SampleLife, item: Tokens | SampleEnd, now: float) -> bool:
+    def _accept(
+        self, life: RequestLife, attempt: Attempt, sample: SampleLife, item: Tokens | SampleEnd, now: float
+    ) -> bool:
         """Take one item in index order. False: the attempt failed."""
         if isinstance(item, SampleEnd):
             sample.ended = True
             sample.early.clear()
-            self._tell(life, work, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
+            self._tell(life, attempt, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
             return True
         have = len(sample.tokens)
         if item.first_index > have:
-            gap = InternalError(f"{work.id}: sample {sample.index} jumps from token {have} to {item.first_index}")
-            self._fail(life, work, gap, now, retry=True)
+            gap = InternalError(f"{attempt.id}: sample {sample.index} jumps from token {have} to {item.first_index}")
+            self._fail(life, attempt, gap, now, retry=True)
             return False
         known = have - item.first_index  # repeated tokens
         fresh = item.token_ids[known:]
         if fresh:
-            self._attempts.prefilled(life, work)
+            self._attempts.prefilled(life, attempt)
             sample.tokens.extend(fresh)
-            if work.decode and work.state is not WorkState.DECODING:
-                work.state = WorkState.HANDING_OFF
-            elif not work.decode:
-                work.state = WorkState.DECODING
-            self._tell(life, work, sample, TokensOut(sample.index, fresh, item.logprobs[known:]), now)
+            if attempt.decode and attempt.state is not AttemptState.DECODING:
+                attempt.state = AttemptState.HANDING_OFF
+            elif not attempt.decode:
+                attempt.state = AttemptState.DECODING
+            self._tell(life, attempt, sample, TokensOut(sample.index, fresh, item.logprobs[known:]), now)
         return True
 
-    def _after_progress(self, life: RequestLife, work: Work, now: float) -> None:
+    def _after_progress(self, life: RequestLife, attempt: Attempt, now: float) -> None:
         """Take items that waited for tokens of the prefill node. After its last message, a gap is an error."""
-        for sample in work.samples:
+        for sample in attempt.samples:
             while sample.early:
                 head = sample.early[0]
-                if isinstance(head, Tokens) and head.first_index > len(sample.tokens) and not work.handed_off:
+                if isinstance(head, Tokens) and head.first_index > len(sample.tokens) and not attempt.handed_off:
                     break
                 sample.early.pop(0)
-                if not self._accept(life, work, sample, head, now):
+                if not self._accept(life, attempt, sample, head, now):
                     return
-        if work.end_waits and not any(s.early for s in work.samples):
-            self._ended(life, work, None, work.decode or work.prefill, now)
+        if attempt.end_waits and not any(s.early for s in attempt.samples):
+            self._ended(life, attempt, None, attempt.decode or attempt.prefill, now)
 
-    def _ended(self, life: RequestLife, work: Work, error: BatonError | None, incarnation: str, now: float) -> None:
+    def _ended(
+        self, life: RequestLife, attempt: Attempt, error: BatonError | None, incarnation: str, now: float
+    ) -> None:
         if error is not None:
-            suspects = work.suspects(error, incarnation)
+            suspects = attempt.suspects(error, incarnation)
             if isinstance(error, PeerLost):
                 life.blamed |= suspects
-            if isinstance(error, TransferError) and work.decode:
-                self.pool.faults.failed((work.prefill, work.decode), error.message, now)
-            self._fail(life, work, error, now, suspects)
-        elif not work.unfinished:
-            if incarnation == work.decode and not work.handed_off:
+            if isinstance(error, TransferError) and attempt.decode:
+                self.pool.faults.failed((attempt.prefill, attempt.decode), error.message, now)
+            self._fail(life, attempt, error, now, suspects)
+        elif not attempt.unfinished:
+            if incarnation == attempt.decode and not attempt.handed_off:
                 # its last word is still under way and says nothing new
-                self._attempts.abort_on(work.prefill, work)
-            self._attempts.retire(life, work)
+                self._attempts.abort_on(attempt.prefill, attempt)
+            self._attempts.retire(life, attempt)
             self._end_if_done(life, now)
-        elif incarnation == work.decode and not work.handed_off:
-            work.end_waits = True
+        elif incarnation == attempt.decode and not attempt.handed_off:
+            attempt.end_waits = True
         else:
-            self._fail(life, work, InternalError(f"{work.id} ended with unfinished samples"), now, retry=True)
+            self._fail(life, attempt, InternalError(f"{attempt.id} ended with unfinished samples"), now, retry=True)
 
     # ---- telling the client ----
 
-    def _tell(self, life: RequestLife, work: Work, sample: SampleLife, event: SampleEvent, now: float) -> None:
+    def _tell(self, life: RequestLife, attempt: Attempt, sample: SampleLife, event: SampleEvent, now: float) -> None:
         """Emit the event, or hold it back until the decode node goes on. A sample that ended waits for nothing."""
         sample.held.append(event)
-        if sample.ended or not (self._holds and work.awaits_decode):
+        if sample.ended or not (self._holds and attempt.awaits_decode):
             self._release(life, sample, now)
 
     def _release(self, life: RequestLife, sample: SampleLife, now: float) -> None:
@@ -293,17 +299,17 @@ class RouterCore:
     def _fail(
         self,
         life: RequestLife,
-        work: Work,
+        attempt: Attempt,
         error: BatonError,
         now: float,
         suspects: set[str] | None = None,
         retry: bool = False,
     ) -> None:
         """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`."""
-        self._attempts.abort(work)
-        self._attempts.retire(life, work)
-        unfinished = work.unfinished
-        for sample in work.samples:
+        self._attempts.abort(attempt)
+        self._attempts.retire(life, attempt)
+        unfinished = attempt.unfinished
+        for sample in attempt.samples:
             sample.early.clear()
         if not unfinished:
             self._end_if_done(life, now)
@@ -311,17 +317,17 @@ class RouterCore:
         life.avoid |= suspects or set()
         if life.is_poisonous(MAX_LOST_NODES):
             error, retry = InternalError(f"given up, since nodes were lost that ran it: {life.losses}"), False
-        if not (retry or error.retryable) or work.id.attempt + 1 >= MAX_ATTEMPTS:
+        if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
             self._end(life, error, now)
             return
         try:
             for group in life.groups(unfinished):
-                self._place_again(life, work, group, error, now)
+                self._place_again(life, attempt, group, error, now)
         except (NodeUnavailable, Overloaded) as refused:
             self._end(life, error if refused is error else type(refused)(f"{error.message}; {refused.message}"), now)
 
     def _place_again(
-        self, life: RequestLife, lost: Work, group: list[SampleLife], error: BatonError, now: float
+        self, life: RequestLife, lost: Attempt, group: list[SampleLife], error: BatonError, now: float
     ) -> None:
         """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
         client retries later."""
@@ -333,13 +339,13 @@ class RouterCore:
         self._attempts.place_or_wait(Unplaced(life, group, key, lost.id.attempt + 1, error), placement, now)
 
     def _end_if_done(self, life: RequestLife, now: float) -> None:
-        if not life.works and not life.unplaced:
+        if not life.attempts and not life.unplaced:
             self._end(life, None, now)
 
     def _end(self, life: RequestLife, error: BatonError | None, now: float) -> None:
-        for work in list(life.works.values()):
-            self._attempts.abort(work)
-            self._attempts.retire(life, work)
+        for attempt in list(life.attempts.values()):
+            self._attempts.abort(attempt)
+            self._attempts.retire(life, attempt)
         for task in list(life.unplaced):
             self._attempts.stop_waiting(task)
         self._deadlines.discard(life.request.request_id)

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages import Abort, Load, NodeInfo, Prefill, Update, WorkId
-from router.accounts import Accounts
+from baton.messages import Abort, AttemptId, Load, NodeInfo, Prefill, Update
 from router.actions import Emit, ToNode
 from router.core import RouterCore
-from router.life import RequestEnd, RequestEvent, RoutedRequest, WorkState
+from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
+from router.request_metrics import RequestMetrics
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,9 @@ class Sink(Protocol):
 
 
 class Dispatcher:
-    def __init__(self, core: RouterCore, accounts: Accounts) -> None:
+    def __init__(self, core: RouterCore, request_metrics: RequestMetrics) -> None:
         self._core = core
-        self._accounts = accounts
+        self._request_metrics = request_metrics
         self._sinks: dict[str, Sink] = {}
         self._links: dict[str, Callable[[Prefill | Abort], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -53,10 +53,10 @@ class Dispatcher:
         try:
             self._core.submit(request, received)
         except BatonError as error:
-            self._accounts.refused(error, time.monotonic() - received)
+            self._request_metrics.refused(error, time.monotonic() - received)
             raise
         self._sinks[request.request_id] = sink
-        self._accounts.opened(request, received)
+        self._request_metrics.opened(request, received)
         self._idle.clear()
         self._carry_out()
         self._arm()
@@ -105,7 +105,7 @@ class Dispatcher:
     def num_requests_by_state(self) -> dict[str, int]:
         """Live attempts by state, including states that have none."""
         states = Counter(state.value for state in self._core.states())
-        return {state.value: states[state.value] for state in WorkState}
+        return {state.value: states[state.value] for state in AttemptState}
 
     async def drained(self) -> None:
         """Returns once no request is live."""
@@ -132,13 +132,13 @@ class Dispatcher:
 
     def _do(self, action: ToNode | Emit) -> None:
         if isinstance(action, ToNode):
-            if isinstance(action.message, Prefill) and action.message.work.attempt:
-                self._accounts.retried(self._cause)
-                self._log_retry(action.message.work)
+            if isinstance(action.message, Prefill) and action.message.attempt_id.attempt:
+                self._request_metrics.retried(self._cause)
+                self._log_retry(action.message.attempt_id)
             if send := self._links.get(action.incarnation):
                 send(action.message)
             return
-        self._accounts.event(action.request_id, action.event, time.monotonic())
+        self._request_metrics.event(action.request_id, action.event, time.monotonic())
         if isinstance(action.event, RequestEnd):
             sink = self._sinks.pop(action.request_id)
             if not self._sinks:
@@ -147,8 +147,13 @@ class Dispatcher:
             sink = self._sinks[action.request_id]
         sink(action.event)
 
-    def _log_retry(self, work: WorkId) -> None:
-        log.warning("tried again attempt=%d cause=%s", work.attempt, self._cause, extra={"request_id": work.request_id})
+    def _log_retry(self, attempt_id: AttemptId) -> None:
+        log.warning(
+            "tried again attempt=%d cause=%s",
+            attempt_id.attempt,
+            self._cause,
+            extra={"request_id": attempt_id.request_id},
+        )
 
     def _arm(self) -> None:
         """Set the only timer to the next deadline. It fires in vain for a request that has ended early."""

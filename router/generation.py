@@ -134,7 +134,7 @@ class Generation:
         try:
             self._take(part, event)
         except Exception as error:  # a request's boundary: our mistake ends this request, not the node's stream
-            log.exception("our own mistake", extra={"request_id": self.request_id})
+            log.exception("internal error", extra={"request_id": self.request_id})
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
         self._something.set()
 

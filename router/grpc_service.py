@@ -19,8 +19,8 @@ from baton.telemetry import request_scope
 from baton.v1 import generation_pb2 as pb
 from router.answer import Delta
 from router.api_keys import ApiKeys, salted
-from router.ask import Ask, check_answer, check_num_tokens, encode
 from router.generation import Generation
+from router.generation_request import GenerationRequest, check_answer, check_num_tokens, encode
 from router.grpc_requests import parse_request
 from router.life import RequestTimings
 from router.limits import MAX_COUNTED_CHARS, MAX_NAME_CHARS, MAX_ROLE_CHARS
@@ -78,9 +78,11 @@ class GenerationService:
             model = self._service.models.get(request.model)
             prompt = _Prompt(request, model)
             with self._service.admit(model, [prompt.size], request.n or 1) as admitted:
-                ask = _ask(request, request_id, await prompt.read(self._service), context.time_remaining())
+                wanted = _generation_request(
+                    request, request_id, await prompt.read(self._service), context.time_remaining()
+                )
                 tenant = self._keys and self._keys.check(authorization_of(context.invocation_metadata()))
-                generation = await self._service.generate(model, salted(ask, tenant or None), received, admitted)
+                generation = await self._service.generate(model, salted(wanted, tenant or None), received, admitted)
             try:
                 await self._send(generation, model, context)
             finally:
@@ -194,7 +196,9 @@ def _check_messages(messages: Sequence[pb.ChatMessage]) -> None:
             )
 
 
-def _ask(request: pb.GenerateRequest, request_id: str, prompt: str | tuple[int, ...], left_s: float | None) -> Ask:
+def _generation_request(
+    request: pb.GenerateRequest, request_id: str, prompt: str | tuple[int, ...], left_s: float | None
+) -> GenerationRequest:
     """Raises InvalidRequest. `left_s`: until the call's own deadline."""
     sampling: dict[str, Any] = {said.name: value for said, value in request.ListFields() if said.name in NAMES}
     if request.HasField("logprobs"):
@@ -203,7 +207,7 @@ def _ask(request: pb.GenerateRequest, request_id: str, prompt: str | tuple[int, 
         sampling["num_logprobs"] = request.logprobs
     timeouts = [left_s] if left_s is not None else []
     timeouts += [request.timeout_s] if request.HasField("timeout_s") else []
-    return Ask(
+    return GenerationRequest(
         request_id=request_id,
         prompts=(prompt,),
         add_special_tokens=request.WhichOneof("input") == "prompt",
@@ -231,7 +235,7 @@ async def _answered(
         if context.cancelled():
             error = RequestCancelled("the client went away")
         else:
-            log.exception("our own mistake in %s", method)
+            log.exception("internal error in %s", method)
     else:
         if is_last:
             _log_end(method, "OK", received)

@@ -10,6 +10,7 @@ from typing import Literal
 from baton.errors import BatonError, DeadlineExceeded, NodeUnavailable, PeerLost
 from baton.messages import (
     Adopted,
+    AttemptId,
     DecodeTarget,
     HandedOff,
     Prefill,
@@ -17,12 +18,11 @@ from baton.messages import (
     SampleEnd,
     TokenLogprobs,
     Tokens,
-    WorkId,
 )
 from baton.sampling import FinishReason, SamplingParams
 
 
-class WorkState(enum.Enum):
+class AttemptState(enum.Enum):
     """The state of one attempt. UNPLACED: no node can take it at the moment.
 
         (UNPLACED) --a node comes--> QUEUED
@@ -135,19 +135,19 @@ class SampleLife:
 
 
 @dataclass(slots=True)
-class Work:
+class Attempt:
     """One attempt at some samples of a request, placed on a prefill and a decode node, or on a decode node alone.
 
     `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too. `deadline_s`
     is the one in the message.
     """
 
-    id: WorkId
+    id: AttemptId
     samples: list[SampleLife]
     prefill: str
     decode: str | None
     deadline_s: float
-    state: WorkState = WorkState.QUEUED
+    state: AttemptState = AttemptState.QUEUED
     prefilled: bool = False  # its prompt no longer occupies the prefill node
     handed_off: bool = False
     end_waits: bool = False  # D's End came while tokens of P are still under way
@@ -159,7 +159,7 @@ class Work:
     @property
     def awaits_decode(self) -> bool:
         """Whether a handoff is to come and the decode node has not gone on yet."""
-        return self.decode is not None and self.state is not WorkState.DECODING
+        return self.decode is not None and self.state is not AttemptState.DECODING
 
     def nodes(self) -> list[str]:
         """The incarnations that may still hold something of this attempt."""
@@ -173,7 +173,7 @@ class Work:
             return True
         if incarnation != self.prefill:
             return False
-        return not self.handed_off or self.state is not WorkState.DECODING or any(s.early for s in self.samples)
+        return not self.handed_off or self.state is not AttemptState.DECODING or any(s.early for s in self.samples)
 
     def suspects(self, error: BatonError, speaker: str) -> set[str]:
         """The nodes that the next attempt should avoid. A node that lost its peer blames the peer. Otherwise a decode
@@ -203,7 +203,7 @@ class RequestLife:
     arrived: float
     deadline: float
     samples: list[SampleLife]
-    works: dict[WorkId, Work] = field(default_factory=dict)
+    attempts: dict[AttemptId, Attempt] = field(default_factory=dict)
     unplaced: list[Unplaced] = field(default_factory=list)
     timings: RequestTimings = field(default_factory=RequestTimings)
     avoid: set[str] = field(default_factory=set)  # nodes that failed it
@@ -228,12 +228,12 @@ class RequestLife:
             return [samples]
         return [[s] for s in samples]
 
-    def prefill(self, work: Work, decode: DecodeTarget | None, now: float) -> Prefill:
+    def prefill(self, attempt: Attempt, decode: DecodeTarget | None, now: float) -> Prefill:
         return Prefill(
-            work=work.id,
-            target_incarnation=work.prefill,
+            attempt_id=attempt.id,
+            target_incarnation=attempt.prefill,
             prompt_tokens=self.request.prompt_tokens,
-            samples=tuple(Sample(s.index, tuple(s.tokens)) for s in work.samples),
+            samples=tuple(Sample(s.index, tuple(s.tokens)) for s in attempt.samples),
             sampling=self.request.sampling,
             deadline_s=self.deadline - now,
             decode=decode,
@@ -243,7 +243,7 @@ class RequestLife:
     def overdue(self, why_not_ready: str) -> BatonError:
         """What ends a request whose time is up: it is the nodes' fault if there was none to run it."""
         waited = f"within {self.request.deadline_s:g} s"
-        if self.works or not self.unplaced:
+        if self.attempts or not self.unplaced:
             return DeadlineExceeded(f"not finished {waited}")
         why = [error.message for error in (self.unplaced[0].error,) if error] + [why_not_ready]
         return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")

@@ -11,7 +11,6 @@ from baton.address import HostPort
 from baton.errors import NodeUnavailable
 from baton.settings import flag_name
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
-from router.accounts import Accounts
 from router.admission import Admission
 from router.cluster import Cluster, Readiness
 from router.core import RouterCore
@@ -25,6 +24,7 @@ from router.http.limits import Bodies
 from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.models import Models
+from router.request_metrics import RequestMetrics
 from router.service import Service
 from router.settings import RouterSettings
 
@@ -48,15 +48,15 @@ class RouterServer:
         metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
         self.models = Models()
-        accounts = Accounts(metrics, self._model_name)
+        request_metrics = RequestMetrics(metrics, self._model_name)
         core = RouterCore(epoch, bool(settings.prefill), settings.first_token, settings.max_waiting)
-        self.dispatcher = Dispatcher(core, accounts)
+        self.dispatcher = Dispatcher(core, request_metrics)
         trust = settings.trust()
         self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode, trust)
         self.admission = Admission(
             settings.max_num_requests,
             settings.max_num_prompt_tokens,
-            on_refused=lambda error: accounts.refused(error, 0.0),
+            on_refused=lambda error: request_metrics.refused(error, 0.0),
         )
         self._service = Service(
             self.dispatcher,
@@ -116,7 +116,7 @@ class RouterServer:
         await self.cluster.close()
 
     async def ended(self) -> None:
-        """Returns, or raises, when the HTTP server ends by itself: without `stop`, that is our own mistake."""
+        """Returns, or raises, when the HTTP server ends by itself: without `stop`, that is internal error."""
         await asyncio.shield(self._http_task)
 
     def why_not_ready(self) -> str | None:

@@ -11,9 +11,9 @@ from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from router.admission import Admission, Admitted
 from router.answer import Answer
-from router.ask import Ask, check_prompt, encode, sampling_params
 from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
+from router.generation_request import GenerationRequest, check_prompt, encode, sampling_params
 from router.life import RoutedRequest
 from router.models import Models, ServedModel
 from router.offload import Offload, Pauses
@@ -97,49 +97,58 @@ class Service:
 
         return await self.offload.run(encode_all, sum(map(len, prompts)))
 
-    async def generate(self, model: ServedModel, ask: Ask, received: float, admitted: Admitted) -> Generation:
+    async def generate(
+        self, model: ServedModel, wanted: GenerationRequest, received: float, admitted: Admitted
+    ) -> Generation:
         """Start a generation. `received` is when the request came (`time.monotonic`). Raises BatonError.
 
         The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
-        prompts = await self.tokenize(model, ask.prompts, ask.add_special_tokens)
+        prompts = await self.tokenize(model, wanted.prompts, wanted.add_special_tokens)
         admitted.resize(sum(map(len, prompts)))
-        stops = StopStrings(ask.stop)
+        stops = StopStrings(wanted.stop)
         parts: list[Part] = []
         pause = Pauses()
         for prompt in prompts:
-            parts.append(self._part(model, ask, stops, prompt, len(parts) * ask.n))
+            parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n))
             await pause()
-        generation = Generation(ask.request_id, self._dispatcher, parts, admitted, self._tells_timings)
+        generation = Generation(wanted.request_id, self._dispatcher, parts, admitted, self._tells_timings)
         await generation.start(received)
-        log.debug("placed prompts=%d n=%d", len(prompts), ask.n)
+        log.debug("placed prompts=%d n=%d", len(prompts), wanted.n)
         return generation
 
     def _part(
-        self, model: ServedModel, ask: Ask, stops: StopStrings, prompt: tuple[int, ...], first_index: int
+        self,
+        model: ServedModel,
+        wanted: GenerationRequest,
+        stops: StopStrings,
+        prompt: tuple[int, ...],
+        first_index: int,
     ) -> Part:
-        sampling = sampling_params(ask, model, len(prompt))
+        sampling = sampling_params(wanted, model, len(prompt))
         request = RoutedRequest(
             # Unique for ever, because clients may repeat their ids and nodes remember those that were aborted.
-            request_id=f"{ask.request_id}.{next(self._serial):x}",
+            request_id=f"{wanted.request_id}.{next(self._serial):x}",
             prompt_tokens=prompt,
-            n=ask.n,
+            n=wanted.n,
             sampling=sampling,
-            deadline_s=min(self._request_timeout_s, ask.timeout_s or self._request_timeout_s),
-            cache_salt=ask.cache_salt,
+            deadline_s=min(self._request_timeout_s, wanted.timeout_s or self._request_timeout_s),
+            cache_salt=wanted.cache_salt,
         )
-        answers = [self._answer(model, ask, stops, first_index + sample, sampling) for sample in range(ask.n)]
+        answers = [self._answer(model, wanted, stops, first_index + sample, sampling) for sample in range(wanted.n)]
         return Part(request, answers)
 
-    def _answer(self, model: ServedModel, ask: Ask, stops: StopStrings, index: int, sampling: SamplingParams) -> Answer:
+    def _answer(
+        self, model: ServedModel, wanted: GenerationRequest, stops: StopStrings, index: int, sampling: SamplingParams
+    ) -> Answer:
         eos = () if sampling.ignore_eos else model.defaults.eos_token_ids
         return Answer(
             index,
-            model.tokenizer.detokenizer(ask.skip_special_tokens),
-            StopScanner(stops, ask.include_stop_str_in_output),
+            model.tokenizer.detokenizer(wanted.skip_special_tokens),
+            StopScanner(stops, wanted.include_stop_str_in_output),
             sampling.stop_token_ids.union(eos),
             sampling.min_tokens,
-            ask.include_stop_str_in_output,
+            wanted.include_stop_str_in_output,
         )
 
 

@@ -34,7 +34,7 @@ from deploy import child
 PRELOADED = (
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
     *("prefill_node.node", "decode_node.node", "prefill_node.server", "decode_node.server", "router.server"),
-    *("engine.node.run", "uvloop"),
+    *("node.run", "uvloop"),
 )
 NOT_BEFORE_A_FORK = ("ucxx", "libucxx")
 MAX_REQUEST_BYTES = 128 * 1024

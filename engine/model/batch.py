@@ -13,9 +13,9 @@ from torch import Tensor
 from baton_kernels.paged_attention import PagedBatch
 from baton_kernels.step_inputs import step_inputs
 from engine.model.extensions import BatchExtension, torch_dtype
-from engine.sampler import SampleBatch
+from engine.model.sampler import SampleBatch
+from engine.model.upload import upload
 from engine.step import Chunk
-from engine.upload import upload
 
 Int32Array = NDArray[np.int32]
 _ON_DEVICE = -1

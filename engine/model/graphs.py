@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, num_singles, pack, unpack
-from engine.model.watch import SeesLayers
+from engine.model.device_watch import SeesLayers
+from engine.model.upload import upload_to
 from engine.step import Chunk
-from engine.upload import upload_to
 
 Forward = Callable[[ModelInputs, SeesLayers | None], Tensor]
 
@@ -38,7 +38,7 @@ DECODE_PLACES = 32
 MIXED_SIZES = (*(rows - DECODE_PLACES for rows in (128, 384, 512, 640, 768, 896)), 1024)
 """Of the prompts' tokens, which may also be as many as a step's budget: most chunks of long prompts are. With the
 places for decodes whole tiles of matmuls: of an 8B model, 640 rows take an H200 13.4 ms, 672 take it 15.5, 768 16.0."""
-SQUARE_SIZES = (2048,)
+SINGLE_PROMPT_SIZES = (2048,)
 """Of prompts that are alone: an 8B model's take an H200 45.0 ms in a graph for several, of which attention 3.8, where
 cuDNN's, for one of known length, takes 2.7."""
 MAX_PROMPTS = 8
@@ -51,9 +51,9 @@ def prompt_sizes(budget: int, most: int) -> list[int]:
     return [size for size in PROMPT_SIZES if size <= min(budget, most)]
 
 
-def square_sizes(budget: int, most: int) -> list[int]:
+def single_prompt_sizes(budget: int, most: int) -> list[int]:
     """Token counts of prompts alone, from their first token on and one at a time, to capture, likewise."""
-    return [size for size in SQUARE_SIZES if size <= min(budget, most)]
+    return [size for size in SINGLE_PROMPT_SIZES if size <= min(budget, most)]
 
 
 def mixed_sizes(budget: int, most: int) -> list[int]:
@@ -61,7 +61,7 @@ def mixed_sizes(budget: int, most: int) -> list[int]:
     return sorted({size for size in (*MIXED_SIZES, budget) if size <= min(budget, most)})
 
 
-def ladder(max_num_seqs: int) -> list[int]:
+def decode_capture_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes of decodes to capture."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1024, 128)]
     return [size for size in steps if size < max_num_seqs] + [min(max_num_seqs, 1024)]
@@ -78,13 +78,13 @@ class StepGraphs:
         decode_sizes: Seq[int],
         prompt_sizes: Seq[int],
         mixed_sizes: Seq[int] = (),
-        square_sizes: Seq[int] = (),
+        single_prompt_sizes: Seq[int] = (),
         group_ends: tuple[int, ...] = (),
         decode_query_lens: Seq[int] = (1,),
     ) -> None:
         self._decode_query_lens = sorted(decode_query_lens)
         self._decode_sizes, self._prompt_sizes = sorted(decode_sizes), sorted(prompt_sizes)
-        self._mixed_sizes, self._square_sizes = sorted(mixed_sizes), sorted(square_sizes)
+        self._mixed_sizes, self._square_sizes = sorted(mixed_sizes), sorted(single_prompt_sizes)
         capture = _Capture(forward, state, group_ends, self._decode_query_lens[-1])
         self._squares = {size: _PromptGraph(capture, size, is_square=True) for size in reversed(self._square_sizes)}
         self._prompts = {size: _PromptGraph(capture, size) for size in reversed(self._prompt_sizes)}

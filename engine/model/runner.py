@@ -17,13 +17,13 @@ from engine.config import EngineConfig
 from engine.model import batch
 from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
+from engine.model.device_watch import DeviceWatch, LayerMarks, SeesLayers
 from engine.model.extensions import BatchExtension
-from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes, square_sizes
+from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes, single_prompt_sizes
+from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
-from engine.model.rehearsal import first_steps
-from engine.model.rows import Rows
-from engine.model.watch import DeviceWatch, LayerMarks, SeesLayers
-from engine.sampler import Sampled, Sampler
+from engine.model.sampler import Sampled, Sampler
+from engine.model.warm_up import first_steps
 from engine.sequence import Sequence
 from engine.step import Choice, Chunk
 
@@ -54,15 +54,17 @@ class TorchModelRunner:
         self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device)
         self._step = attach(probed.layers, self.pool)
         self._sampler = Sampler(config.max_num_seqs, config.vocab_size, config.eos_token_ids, model.device)
-        self._rows = Rows(config, self._sampler, model.device)
-        self._state = DeviceState(self._rows.block_tables, self._sampler.last_tokens, config.block_size, extensions)
+        self._input_batch = InputBatch(config, self._sampler, model.device)
+        self._state = DeviceState(
+            self._input_batch.block_tables, self._sampler.last_tokens, config.block_size, extensions
+        )
         self._graphs: StepGraphs | None = None
         self._watch = DeviceWatch(model.device, wake) if wake and model.device.type == "cuda" else None
         groups = layer_groups_of(len(probed.kv), layer_groups)
         self._group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
 
     @torch.inference_mode()
-    def rehearse(self) -> int:
+    def warm_up(self) -> int:
         """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
         In the thread that will launch, because some of that is kept per thread; before `capture`. How many it were."""
         layer, text = self.pool.layers[0], self.model.config.get_text_config()
@@ -87,7 +89,7 @@ class TorchModelRunner:
         """Make CUDA graphs of decode steps of so many sequences, of prompts of at most so many tokens, and of prompts
         of at most so many beside decodes. Without, all steps are launched op by op."""
         budget = self._config.max_num_batched_tokens
-        prompts, squares = (sizes(budget, most_prompt_tokens) for sizes in (prompt_sizes, square_sizes))
+        prompts, squares = (sizes(budget, most_prompt_tokens) for sizes in (prompt_sizes, single_prompt_sizes))
         self._graphs = StepGraphs(
             self._forward,
             self._state,
@@ -103,7 +105,7 @@ class TorchModelRunner:
     def launch(self, chunks: Seq[Chunk]) -> TorchStep:
         """See `engine.step.ModelRunner`."""
         ordered = batch.singles_first(chunks)
-        rows = self._rows.place(ordered)
+        rows = self._input_batch.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
         marks = self._marks(chunks)
         sampled = self._sampler.launch(self._logits(ordered, rows, marks), columns)
@@ -126,7 +128,7 @@ class TorchModelRunner:
 
     def forget(self, sequence: Sequence) -> None:
         """See `engine.step.ModelRunner`."""
-        self._rows.forget(sequence)
+        self._input_batch.forget(sequence)
 
     def _logits(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None = None) -> Tensor:
         """Of the last `num_logits` tokens of each chunk, in their order: [num_rows, vocab_size]."""

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
-from baton.messages import NodeRole, WorkId
+from baton.messages import AttemptId, NodeRole
 
 OK = "ok"
 _ENTRIES_PER_PIECE = 100
@@ -24,9 +24,9 @@ def epoch_name(epoch: int) -> int:
     return int.from_bytes(hashlib.sha256(b"epoch %d" % epoch).digest()[:4])
 
 
-def without_epoch(work: WorkId) -> WorkId:
+def without_epoch(attempt_id: AttemptId) -> AttemptId:
     """The id of the work as an audit shows it, with `epoch_name` for the epoch."""
-    return replace(work, router_epoch=epoch_name(work.router_epoch))
+    return replace(attempt_id, router_epoch=epoch_name(attempt_id.router_epoch))
 
 
 class KvUse(enum.Enum):
@@ -42,14 +42,14 @@ class KvHolder:
     """Who has blocks: a "sequence" of the engine, or a "lease" of a decode node. `state` is that of the sequence or
     lease.
 
-    The epoch in `work` is its `epoch_name`. `lease` is 0 and `peer`, the incarnation at the other end of the handoff,
+    The epoch in `attempt_id` is its `epoch_name`. `lease` is 0 and `peer`, the incarnation at the other end of the handoff,
     is empty while there is no handoff. `age_s` counts from the first block that it got.
     """
 
     kind: str
     state: str
     use: KvUse
-    work: WorkId
+    attempt_id: AttemptId
     samples: tuple[int, ...]
     lease: int
     peer: str

@@ -23,7 +23,7 @@ from baton.sampling import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class WorkId:
+class AttemptId:
     """Names one attempt at a request. A higher attempt of the same (epoch, request) fences all lower ones."""
 
     router_epoch: int
@@ -93,7 +93,7 @@ class Prefill:
     `deadline_s` counts from receipt.
     """
 
-    work: WorkId
+    attempt_id: AttemptId
     target_incarnation: str
     prompt_tokens: tuple[int, ...]
     samples: tuple[Sample, ...]
@@ -111,7 +111,7 @@ class Abort:
     `deadline_s`, the time that the attempt was given, after receipt. 0: not stated.
     """
 
-    work: WorkId
+    attempt_id: AttemptId
     samples: tuple[int, ...] = ()
     deadline_s: float = 0.0
 
@@ -202,7 +202,7 @@ UpdateKind = Started | Tokens | SampleEnd | HandedOff | Adopted | End
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    work: WorkId
+    attempt_id: AttemptId
     kind: UpdateKind
 
 
@@ -228,7 +228,7 @@ class Reserve:
     blocks from `grouped_from_block` on will travel by `layer_groups` groups of layers, those before as whole blocks.
     """
 
-    work: WorkId
+    attempt_id: AttemptId
     target_incarnation: str
     num_tokens: int
     block_hashes: tuple[BlockHash, ...]
@@ -245,7 +245,7 @@ class Commit:
     last token has no KV yet. `age_s`: time since the prompt's last chunk was computed. Idempotent by lease."""
 
     lease: int
-    work: WorkId
+    attempt_id: AttemptId
     target_incarnation: str
     prompt_tokens: tuple[int, ...]
     samples: tuple[Sample, ...]
@@ -257,10 +257,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The lease (0: the waiting Reserve of `work`) is not needed. Parts that were granted are still drained."""
+    """The lease (0: the waiting Reserve of `attempt_id`) is not needed. Parts that were granted are still drained."""
 
     lease: int
-    work: WorkId
+    attempt_id: AttemptId
 
 
 PrefillToDecode = Reserve | Commit | Release
@@ -275,7 +275,7 @@ class Grant:
     `num_held_blocks`; the rest travels in `num_parts` parts, as `kv_transfer.parts.plan_parts` plans them. `checksums`:
     each part must carry its checksums."""
 
-    work: WorkId
+    attempt_id: AttemptId
     lease: int
     num_held_blocks: int
     num_parts: int
@@ -293,7 +293,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    work: WorkId
+    attempt_id: AttemptId
     error: BatonError
 
 
@@ -302,7 +302,7 @@ class CommitReply:
     """`error` None: the request now belongs to the decode node, which will send Adopted once all parts are in."""
 
     lease: int
-    work: WorkId
+    attempt_id: AttemptId
     error: BatonError | None = None
 
 

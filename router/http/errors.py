@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from baton.errors import BatonError, InvalidRequest
 from baton.v1 import common_pb2
 from router.api_keys import InvalidApiKey
-from router.ask import ContextTooLong
+from router.generation_request import ContextTooLong
 from router.models import UnknownModel
 from router.scope import RETRY_AFTER_S
 

@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from baton.errors import InvalidRequest
 from router.admission import Admitted
 from router.api_keys import salted
-from router.ask import Ask, check_answer, encode
 from router.generation import Generation
+from router.generation_request import GenerationRequest, check_answer, encode
 from router.http.answers import dump_json, raw_json_response
 from router.http.body import BodyReader
 from router.http.limits import Bodies
@@ -62,19 +62,19 @@ class GenerateRoutes:
         request_id = request.state.request_id
         shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids))
         with self._service.admit(model, [size_of_chat(body.messages)], body.n or 1) as admitted:
-            ask = body.ask(request_id, await self._chat_prompt(model, body))
-            return await self._respond(request, model, body, ask, shape, admitted)
+            wanted = body.wanted(request_id, await self._chat_prompt(model, body))
+            return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
         body.check()
         model = self._service.models.get(body.model)
-        ask = body.ask(request.state.request_id)
-        with self._service.admit(model, [len(prompt) for prompt in ask.prompts], ask.n) as admitted:
-            echoes = await self._echoes(model, ask) if body.echo else {}
+        wanted = body.wanted(request.state.request_id)
+        with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
+            echoes = await self._echoes(model, wanted) if body.echo else {}
             ids = bool(body.return_token_ids)
-            shape = CompletionShape(ask.request_id, model, body.logprobs is not None, ids, echoes)
-            return await self._respond(request, model, body, ask, shape, admitted)
+            shape = CompletionShape(wanted.request_id, model, body.logprobs is not None, ids, echoes)
+            return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def models(self) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [self._described(self._service.models.get(None))]})
@@ -110,10 +110,16 @@ class GenerateRoutes:
             return raw_json_response(await self._service.offload.run(answer, len(body.tokens)))
 
     async def _respond(
-        self, request: Request, model: ServedModel, body: GenerationFields, ask: Ask, shape: Shape, admitted: Admitted
+        self,
+        request: Request,
+        model: ServedModel,
+        body: GenerationFields,
+        wanted: GenerationRequest,
+        shape: Shape,
+        admitted: Admitted,
     ) -> Response:
         generation: Generation = await self._service.generate(
-            model, salted(ask, request.state.tenant), request.state.received, admitted
+            model, salted(wanted, request.state.tenant), request.state.received, admitted
         )
         if body.stream:
             return EventResponse(generation, shape, body.stream_options, self._limits.keep_alive_s)
@@ -126,17 +132,17 @@ class GenerateRoutes:
             model, lambda: [m.plain() for m in messages], size_of_chat(messages), begin, body.chat_template_kwargs
         )
 
-    async def _echoes(self, model: ServedModel, ask: Ask) -> dict[int, str]:
+    async def _echoes(self, model: ServedModel, wanted: GenerationRequest) -> dict[int, str]:
         """The text of the prompt, for each answer."""
 
         def texts() -> list[str]:
-            return [p if isinstance(p, str) else model.tokenizer.decode(p) for p in ask.prompts]
+            return [p if isinstance(p, str) else model.tokenizer.decode(p) for p in wanted.prompts]
 
-        prompts = await self._service.offload.run(texts, sum(map(len, ask.prompts)))
-        num_chars = ask.n * sum(map(len, prompts))
+        prompts = await self._service.offload.run(texts, sum(map(len, wanted.prompts)))
+        num_chars = wanted.n * sum(map(len, prompts))
         if num_chars > MAX_ECHO_CHARS:
             raise InvalidRequest(f"`echo` would repeat {num_chars} characters, of at most {MAX_ECHO_CHARS}.", "echo")
-        return {i * ask.n + sample: text for i, text in enumerate(prompts) for sample in range(ask.n)}
+        return {i * wanted.n + sample: text for i, text in enumerate(prompts) for sample in range(wanted.n)}
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
-from router.ask import Ask
+from router.generation_request import GenerationRequest
 from router.http.fields import (
     CONFIG,
     Biases,
@@ -50,7 +50,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """Fields that chats and completions share. `Ask` and `SamplingParams` check ranges, where the model is known."""
+    """Fields that chats and completions share. `GenerationRequest` and `SamplingParams` check ranges, where the model is known."""
 
     model_config = CONFIG
     model: Name | None = None
@@ -121,9 +121,9 @@ class ChatRequest(GenerationFields):
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         _check_num_logprobs(self.top_logprobs, "top_logprobs")
 
-    def ask(self, request_id: str, prompt: str) -> Ask:
+    def wanted(self, request_id: str, prompt: str) -> GenerationRequest:
         """`prompt` is the text that the chat template made from the messages."""
-        return Ask(
+        return GenerationRequest(
             request_id=request_id,
             prompts=(prompt,),
             add_special_tokens=bool(self.add_special_tokens),
@@ -147,8 +147,8 @@ class CompletionRequest(GenerationFields):
             raise InvalidRequest("`echo` together with `logprobs` is not supported here.", "echo")
         _check_num_logprobs(self.logprobs, "logprobs")
 
-    def ask(self, request_id: str) -> Ask:
-        return Ask(
+    def wanted(self, request_id: str) -> GenerationRequest:
+        return GenerationRequest(
             request_id=request_id,
             prompts=self.prompt,
             add_special_tokens=self.add_special_tokens is not False,

@@ -44,7 +44,7 @@ class RequestScope:
             try:
                 await self._app(scope, receive, send_named)
             except Exception:
-                log.exception("our own mistake in %s %s", scope["method"], scope["path"])
+                log.exception("internal error in %s %s", scope["method"], scope["path"])
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             took_ms = (time.monotonic() - received) * 1e3
             log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], status, took_ms)

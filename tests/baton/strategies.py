@@ -27,7 +27,7 @@ errors_ = st.builds(
     name,
 )
 maybe_error = st.none() | errors_
-work = st.builds(messages.WorkId, uint64, name, uint32)
+attempt_id = st.builds(messages.AttemptId, uint64, name, uint32)
 
 
 @st.composite
@@ -62,7 +62,7 @@ one_sample = st.builds(messages.Sample, sample, some_tokens).map(lambda one: (on
 target = st.builds(messages.DecodeTarget, name, name)
 prefill = st.builds(
     messages.Prefill,
-    work,
+    attempt_id,
     text,
     some_tokens,
     samples(0) | one_sample,
@@ -71,7 +71,7 @@ prefill = st.builds(
     st.none() | target,
     text,
 )
-abort = st.builds(messages.Abort, work, st.lists(sample, max_size=4).map(tuple), seconds)
+abort = st.builds(messages.Abort, attempt_id, st.lists(sample, max_size=4).map(tuple), seconds)
 subscribe = st.builds(messages.Subscribe, uint64, text, uint32)
 router_message = prefill | abort | subscribe
 
@@ -94,7 +94,7 @@ update_kind = st.one_of(
     st.builds(messages.Adopted, seconds, uint32, uint64, seconds, seconds, seconds),
     st.builds(messages.End, maybe_error),
 )
-updates = st.lists(st.builds(messages.Update, work, update_kind), max_size=4).map(tuple)
+updates = st.lists(st.builds(messages.Update, attempt_id, update_kind), max_size=4).map(tuple)
 node_message = st.one_of(
     updates,
     st.builds(messages.Load, uint32, uint32, uint32, uint32),
@@ -129,7 +129,7 @@ prefill_message = st.one_of(
     st.just(messages.Heartbeat()),
     st.builds(
         messages.Reserve,
-        work,
+        attempt_id,
         text,
         st.integers(4, 2**23),
         block_hashes,
@@ -137,15 +137,15 @@ prefill_message = st.one_of(
         seconds,
         st.integers(2**24, 2**32 - 1),
     ),
-    st.builds(messages.Commit, lease, work, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
-    st.builds(messages.Release, st.just(0) | lease, work),
+    st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
+    st.builds(messages.Release, st.just(0) | lease, attempt_id),
 )
 
 
 @st.composite
 def grant(draw: st.DrawFn) -> messages.Grant:
     parts = draw(num_parts)
-    return messages.Grant(draw(work), draw(lease), draw(int31), parts, draw(st.integers(0, parts)))
+    return messages.Grant(draw(attempt_id), draw(lease), draw(int31), parts, draw(st.integers(0, parts)))
 
 
 decode_message = st.one_of(
@@ -153,8 +153,8 @@ decode_message = st.one_of(
     st.just(messages.Heartbeat()),
     grant(),
     st.builds(messages.Credit, lease, num_parts),
-    st.builds(messages.Refuse, work, errors_),
-    st.builds(messages.CommitReply, lease, work, maybe_error),
+    st.builds(messages.Refuse, attempt_id, errors_),
+    st.builds(messages.CommitReply, lease, attempt_id, maybe_error),
 )
 
 maybe_float = st.none() | st.floats(-10, 10)

@@ -6,11 +6,11 @@ import logging
 import pytest
 
 from baton.errors import Overloaded, RequestCancelled
-from baton.messages import Adopted, End, HandedOff, Load, Prefill, Sample, Started, Tokens, Update, WorkId
+from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Sample, Started, Tokens, Update
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, NodeMetrics, RouterMetrics, configure_logging, new_registry, request_scope
 
-WORK = WorkId(1, "r", 0)
+WORK = AttemptId(1, "r", 0)
 
 
 @pytest.fixture
@@ -113,10 +113,10 @@ def test_token_times_are_taken_on_the_node():
         )
     ]
     assert sums == [0.5, 1, 0.75, 2]
-    metrics.received(Prefill(WorkId(1, "other", 0), "i", (1,), (Sample(0),), SamplingParams(), 1.0))
-    metrics.sent(Update(WorkId(2, "r", 0), Tokens(0, 0, (5,))))
+    metrics.received(Prefill(AttemptId(1, "other", 0), "i", (1,), (Sample(0),), SamplingParams(), 1.0))
+    metrics.sent(Update(AttemptId(2, "r", 0), Tokens(0, 0, (5,))))
     metrics.lost(1)
-    metrics.sent(Update(WorkId(2, "r", 0), End()))
+    metrics.sent(Update(AttemptId(2, "r", 0), End()))
     assert not metrics._received
     assert not metrics._last_token
 

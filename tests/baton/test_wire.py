@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from baton import wire
 from baton.errors import InvalidRequest, LayoutMismatch, NodeUnavailable
-from baton.messages import End, Prefill, Refuse, Sample, SampleEnd, Update, WorkId
+from baton.messages import AttemptId, End, Prefill, Refuse, Sample, SampleEnd, Update
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from tests.baton import strategies
@@ -74,7 +74,7 @@ def test_left_over_bytes_are_refused():
 
 
 def good_prefill() -> node_pb2.RouterMessage:
-    message = Prefill(WorkId(1, "r", 0), "i", (1, 2), (Sample(0),), SamplingParams(), 1.0)
+    message = Prefill(AttemptId(1, "r", 0), "i", (1, 2), (Sample(0),), SamplingParams(), 1.0)
     return wire.write_router_message(message)
 
 
@@ -102,7 +102,7 @@ def bad_temperature() -> node_pb2.RouterMessage:
 
 def unnamed_work() -> node_pb2.RouterMessage:
     wire_message = good_prefill()
-    wire_message.prefill.ClearField("work")
+    wire_message.prefill.ClearField("attempt_id")
     return wire_message
 
 
@@ -116,7 +116,7 @@ LONGER = common_pb2.Sample(index=1, output_tokens=b"\1\0\0\0\1\0\0\0")
     ("make", "text"),
     [
         (node_pb2.RouterMessage, "no known kind"),
-        (unnamed_work, "work names no request"),
+        (unnamed_work, "attempt_id names no request"),
         (change(prompt_tokens=b""), "prompt: no tokens"),
         (change(prompt_tokens=b"123"), "prompt: 3 bytes"),
         (change(samples=[]), "samples: none"),
@@ -158,7 +158,7 @@ def failure(message: node_pb2.NodeMessage) -> str:
 
 
 def test_unknown_enum_values_are_refused_by_name():
-    end = Update(WorkId(1, "r", 0), SampleEnd(0, FinishReason.STOP))
+    end = Update(AttemptId(1, "r", 0), SampleEnd(0, FinishReason.STOP))
     message = wire.write_node_message((end,))
     message.updates.updates[0].sample_end.reason = 77  # type: ignore[assignment]
     assert "finish reason 77" in failure(message)
@@ -167,20 +167,22 @@ def test_unknown_enum_values_are_refused_by_name():
 
 
 def test_errors_keep_kind_and_text():
-    work = WorkId(1, "r", 3)
-    refuse = wire.read_decode_message(wire.write_decode_message(Refuse(work, LayoutMismatch("block_size 16 != 32"))))
+    attempt_id = AttemptId(1, "r", 3)
+    refuse = wire.read_decode_message(
+        wire.write_decode_message(Refuse(attempt_id, LayoutMismatch("block_size 16 != 32")))
+    )
     assert isinstance(refuse, Refuse)
     assert isinstance(refuse.error, LayoutMismatch)
     assert refuse.error.message == "block_size 16 != 32"
-    end = wire.read_node_message(wire.write_node_message((Update(work, End()),)))
-    assert end == (Update(work, End(None)),)
+    end = wire.read_node_message(wire.write_node_message((Update(attempt_id, End()),)))
+    assert end == (Update(attempt_id, End(None)),)
 
 
 def test_ragged_parts_of_messages_are_refused():
     tokens = {"token_ids": b"\1\0\0\0", "logprobs": [{"logprob": -1.0}, {"logprob": -2.0}]}
-    message = node_pb2.NodeMessage(updates={"updates": [{"work": {"request_id": "r"}, "tokens": tokens}]})
+    message = node_pb2.NodeMessage(updates={"updates": [{"attempt_id": {"request_id": "r"}, "tokens": tokens}]})
     assert "1 tokens with 2 logprobs" in failure(message)
-    reserve = {"work": {"request_id": "r"}, "num_tokens": 2, "num_samples": 1, "max_total_tokens": 9}
+    reserve = {"attempt_id": {"request_id": "r"}, "num_tokens": 2, "num_samples": 1, "max_total_tokens": 9}
     reserve["block_hashes"] = b"x" * 33
     with pytest.raises(InvalidRequest, match="block_hashes: 33 bytes"):
         wire.read_prefill_message(node_pb2.PrefillMessage(reserve=reserve))

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from baton import wire
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.messages import (
+    AttemptId,
     Commit,
     CommitReply,
     Credit,
@@ -27,14 +28,13 @@ from baton.messages import (
     TokenLogprobs,
     Tokens,
     Update,
-    WorkId,
 )
 from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from kv_transfer.parts import LEASE_BITS, PART_BITS
 
 LIMITS = wire.Limits(vocab_size=100, max_model_len=64, max_seconds=30.0, block_size=4, num_layers=2)
-WORK = WorkId(1, "r", 0)
+WORK = AttemptId(1, "r", 0)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -136,7 +136,7 @@ def test_it_is_refused_by_name_and_is_its_own_works_failure(kind, path, value, t
     message = spoil(kind, path, value)
     with pytest.raises(InvalidRequest, match=text):
         READ[type(message)](message, LIMITS)
-    assert wire.work_of(message) == WORK
+    assert wire.attempt_of(message) == WORK
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -172,21 +172,21 @@ def test_serials_of_leases_and_parts_are_those_that_tags_have_room_for() -> None
     [
         wire.write_decode_message(Credit(2**39, 1)),
         wire.write_decode_message(Credit(1, 33)),
-        wire.write_prefill_message(Release(1, WorkId(1, "", 0))),
-        wire.write_prefill_message(Release(1, WorkId(1, "x" * 600, 0))),
+        wire.write_prefill_message(Release(1, AttemptId(1, "", 0))),
+        wire.write_prefill_message(Release(1, AttemptId(1, "x" * 600, 0))),
     ],
 )
 def test_what_names_no_work_is_nobodys_failure(message) -> None:
     with pytest.raises(InvalidRequest):
         READ[type(message)](message, LIMITS)
-    assert wire.work_of(message) is None
+    assert wire.attempt_of(message) is None
 
 
 def test_a_commit_reply_without_a_lease_is_its_works_failure() -> None:
     message = wire.write_decode_message(CommitReply(0, WORK))
     with pytest.raises(InvalidRequest, match="lease"):
         wire.read_decode_message(message, LIMITS)
-    assert wire.work_of(message) == WORK
+    assert wire.attempt_of(message) == WORK
 
 
 @pytest.mark.parametrize(
@@ -206,13 +206,13 @@ def test_a_commit_reply_without_a_lease_is_its_works_failure() -> None:
     ],
 )
 def test_an_update_that_makes_no_sense_ends_its_own_work_and_no_other(kind) -> None:
-    good = Update(WorkId(1, "other", 0), Tokens(0, 63, (99,), (TokenLogprobs(-INF, ((1, -INF),)),)))
+    good = Update(AttemptId(1, "other", 0), Tokens(0, 63, (99,), (TokenLogprobs(-INF, ((1, -INF),)),)))
     message = wire.write_node_message((Update(WORK, kind), good))
     updates = wire.read_node_message(node_pb2.NodeMessage.FromString(message.SerializeToString()), LIMITS)
     assert isinstance(updates, tuple)
     bad, other = updates
     assert other == good
-    assert bad.work == WORK
+    assert bad.attempt_id == WORK
     assert isinstance(bad.kind, End)
     assert isinstance(bad.kind.error, NodeUnavailable)
 
@@ -260,7 +260,7 @@ def test_what_no_node_is_is_refused(field, value) -> None:
 
 
 def test_an_errors_text_is_cut() -> None:
-    message = node_pb2.Update(work={"request_id": "r"}, end={"error": {"code": 7, "message": "x" * 100_000}})
+    message = node_pb2.Update(attempt_id={"request_id": "r"}, end={"error": {"code": 7, "message": "x" * 100_000}})
     updates = wire.read_node_message(node_pb2.NodeMessage(updates={"updates": [message]}))
     assert isinstance(updates, tuple)
     assert len(updates[0].kind.error.message) < 10_000

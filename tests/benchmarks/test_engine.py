@@ -22,7 +22,7 @@ from benchmarks.engine_report import main
 from benchmarks.engine_shape import shape_of
 from benchmarks.engine_trace import summarize
 from benchmarks.performance_page import NOTHING, PARTS, plots, write_page
-from engine.model.checkpoint import Checkpoint
+from engine.model.load.checkpoint import Checkpoint
 
 TINY = LlamaConfig(
     vocab_size=300,

@@ -12,7 +12,7 @@ from baton.address import HostPort
 from baton.settings import parse
 from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, plan
 from deploy.settings import OwnSettings, UpSettings
-from engine.node.settings import NodeSettings
+from node.settings import NodeSettings
 from router.settings import RouterSettings
 from tests.deploy.spawned import ROOT, python_path
 

@@ -21,7 +21,7 @@ import pytest
 
 from baton.address import HostPort
 from deploy.ports import HeldPort, PortTaken
-from engine.node.settings import METRICS_PORT_OFFSET
+from node.settings import METRICS_PORT_OFFSET
 from tests.deploy.spawned import ROOT, Process, python_path
 
 BLOCK = re.compile(r"<!-- run: (\w+) -->\n```(\w+)\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)

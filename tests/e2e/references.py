@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from engine.model.checkpoint import Checkpoint
+from engine.model.load.checkpoint import Checkpoint
 from tests.e2e.reference_file import FILE, Reference, ReferenceFile, save
 from tools import tiny_tasks
 

@@ -101,7 +101,7 @@ class Storm:
         queue = list(enumerate(wishes))[::-1]
         async with asyncio.TaskGroup() as group:
 
-            async def work() -> None:
+            async def attempt_id() -> None:
                 while queue:
                     number, wish = queue.pop()
                     if number in self._kills:
@@ -111,7 +111,7 @@ class Storm:
                     self.tally.ends[await self._grant(wish)] += 1
 
             for _ in range(AT_ONCE):
-                group.create_task(work())
+                group.create_task(attempt_id())
         if revive:
             await self._wait_nodes()
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Choice, Chunk, Engine, Plan, StepResult
@@ -71,7 +71,7 @@ def sequence(num_tokens: int = 5, *, samples: int = 1, first: int = 50, **kwargs
     sampling = SamplingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
     number = next(_ids)
     kwargs.setdefault("arrived_s", float(number))
-    return Sequence(WorkId(1, str(number), 0), list(range(samples)), prompt, sampling, **kwargs)  # type: ignore[arg-type]
+    return Sequence(AttemptId(1, str(number), 0), list(range(samples)), prompt, sampling, **kwargs)  # type: ignore[arg-type]
 
 
 def run(engine: Engine, limit: int = 200) -> list[StepResult]:

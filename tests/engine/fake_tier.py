@@ -11,14 +11,14 @@ from torch import Tensor
 
 from baton.audit import KvUse
 from baton.block_hash import BlockHash
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.prefix_cache import Evicted
 from engine.sequence import Sequence as EngineSequence
 from tests.protocol.fake_model import FakeModel
 
-NOBODY = WorkId(0, "", 0)
+NOBODY = AttemptId(0, "", 0)
 
 
 @dataclass(eq=False)

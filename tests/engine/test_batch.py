@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.model.batch import BatchSize, _cut, pack, sample_batch
 from engine.sequence import Sequence
@@ -18,7 +18,7 @@ starts = st.integers(0, 5)
 
 def chunk(number: int, start: int, length: int, rest: int) -> Chunk:
     tokens = tuple(100 * number + i for i in range(start + length + rest))
-    seq = Sequence(WorkId(1, str(number), 0), [0], tokens, SamplingParams())
+    seq = Sequence(AttemptId(1, str(number), 0), [0], tokens, SamplingParams())
     return Chunk.of(seq, start, length)
 
 

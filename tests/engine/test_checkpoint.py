@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.messages import GenerationDefaults
-from engine.model import loader
-from engine.model.checkpoint import Checkpoint
 from engine.model.errors import ModelNotFound, UnsupportedModel
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from tests.engine import tiny_models
 
 torch.set_num_threads(1)

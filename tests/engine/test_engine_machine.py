@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.layout import num_blocks_for
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine, Plan, SampledToken, StepResult
@@ -85,8 +85,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.model.chooses_nothing = lambda: self.random.random() < 0.1
         self.engine = self.tier.engine = Engine(config, self.model, tier=self.tier)
         self.model.blocks = self.engine.blocks
-        self.requests: dict[WorkId, Request] = {}
-        self.queue: list[WorkId] = []  # as they arrived, until started
+        self.requests: dict[AttemptId, Request] = {}
+        self.queue: list[AttemptId] = []  # as they arrived, until started
         self.leases: list[Lease] = []
         self.held: list[list[int]] = []  # blocks promised to nothing in particular
         self.now = 0.0
@@ -122,14 +122,14 @@ class EngineMachine(RuleBasedStateMachine):
         expected = {s: expected_output(prompt, sampling, s, MAX_MODEL_LEN) for s in samples}
         given = expected[0][0][: min(num_given, len(expected[0][0]) - 1)] if num_samples == 1 else []
         self.now += 1
-        work = WorkId(1, str(len(self.requests)), 0)
+        attempt_id = AttemptId(1, str(len(self.requests)), 0)
         runs_ahead = not self.config.num_speculative_tokens or self.random.random() < 0.3
         seq = Sequence(
-            work, samples, prompt, sampling, [*prompt, *given], hand_off, salt, self.now, runs_ahead=runs_ahead
+            attempt_id, samples, prompt, sampling, [*prompt, *given], hand_off, salt, self.now, runs_ahead=runs_ahead
         )
         self.engine.add(seq)
-        self.requests[work] = Request(expected, {s: list(given) for s in samples}, [seq])
-        self.queue.append(work)
+        self.requests[attempt_id] = Request(expected, {s: list(given) for s in samples}, [seq])
+        self.queue.append(attempt_id)
 
     @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
@@ -146,15 +146,15 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(not request.ended for request in self.requests.values()))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        works = [work for work, request in self.requests.items() if not request.ended]
-        work = data.draw(st.sampled_from(works))
-        request = self.requests[work]
+        attempts = [attempt_id for attempt_id, request in self.requests.items() if not request.ended]
+        attempt_id = data.draw(st.sampled_from(attempts))
+        request = self.requests[attempt_id]
         request.aborted = True
-        for lease in [lease for lease in self.leases if lease.source.work == work]:
+        for lease in [lease for lease in self.leases if lease.source.attempt_id == attempt_id]:
             self.drop(lease)
         for seq in request.sequences * 2:  # once more changes nothing
             self.engine.release(seq)
-        self.queue = [waiting for waiting in self.queue if waiting != work]
+        self.queue = [waiting for waiting in self.queue if waiting != attempt_id]
 
     @rule(n=st.integers(1, 4))
     def hold(self, n: int) -> None:
@@ -193,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
     def reserve(self, data: st.DataObject) -> None:
         """As a decode node grants: blocks and places for all forks, the prefix from its own cache."""
         seq = data.draw(st.sampled_from(self.parked()))
-        request = self.requests[seq.work]
+        request = self.requests[seq.attempt_id]
         samples = [s for s in seq.samples if s not in request.finished]
         num_full = seq.num_tokens // BLOCK_SIZE
         blocks = self.engine.blocks
@@ -212,13 +212,15 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hand_over(self, data: st.DataObject) -> None:
         lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        source, request = lease.source, self.requests[lease.source.work]
+        source, request = lease.source, self.requests[lease.source.attempt_id]
         num_moved = num_blocks_for(source.num_tokens, BLOCK_SIZE)
         for block, copy in zip(source.block_table[:num_moved], lease.table, strict=False):
             if self.engine.blocks.hash_of(copy) is None:
                 self.model.copy_blocks([(block, copy)])
         self.engine.release(source)
-        target = Sequence(source.work, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s)
+        target = Sequence(
+            source.attempt_id, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s
+        )
         target.cache_salt, target.block_table, target.runs_ahead = source.cache_salt, lease.table, source.runs_ahead
         outputs = {s: tuple(request.got[s]) for s in lease.samples}
         self.engine.unreserve_seqs(len(lease.samples))
@@ -233,7 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
     def expire(self) -> None:
         lease = self.leases[0]
         self.drop(lease)
-        self.requests[lease.source.work].aborted = True
+        self.requests[lease.source.attempt_id].aborted = True
         self.engine.release(lease.source)
 
     # ---- what must hold ----
@@ -242,7 +244,7 @@ class EngineMachine(RuleBasedStateMachine):
         """As a drafter does that is right every other time."""
         for seq in self.live(SequenceState.RUNNING):
             if seq.takes_drafts and self.random.random() < 0.7:
-                output = self.requests[seq.work].expected[seq.samples[0]][0][seq.num_output_tokens :]
+                output = self.requests[seq.attempt_id].expected[seq.samples[0]][0][seq.num_output_tokens :]
                 guess = [token if self.random.random() < 0.7 else token + 1 for token in output]
                 self.engine.propose(seq, guess + [3] * self.random.randrange(3))  # also beyond its end
 
@@ -256,9 +258,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     def take(self, plan: Plan, result: StepResult) -> None:
         for seq in plan.started:
-            passed = self.queue[: self.queue.index(seq.work)]
-            assert all(self.awaits_load(self.requests[work].sequences[0]) for work in passed), "not in order of arrival"
-            self.queue.remove(seq.work)
+            passed = self.queue[: self.queue.index(seq.attempt_id)]
+            assert all(self.awaits_load(self.requests[attempt_id].sequences[0]) for attempt_id in passed), (
+                "not in order of arrival"
+            )
+            self.queue.remove(seq.attempt_id)
             assert not self.awaits_load(seq)
             event(f"past others {bool(passed)}")
             assert seq.num_cached_tokens % BLOCK_SIZE == 0
@@ -275,11 +279,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert seq.state is SequenceState.PARKED
             assert seq.num_computed_tokens == seq.num_tokens
             assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE)
-            if self.requests[seq.work].ended:  # all of it ended with its first token
+            if self.requests[seq.attempt_id].ended:  # all of it ended with its first token
                 self.engine.release(seq)
 
     def hear(self, token: SampledToken) -> None:
-        request = self.requests[token.sequence.work]
+        request = self.requests[token.sequence.attempt_id]
         assert not request.aborted
         assert token.sample not in request.finished
         if token.sequence not in request.sequences:
@@ -340,7 +344,7 @@ class EngineMachine(RuleBasedStateMachine):
             plan, result = self.compute()
             self.take(plan, result)
             for seq in self.parked():
-                self.requests[seq.work].aborted = True
+                self.requests[seq.attempt_id].aborted = True
                 self.engine.release(seq)
             if not self.engine.has_work and not result.again:
                 break

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import FinishReason, SamplingParams
 from engine.sequence import Sequence, SequenceState
 from tests.engine.counting import SIZES, make, run, sequence, turns
@@ -150,7 +150,7 @@ def test_generated_blocks_are_hits_for_the_next_turn_and_salts_part_caches() -> 
     run(engine)
     turn = tuple(range(50, 56)) + tuple(range(10, 18))
     for salt, cached in (("", 12), ("other", 0)):
-        seq = Sequence(WorkId(1, f"turn{salt}", 0), [0], turn, SamplingParams(), cache_salt=salt)
+        seq = Sequence(AttemptId(1, f"turn{salt}", 0), [0], turn, SamplingParams(), cache_salt=salt)
         engine.add(seq)
         engine.compute(engine.schedule(0.0))
         assert seq.num_cached_tokens == cached

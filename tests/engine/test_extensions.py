@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -100,7 +100,7 @@ def sequences() -> list[Sequence]:
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     return [
         Sequence(
-            WorkId(1, str(number), 0),
+            AttemptId(1, str(number), 0),
             [0, 1] if number == 3 else [0],
             prompt,
             sampling,
@@ -116,7 +116,7 @@ def alone(model: Biased, seq: Sequence) -> list[int]:
     """What the model says by itself, over all tokens anew each time."""
     tokens = list(seq.prompt_tokens)
     for _ in range(MAX_TOKENS):
-        whole = Sequence(seq.work, [0], tuple(tokens), seq.sampling, extensions=seq.extensions)
+        whole = Sequence(seq.attempt_id, [0], tuple(tokens), seq.sampling, extensions=seq.extensions)
         arguments = {}
         for extension in EXTENSIONS:
             values = np.zeros((len(tokens), extension.width), extension.dtype)
@@ -140,9 +140,9 @@ def test_each_token_has_its_own_in_mixed_batches_after_preemption_and_in_forks(f
     said: dict[tuple[str, int], list[int]] = {}
     while engine.has_work:
         for sampled in engine.compute(engine.schedule(0.0)).sampled:
-            said.setdefault((sampled.sequence.work.request_id, sampled.sample), []).append(sampled.token)
+            said.setdefault((sampled.sequence.attempt_id.request_id, sampled.sample), []).append(sampled.token)
         engine.check_integrity()
-    expected = {(seq.work.request_id, sample): alone(reference, seq) for seq in seqs for sample in seq.samples}
+    expected = {(seq.attempt_id.request_id, sample): alone(reference, seq) for seq in seqs for sample in seq.samples}
     assert said == expected
     assert len({tuple(output) for output in said.values()}) == len(seqs), "what they carry makes no difference"
     assert engine.num_preemptions

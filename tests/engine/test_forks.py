@@ -73,7 +73,7 @@ def test_adopted_blocks_keep_the_names_that_came_with_them() -> None:
     engine, _ = make()
     seq = sequence(9, max_tokens=8)
     seq.block_table, names = engine.allocate(3), [b"a" * 32, b"b" * 32]
-    seq.take_names(names)
+    seq.set_block_hashes(names)
     (running,) = engine.adopt(seq, {0: (10,)}, [])
     table = running.block_table
     assert [engine.blocks.hash_of(block) for block in table[:2]] == names

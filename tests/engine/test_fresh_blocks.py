@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model import loader
-from engine.model.checkpoint import Checkpoint
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from tests.engine import tiny_models
@@ -35,15 +35,15 @@ def answers(folder: Path, lengths: list[int], left_behind: float) -> list[list[i
     engine = Engine(config, runner)
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
     seqs = [
-        Sequence(WorkId(1, str(length), 0), [0], tuple(range(10, 10 + length)), params, arrived_s=float(i))
+        Sequence(AttemptId(1, str(length), 0), [0], tuple(range(10, 10 + length)), params, arrived_s=float(i))
         for i, length in enumerate(lengths)
     ]
     for seq in seqs:
         engine.add(seq)
-    said: dict[str, list[int]] = {seq.work.request_id: [] for seq in seqs}
+    said: dict[str, list[int]] = {seq.attempt_id.request_id: [] for seq in seqs}
     for _ in range(20):
         for token in engine.compute(engine.schedule(0.0)).sampled:
-            said[token.sequence.work.request_id].append(token.token)
+            said[token.sequence.attempt_id.request_id].append(token.token)
     assert all(len(tokens) == 7 for tokens in said.values())
     return list(said.values())
 

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
-from engine.model import fast, loader
+from engine.model import fast
 from engine.model.attention import probe
-from engine.model.checkpoint import Checkpoint
-from engine.model.graphs import DECODE_PLACES, ladder, mixed_sizes, prompt_sizes, square_sizes
+from engine.model.device_watch import LayerMarks
+from engine.model.graphs import DECODE_PLACES, decode_capture_sizes, mixed_sizes, prompt_sizes, single_prompt_sizes
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
-from engine.model.watch import LayerMarks
 from engine.sequence import Sequence
 from engine.step import Chunk
 from tests.engine import tiny_models
@@ -30,7 +31,7 @@ NUM_GROUPS = 2
 
 @pytest.mark.parametrize("most", [1, 3, 8, 256, 300, 5000])
 def test_the_ladder_reaches_the_largest_batch_and_wastes_little(most: int) -> None:
-    sizes = ladder(most)
+    sizes = decode_capture_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == min(most, 1024)
     for low, high in itertools.pairwise(sizes):
@@ -57,8 +58,8 @@ def test_prompts_beside_decodes_fill_tiles_of_matmuls() -> None:
 def test_prompts_have_graphs_within_the_budget() -> None:
     assert prompt_sizes(100, 512) == [32, 64]
     assert prompt_sizes(8192, 512)[-1] == 512
-    assert square_sizes(8192, 2048) == [2048]
-    assert square_sizes(2048, 512) == square_sizes(736, 2048) == []
+    assert single_prompt_sizes(8192, 2048) == [2048]
+    assert single_prompt_sizes(2048, 512) == single_prompt_sizes(736, 2048) == []
 
 
 class LogitsOf(TorchModelRunner):
@@ -74,7 +75,7 @@ def sequences(lengths: list[int]) -> list[Sequence]:
     made = []
     for number, length in enumerate(lengths):
         tokens = tuple((7 * number + i) % tiny_models.VOCAB_SIZE for i in range(length))
-        seq = Sequence(WorkId(1, str(number), 0), [0], tokens, SamplingParams(temperature=0.0), hand_off=True)
+        seq = Sequence(AttemptId(1, str(number), 0), [0], tokens, SamplingParams(temperature=0.0), hand_off=True)
         seq.block_table = [next(blocks) for _ in range(-(-length // SIZES.block_size))]
         made.append(seq)
     return made

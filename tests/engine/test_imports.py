@@ -9,7 +9,7 @@ from pathlib import Path
 
 SCRIPT = """
 import sys
-import engine.model.loader
+import engine.model.load.loader
 from transformers.utils import is_sklearn_available
 assert not is_sklearn_available(), "transformers will load scikit-learn"
 assert "sklearn" not in sys.modules, "a node's start loads scikit-learn"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
@@ -21,7 +21,7 @@ def sequence(name: str, lane: str | None, num_blocks: int = 4, arrived_s: float 
     draw = random.Random(name)
     prompt = tuple(draw.randrange(1000) for _ in range(num_blocks * BLOCK_SIZE))
     sampling = SamplingParams(max_tokens=4)
-    return Sequence(WorkId(7, name, 0), [0], prompt, sampling, hand_off=True, arrived_s=arrived_s, lane=lane)
+    return Sequence(AttemptId(7, name, 0), [0], prompt, sampling, hand_off=True, arrived_s=arrived_s, lane=lane)
 
 
 class Pool:
@@ -50,7 +50,7 @@ class Pool:
         for chunk in plan.chunks:
             chunk.sequence.num_computed_tokens = chunk.end
             self.scheduler.remove(chunk.sequence)  # parked
-        return [seq.work.request_id for seq in plan.started]
+        return [seq.attempt_id.request_id for seq in plan.started]
 
     def end(self, seq: Sequence) -> None:
         self.scheduler.leave_lane(seq)

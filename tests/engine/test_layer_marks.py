@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
-from engine.model import fast, loader
+from engine.model import fast
 from engine.model.attention import probe
-from engine.model.checkpoint import Checkpoint
+from engine.model.device_watch import DeviceWatch, LayerMarks
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner, TorchStep
-from engine.model.watch import DeviceWatch, LayerMarks
 from engine.sequence import Sequence
 from engine.step import Chunk
 from tests.engine import tiny_models
@@ -37,7 +38,7 @@ def runner_of(folder: Path, device: str, wake: Callable[[], None]) -> TorchModel
 
 def launch(runner: TorchModelRunner, hand_off: bool = True, end: int = 40) -> TorchStep:
     tokens = tuple(3 + i % 7 for i in range(40))
-    seq = Sequence(WorkId(1, "r", 0), [0], tokens, SamplingParams(temperature=0.0), hand_off=hand_off)
+    seq = Sequence(AttemptId(1, "r", 0), [0], tokens, SamplingParams(temperature=0.0), hand_off=hand_off)
     seq.block_table = [1, 2, 3]
     step = runner.launch([Chunk.of(seq, 0, end)])
     runner.forget(seq)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model import loader
-from engine.model.checkpoint import Checkpoint
 from engine.model.errors import UnsupportedModel
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from tests.engine import tiny_models
 
 torch.set_num_threads(1)

@@ -10,9 +10,9 @@ import torch
 
 from baton.layout import LayerKv
 from engine.config import EngineConfig
-from engine.model import loader
-from engine.model.checkpoint import Checkpoint
 from engine.model.kv_pool import KvPool
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import (
     GIB,
     ProfiledMemory,
@@ -22,8 +22,8 @@ from engine.model.memory import (
     out_of_memory,
     profile,
 )
-from engine.model.rehearsal import first_steps, largest_steps, profile_config
 from engine.model.runner import TorchModelRunner
+from engine.model.warm_up import first_steps, largest_steps, profile_config
 from tests.engine import tiny_models
 
 H200 = ProfiledMemory(
@@ -140,7 +140,7 @@ def test_the_largest_and_the_first_steps_run(tmp_path: Path) -> None:
         assert [len(made) for made in choices] == [1] * len(chunks)
         for chunk in chunks:
             runner.forget(chunk.sequence)
-    TorchModelRunner(model, config).rehearse()
+    TorchModelRunner(model, config).warm_up()
 
 
 @pytest.mark.gpu

@@ -13,15 +13,15 @@ from torch import nn
 from transformers import FalconConfig, Llama4TextConfig, LlamaConfig, MambaConfig
 
 from baton.layout import KvSlice, LayerKv
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
-from engine.model import loader
 from engine.model.attention import probe
 from engine.model.batch import singles_first
-from engine.model.checkpoint import Checkpoint
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import require_served
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from engine.step import Chunk
@@ -42,7 +42,7 @@ class LogitsOf(TorchModelRunner):
     @torch.inference_mode()
     def __call__(self, *chunks: Chunk) -> list[torch.Tensor]:
         ordered = singles_first(chunks)
-        return list(self._logits(ordered, self._rows.place(ordered)))
+        return list(self._logits(ordered, self._input_batch.place(ordered)))
 
 
 def sequences(lengths: list[int]) -> list[Sequence]:
@@ -50,7 +50,7 @@ def sequences(lengths: list[int]) -> list[Sequence]:
     rng.shuffle(order)
     for number, length in enumerate(lengths):
         tokens = tuple(rng.randrange(tiny_models.VOCAB_SIZE) for _ in range(length))
-        seq = Sequence(WorkId(1, str(number), 0), [0], tokens, SamplingParams(temperature=0.0))
+        seq = Sequence(AttemptId(1, str(number), 0), [0], tokens, SamplingParams(temperature=0.0))
         seq.block_table = [order.pop() for _ in range(-(-length // SIZES.block_size))]
         result.append(seq)
     return result

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import FinishReason, SamplingParams
 from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from engine.config import EngineConfig
 from engine.engine import Engine, SampledToken
-from engine.model import loader
-from engine.model.checkpoint import Checkpoint
-from engine.model.graphs import ladder
+from engine.model.graphs import decode_capture_sizes
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from tests.engine import tiny_models
@@ -70,7 +70,7 @@ def make_engine(folder: Path, device: str = "cpu", **sizes: Any) -> tuple[Engine
 
 def ask(name: str, prompt: tuple[int, ...], samples: int = 1, hand_off: bool = False, **sampling: object) -> Sequence:
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS, **sampling})  # type: ignore[arg-type]
-    return Sequence(WorkId(1, name, 0), list(range(samples)), prompt, params, hand_off=hand_off)
+    return Sequence(AttemptId(1, name, 0), list(range(samples)), prompt, params, hand_off=hand_off)
 
 
 def run(engine: Engine, seqs: Iterable[Sequence] = ()) -> Outputs:
@@ -82,7 +82,7 @@ def run(engine: Engine, seqs: Iterable[Sequence] = ()) -> Outputs:
         result = engine.compute(engine.schedule(0.0))
         engine.check_integrity()
         for token in result.sampled:
-            said[token.sequence.work.request_id, token.sample].append(token.token)
+            said[token.sequence.attempt_id.request_id, token.sample].append(token.token)
         if not engine.has_work and not result.again:
             return said
     raise AssertionError("the engine does not come to an end")
@@ -118,7 +118,7 @@ def test_a_gpu_says_the_same(
     engine, runner = make_engine(folder, device="cuda", max_num_batched_tokens=100, async_scheduling=ahead)
     assert runner.pool.tensor.is_cuda
     if graphs:
-        runner.capture(ladder(engine.config.max_num_seqs), 512, 512)
+        runner.capture(decode_capture_sizes(engine.config.max_num_seqs), 512, 512)
     wishes: dict[str, Any] = {
         "temperature": 0.9,
         "top_p": 0.95,
@@ -146,7 +146,7 @@ def test_preemption_and_eviction(folder: Path, prompts: list[tuple[int, ...]], e
         result = engine.compute(plan)
         preempted += len(plan.preempted)
         for token in result.sampled:
-            said[token.sequence.work.request_id, 0].append(token.token)
+            said[token.sequence.attempt_id.request_id, 0].append(token.token)
     assert preempted
     assert [said[str(i), 0] for i in range(len(prompts))] == expected
 
@@ -187,7 +187,7 @@ def hand_over(seq: Sequence, first: list[SampledToken], p: TorchModelRunner, d_e
     staging = torch.empty((len(moved), d.pool.as_bytes().shape[1]), dtype=torch.uint8)
     gather_blocks(p.pool.as_bytes(), moved, staging)
     scatter_blocks(staging, d.pool.as_bytes(), table[len(hits) : len(hits) + len(moved)])
-    target = Sequence(seq.work, list(outputs), seq.prompt_tokens, seq.sampling, block_table=table)
+    target = Sequence(seq.attempt_id, list(outputs), seq.prompt_tokens, seq.sampling, block_table=table)
     return d_engine.adopt(target, outputs, spares), len(hits)
 
 
@@ -206,7 +206,7 @@ def test_handed_off_requests_go_on_as_if_nothing_had_happened(
     while p_engine.has_work or d_engine.has_work:
         p_step, d_step = p_engine.compute(p_engine.schedule(0.0)), d_engine.compute(d_engine.schedule(0.0))
         for token in p_step.sampled + d_step.sampled:
-            said[token.sequence.work.request_id, token.sample].append(token.token)
+            said[token.sequence.attempt_id.request_id, token.sample].append(token.token)
         for seq in dict.fromkeys(token.sequence for token in p_step.sampled):
             first = [token for token in p_step.sampled if token.sequence is seq]
             if not all(token.finish for token in first):

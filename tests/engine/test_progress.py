@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model import lanes, progress
-from engine.model.progress import Loaded, told
+from engine.model.load import parallel_read, progress
+from engine.model.load.progress import Loaded, told
 
 GIB = 1024**3
 
@@ -60,9 +60,9 @@ def test_what_takes_no_time_says_nothing(lines: Lines) -> None:
 
 
 def test_every_byte_that_is_read_counts(tmp_path: Path) -> None:
-    size = 2 * lanes.PIECE_BYTES + 12
+    size = 2 * parallel_read.SPAN_BYTES + 12
     file = tmp_path / "data"
     file.write_bytes(bytes(size))
     loaded = Loaded(size)
-    lanes.read_pieces(list(lanes.cut(file, 0, torch.uint8, torch.empty(size, dtype=torch.uint8))), loaded.add)
+    parallel_read.read_spans(list(parallel_read.cut(file, 0, torch.uint8, torch.empty(size, dtype=torch.uint8))), loaded.add)
     assert loaded.count == size

@@ -12,7 +12,7 @@ import torch
 
 from baton.sampling import SamplingParams
 from baton_kernels.sampling import reference
-from engine.sampler import SampleBatch, Sampled, Sampler
+from engine.model.sampler import SampleBatch, Sampled, Sampler
 from engine.step import Choice
 
 torch.set_num_threads(1)

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from baton.block_hash import next_hash, root_hash
-from baton.messages import TokenLogprobs, WorkId
+from baton.messages import AttemptId, TokenLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Choice, Chunk, Engine, SampledToken
-from engine.model import loader
-from engine.model.checkpoint import Checkpoint
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner, accepted
 from engine.sequence import Sequence, SequenceState
 from tests.engine import tiny_models
@@ -127,7 +127,7 @@ def test_blocks_are_named_by_the_tokens_that_came_together(guesses: Seq[Seq[int]
     for first in range(0, 12, 4):
         names.append(next_hash(names[-1], whole[first : first + 4]))
     assert len(engine.blocks.match(names[1:])) == 3
-    turn = Sequence(WorkId(1, "turn", 0), [0], tuple(whole), SamplingParams())
+    turn = Sequence(AttemptId(1, "turn", 0), [0], tuple(whole), SamplingParams())
     engine.add(turn)
     engine.compute(engine.schedule(0.0))
     assert turn.num_cached_tokens == 12
@@ -266,7 +266,7 @@ def say(folder: Path, answers: Said | None = None, num_blocks: int = 200) -> tup
         prompt = tuple((7 * i + number) % tiny_models.VOCAB_SIZE for i in range(30 + number))
         sampling = SamplingParams(**{"max_tokens": 40, "num_logprobs": 2, **wishes})  # type: ignore[arg-type]
         samples = [0, 1] if name == "forks" else [0]
-        seq = Sequence(WorkId(1, name, 0), samples, prompt, sampling, arrived_s=float(number))
+        seq = Sequence(AttemptId(1, name, 0), samples, prompt, sampling, arrived_s=float(number))
         seq.runs_ahead = answers is None
         engine.add(seq)
     said: Said = defaultdict(list)
@@ -275,13 +275,13 @@ def say(folder: Path, answers: Said | None = None, num_blocks: int = 200) -> tup
         for seq in {own[-1].sequence for own in said.values()}:
             if answers is not None and seq.takes_drafts:
                 index = seq.num_output_tokens
-                answer = answers[seq.work.request_id, seq.samples[0]]
+                answer = answers[seq.attempt_id.request_id, seq.samples[0]]
                 to_come = [s.token for s in answer[index : index + rng.randrange(4)]]
                 engine.propose(seq, [*to_come, tiny_models.EOS + 1])
         result = engine.compute(engine.schedule(0.0))
         engine.check_integrity()
         for sampled in result.sampled:
-            said[sampled.sequence.work.request_id, sampled.sample].append(sampled)
+            said[sampled.sequence.attempt_id.request_id, sampled.sample].append(sampled)
         together |= set(Counter(id(sampled.sequence) for sampled in result.sampled).values())
     return said, together, engine.num_preemptions
 

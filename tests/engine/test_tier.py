@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from baton.block_hash import BlockHash
-from baton.messages import WorkId
+from baton.messages import AttemptId
 from baton.sampling import SamplingParams
 from engine.block_manager import BlockState
 from engine.config import EngineConfig
@@ -47,7 +47,7 @@ class Tiered:
     def add(self, prompt: tuple[int, ...], max_tokens: int = 3, samples: int = 1) -> Sequence:
         self.now += 1
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        seq = Sequence(WorkId(1, f"{self.now}", 0), list(range(samples)), prompt, sampling, arrived_s=self.now)
+        seq = Sequence(AttemptId(1, f"{self.now}", 0), list(range(samples)), prompt, sampling, arrived_s=self.now)
         self.engine.add(seq)
         return seq
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from engine.model import lanes, loader
-from engine.model.checkpoint import Checkpoint
 from engine.model.errors import UnsupportedModel
-from engine.model.skeleton import build_skeleton
+from engine.model.load import loader, parallel_read
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.load.skeleton import build_skeleton
 from tests.engine import tiny_models
 
 torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def test_shards_in_many_pieces(
     tiny_models.save(LLAMA, tmp_path)
     by_transformers(tmp_path, torch.float32).save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
-    monkeypatch.setattr(lanes, "PIECE_BYTES", 200)
+    monkeypatch.setattr(parallel_read, "SPAN_BYTES", 200)
     assert_same(directly(tmp_path / "sharded", dtype, device), by_transformers(tmp_path, dtype, device))
 
 

@@ -81,7 +81,7 @@ async def answers_as_ever(client: httpx.AsyncClient) -> None:
 
 
 def no_mistakes(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing was logged as our own mistake."""
+    """Nothing was logged as internal error."""
     wrong = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert not wrong, "\n".join(f"{record.name}: {record.getMessage()} {record.exc_text or ''}" for record in wrong[:3])
 
@@ -90,10 +90,10 @@ async def some_at_once(one: Callable[[int], Awaitable[None]], count: int) -> Non
     """`one` for each number below `count`, AT_ONCE of them at a time."""
     numbers = iter(range(count))
 
-    async def work() -> None:
+    async def attempt_id() -> None:
         for number in numbers:
             await one(number)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(AT_ONCE):
-            group.create_task(work())
+            group.create_task(attempt_id())

@@ -20,12 +20,12 @@ import pytest
 
 from baton.errors import TransferError
 from kv_transfer import create, staging_for
-from kv_transfer.channel import Kind
-from kv_transfer.memory import MemoryHub, MemoryTransport
-from kv_transfer.pair import PairTransport
-from kv_transfer.pair_address import PairAddress
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived, Sent
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.channel import Kind
+from kv_transfer.transports.pair.transport import PairTransport
 from tests.fuzz.mutations import odd_json, wrong_bytes
 from tests.kv_transfer.ordered import ordered_carrier
 from tests.kv_transfer.rig_node import DEADLINE_S

@@ -77,6 +77,6 @@ async def test_many_at_once(count: int) -> None:
                     await asyncio.sleep(0.01)
             router.nodes.prefills.clear()
             for node in router.nodes.nodes:
-                node._works.clear()
+                node._attempts.clear()
             assert num_alive(Generation, RequestLife) == before[2]
             assert num_blocks() - before[1] < count

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from baton import wire
 from baton.messages import (
     Abort,
+    AttemptId,
     Commit,
     Hello,
     NodeRole,
@@ -30,12 +31,11 @@ from baton.messages import (
     Sample,
     Subscribe,
     TransportEndpoint,
-    WorkId,
 )
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
-from engine.node.events import FromPeer, FromRouter
+from node.events import FromPeer, FromRouter
 from prefill_node.server import PREFILL_SIDE
 from tests.fuzz.mutations import wrong_wire
 from tests.fuzz.served import CASE_S, no_mistakes, some_at_once
@@ -49,24 +49,24 @@ SAMPLING = SamplingParams(max_tokens=4, logit_bias={7: 1.0}, stop_token_ids=froz
 
 def routers(epoch: int) -> list[wire.RouterToNode]:
     """What a router says; the first opens the session."""
-    work = WorkId(epoch, "r", 0)
+    attempt_id = AttemptId(epoch, "r", 0)
     return [
         Subscribe(epoch, "i1"),
-        Prefill(work, "i1", (1, 2, 3), (Sample(0),), SAMPLING, 5.0),
-        Abort(work),
-        Abort(work, (0,)),
+        Prefill(attempt_id, "i1", (1, 2, 3), (Sample(0),), SAMPLING, 5.0),
+        Abort(attempt_id),
+        Abort(attempt_id, (0,)),
     ]
 
 
 def prefill_nodes(number: int) -> list[Any]:
     """What a prefill node says; the first opens the stream."""
-    work = WorkId(1, "r", 0)
+    attempt_id = AttemptId(1, "r", 0)
     endpoints = (TransportEndpoint(0, "memory", b"there"),)
     return [
         Hello(f"p{number}", "p", LAYOUT, endpoints, target_incarnation="i1", part_blocks=4),
-        Reserve(work, "i1", 20, (b"h" * 32,), 1, 5.0, 24),
-        Commit(1, work, "i1", (1, 2, 3), (Sample(0, (4,)),), SAMPLING, 5.0),
-        Release(1, work),
+        Reserve(attempt_id, "i1", 20, (b"h" * 32,), 1, 5.0, 24),
+        Commit(1, attempt_id, "i1", (1, 2, 3), (Sample(0, (4,)),), SAMPLING, 5.0),
+        Release(1, attempt_id),
     ]
 
 
@@ -149,7 +149,7 @@ async def _is_well(node: Running, role: NodeRole) -> None:
     stub = node_pb2_grpc.PrefillNodeStub if role is NodeRole.PREFILL else node_pb2_grpc.DecodeNodeStub
     async with RouterStream(stub(node.channel), Subscribe(1, "i1")) as router:
         await router.read()  # Subscribed
-        await router.send(Abort(WorkId(1, "the last", 0)))
+        await router.send(Abort(AttemptId(1, "the last", 0)))
         await _heard(node, "the last")
     async with httpx.AsyncClient(timeout=CASE_S) as client:
         page = await client.get(f"http://{node.node.metrics.address}/integrity")
@@ -158,5 +158,5 @@ async def _is_well(node: Running, role: NodeRole) -> None:
 
 async def _heard(node: Running, request_id: str) -> None:
     count = 0
-    while not any(e.message.work.request_id == request_id for e in await node.role.saw(FromRouter, count)):
+    while not any(e.message.attempt_id.request_id == request_id for e in await node.role.saw(FromRouter, count)):
         count = len([e for e in node.role.events if isinstance(e, FromRouter)]) + 1

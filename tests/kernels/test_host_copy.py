@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton_kernels.host_copy import host_copy, kernel, reference
-from engine.upload import download, upload, upload_to
+from engine.model.upload import download, upload, upload_to
 
 
 @pytest.mark.parametrize("implementation", [reference, kernel])

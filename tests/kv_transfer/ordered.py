@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from kv_transfer.groups import GroupCarrier
+from kv_transfer.transports.carriers.groups import GroupCarrier
 
 
 class OrderedGroup:

@@ -21,9 +21,9 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kv_transfer import create, staging_for
-from kv_transfer.memory import MemoryHub, MemoryTransport
-from kv_transfer.pair import PairTransport
 from kv_transfer.staging import Staging
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from kv_transfer.transports.pair.transport import PairTransport
 from tests.kv_transfer.leftovers import GPU_SLACK, NOTHING, Resources, left_over, orphans
 from tests.kv_transfer.ordered import ordered_carrier
 from tests.kv_transfer.rig_node import DEADLINE_S, ROLES, Node
@@ -246,7 +246,7 @@ def _keep_open(name: str, device: str) -> None:
         for node in warm:
             node.close()
     if name == "ucx":
-        import kv_transfer.ucx_thread  # noqa: F401
+        import kv_transfer.transports.ucx.thread  # noqa: F401
     elif name in ("ordered", "nccl"):
         TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 

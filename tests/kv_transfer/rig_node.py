@@ -172,9 +172,9 @@ class Node:
         self.staging.lend(slot)
         self.transport.expect(peer, tag, slot, num_bytes or self.staging.slot_bytes)
 
-    def place(self, peer: str, tag: int, value: int) -> bool:
+    def acquire_remote_slot(self, peer: str, tag: int, value: int) -> bool:
         """Fill the peer's slot for that tag, where this process reaches it. `push` is to follow."""
-        self._placed = self.transport.place(peer, tag, self.staging.slot_bytes)
+        self._placed = self.transport.acquire_remote_slot(peer, tag, self.staging.slot_bytes)
         if self._placed is not None:
             self.store(value)
         return self._placed is not None
@@ -190,11 +190,11 @@ class Node:
         assert self._placed is not None
         self._placed.announce(header_of(tag))
 
-    def ring(self) -> None:
+    def signal(self) -> None:
         """Tell the peer that all is there that `place` or `store` has stored, whether it is pushed or not."""
         assert self._placed is not None
         on_gpu = self.staging.device.type == "cuda"
-        self._placed.ring(torch.cuda.current_stream(self.staging.device) if on_gpu else None)
+        self._placed.signal(torch.cuda.current_stream(self.staging.device) if on_gpu else None)
         self._synchronize()
 
     def push_early(self, peer: str, tag: int, slot: int) -> None:
@@ -256,9 +256,9 @@ class Node:
 
     # ---- what happened ----
 
-    def told(self, words: str) -> list[str]:
+    def told(self, flags: str) -> list[str]:
         """What has been logged with these words."""
-        return [text for text in self._log.texts if words in text]
+        return [text for text in self._log.texts if flags in text]
 
     def wait(self, count: int) -> list[Any]:
         """The next `count` events, in order; fails when they do not come."""

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import LayoutMismatch, TransferError
 from kv_transfer.parts import PartHeader
 from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused
-from kv_transfer.sender import PartSent, PeerLost
+from kv_transfer.sender import PartSent, PeerDisconnected
 from kv_transfer.transport import MAX_HEADER_BYTES, Arrived, Failed, Sent
 from tests.kv_transfer.rig import Rig
 from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT, NUM_BLOCKS, OTHER_LAYOUT, header_of, pool_of
@@ -282,7 +282,7 @@ def test_a_receiver_killed_with_parts_under_way(rig: Rig) -> None:
     sender.call("send", receiver.name, 1, {0: [1, 2], 1: [3, 4]})
     receiver.kill()
     events = sender.call("wait", 3)
-    assert [type(e) for e in events] == [PartFailed, PartFailed, PeerLost]
+    assert [type(e) for e in events] == [PartFailed, PartFailed, PeerDisconnected]
     assert events[-1].peer == receiver.name
     again = rig.node("receiver")
     rig.link(sender, again)
@@ -297,7 +297,7 @@ def test_a_sender_killed_with_parts_under_way_and_its_next_incarnation(rig: Rig)
     receiver.call("expect", sender.name, 1, {part: [part] for part in range(3)})
     sender.kill()
     events = receiver.call("wait", 4)
-    assert [type(e) for e in events] == [PartFailed] * 3 + [PeerLost]
+    assert [type(e) for e in events] == [PartFailed] * 3 + [PeerDisconnected]
     assert is_whole(receiver)
     again = rig.node("sender", seed=5)
     rig.link(again, receiver)
@@ -321,7 +321,7 @@ def test_a_stopped_receiver_holds_up_nobody_else(process_rig: Rig) -> None:
     transfer_beside(sender, other, 3)
     stopped.signal(signal.SIGCONT)
     stopped.call("disconnect", sender.name)
-    (end,) = [e for e in stopped.call("wait", 1) if not isinstance(e, PeerLost)]
+    (end,) = [e for e in stopped.call("wait", 1) if not isinstance(e, PeerDisconnected)]
     assert isinstance(end, PartLanded | PartFailed)
     assert is_whole(stopped, other)
 

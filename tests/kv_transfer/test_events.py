@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from kv_transfer.events import EventQueue
-from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerLost, Sent
+from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent
 
 SENT, FAILED = Sent("p", 1, 0), Failed("p", 2, 1, "gone")
-ARRIVED, LOST = Arrived("p", 3, 2, b"header"), PeerLost("p", "gone")
+ARRIVED, LOST = Arrived("p", 3, 2, b"header"), PeerDisconnected("p", "gone")
 WAIT_S = 20.0
 
 
@@ -86,7 +86,7 @@ def test_who_polls_waits_for_the_subscriber() -> None:
 
 def test_a_peer_that_is_connected_anew_was_not_lost() -> None:
     ears = Ears()
-    other = PeerLost("other", "gone")
+    other = PeerDisconnected("other", "gone")
     for event in (LOST, SENT, other):
         ears.queue.put(event)
     ears.queue.forget("p")

@@ -22,18 +22,18 @@ from hypothesis import strategies as st
 from baton.cluster_secret import DATA, NONCE_BYTES, ClusterSecret, new_nonce
 from baton.errors import TransferError
 from kv_transfer import staging_for
-from kv_transfer.bell import HostBell, Words
-from kv_transfer.channel import Channel, Frame, Kind
-from kv_transfer.host_memory import REGION_BYTES, HostMemory
-from kv_transfer.ipc import IpcCarrier, IpcTransport
-from kv_transfer.memory import MemoryHub, MemoryTransport
-from kv_transfer.pair import PairTransport
-from kv_transfer.pair_address import _MAGIC, PairAddress, _checksum
 from kv_transfer.parts import PartHeader, slot_bytes_for
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
-from kv_transfer.ucx_address import pack_address, unpack_address
+from kv_transfer.transports.carriers.completion_flags import CompletionFlags, HostFlagWriter
+from kv_transfer.transports.carriers.ipc import IpcCarrier, IpcTransport
+from kv_transfer.transports.host_memory import REGION_BYTES, HostMemory
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from kv_transfer.transports.pair.address import _MAGIC, PairAddress, _checksum
+from kv_transfer.transports.pair.channel import Channel, Frame, Kind
+from kv_transfer.transports.pair.transport import PairTransport
+from kv_transfer.transports.ucx.address import pack_address, unpack_address
 from tests.kv_transfer.ordered import ordered_carrier
 from tests.kv_transfer.rig_node import BLOCK_BYTES, DEADLINE_S, LAYOUT
 
@@ -122,28 +122,28 @@ def test_garbage_names_no_memory(data: bytes) -> None:
 
 @RUNS
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-def test_only_what_is_mapped_is_stored_to(offset: int, word: int, num_bytes: int) -> None:
+def test_only_what_is_mapped_is_stored_to(offset: int, flag: int, num_bytes: int) -> None:
     way = HERE.sending("peer", HERE.memory, print)
-    place = struct.pack("<QQ", offset, word) + HERE.memory[16:]
+    place = struct.pack("<QQ", offset, flag) + HERE.memory[16:]
     try:
         target = way.reach(place, num_bytes, 7)
     except TransferError:
-        assert offset + num_bytes > 2 * SLOT_BYTES or word * 8 >= 4096
+        assert offset + num_bytes > 2 * SLOT_BYTES or flag * 8 >= 4096
     else:
-        target.ring(None)
+        target.signal(None)
         assert len(target.memory) == num_bytes <= 2 * SLOT_BYTES - offset
     way.close()
 
 
 def test_memory_whose_length_may_change_is_not_mapped(tmp_path: Any) -> None:
     """To write behind its end would end the process."""
-    words = Words()
-    pid, *_, size = struct.unpack("<iiQQQ", words.region)
+    flags = CompletionFlags()
+    pid, *_, size = struct.unpack("<iiQQQ", flags.region)
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(size)
         stat = os.fstat(file.fileno())
         with pytest.raises(TransferError, match="cannot be mapped"):
-            HostBell(struct.pack("<iiQQQ", pid, file.fileno(), stat.st_dev, stat.st_ino, size))
+            HostFlagWriter(struct.pack("<iiQQQ", pid, file.fileno(), stat.st_dev, stat.st_ino, size))
 
 
 @RUNS
@@ -309,7 +309,7 @@ def test_what_is_out_of_turn_ends_the_link_and_no_part_has_arrived(said: list[tu
         inward.send(kind, 1, 10, payload)
     list(peer.until_lost(inward))
     list(peer.until_lost(outward))
-    assert [type(event).__name__ for event in transport.poll()] == ["Failed", "PeerLost"]
+    assert [type(event).__name__ for event in transport.poll()] == ["Failed", "PeerDisconnected"]
     peer.close()
     is_well(transport)
     transport.close()

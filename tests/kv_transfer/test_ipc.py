@@ -11,11 +11,11 @@ import torch
 
 from baton.errors import TransferError
 from kv_transfer import create, staging_for
-from kv_transfer.host_memory import CHUNK_BYTES, REGION_BYTES, HostMemory, shared_empty
-from kv_transfer.pair_address import PairAddress
-from kv_transfer.pair_poll import pause_s
 from kv_transfer.staging import Staging
-from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
+from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent
+from kv_transfer.transports.host_memory import CHUNK_BYTES, REGION_BYTES, HostMemory, shared_empty
+from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.poller import pause_s
 from tests.kv_transfer.granted import LATE, OLD, STORED, granted_pair
 from tests.kv_transfer.rig import Rig
 from tests.kv_transfer.rig_node import arrived
@@ -151,7 +151,7 @@ def test_what_is_cut_off_when_pushed_early_ends_with_its_stores(ipc_rig: Rig, wh
     (receiver if who == "receiver" else sender).call("disconnect", (sender if who == "receiver" else receiver).name)
     assert isinstance(receiver.call("wait", 1)[0], Failed)
     if who == "receiver":
-        assert isinstance(sender.call("wait", 1)[0], PeerLost)
+        assert isinstance(sender.call("wait", 1)[0], PeerDisconnected)
     receiver.call("refill", target, 0)
     sender.call("store", LATE)
     assert receiver.call("old_memory_is_over") == [False]
@@ -197,11 +197,11 @@ def test_memory_that_is_stored_to_serves_nobody_else_until_that_is_over(ipc_rig:
     if who == "sender":
         sender.call("disconnect", receiver.name)
         failed, lost = receiver.call("wait", 2)
-        assert isinstance(lost, PeerLost)
+        assert isinstance(lost, PeerDisconnected)
     else:
         receiver.call("disconnect", sender.name)
         (failed,) = receiver.call("wait", 1)
-        assert isinstance(sender.call("wait", 1)[0], PeerLost)
+        assert isinstance(sender.call("wait", 1)[0], PeerDisconnected)
     assert isinstance(failed, Failed)
     ipc_rig.link(sender, receiver)
     receiver.call("refill", target, 0)
@@ -224,7 +224,7 @@ def test_memory_that_is_stored_to_serves_nobody_else_until_that_is_over(ipc_rig:
 def test_a_receiver_that_dies_leaves_its_memory_to_who_stores_there(ipc_rig: Rig) -> None:
     sender, receiver, source, _ = granted_pair(ipc_rig)
     receiver.kill()
-    assert isinstance(sender.call("wait", 1)[0], PeerLost)
+    assert isinstance(sender.call("wait", 1)[0], PeerDisconnected)
     sender.call("store", LATE)
     sender.call("push", receiver.name, 1, source)
     assert isinstance(sender.call("wait", 1)[0], Failed)
@@ -234,7 +234,7 @@ def test_a_receiver_that_dies_leaves_its_memory_to_who_stores_there(ipc_rig: Rig
 def test_a_sender_that_dies_while_it_stores_gives_the_memory_back(ipc_rig: Rig) -> None:
     sender, receiver, _, _ = granted_pair(ipc_rig)
     sender.kill()
-    assert [type(event) for event in receiver.call("wait", 2)] == [Failed, PeerLost]
+    assert [type(event) for event in receiver.call("wait", 2)] == [Failed, PeerDisconnected]
     receiver.call("wait_for_old_memory")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.receiver import PartFailed, PartLanded, PartUnused
-from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
+from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent
 from tests.kv_transfer.rig import Rig, rig_of
 from tests.kv_transfer.rig_node import arrived, digest_of, pool_of
 
@@ -69,7 +69,7 @@ def test_a_slot_of_a_cut_receive_serves_the_next_while_the_old_sender_goes_on(wi
     assert receiver.call("wait", 1) == [arrived(other.name, 100, slot)]
     sender.signal(signal.SIGCONT)  # goes on to send
     assert receiver.call("values", slot) == {NEXT}
-    (end,) = [e for e in sender.call("wait", 1) if not isinstance(e, PeerLost)]
+    (end,) = [e for e in sender.call("wait", 1) if not isinstance(e, PeerDisconnected)]
     assert isinstance(end, Sent | Failed)
     sender.call("refill", source, REWRITTEN)  # and now something new from the same place
     sender.call("disconnect", receiver.name)
@@ -77,7 +77,7 @@ def test_a_slot_of_a_cut_receive_serves_the_next_while_the_old_sender_goes_on(wi
     again = receiver.call("fill", UNTOUCHED)
     receiver.call("post", sender.name, 101, again)
     sender.call("push", receiver.name, 101, source)
-    ended = [e for e in receiver.call("wait", 1) if not isinstance(e, PeerLost)]
+    ended = [e for e in receiver.call("wait", 1) if not isinstance(e, PeerDisconnected)]
     assert ended == [arrived(sender.name, 101, again)]
     assert receiver.call("values", again) == {REWRITTEN}
     assert receiver.call("values", slot) == {NEXT}
@@ -174,7 +174,7 @@ def test_close_in_mid_message(wire_rig: Rig) -> None:
     sender.call("refill", source, REWRITTEN)
     receiver.signal(signal.SIGCONT)
     receiver.call("disconnect", sender.name)
-    (end,) = [e for e in receiver.call("wait", 1) if not isinstance(e, PeerLost)]
+    (end,) = [e for e in receiver.call("wait", 1) if not isinstance(e, PeerDisconnected)]
     assert isinstance(end, Arrived | Failed)
     receiver.call("refill", target, UNTOUCHED)
     receiver.call("post", other.name, 100, target)
@@ -200,7 +200,7 @@ def test_a_sender_killed_in_mid_message_blocks_nobody_else(kind: str) -> None:
             receiver.call("see_first_byte", target, UNTOUCHED)
             victim.kill()
             ended = receiver.call("wait", 2)
-            assert {type(e) for e in ended} <= {Arrived, Failed, PeerLost}
+            assert {type(e) for e in ended} <= {Arrived, Failed, PeerDisconnected}
             receiver.call("post", other.name, 100 + tag, target)
             other.call("push", receiver.name, 100 + tag, source)
             assert receiver.call("wait", 1) == [arrived(other.name, 100 + tag, target)]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kv_transfer import create, staging_for
-from kv_transfer.groups import _serve_store
-from kv_transfer.host import address_of, hosts_of, interface_of, net_devices
-from kv_transfer.pair_address import PairAddress
+from kv_transfer.transports.carriers.groups import _serve_store
+from kv_transfer.transports.host import address_of, hosts_of, interface_of, net_devices
+from kv_transfer.transports.pair.address import PairAddress
 from tests.kv_transfer.rig_node import DEADLINE_S
 
 LISTENING = "0A"
@@ -94,7 +94,7 @@ transport.close()
 
 def test_which_interface_that_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    monkeypatch.setattr("kv_transfer.host.rdma_devices", lambda: ())
+    monkeypatch.setattr("kv_transfer.transports.host.rdma_devices", lambda: ())
     host = elsewhere()
     name = interface_of(host)
     assert net_devices(host) == name
@@ -102,7 +102,7 @@ def test_which_interface_that_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert net_devices(host, "mlx5_0:1") == "mlx5_0:1"
     assert net_devices("203.0.113.9") is None
     assert "203.0.113.9" in caplog.text
-    monkeypatch.setattr("kv_transfer.host.rdma_devices", lambda: ("mlx5_0",))
+    monkeypatch.setattr("kv_transfer.transports.host.rdma_devices", lambda: ("mlx5_0",))
     devices = net_devices(host)
     assert devices is not None
     assert devices.startswith("^")

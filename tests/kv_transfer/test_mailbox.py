@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import select
 
-from kv_transfer.mailbox import Mailbox
+from kv_transfer.transports.mailbox import Mailbox
 
 
 def is_readable(mailbox: Mailbox) -> bool:

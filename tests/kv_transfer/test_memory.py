@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kv_transfer import create
-from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.staging import Staging
-from kv_transfer.transport import Arrived, Failed, PeerLost, Sent
+from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 
 SLOT_BYTES = 16
 
@@ -83,7 +83,7 @@ def test_late_bytes_come_after_a_cut(hub: MemoryHub, ends: tuple[End, End]) -> N
     assert set(late.tolist()) == {0xEE}
     assert other.staging.memory(target) is not late
     assert other.transport.poll() == [Failed("one", 5, target, "disconnected")]
-    assert [type(e) for e in one.transport.poll()] == [Failed, PeerLost]
+    assert [type(e) for e in one.transport.poll()] == [Failed, PeerDisconnected]
 
 
 def test_a_killed_transport_ends_everybodys_operations_with_it(hub: MemoryHub, ends: tuple[End, End]) -> None:
@@ -94,7 +94,7 @@ def test_a_killed_transport_ends_everybodys_operations_with_it(hub: MemoryHub, e
     hub.kill("other")
     *failed, lost = one.transport.poll()
     assert {e.slot for e in failed if isinstance(e, Failed)} == {source, target}
-    assert lost == PeerLost("other", "the peer died")
+    assert lost == PeerDisconnected("other", "the peer died")
 
 
 def test_an_end_that_was_not_heard_of_is_not_the_next_connections(hub: MemoryHub, ends: tuple[End, End]) -> None:

@@ -14,13 +14,13 @@ import torch
 from baton.errors import TransferError
 from baton.layout import KvSlice
 from baton_kernels.block_copy import Move
-from kv_transfer.memory import MemoryHub, MemoryTransport, Transfer
 from kv_transfer.native import Native, Target
 from kv_transfer.parts import PartHeader, slot_bytes_for, untag
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused
 from kv_transfer.sender import KvSender, PartFailed
 from kv_transfer.staging import Staging
-from kv_transfer.transport import PeerLost
+from kv_transfer.transport import PeerDisconnected
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport, Transfer
 from tests.kv_transfer.rig_node import BLOCK_BYTES, DEADLINE_S, LAYOUT
 
 NUM_BLOCKS, PART_BLOCKS, NUM_SLOTS = 6, 2, 3
@@ -176,7 +176,7 @@ class World:
     def hear(self, side: Side) -> None:
         for event in side.mover.poll():
             self.counts[type(event).__name__] += 1
-            if isinstance(event, PeerLost):
+            if isinstance(event, PeerDisconnected):
                 continue
             side.open.remove((event.peer, event.lease, event.part))  # exactly one end for each
             if isinstance(side.mover, KvReceiver):
@@ -334,7 +334,7 @@ def test_the_engine_is_woken_for_a_peer_that_is_lost_while_parts_of_another_land
         assert not receiver.woken.is_set(), "a part is missing"
     hub.kill(other.name)
     assert receiver.woken.is_set()
-    assert [type(event) for event in receiver.mover.poll()] == [PartLanded] * has_landed + [PeerLost]
+    assert [type(event) for event in receiver.mover.poll()] == [PartLanded] * has_landed + [PeerDisconnected]
 
 
 class Device:
@@ -362,7 +362,7 @@ def test_copies_of_what_is_sent_together_begin_before_any_is_pushed(
     sender, receiver = hub_pair
     assert isinstance(sender.mover, KvSender)
     device = Device(sender.mover, monkeypatch)
-    with sender.mover.together():
+    with sender.mover.batched():
         for part in (0, 1):
             assert sender.mover.send(receiver.name, 1, part, [part])
     assert device.said == ["copy 0", "copy 1", "push 0", "push 1"]

@@ -18,14 +18,14 @@ from torch._C._distributed_c10d import HashStore
 
 from baton.errors import TransferError
 from kv_transfer import create, staging_for
-from kv_transfer.channel import Channel, Frame, Kind
-from kv_transfer.groups import Lane
-from kv_transfer.host import hosts_of
-from kv_transfer.ipc import IpcTransport
-from kv_transfer.pair import PairTransport
-from kv_transfer.pair_address import PairAddress
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Arrived
+from kv_transfer.transports.carriers.groups import Lane
+from kv_transfer.transports.carriers.ipc import IpcTransport
+from kv_transfer.transports.host import hosts_of
+from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.channel import Channel, Frame, Kind
+from kv_transfer.transports.pair.transport import PairTransport
 from tests.kv_transfer.ordered import ordered_carrier
 from tests.kv_transfer.rig_node import DEADLINE_S
 

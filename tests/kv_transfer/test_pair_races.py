@@ -11,8 +11,8 @@ import pytest
 
 from kv_transfer import create, staging_for
 from kv_transfer.native import Target
-from kv_transfer.pair import PairTransport
-from kv_transfer.transport import Arrived, PeerLost
+from kv_transfer.transport import Arrived, PeerDisconnected
+from kv_transfer.transports.pair.transport import PairTransport
 from tests.kv_transfer.ordered import ordered_carrier
 from tests.kv_transfer.rig_node import DEADLINE_S, header_of
 
@@ -49,7 +49,7 @@ class Side:
         slot = self.lend(0, value)
         if slot is None:
             return
-        if (placed := self.transport.place(peer, tag, SLOT_BYTES)) is not None:
+        if (placed := self.transport.acquire_remote_slot(peer, tag, SLOT_BYTES)) is not None:
             self.counts["placed"] += 1
             self.unfinished.append((peer, tag, slot, placed))
             if tag % 3:
@@ -64,13 +64,13 @@ class Side:
             peer, tag, slot, placed = self.unfinished.pop(0)
             placed.memory.fill_(self.lent[slot])
             if tag % 2:
-                placed.ring(None)
+                placed.signal(None)
             self.transport.push(peer, tag, slot, SLOT_BYTES, header_of(tag))
 
     def poll(self) -> None:
         for event in self.transport.poll():
             self.counts[type(event).__name__] += 1
-            if isinstance(event, PeerLost):
+            if isinstance(event, PeerDisconnected):
                 continue
             value = self.lent.pop(event.slot)  # exactly one end for each
             if isinstance(event, Arrived):

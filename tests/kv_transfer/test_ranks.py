@@ -13,12 +13,12 @@ from torch import Tensor
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice, LayerKv
 from baton.messages import Route
-from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import PartPlanner, slot_bytes_for
 from kv_transfer.ranks import ReceiverRanks, SenderRanks, peer_of, rank_name
-from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused, PeerLost
+from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused, PeerDisconnected
 from kv_transfer.sender import KvSender, PartSent
 from kv_transfer.staging import Staging
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 
 NUM_BLOCKS, PART_BLOCKS, NUM_SLOTS = 7, 2, 40
 LAYERS = (LayerKv(4, 2, 2, "float32"),) * 3
@@ -176,10 +176,10 @@ def test_a_node_whose_rank_is_lost_is_told_by_its_name_and_cut_off_whole() -> No
     pair = Pair(BY_HEADS, ONE)
     pair.hub.kill(rank_name("p", 1))
     (lost,) = pair.d.movers.poll()
-    assert isinstance(lost, PeerLost)
+    assert isinstance(lost, PeerDisconnected)
     assert peer_of(lost.peer) == "p"
     pair.d.movers.disconnect("p")
-    assert {type(event) for event in pair.p.movers.ranks[0].poll()} == {PeerLost}, "the rank that lives"
+    assert {type(event) for event in pair.p.movers.ranks[0].poll()} == {PeerDisconnected}, "the rank that lives"
     assert not pair.d.transports[0].links
     pair.d.movers.disconnect("p")  # harmless
 

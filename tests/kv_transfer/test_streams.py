@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from baton.layout import KvSlice
-from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Listener, OperationEvent
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from tests.kv_transfer.rig_node import BLOCK_BYTES, LAYOUT
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_transfer.ucx_path import Machine, look, slowness
+from kv_transfer.transports.ucx.path import Machine, look, slowness
 from tests.kv_transfer.rig import rig_of
 
 GPU = Machine(

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import TransferError
-from kv_transfer.ucx_address import pack_address, unpack_address
-from kv_transfer.ucx_form import is_worker_address
+from kv_transfer.transports.ucx.address import pack_address, unpack_address
+from kv_transfer.transports.ucx.form import is_worker_address
 from tests.kv_transfer.rig_node import DEADLINE_S
 
 HERE = (1, 21, 0)
@@ -43,7 +43,7 @@ def test_another_version_of_ucx_is_refused(theirs: tuple[int, int, int]) -> None
 
 def test_memory_of_a_gpu_is_described_as_it_is() -> None:
     """As far as can be told without one: `Array` reads what it is told."""
-    from kv_transfer.ucx_buffer import Array, _DeviceBytes, buffer_of  # type: ignore[attr-defined]
+    from kv_transfer.transports.ucx.buffer import Array, _DeviceBytes, buffer_of  # type: ignore[attr-defined]
 
     memory = torch.arange(64, dtype=torch.uint8)
     for buffer in (Array(_DeviceBytes(memory, 17)), buffer_of(memory, 17)):
@@ -81,7 +81,7 @@ import random
 from baton.errors import TransferError
 from kv_transfer import create
 from kv_transfer.staging import Staging
-from kv_transfer.ucx_address import _HEAD, pack_address
+from kv_transfer.transports.ucx.address import _HEAD, pack_address
 first, second = (create("ucx", Staging(1, 4096, "cpu"), lambda: None) for _ in range(2))
 version, machine, rng = first._version, first._machine, random.Random(5)
 worker = second.info()[_HEAD.size:]

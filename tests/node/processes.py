@@ -18,6 +18,7 @@ from baton import wire
 from baton.channels import CHANNEL_OPTIONS
 from baton.messages import (
     Adopted,
+    AttemptId,
     DecodeTarget,
     End,
     HandedOff,
@@ -27,7 +28,6 @@ from baton.messages import (
     Subscribe,
     Tokens,
     Update,
-    WorkId,
 )
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -148,11 +148,11 @@ class Router:
         self, request_id: str, prompt: list[int], sampling: SamplingParams, *, alone: bool = False
     ) -> tuple[list[int], list[Update]]:
         """Tokens of sample 0 and all updates, of a handed-off request, or of one that the decode node does alone."""
-        work, decode = WorkId(self._epoch, request_id, 0), self.decode.info
+        attempt_id, decode = AttemptId(self._epoch, request_id, 0), self.decode.info
         target = None if alone else DecodeTarget(decode.address, decode.incarnation)
         node = self.decode if alone else self.prefill
         incarnation = node.info.incarnation
-        await node.send(Prefill(work, incarnation, tuple(prompt), (Sample(0),), sampling, 30.0, target))
+        await node.send(Prefill(attempt_id, incarnation, tuple(prompt), (Sample(0),), sampling, 30.0, target))
         tokens: list[int] = []
         seen: list[Update] = []
         ends = 0

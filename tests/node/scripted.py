@@ -21,6 +21,7 @@ from baton.cluster_secret import SESSION, ClusterSecret, prove
 from baton.errors import TransferError
 from baton.layout import KvLayout, LayerKv
 from baton.messages import (
+    AttemptId,
     GenerationDefaults,
     Load,
     NodeInfo,
@@ -30,17 +31,16 @@ from baton.messages import (
     Sample,
     Subscribe,
     TransportEndpoint,
-    WorkId,
 )
 from baton.sampling import SamplingParams
 from baton.v1 import node_pb2_grpc
 from engine.block_manager import BlockManager
 from engine.holdings import Holding
-from engine.node.audit import make_audit, verdict
-from engine.node.events import Event, Output
-from engine.node.loop import Counts, NodeLoop
-from engine.node.settings import NodeSettings
-from engine.node.shell import Node, NodeParts, RoleSide
+from node.audit import make_audit, verdict
+from node.events import Event, Output
+from node.loop import Counts, NodeLoop
+from node.settings import NodeSettings
+from node.shell import Node, NodeParts, RoleSide
 
 LAYOUT = KvLayout((LayerKv(2, 8, 8, "float32"),) * 2, 16, "print")
 WAIT_S = 20.0
@@ -156,7 +156,7 @@ class Running:
 
     def say(self, *outputs: Output) -> None:
         """Have the role put these out in its next turn."""
-        self.loop.run_errand(lambda: self.role.outputs.extend(outputs))
+        self.loop.run_engine_call(lambda: self.role.outputs.extend(outputs))
 
 
 def info_for(role: NodeRole, incarnation: str, layout: KvLayout = LAYOUT) -> NodeInfo:
@@ -274,6 +274,6 @@ def session(node: Running, epoch: int = 1, target: str = "i1", **fields: Any) ->
     return RouterStream(stub, Subscribe(epoch, target, **fields))
 
 
-def prefill(work: WorkId, **fields: Any) -> Prefill:
-    base = Prefill(work, "i1", (1, 2, 3), (Sample(0),), SamplingParams(), 5.0)
+def prefill(attempt_id: AttemptId, **fields: Any) -> Prefill:
+    base = Prefill(attempt_id, "i1", (1, 2, 3), (Sample(0),), SamplingParams(), 5.0)
     return dataclasses.replace(base, **fields)

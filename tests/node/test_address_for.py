@@ -9,7 +9,7 @@ import pytest
 from baton.errors import TransferError
 from baton.layout import KvSlice
 from baton.messages import Hello, Route, TransportEndpoint
-from engine.node.handoff_stream import routes_to
+from node.handoff_stream import routes_to
 from tests.node.scripted import LAYOUT
 
 HEADS = (KvSlice(0, 2, 0, 1), KvSlice(0, 2, 1, 2))

@@ -15,8 +15,8 @@ import pytest
 from baton.audit import KvAudit, KvBlock
 from baton.errors import DeadlineExceeded, NodeUnavailable
 from baton.messages import NodeRole
-from engine.node.books import REST, Books
-from engine.node.status import _host, _message_pieces
+from node.books import REST, Books
+from node.status import _host, _message_pieces
 
 WAIT_S = 20.0
 AUDIT = KvAudit("d", "i", NodeRole.DECODE, "ok", True, {"free": 1}, {}, (), (), ())
@@ -33,13 +33,13 @@ class Engine:
         self.free.set()
         self.came = threading.Semaphore(0)
 
-    def run_errand(self, errand: Callable[[], Any]) -> Future[Any]:
+    def run_engine_call(self, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
 
         def run() -> None:
             self.came.release()
             if self.free.wait(WAIT_S) and future.set_running_or_notify_cancel():
-                future.set_result(errand())
+                future.set_result(call())
 
         threading.Thread(target=run, daemon=True).start()
         return future
@@ -61,7 +61,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def books(engine: Engine) -> Iterator[Books]:
-    books = Books(engine.run_errand, engine.look("verdict", "ok"), engine.look("audit", AUDIT), 5.0)
+    books = Books(engine.run_engine_call, engine.look("verdict", "ok"), engine.look("audit", AUDIT), 5.0)
     yield books
     books.close()
 
@@ -88,7 +88,7 @@ def test_the_engine_rests_many_times_as_long_as_a_look_took(engine: Engine, book
 
 
 def test_an_engine_that_hangs_fails_the_question_and_not_the_next(engine: Engine) -> None:
-    books = Books(engine.run_errand, engine.look("verdict", "ok"), engine.look("audit", AUDIT), 0.05)
+    books = Books(engine.run_engine_call, engine.look("verdict", "ok"), engine.look("audit", AUDIT), 0.05)
     engine.free.clear()
     with pytest.raises(DeadlineExceeded, match=r"no turn of the engine ended within 0\.05 s"):
         books.integrity().result(WAIT_S)
@@ -105,15 +105,15 @@ def test_a_look_that_fails_is_told_and_is_not_the_last(engine: Engine) -> None:
             raise failures.pop()
         return "ok"
 
-    def run_errand(errand: Callable[[], Any]) -> Future[Any]:
+    def run_engine_call(call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(errand())
+            future.set_result(call())
         except ZeroDivisionError as error:
             future.set_exception(error)
         return future
 
-    books = Books(run_errand, verdict, lambda: AUDIT, 1.0)
+    books = Books(run_engine_call, verdict, lambda: AUDIT, 1.0)
     with pytest.raises(ZeroDivisionError):
         books.integrity().result(WAIT_S)
     assert books.integrity().result(WAIT_S) == "ok"

@@ -14,11 +14,11 @@ from baton.settings import flag_name
 from decode_node.node import make_parts
 from decode_node.settings import DecodeSettings
 from engine.checkpoint import EMBEDDED
-from engine.model import loader
 from engine.model.errors import ModelNotFound, UnsupportedModel
-from engine.node.build import build
-from engine.node.settings import NodeSettings
-from engine.node.tokenizer import read_tokenizer
+from engine.model.load import loader
+from node.build import build
+from node.settings import NodeSettings
+from node.tokenizer import read_tokenizer
 from prefill_node.settings import PrefillSettings
 from tests.node.tiny_checkpoint import TEMPLATE, save_tiny
 
@@ -125,7 +125,7 @@ def test_every_flag_says_what_it_is(name):
 def test_the_stages_of_the_start_are_logged(checkpoint, caplog):
     with caplog.at_level(logging.INFO):
         build(settings(checkpoint, num_gpu_blocks_override=40))
-    stages = [record.getMessage() for record in caplog.records if record.name == "engine.node.build"]
+    stages = [record.getMessage() for record in caplog.records if record.name == "node.build"]
     assert [re.sub(r"[\w]+=.*", "", text).strip() for text in stages] == ["model loaded", "kv pool"]
     assert all(re.search(r" seconds=\d+\.\d\d$", text) for text in stages)
     assert "kv_blocks=40 " in stages[1]

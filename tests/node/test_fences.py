@@ -6,16 +6,16 @@ import tracemalloc
 
 import pytest
 
-from baton.messages import WorkId
-from engine.node import fences as module
-from engine.node.fences import UNDER_WAY_S, Fences
-from engine.node.remembered import Remembered
+from baton.messages import AttemptId
+from node import fences as module
+from node.fences import UNDER_WAY_S, Fences
+from node.remembered import Remembered
 
 LONGEST_S = 3600.0
 
 
-def attempt(number: int, request: str = "r", epoch: int = 7) -> WorkId:
-    return WorkId(epoch, request, number)
+def attempt(number: int, request: str = "r", epoch: int = 7) -> AttemptId:
+    return AttemptId(epoch, request, number)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from baton import PROTOCOL_VERSION, wire
 from baton.errors import RequestCancelled
 from baton.layout import KvSlice
 from baton.messages import (
+    AttemptId,
     Commit,
     CommitReply,
     Credit,
@@ -26,7 +27,6 @@ from baton.messages import (
     Reserve,
     Sample,
     TransportEndpoint,
-    WorkId,
 )
 from baton.sampling import SamplingParams
 from baton.trust import Trust
@@ -34,21 +34,21 @@ from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
-from engine.node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
-from engine.node.handoff_stream import connect
-from engine.node.loop import Turn
-from engine.node.shell import RoleSide
+from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
+from node.handoff_stream import connect
+from node.loop import Turn
+from node.shell import RoleSide
 from prefill_node.links import DecodeLinks
 from prefill_node.server import PREFILL_SIDE
 from tests.node.scripted import LAYOUT, WAIT_S, NotingTransport, Running, running
 
-WORK = WorkId(1, "r", 0)
+WORK = AttemptId(1, "r", 0)
 COMMIT = Commit(1, WORK, "d1", (1, 2), (Sample(0, (3,)),), SamplingParams(), 5.0)
 GRANT = Grant(WORK, 1, 0, 1, 1)
 
 
-def reserve(work: WorkId = WORK) -> Reserve:
-    return Reserve(work, "d1", 2, (), 1, 5.0, 8)
+def reserve(attempt_id: AttemptId = WORK) -> Reserve:
+    return Reserve(attempt_id, "d1", 2, (), 1, 5.0, 8)
 
 
 def target(node: Running, incarnation: str = "d1") -> DecodeTarget:
@@ -219,10 +219,10 @@ async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reser
         await asyncio.gather(*links._tasks)
         number = len(posted)
         assert isinstance(posted[-1], PeerClosed)
-        turn(number - 1, reserve(WorkId(1, "late", 0)))
+        turn(number - 1, reserve(AttemptId(1, "late", 0)))
         assert links._links == {}
-        turn(number, reserve(WorkId(1, "new", 0)))
-        seen = [e.message.work.request_id for e in await d.role.saw(FromPeer, 2)]
+        turn(number, reserve(AttemptId(1, "new", 0)))
+        seen = [e.message.attempt_id.request_id for e in await d.role.saw(FromPeer, 2)]
         assert seen == ["r", "new"]
         await links.close()
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.messages import Prefill, Sample, WorkId
+from baton.messages import AttemptId, Prefill, Sample
 from baton.sampling import SamplingParams
-from engine.node.intake import make_sequence
+from node.intake import make_sequence
 
 
 def prefill(*outputs: tuple[int, ...], max_tokens: int = 4) -> Prefill:
     samples = tuple(Sample(index, output) for index, output in enumerate(outputs))
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Prefill(WorkId(1, "r", 2), "i", (1, 2, 3), samples, sampling, 60.0, cache_salt="salt")
+    return Prefill(AttemptId(1, "r", 2), "i", (1, 2, 3), samples, sampling, 60.0, cache_salt="salt")
 
 
 def test_it_goes_on_behind_what_was_said() -> None:
     seq = make_sequence(prefill((7, 8)), hand_off=True, now=5.0)
-    assert (seq.work, seq.samples, seq.prompt_tokens) == (WorkId(1, "r", 2), [0], (1, 2, 3))
+    assert (seq.attempt_id, seq.samples, seq.prompt_tokens) == (AttemptId(1, "r", 2), [0], (1, 2, 3))
     assert (seq.tokens, seq.output_tokens) == ([1, 2, 3, 7, 8], (7, 8))
     assert (seq.hand_off, seq.cache_salt, seq.arrived_s) == (True, "salt", 5.0)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.messages import End, Load, Update, WorkId
-from engine.node.events import Draining, SessionOpened, ToRouter
-from engine.node.loop import NodeLoop
+from baton.messages import AttemptId, End, Load, Update
+from node.events import Draining, SessionOpened, ToRouter
+from node.loop import NodeLoop
 
 WAIT_S = 20.0
-UPDATE = Update(WorkId(1, "r", 0), End())
+UPDATE = Update(AttemptId(1, "r", 0), End())
 
 
 class Role:
@@ -192,9 +192,11 @@ async def test_errands_run_between_turns_and_after_the_events_before_them():
     seen = []
     with started(role) as (loop, _, _):
         loop.post(Draining())
-        await asyncio.wrap_future(loop.run_errand(lambda: seen.append((threading.current_thread().name, role.handled))))
+        await asyncio.wrap_future(
+            loop.run_engine_call(lambda: seen.append((threading.current_thread().name, role.handled)))
+        )
         with pytest.raises(AssertionError, match="broken"):
-            await asyncio.wrap_future(loop.run_errand(_fail))
+            await asyncio.wrap_future(loop.run_engine_call(_fail))
     assert seen == [("engine", [Draining()])]
 
 
@@ -203,12 +205,12 @@ async def test_what_an_errand_returns_is_told_and_a_cancelled_one_is_not_run():
     go = threading.Event()
     with started(role) as (loop, turns, failures):
         await take(turns)
-        busy = loop.run_errand(lambda: go.wait(WAIT_S))
-        given_up = loop.run_errand(_fail)
+        busy = loop.run_engine_call(lambda: go.wait(WAIT_S))
+        given_up = loop.run_engine_call(_fail)
         assert given_up.cancel()
         go.set()
         assert await asyncio.wrap_future(busy) is True
-        assert await asyncio.wrap_future(loop.run_errand(lambda: 7)) == 7
+        assert await asyncio.wrap_future(loop.run_engine_call(lambda: 7)) == 7
         assert failures.empty()
 
 

@@ -12,17 +12,17 @@ import pytest
 
 from baton import PROTOCOL_VERSION, wire
 from baton.errors import InvalidRequest, TransferError
-from baton.messages import Abort, Commit, End, Grant, NodeRole, Refuse, Release, Reserve, Sample, Update, WorkId
+from baton.messages import Abort, AttemptId, Commit, End, Grant, NodeRole, Refuse, Release, Reserve, Sample, Update
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from decode_node.server import DECODE_SIDE
-from engine.node.events import FromPeer, FromRouter, ToDecode, ToPrefill, ToRouter
+from node.events import FromPeer, FromRouter, ToDecode, ToPrefill, ToRouter
 from prefill_node.server import PREFILL_SIDE
 from tests.baton.test_wire_limits import mutate, seeds
 from tests.node.scripted import WAIT_S, Running, prefill, running, session
 from tests.node.test_handoffs import HELLO, hear, opened, pair, reserve, target
 
-WORK = WorkId(1, "r", 0)
+WORK = AttemptId(1, "r", 0)
 NAMED = {"OK", "ABORTED", "INVALID_ARGUMENT", "FAILED_PRECONDITION"}
 WROTE_TOO_LATE = "Internal error from Core"
 """What the client's own gRPC says of a call that had ended when it wrote; the node's status is lost then."""
@@ -32,21 +32,21 @@ async def healthy(node: Running) -> None:
     """It serves a router, and its engine's thread has turns."""
     async with session(node, epoch=77) as router:
         await router.read()
-        node.say(ToRouter(77, Update(WorkId(77, "healthy", 0), End())))
+        node.say(ToRouter(77, Update(AttemptId(77, "healthy", 0), End())))
         (update,) = await router.updates()
-        assert update.work.request_id == "healthy"
+        assert update.attempt_id.request_id == "healthy"
 
 
 async def test_a_message_beyond_the_nodes_limits_ends_its_request_alone():
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
         await router.send(prefill(WORK, prompt_tokens=(1, 32)))  # of 32 tokens in the vocabulary
         (update,) = await router.updates()
-        assert update.work == WORK
+        assert update.attempt_id == WORK
         assert isinstance(update.kind.error, InvalidRequest)
         assert [e.message for e in await node.role.saw(FromRouter)] == [Abort(WORK)]
-        node.say(ToRouter(1, Update(WorkId(1, "other", 0), End())))
+        node.say(ToRouter(1, Update(AttemptId(1, "other", 0), End())))
         (other,) = await router.updates()
-        assert other.work.request_id == "other"
+        assert other.attempt_id.request_id == "other"
 
 
 async def test_an_abort_that_makes_no_sense_is_its_works_end():
@@ -59,7 +59,7 @@ async def test_an_abort_that_makes_no_sense_is_its_works_end():
 
 async def test_a_malformed_message_about_anothers_work_ends_the_session():
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node, session(node) as router:
-        await router.send(prefill(WorkId(2, "r", 0), prompt_tokens=(99,)))
+        await router.send(prefill(AttemptId(2, "r", 0), prompt_tokens=(99,)))
         assert (await router.end())[0] == "ABORTED"
         assert not [e for e in node.role.events if isinstance(e, FromRouter)]
 
@@ -82,7 +82,7 @@ async def test_what_a_prefill_node_says_of_a_request_ends_that_request_alone(mes
         await call.write(wire.write_prefill_message(message))
         refuse = await hear(call)
         assert isinstance(refuse, Refuse)
-        assert refuse.work == WORK
+        assert refuse.attempt_id == WORK
         assert isinstance(refuse.error, InvalidRequest)
         assert [e.message for e in await d.role.saw(FromPeer)] == [Release(0, WORK)]
         d.say(ToPrefill("p9", Grant(WORK, 1, 0, 1, 1)))

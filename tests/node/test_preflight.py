@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine.checkpoint import local_folder
-from engine.node import preflight
-from engine.node.errors import StartupError
-from engine.node.settings import NodeSettings
+from node import preflight
+from node.errors import StartupError
+from node.settings import NodeSettings
 
 
 @pytest.fixture
@@ -89,5 +89,5 @@ def test_an_admin_key_that_is_not_there(folder: Path) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import engine.node.preflight"
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import node.preflight"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from engine.node.run import MakeParts, _make_parts_that_stay
-from engine.node.settings import NodeSettings
-from engine.node.shell import NodeParts
+from node.run import MakeParts, _make_parts_that_stay
+from node.settings import NodeSettings
+from node.shell import NodeParts
 
 SETTINGS = NodeSettings(model="nowhere")
 

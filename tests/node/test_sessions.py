@@ -7,30 +7,30 @@ import pytest
 
 from baton import PROTOCOL_VERSION
 from baton.errors import InvalidRequest, RequestCancelled
-from baton.messages import Abort, End, Load, NodeRole, Prefill, Subscribe, Subscribed, Tokens, Update, WorkId
+from baton.messages import Abort, AttemptId, End, Load, NodeRole, Prefill, Subscribe, Subscribed, Tokens, Update
+from baton.streams import Stream
 from baton.telemetry import NodeMetrics, new_registry
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import Limits
 from decode_node.server import DECODE_SIDE
-from engine.node import sessions
-from engine.node.events import CloseSession, FromRouter, SessionLost, SessionOpened, ToRouter
-from engine.node.loop import Turn
-from engine.node.sessions import Sessions
-from engine.node.streams import Stream
+from node import sessions
+from node.events import CloseSession, FromRouter, SessionLost, SessionOpened, ToRouter
+from node.loop import Turn
+from node.sessions import Sessions
 from prefill_node.server import PREFILL_SIDE
 from tests.node.scripted import RouterStream, prefill, running, session
 
-WORK = WorkId(1, "r", 0)
+WORK = AttemptId(1, "r", 0)
 
 
 def answer(event):
     """Three updates for each message, all of one turn."""
     if not isinstance(event, FromRouter):
         return []
-    work = event.message.work
+    attempt_id = event.message.attempt_id
     kinds = (Tokens(0, 0, (7,)), Tokens(0, 1, (8,)), End())
-    return [ToRouter(event.epoch, Update(work, kind)) for kind in kinds]
+    return [ToRouter(event.epoch, Update(attempt_id, kind)) for kind in kinds]
 
 
 async def test_a_session_from_subscription_to_loss():
@@ -103,10 +103,10 @@ def answer_prompts(event):
 async def test_a_malformed_prompt_fails_that_request_alone():
     """The node's core hears of it as of one that is aborted, which is nothing to be answered here."""
     async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer_prompts) as node, session(node) as router:
-        bad = node_pb2.RouterMessage(prefill={"work": {"router_epoch": 1, "request_id": "bad"}})
+        bad = node_pb2.RouterMessage(prefill={"attempt_id": {"router_epoch": 1, "request_id": "bad"}})
         await router.call.write(bad)
         (update,) = await router.updates()
-        assert update.work == WorkId(1, "bad", 0)
+        assert update.attempt_id == AttemptId(1, "bad", 0)
         assert isinstance(update.kind.error, InvalidRequest)
         await router.send(prefill(WORK))
         assert len(await router.updates()) == 3
@@ -115,7 +115,7 @@ async def test_a_malformed_prompt_fails_that_request_alone():
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (prefill(WorkId(2, "r", 0)), "work of another epoch than the session's"),
+        (prefill(AttemptId(2, "r", 0)), "work of another epoch than the session's"),
         (Subscribe(1, "i1"), "a second Subscribe"),
     ],
 )
@@ -140,7 +140,7 @@ async def test_a_second_session_of_an_epoch_takes_the_place_of_the_first():
                 assert opened == [SessionOpened(1), SessionLost(1), SessionOpened(1)]
                 await second.send(prefill(WORK))
                 assert len(await second.updates()) == 3
-                await other.send(prefill(WorkId(2, "r", 0)))
+                await other.send(prefill(AttemptId(2, "r", 0)))
                 assert len(await other.updates()) == 3
         assert len(await node.role.saw(SessionLost, 3)) == 3
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.node.settings import NodeSettings
-from engine.node.slots import MIN_SLOTS, PART_OVERHEAD_S, ROUND_TRIP_S, SlotSizes, slot_sizes
+from node.settings import NodeSettings
+from node.slots import MIN_SLOTS, PART_OVERHEAD_S, ROUND_TRIP_S, SlotSizes, slot_sizes
 
 BLOCK_8B = 2 << 20
 

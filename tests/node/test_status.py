@@ -18,14 +18,14 @@ from baton import wire
 from baton.address import HostPort
 from baton.audit import KvSlot, KvUse, epoch_name
 from baton.channels import CHANNEL_OPTIONS
-from baton.messages import End, Load, NodeRole, Subscribe, Subscribed, TransportEndpoint, Update, WorkId
+from baton.messages import AttemptId, End, Load, NodeRole, Subscribe, Subscribed, TransportEndpoint, Update
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
 from engine.holdings import Holding
-from engine.node.errors import StartupError
-from engine.node.events import Draining, ToRouter
-from engine.node.preflight import require_free
-from engine.node.settings import NodeSettings
+from node.errors import StartupError
+from node.events import Draining, ToRouter
+from node.preflight import require_free
+from node.settings import NodeSettings
 from prefill_node.server import PREFILL_SIDE
 from tests.node.scripted import (
     WAIT_S,
@@ -102,7 +102,7 @@ async def test_the_metrics_page_and_the_audit():
 async def test_the_audit_lists_every_block_and_slot():
     """The same as JSON and as a message."""
     async with running(PREFILL_SIDE, NodeRole.PREFILL) as node:
-        await asyncio.wrap_future(node.loop.run_errand(lambda: fill(node)))
+        await asyncio.wrap_future(node.loop.run_engine_call(lambda: fill(node)))
         status, text = await asyncio.to_thread(fetch, node.node.metrics.address, "/debug/kv")
         assert status == 200
         page = json.loads(text)
@@ -117,7 +117,7 @@ async def test_the_audit_lists_every_block_and_slot():
             "num_slots": {"in_flight": 1},
             "holders": [
                 {"kind": "sequence", "state": "parked", "use": use, "lease": 7, "peer": "d", "samples": [0, 1]}
-                | {"work": {"router_epoch": epoch_name(1), "request_id": "r", "attempt": 2}}
+                | {"attempt_id": {"router_epoch": epoch_name(1), "request_id": "r", "attempt": 2}}
                 for use in ("owns", "reads")
             ],
             "blocks": [
@@ -178,7 +178,7 @@ def fill(node: Running) -> None:
     role.blocks.now = 20.0
     role.blocks.seal(blocks[1], b"\xab" * 32)
     role.blocks.release(blocks[1:])
-    held = Holding("sequence", "parked", WorkId(1, "r", 2), (0, 1), 100.0, blocks[:1], lease=7, peer="d")
+    held = Holding("sequence", "parked", AttemptId(1, "r", 2), (0, 1), 100.0, blocks[:1], lease=7, peer="d")
     role.holdings = [held, dataclasses.replace(held, use=KvUse.READS)]
     role.slots = [KvSlot(0, "in_flight", "d", 7, 3, 5.0)]
     role.is_idle, role.broken = False, "block 3\nis lost"
@@ -196,7 +196,7 @@ def through_json(value: object) -> object:
 async def test_an_engine_that_hangs_lets_nobody_wait_for_an_audit():
     go = threading.Event()
     async with running(PREFILL_SIDE, NodeRole.PREFILL, audit_s=0.1) as node:
-        node.loop.run_errand(lambda: go.wait(WAIT_S))
+        node.loop.run_engine_call(lambda: go.wait(WAIT_S))
         page, hangs = node.node.metrics.address, "no turn of the engine ended within 0.1 s"
         assert await asyncio.to_thread(fetch, page, "/debug/kv") == (504, f"{hangs}\n")
         assert await asyncio.to_thread(fetch, page, "/integrity") == (504, f"{hangs}\n")
@@ -251,10 +251,10 @@ async def test_draining_waits_for_work_that_nobody_has_been_told_of_yet(monkeypa
         posted, goes_on, ends = asyncio.Event(), threading.Event(), threading.Event()
         post = node.loop.post
         monkeypatch.setattr(node.loop, "post", lambda event: (post(event), posted.set()))
-        node.loop.run_errand(lambda: goes_on.wait(WAIT_S))  # so that all that is posted meanwhile is one turn's
+        node.loop.run_engine_call(lambda: goes_on.wait(WAIT_S))  # so that all that is posted meanwhile is one turn's
         drain = asyncio.create_task(node.node.drain())
         await posted.wait()
-        asked = asyncio.wrap_future(node.loop.run_errand(lambda: None))  # right behind what drain asks
+        asked = asyncio.wrap_future(node.loop.run_engine_call(lambda: None))  # right behind what drain asks
         node.role.is_idle = False
         node.role.prepare = cast(Any, lambda now: ends.wait(WAIT_S))
         goes_on.set()
@@ -295,7 +295,7 @@ async def test_who_drains_stays_subscribed_and_then_says_that_it_was_stopped():
             while (await router.read()) != role.state:
                 pass
             assert not drain.done()
-            running.say(ToRouter(1, Update(WorkId(1, "r", 0), End())))
+            running.say(ToRouter(1, Update(AttemptId(1, "r", 0), End())))
             role.is_idle = True
             assert await drain
             assert await node.stop()

@@ -15,6 +15,7 @@ from baton import wire
 from baton.channels import CHANNEL_OPTIONS, open_channel
 from baton.cluster_secret import HANDOFF, SESSION, ClusterSecret, prove, read_secret
 from baton.messages import (
+    AttemptId,
     Auth,
     DecodeTarget,
     Hello,
@@ -23,16 +24,15 @@ from baton.messages import (
     Subscribe,
     Subscribed,
     TransportEndpoint,
-    WorkId,
 )
 from baton.v1 import node_pb2, node_pb2_grpc
 from decode_node.server import DECODE_SIDE
-from engine.node.events import FromPeer, PeerClosed, PeerOpened, ToDecode
+from node.events import FromPeer, PeerClosed, PeerOpened, ToDecode
 from prefill_node.server import PREFILL_SIDE
 from tests.certificates import Certificate, make_certificate
 from tests.node.scripted import LAYOUT, WAIT_S, RouterStream, Running, running
 
-WORK = WorkId(1, "r", 0)
+WORK = AttemptId(1, "r", 0)
 HELLO = Hello("p9", "prefill-9", LAYOUT, (TransportEndpoint(0, "memory", b"there"),), "d1", 4)
 
 

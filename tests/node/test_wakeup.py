@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from engine.node.wakeup import Wakeup
+from node.wakeup import Wakeup
 
 DEADLINE_S = 20.0
 

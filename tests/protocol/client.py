@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.messages import WorkId
-from router.life import RequestEnd, RequestLife, RoutedRequest, SampleOut, TokensOut, WorkState
+from baton.messages import AttemptId
+from router.life import AttemptState, RequestEnd, RequestLife, RoutedRequest, SampleOut, TokensOut
 
 
 @dataclass
@@ -22,7 +22,9 @@ class Client:
     ended: set[int] = field(default_factory=set)
     end: RequestEnd | None = None
     first_token_s: float = 0.0
-    _before: dict[WorkId, dict[int, int]] = field(default_factory=dict)  # tokens accepted of each sample, at its start
+    _before: dict[AttemptId, dict[int, int]] = field(
+        default_factory=dict
+    )  # tokens accepted of each sample, at its start
 
     def __post_init__(self) -> None:
         self.got = [[] for _ in self.want]
@@ -54,13 +56,13 @@ class Client:
         """Nothing is kept from it but what waits for a decode node; and that is."""
         if self.end is not None:
             return
-        working = {s.index: work for work in self.life.works.values() for s in work.unfinished}
+        working = {s.index: attempt_id for attempt_id in self.life.attempts.values() for s in attempt_id.unfinished}
         for sample in self.life.samples:
-            work, have, told = working.get(sample.index), len(sample.tokens), len(self.got[sample.index])
+            attempt_id, have, told = working.get(sample.index), len(sample.tokens), len(self.got[sample.index])
             if sample.index in self.stopped:
                 continue
-            if not self.waits or not work or work.state is WorkState.DECODING:
+            if not self.waits or not attempt_id or attempt_id.state is AttemptState.DECODING:
                 assert told == have, "accepted tokens are kept back for no reason"
             else:
-                before = self._before.setdefault(work.id, {s.index: len(s.tokens) for s in work.samples})
+                before = self._before.setdefault(attempt_id.id, {s.index: len(s.tokens) for s in attempt_id.samples})
                 assert told <= before[sample.index], "a token did not wait for the decode node"

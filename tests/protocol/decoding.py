@@ -7,6 +7,7 @@ import dataclasses
 from baton.block_hash import chain
 from baton.layout import num_blocks_for
 from baton.messages import (
+    AttemptId,
     Commit,
     CommitReply,
     Grant,
@@ -15,21 +16,20 @@ from baton.messages import (
     Sample,
     Tokens,
     UpdateKind,
-    WorkId,
 )
 from baton.sampling import SamplingParams
-from engine.node.events import Event, FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
-from kv_transfer.memory import MemoryTransport
 from kv_transfer.parts import PartPlanner, Piece, slot_bytes_for
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
+from kv_transfer.transports.memory import MemoryTransport
+from node.events import Event, FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
 from tests.protocol.fake_model import NUM_LAYERS, FakeModel
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
 from tests.protocol.world import World
 
 PEER = "p"
-WORK = WorkId(EPOCH, "r", 1)
+WORK = AttemptId(EPOCH, "r", 1)
 PROMPT = tuple(range(2, 12))
 SAMPLING = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -42,7 +42,7 @@ class Decoding:
         (self.node,) = self.world.nodes.values()
         self.core = self.node.core
         self.said: list[object] = []
-        self.told: list[tuple[WorkId, UpdateKind]] = []
+        self.told: list[tuple[AttemptId, UpdateKind]] = []
         layout, self.hub = self.node.model.layout, self.world.hub
         self._source = FakeModel(20, BLOCK_SIZE)
         staging = Staging(16, slot_bytes_for(PART_BLOCKS, layout.block_bytes), "cpu")
@@ -70,7 +70,7 @@ class Decoding:
             if isinstance(output, ToPrefill):
                 self.said.append(output.message)
             elif isinstance(output, ToRouter):
-                self.told.append((output.update.work, output.update.kind))
+                self.told.append((output.update.attempt_id, output.update.kind))
         return again
 
     def run(self) -> None:
@@ -85,10 +85,12 @@ class Decoding:
 
     # ---- what others say ----
 
-    def reserve(self, work: WorkId = WORK, prompt: tuple[int, ...] = PROMPT, n: int = 1, **fields: object) -> None:
+    def reserve(
+        self, attempt_id: AttemptId = WORK, prompt: tuple[int, ...] = PROMPT, n: int = 1, **fields: object
+    ) -> None:
         """A Reserve, and a turn."""
         hashes = tuple(chain(prompt, BLOCK_SIZE))
-        plain = Reserve(work, self.node.incarnation, len(prompt), hashes, n, 60.0, len(prompt) + 4)
+        plain = Reserve(attempt_id, self.node.incarnation, len(prompt), hashes, n, 60.0, len(prompt) + 4)
         self.hear(FromPeer(PEER, dataclasses.replace(plain, **fields)))  # type: ignore[arg-type]
         self.turn()
 
@@ -114,17 +116,17 @@ class Decoding:
     ) -> None:
         """A Commit with these outputs, and a turn."""
         outputs = tuple(Sample(index, tokens) for index, tokens in samples.items())
-        plain = Commit(grant.lease, grant.work, self.node.incarnation, prompt, outputs, SAMPLING, 60.0)
+        plain = Commit(grant.lease, grant.attempt_id, self.node.incarnation, prompt, outputs, SAMPLING, 60.0)
         self.hear(FromPeer(PEER, dataclasses.replace(plain, **fields)))  # type: ignore[arg-type]
         self.turn()
 
-    def prefill(self, name: str, prompt: tuple[int, ...] = PROMPT, n: int = 1, **sampling: object) -> WorkId:
+    def prefill(self, name: str, prompt: tuple[int, ...] = PROMPT, n: int = 1, **sampling: object) -> AttemptId:
         """A prompt sent here directly. No turn."""
-        work = WorkId(EPOCH, name, 0)
+        attempt_id = AttemptId(EPOCH, name, 0)
         params = dataclasses.replace(SAMPLING, **sampling)  # type: ignore[arg-type]
         samples = tuple(map(Sample, range(n)))
-        self.hear(FromRouter(EPOCH, Prefill(work, self.node.incarnation, prompt, samples, params, 60.0)))
-        return work
+        self.hear(FromRouter(EPOCH, Prefill(attempt_id, self.node.incarnation, prompt, samples, params, 60.0)))
+        return attempt_id
 
     # ---- what it said ----
 
@@ -136,9 +138,9 @@ class Decoding:
     def replies(self) -> list[CommitReply]:
         return [message for message in self.said if isinstance(message, CommitReply)]
 
-    def kinds(self, kind: type, work: WorkId = WORK) -> list[object]:
-        return [told for about, told in self.told if about == work and isinstance(told, kind)]
+    def kinds(self, kind: type, attempt_id: AttemptId = WORK) -> list[object]:
+        return [told for about, told in self.told if about == attempt_id and isinstance(told, kind)]
 
-    def output(self, sample: int, work: WorkId = WORK) -> list[int]:
-        told = [kind for about, kind in self.told if about == work and isinstance(kind, Tokens)]
+    def output(self, sample: int, attempt_id: AttemptId = WORK) -> list[int]:
+        told = [kind for about, kind in self.told if about == attempt_id and isinstance(kind, Tokens)]
         return [token for tokens in told if tokens.sample == sample for token in tokens.token_ids]

@@ -187,15 +187,15 @@ class FakeModel:
     def _compute(self, layer: int, chunk: Chunk, tokens: list[int], table: list[int]) -> list[Choice]:
         seq = chunk.sequence
         if chunk.end > len(tokens):
-            assert chunk.end == len(tokens) + 1, f"{seq.work}: more than one token is not known to the host"
+            assert chunk.end == len(tokens) + 1, f"{seq.attempt_id}: more than one token is not known to the host"
             tokens.append(self._last_tokens[seq, chunk.end - 1])
         if self.blocks is not None:
             named = table[: num_blocks_for(chunk.end, self.block_size)]
-            assert all(map(self.blocks.num_owners, named)), f"{seq.work}: a block was given away under a launched step"
+            assert all(map(self.blocks.num_owners, named)), f"{seq.attempt_id}: a block was given away under a launched step"
         want = torch.tensor([self._kv(layer, p, t) for p, t in enumerate(tokens[: chunk.start])], dtype=torch.int64)
         have = self._slots(table, layer, chunk.start)
-        if seq.work.router_epoch not in self.lied_to:
-            assert torch.equal(have, want + HEADS[:, None]), f"{seq.work}: KV of a position is not what it should be"
+        if seq.attempt_id.router_epoch not in self.lied_to:
+            assert torch.equal(have, want + HEADS[:, None]), f"{seq.attempt_id}: KV of a position is not what it should be"
         for position in range(chunk.start, chunk.end):
             block, slot = table[position // self.block_size], position % self.block_size
             self.write(block, layer, slot, self._kv(layer, position, tokens[position]))

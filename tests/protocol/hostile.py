@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 
 from baton import wire
 from baton.errors import InvalidRequest
-from baton.messages import Abort, Grant, NodeRole, Update, WorkId
+from baton.messages import Abort, AttemptId, Grant, NodeRole, Update
 from baton.v1 import common_pb2, node_pb2
-from engine.node.events import (
+from kv_transfer.parts import slot_bytes_for
+from kv_transfer.sender import KvSender
+from kv_transfer.staging import Staging
+from kv_transfer.transports.memory import MemoryTransport
+from node.events import (
     FromPeer,
     FromRouter,
     Output,
@@ -29,17 +33,13 @@ from engine.node.events import (
     ToPrefill,
     ToRouter,
 )
-from engine.node.handoff_stream import DECODE_CODEC, PREFILL_CODEC
-from kv_transfer.memory import MemoryTransport
-from kv_transfer.parts import slot_bytes_for
-from kv_transfer.sender import KvSender
-from kv_transfer.staging import Staging
+from node.handoff_stream import DECODE_CODEC, PREFILL_CODEC
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS, Node
 from tests.protocol.world import World
 
 EVIL = 666
-UNKNOWN = WorkId(EVIL, "unknown", 0)
+UNKNOWN = AttemptId(EVIL, "unknown", 0)
 EVIL_PREFILL, EVIL_DECODE = "evil-prefill", "evil-decode"
 NUM_SLOTS = 4
 
@@ -54,8 +54,8 @@ seconds = st.sampled_from([0.0, 0.02, 5.0, 1e6]) | number
 in_vocabulary = st.integers(0, VOCAB_SIZE - 1)
 some_tokens = st.lists(in_vocabulary, min_size=1, max_size=16).map(wire.pack_tokens)
 any_tokens = st.sampled_from([(), (VOCAB_SIZE,), (2**31, 1), (0,) * 70]).map(wire.pack_tokens) | st.just(b"123")
-work = st.builds(
-    common_pb2.WorkId,
+attempt_id = st.builds(
+    common_pb2.AttemptId,
     router_epoch=st.just(EVIL),
     request_id=st.sampled_from("abcde"),
     attempt=st.sampled_from([0, 0, 0, 1, 2]),
@@ -100,7 +100,7 @@ HERE, THERE = "here", "there"  # the node that is spoken to, and our decode node
 prefill = mostly(
     node_pb2.Prefill,
     {
-        "work": work,
+        "attempt_id": attempt_id,
         "target_incarnation": st.just(HERE),
         "prompt_tokens": some_tokens,
         "samples": _samples(st.just(b"")),
@@ -120,7 +120,7 @@ prefill = mostly(
     },
 ).map(lambda said: node_pb2.RouterMessage(prefill=said))
 
-abort = st.builds(node_pb2.Abort, work=work, samples=st.lists(st.integers(0, 3) | uint32, max_size=3)).map(
+abort = st.builds(node_pb2.Abort, attempt_id=attempt_id, samples=st.lists(st.integers(0, 3) | uint32, max_size=3)).map(
     lambda said: node_pb2.RouterMessage(abort=said)
 )
 from_router = st.one_of(prefill, prefill, abort)
@@ -136,7 +136,7 @@ def _name_blocks(said: node_pb2.Reserve) -> node_pb2.PrefillMessage:
 reserve = mostly(
     node_pb2.Reserve,
     {
-        "work": work,
+        "attempt_id": attempt_id,
         "target_incarnation": st.just(HERE),
         "num_tokens": st.integers(1, 16),
         "num_samples": st.integers(1, 3),
@@ -164,7 +164,7 @@ commit = mostly(
     },
     {
         "lease": uint64,
-        "work": work,
+        "attempt_id": attempt_id,
         "prompt_tokens": any_tokens | some_tokens,
         "samples": any_samples,
         "deadline_s": seconds,
@@ -173,7 +173,9 @@ commit = mostly(
     },
 ).map(lambda said: node_pb2.PrefillMessage(commit=said))
 
-release = st.builds(node_pb2.Release, lease=uint64, work=work).map(lambda said: node_pb2.PrefillMessage(release=said))
+release = st.builds(node_pb2.Release, lease=uint64, attempt_id=attempt_id).map(
+    lambda said: node_pb2.PrefillMessage(release=said)
+)
 from_prefill = st.one_of(reserve, reserve, commit, commit, release)
 
 _few = st.integers(0, 6) | st.integers(0, 6) | uint32
@@ -233,9 +235,9 @@ class HostileWorld(World):
         target = node_pb2.DecodeTarget(address=EVIL_DECODE, incarnation=EVIL_DECODE)
         prompt = wire.pack_tokens(range(2, 9))
         for name in ("a", "b"):
-            about = common_pb2.WorkId(router_epoch=EVIL, request_id=name)
+            about = common_pb2.AttemptId(router_epoch=EVIL, request_id=name)
             asked = node_pb2.Prefill(
-                work=about,
+                attempt_id=about,
                 target_incarnation=HERE,
                 prompt_tokens=prompt,
                 samples=[common_pb2.Sample()],
@@ -244,8 +246,8 @@ class HostileWorld(World):
                 decode=target,
             )
             self.say(self.prefill, node_pb2.RouterMessage(prefill=asked), 0)
-        about = common_pb2.WorkId(router_epoch=EVIL, request_id="c")
-        room = node_pb2.Reserve(work=about, target_incarnation=HERE, num_tokens=7, num_samples=2, deadline_s=1e6)
+        about = common_pb2.AttemptId(router_epoch=EVIL, request_id="c")
+        room = node_pb2.Reserve(attempt_id=about, target_incarnation=HERE, num_tokens=7, num_samples=2, deadline_s=1e6)
         room.max_total_tokens = 20
         self.say(self.decode, _name_blocks(room), 0)
         for node in (self.prefill, self.decode):
@@ -256,7 +258,7 @@ class HostileWorld(World):
         sense. What it has not said yet (which work, which lease) is one of those that there are, by `pick`."""
         self._aim(node, message, pick)
         parsed, limits = type(message).FromString(message.SerializeToString()), wire.Limits.of(node.info)
-        about = wire.work_of(parsed)
+        about = wire.attempt_of(parsed)
         if isinstance(parsed, node_pb2.RouterMessage):
             try:
                 read: Any = wire.read_router_message(parsed, limits)
@@ -281,18 +283,18 @@ class HostileWorld(World):
             case node_pb2.Prefill() if said.decode.incarnation == THERE:
                 said.decode.incarnation = said.decode.address = self.decode.incarnation
             case node_pb2.Reserve():
-                self.num_tokens[said.work.request_id, said.work.attempt] = said.num_tokens
+                self.num_tokens[said.attempt_id.request_id, said.attempt_id.attempt] = said.num_tokens
             case node_pb2.Commit() if self.grants:
                 granted = list(self.grants.values())[pick % len(self.grants)]
-                num_tokens = self.num_tokens.get((granted.work.request_id, granted.work.attempt), 1)
+                num_tokens = self.num_tokens.get((granted.attempt_id.request_id, granted.attempt_id.attempt), 1)
                 said.lease = said.lease or granted.lease
                 said.prompt_tokens = said.prompt_tokens or wire.pack_tokens([pick % VOCAB_SIZE] * min(num_tokens, 99))
-                if not said.HasField("work"):
-                    said.work.CopyFrom(wire.write_work(granted.work))
+                if not said.HasField("attempt_id"):
+                    said.attempt_id.CopyFrom(wire.write_attempt_id(granted.attempt_id))
             case node_pb2.Grant() | node_pb2.Refuse() | node_pb2.CommitReply():
-                others = [work for client in self.clients.values() for work in client.life.works]
-                works = [*self.reserved[-3:], *others, UNKNOWN]
-                said.work.CopyFrom(wire.write_work(works[pick % len(works)]))
+                others = [attempt_id for client in self.clients.values() for attempt_id in client.life.attempts]
+                attempts = [*self.reserved[-3:], *others, UNKNOWN]
+                said.attempt_id.CopyFrom(wire.write_attempt_id(attempts[pick % len(attempts)]))
 
     def send_parts(self, lease: int) -> None:
         """All that the evil prefill node may send of a lease: sevens."""
@@ -317,7 +319,7 @@ class HostileWorld(World):
                 if isinstance(message, Grant):
                     self.grants[message.lease] = message
             case ToDecode(target, message) if target.incarnation not in self.nodes:
-                self.reserved.append(message.work)
+                self.reserved.append(message.attempt_id)
                 if target.incarnation != EVIL_DECODE:  # nobody is there
                     self.nodes[incarnation].hear(PeerClosed(target.incarnation, "connection refused"))
             case _:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from baton.messages import Abort, DecodeToPrefill, Prefill, PrefillToDecode, Update
-from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened
+from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened
 from router.core import RouterCore
 from tests.protocol.node import PART_BLOCKS, Node
 

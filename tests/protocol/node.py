@@ -15,13 +15,11 @@ import torch
 
 from baton.audit import KvUse
 from baton.layout import KvSlice
-from baton.messages import GenerationDefaults, NodeInfo, NodeRole, Route, WorkId
+from baton.messages import AttemptId, GenerationDefaults, NodeInfo, NodeRole, Route
 from baton_kernels.block_copy import Move
 from decode_node.core import DecodeCore
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.node.events import Event
-from kv_transfer.memory import MemoryHub, MemoryTransport
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.ranks import ReceiverRanks, SenderRanks, rank_name
 from kv_transfer.receiver import KvReceiver
@@ -29,6 +27,8 @@ from kv_transfer.sender import KvSender
 from kv_transfer.slices import Rows
 from kv_transfer.slot_copies import Mark, SlotCopies
 from kv_transfer.staging import Staging
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from node.events import Event
 from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel
 
@@ -42,7 +42,7 @@ class LateCopies(SlotCopies):
     """Waits, as on a GPU, for work of the device that is not to come after a copy, and for no other."""
 
     def __init__(self, model: FakeModel, rank: int, staging: Staging, part_blocks: int) -> None:
-        super().__init__(staging, model.rank_bytes(rank), part_blocks, in_haste=False)
+        super().__init__(staging, model.rank_bytes(rank), part_blocks, spin_wait=False)
         self._model = model
 
     def mark(self) -> Mark:
@@ -75,7 +75,7 @@ class Node:
     ) -> None:
         self.name, self.role, self.incarnation, self._clock = name, role, incarnation, clock
         self.subscribed = False  # as the router sees it
-        self.fenced: set[WorkId] = set()  # work that it was told to abort
+        self.fenced: set[AttemptId] = set()  # work that it was told to abort
         self._awake = True  # its loop has a reason for a turn
         self.model = make_model(num_blocks, BLOCK_SIZE, ranks)
         layout = self.model.layout

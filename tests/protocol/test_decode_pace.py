@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import DeadlineExceeded
-from baton.messages import Abort, Adopted, Commit, End, Grant, Prefill, Reserve, Sample, Tokens, UpdateKind, WorkId
+from baton.messages import Abort, Adopted, AttemptId, Commit, End, Grant, Prefill, Reserve, Sample, Tokens, UpdateKind
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
 from decode_node.leases import Lease
-from engine.node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
 from engine.pace import SHARE, SLACK_S
+from node.events import FromPeer, FromRouter, PeerOpened, SessionOpened, ToPrefill, ToRouter
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
 from tests.protocol.world import World
 
-OLD, NEW = WorkId(EPOCH, "old", 0), WorkId(EPOCH, "new", 0)
+OLD, NEW = AttemptId(EPOCH, "old", 0), AttemptId(EPOCH, "new", 0)
 PROMPT = tuple(range(2, 2 + 2 * BLOCK_SIZE))
 ENDLESS = SamplingParams(max_tokens=50, ignore_eos=True)
 STEP_S = 0.010
@@ -31,7 +31,7 @@ class Decoding:
         core = self.node.core
         assert isinstance(core, DecodeCore)
         self.core = core
-        self.said: list[tuple[WorkId, UpdateKind]] = []
+        self.said: list[tuple[AttemptId, UpdateKind]] = []
         self.grants: list[Grant] = []
         self.again = False
         core.handle(SessionOpened(EPOCH), 0.0)
@@ -66,7 +66,7 @@ class Decoding:
         self.core.check_integrity()
         for output in self.core.take_outputs():
             if isinstance(output, ToRouter):
-                self.said.append((output.update.work, output.update.kind))
+                self.said.append((output.update.attempt_id, output.update.kind))
             elif isinstance(output, ToPrefill) and isinstance(output.message, Grant):
                 self.grants.append(output.message)
 
@@ -91,7 +91,7 @@ class Decoding:
         self.turn()
 
     def told(self, kind: type) -> list[UpdateKind]:
-        return [said for work, said in self.said if work == NEW and isinstance(said, kind)]
+        return [said for attempt_id, said in self.said if attempt_id == NEW and isinstance(said, kind)]
 
 
 @pytest.fixture

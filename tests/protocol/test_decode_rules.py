@@ -10,6 +10,7 @@ import torch
 from baton.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PeerLost, RequestCancelled
 from baton.messages import (
     Abort,
+    AttemptId,
     Commit,
     CommitReply,
     Credit,
@@ -20,12 +21,15 @@ from baton.messages import (
     Release,
     Reserve,
     Sample,
-    WorkId,
 )
 from baton.sampling import SamplingParams
 from decode_node.core import DecodeCore
-from engine.node import fences
-from engine.node.events import (
+from kv_transfer.parts import slot_bytes_for
+from kv_transfer.sender import KvSender
+from kv_transfer.staging import Staging
+from kv_transfer.transports.memory import MemoryTransport
+from node import fences
+from node.events import (
     CloseSession,
     FromPeer,
     FromRouter,
@@ -36,15 +40,11 @@ from engine.node.events import (
     ToPrefill,
     ToRouter,
 )
-from kv_transfer.memory import MemoryTransport
-from kv_transfer.parts import slot_bytes_for
-from kv_transfer.sender import KvSender
-from kv_transfer.staging import Staging
 from tests.protocol.network import EPOCH
 from tests.protocol.node import PART_BLOCKS, Node
 from tests.protocol.world import World
 
-WORK = WorkId(EPOCH, "r", 1)
+WORK = AttemptId(EPOCH, "r", 1)
 PEER = "p"
 
 
@@ -69,9 +69,9 @@ def sender(node: Node) -> KvSender:
     return sender
 
 
-def reserve(node: Node, work: WorkId = WORK) -> list[object]:
+def reserve(node: Node, attempt_id: AttemptId = WORK) -> list[object]:
     """What the prefill node is answered."""
-    message = Reserve(work, node.incarnation, 10, (), 1, 60.0, 20)
+    message = Reserve(attempt_id, node.incarnation, 10, (), 1, 60.0, 20)
     node.core.handle(FromPeer(PEER, message), 1.0)
     return answers(node)
 
@@ -94,7 +94,7 @@ def test_groups_of_layers_that_the_model_has_not_are_refused(node: Node, groups:
 
 @pytest.mark.parametrize("aborted", [1, 2])
 def test_an_abort_wins_against_a_reserve_that_it_overtook(node: Node, aborted: int) -> None:
-    node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, "r", aborted))), 0.5)
+    node.core.handle(FromRouter(EPOCH, Abort(AttemptId(EPOCH, "r", aborted))), 0.5)
     (refused,) = reserve(node)
     assert isinstance(refused, Refuse)
     assert isinstance(refused.error, RequestCancelled)
@@ -103,7 +103,7 @@ def test_an_abort_wins_against_a_reserve_that_it_overtook(node: Node, aborted: i
 
 
 def test_an_abort_of_an_earlier_attempt_does_not(node: Node) -> None:
-    node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, "r", 0))), 0.5)
+    node.core.handle(FromRouter(EPOCH, Abort(AttemptId(EPOCH, "r", 0))), 0.5)
     assert isinstance(reserve(node)[0], Grant)
 
 
@@ -184,25 +184,27 @@ def test_a_released_lease_is_confirmed_so_that_it_can_be_forgotten(node: Node) -
     node.core.handle(FromPeer(PEER, Release(grant.lease, WORK)), 1.5)
     (confirmed,) = answers(node)
     assert isinstance(confirmed, Refuse)
-    assert confirmed.work == WORK
+    assert confirmed.attempt_id == WORK
     assert node.pool_is_whole()
 
 
-def ask(node: Node, name: str, num_tokens: int, deadline_s: float = 60.0, now: float = 1.0) -> WorkId:
+def ask(node: Node, name: str, num_tokens: int, deadline_s: float = 60.0, now: float = 1.0) -> AttemptId:
     """A Reserve of a request of that name."""
-    work = WorkId(EPOCH, name, 1)
-    node.core.handle(FromPeer(PEER, Reserve(work, node.incarnation, num_tokens, (), 1, deadline_s, 40)), now)
-    return work
+    attempt_id = AttemptId(EPOCH, name, 1)
+    node.core.handle(FromPeer(PEER, Reserve(attempt_id, node.incarnation, num_tokens, (), 1, deadline_s, 40)), now)
+    return attempt_id
 
 
-def run_here(node: Node, name: str, num_tokens: int, max_tokens: int = 30) -> WorkId:
+def run_here(node: Node, name: str, num_tokens: int, max_tokens: int = 30) -> AttemptId:
     """A prompt of its own, which is in its first step then."""
-    work = WorkId(EPOCH, name, 1)
+    attempt_id = AttemptId(EPOCH, name, 1)
     prompt = tuple(2 + (i + len(name)) % 90 for i in range(num_tokens))
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    node.core.handle(FromRouter(EPOCH, Prefill(work, node.incarnation, prompt, (Sample(0),), sampling, 60.0)), 1.0)
+    node.core.handle(
+        FromRouter(EPOCH, Prefill(attempt_id, node.incarnation, prompt, (Sample(0),), sampling, 60.0)), 1.0
+    )
     answers(node)
-    return work
+    return attempt_id
 
 
 def step(node: Node) -> list[object]:
@@ -212,8 +214,8 @@ def step(node: Node) -> list[object]:
     return answers(node)
 
 
-def granted(said: Sequence[object]) -> list[WorkId]:
-    return [message.work for message in said if isinstance(message, Grant)]
+def granted(said: Sequence[object]) -> list[AttemptId]:
+    return [message.attempt_id for message in said if isinstance(message, Grant)]
 
 
 def num_free(node: Node) -> int:
@@ -222,7 +224,7 @@ def num_free(node: Node) -> int:
 
 def test_a_reserve_of_a_router_that_is_not_subscribed_is_refused(node: Node) -> None:
     """Nobody could be told what becomes of it, and nobody would abort it."""
-    (refused,) = reserve(node, WorkId(EPOCH + 1, "r", 1))
+    (refused,) = reserve(node, AttemptId(EPOCH + 1, "r", 1))
     assert isinstance(refused, Refuse)
     assert isinstance(refused.error, NodeUnavailable)
     node.core.handle(SessionLost(EPOCH), 1.0)
@@ -260,10 +262,10 @@ def test_a_grant_leaves_a_block_for_each_request_that_runs(node: Node, fits: boo
         step(node)
     assert node.core.engine.num_running == 2
     num_blocks = num_free(node) - (2 if fits else 1)
-    work = ask(node, "r", 4 * (num_blocks - 1))
+    attempt_id = ask(node, "r", 4 * (num_blocks - 1))
     node.core.prepare(2.0)
     said = [o.message for o in node.core.take_outputs() if isinstance(o, ToPrefill)]
-    assert granted(said) == ([work] if fits else [])
+    assert granted(said) == ([attempt_id] if fits else [])
 
 
 def test_whoever_waits_ends_at_its_own_deadline_and_not_at_that_of_the_first(node: Node) -> None:
@@ -273,11 +275,11 @@ def test_whoever_waits_ends_at_its_own_deadline_and_not_at_that_of_the_first(nod
     assert node.core.next_deadline() == 1.5
     (refused,) = answers(node)  # at 2.0
     assert isinstance(refused, Refuse)
-    assert refused.work == second
+    assert refused.attempt_id == second
     assert isinstance(refused.error, DeadlineExceeded)
     assert node.core.next_deadline() == 61.0
     node.core.handle(FromRouter(EPOCH, Abort(first)), 2.0)
-    assert [message.work for message in answers(node) if isinstance(message, Refuse)] == [first]
+    assert [message.attempt_id for message in answers(node) if isinstance(message, Refuse)] == [first]
 
 
 def test_one_that_leaves_the_midst_of_the_queue_lets_the_others_keep_their_order(node: Node) -> None:
@@ -296,7 +298,7 @@ def test_one_that_leaves_the_midst_of_the_queue_lets_the_others_keep_their_order
 def commit(grant: Grant, deadline_s: float) -> Commit:
     sampling = SamplingParams(max_tokens=5)
     prompt = tuple(range(2, 12))
-    return Commit(grant.lease, grant.work, "d", prompt, (Sample(0, (3,)),), sampling, deadline_s)
+    return Commit(grant.lease, grant.attempt_id, "d", prompt, (Sample(0, (3,)),), sampling, deadline_s)
 
 
 def test_a_commit_says_the_same_deadline_again_and_cannot_prolong_it(node: Node) -> None:
@@ -347,9 +349,9 @@ def test_a_router_whose_aborts_leave_too_much_behind_loses_its_session(
 ) -> None:
     monkeypatch.setattr(fences, "MAX_LEFT", 3)
     for i in range(3):
-        node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, f"r{i}", 0))), 1.0)
+        node.core.handle(FromRouter(EPOCH, Abort(AttemptId(EPOCH, f"r{i}", 0))), 1.0)
     assert not node.core.take_outputs()
-    node.core.handle(FromRouter(EPOCH, Abort(WorkId(EPOCH, "r3", 0))), 1.0)
+    node.core.handle(FromRouter(EPOCH, Abort(AttemptId(EPOCH, "r3", 0))), 1.0)
     (close,) = node.core.take_outputs()
     assert isinstance(close, CloseSession)
     assert close.epoch == EPOCH

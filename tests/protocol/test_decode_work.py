@@ -17,8 +17,8 @@ from baton.errors import (
     PeerLost,
     RequestCancelled,
 )
-from baton.messages import Abort, Adopted, Commit, End, Refuse, Release, SampleEnd, WorkId
-from engine.node.events import Draining, FromPeer, FromRouter, PeerOpened, SessionLost
+from baton.messages import Abort, Adopted, AttemptId, Commit, End, Refuse, Release, SampleEnd
+from node.events import Draining, FromPeer, FromRouter, PeerOpened, SessionLost
 from tests.protocol.decoding import PEER, PROMPT, SAMPLING, WORK, Decoding
 from tests.protocol.fake_model import expected_output
 from tests.protocol.network import EPOCH
@@ -32,16 +32,16 @@ def decoding() -> Decoding:
     return Decoding()
 
 
-def named(number: int) -> WorkId:
-    return WorkId(EPOCH, f"r{number}", 0)
+def named(number: int) -> AttemptId:
+    return AttemptId(EPOCH, f"r{number}", 0)
 
 
 def refusals(decoding: Decoding) -> list[type[BatonError]]:
     return [type(message.error) for message in decoding.said if isinstance(message, Refuse)]
 
 
-def ends(decoding: Decoding, work: WorkId = WORK) -> list[type[BatonError] | None]:
-    found = decoding.kinds(End, work)
+def ends(decoding: Decoding, attempt_id: AttemptId = WORK) -> list[type[BatonError] | None]:
+    found = decoding.kinds(End, attempt_id)
     return [type(end.error) if end.error else None for end in found]  # type: ignore[attr-defined]
 
 
@@ -60,7 +60,7 @@ def hand_over(decoding: Decoding, n: int = 1, **fields: Any) -> None:
 
 
 def test_a_reserve_of_a_router_that_is_not_subscribed_is_refused(decoding: Decoding) -> None:
-    decoding.reserve(WorkId(EPOCH + 1, "r", 0))
+    decoding.reserve(AttemptId(EPOCH + 1, "r", 0))
     assert refusals(decoding) == [NodeUnavailable]
     assert not decoding.grants
     assert decoding.core.idle
@@ -89,7 +89,7 @@ def test_a_repeated_reserve_changes_nothing_and_one_of_work_that_is_over_is_refu
 def test_a_higher_attempt_ends_those_below(decoding: Decoding) -> None:
     decoding.reserve()
     decoding.reserve(dataclasses.replace(WORK, attempt=2))
-    assert [grant.work.attempt for grant in decoding.grants] == [1, 2]
+    assert [grant.attempt_id.attempt for grant in decoding.grants] == [1, 2]
     assert refusals(decoding) == [RequestCancelled]
     assert ends(decoding) == [RequestCancelled]
 
@@ -326,12 +326,12 @@ def test_samples_that_are_stopped_before_their_parts_are_in_never_run(
 
 
 def test_a_sample_that_is_stopped_while_its_prompt_stands_for_several_says_nothing(decoding: Decoding) -> None:
-    work = decoding.prefill("local", n=3)
+    attempt_id = decoding.prefill("local", n=3)
     decoding.turn()
-    decoding.hear(FromRouter(EPOCH, Abort(work, (1,))))
+    decoding.hear(FromRouter(EPOCH, Abort(attempt_id, (1,))))
     decoding.run()
-    assert [decoding.output(sample, work) for sample in range(3)] == [WANT[0], [], WANT[2]]
-    assert [end.sample for end in decoding.kinds(SampleEnd, work)] == [0, 2]  # type: ignore[attr-defined]
+    assert [decoding.output(sample, attempt_id) for sample in range(3)] == [WANT[0], [], WANT[2]]
+    assert [end.sample for end in decoding.kinds(SampleEnd, attempt_id)] == [0, 2]  # type: ignore[attr-defined]
     assert decoding.core.idle
 
 

@@ -7,6 +7,7 @@ import pytest
 from baton.errors import RequestCancelled, TransferError
 from baton.messages import (
     Abort,
+    AttemptId,
     Commit,
     CommitReply,
     Credit,
@@ -20,19 +21,18 @@ from baton.messages import (
     Release,
     Reserve,
     Sample,
-    WorkId,
 )
 from baton.sampling import SamplingParams
-from engine.node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToDecode, ToRouter
 from kv_transfer.parts import tag_of
 from kv_transfer.staging import SlotOwner
+from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionOpened, ToDecode, ToRouter
 from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import NUM_LAYERS
 from tests.protocol.network import EPOCH
 from tests.protocol.node import BLOCK_SIZE, PART_BLOCKS
 from tests.protocol.world import World
 
-WORK = WorkId(EPOCH, "r", 1)
+WORK = AttemptId(EPOCH, "r", 1)
 PREFIX = tuple(range(2, 2 + 2 * BLOCK_SIZE))
 PROMPT = (*PREFIX, *range(50, 57))  # two blocks more, the last of them partly filled
 
@@ -52,10 +52,10 @@ class Prefilling:
         self.ends: list[End] = []
         self.handed_off: list[HandedOff] = []
 
-    def ask(self, work: WorkId, prompt: tuple[int, ...], max_tokens: int, address: str = "address") -> None:
+    def ask(self, attempt_id: AttemptId, prompt: tuple[int, ...], max_tokens: int, address: str = "address") -> None:
         target = DecodeTarget(address, self.peer)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        prefill = Prefill(work, self.node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
+        prefill = Prefill(attempt_id, self.node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
         self.node.core.handle(FromRouter(EPOCH, prefill), 1.0)
         self.turn()
 
@@ -100,7 +100,7 @@ class Prefilling:
 def prefilling() -> Prefilling:
     """With PREFIX in its cache, and PROMPT at its first and last step."""
     one = Prefilling()
-    one.ask(WorkId(EPOCH, "earlier", 1), PREFIX, max_tokens=1)
+    one.ask(AttemptId(EPOCH, "earlier", 1), PREFIX, max_tokens=1)
     while one.node.model.is_busy:
         one.compute(1)
     assert one.node.core.idle
@@ -143,13 +143,13 @@ def test_a_decode_node_that_expects_other_parts_gets_none(prefilling: Prefilling
 
 
 def test_routers_may_know_a_decode_node_by_different_addresses(prefilling: Prefilling) -> None:
-    other = WorkId(EPOCH, "other", 1)
+    other = AttemptId(EPOCH, "other", 1)
     prefilling.ask(other, (9, 8, 7), max_tokens=5, address="another")
     while prefilling.node.model.is_busy:
         prefilling.compute(1)
     prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(other, 7, 0, NUM_LAYERS, NUM_LAYERS)), 3.0)
     prefilling.turn()
-    assert any(isinstance(message, Commit) and message.work == other for message in prefilling.said)
+    assert any(isinstance(message, Commit) and message.attempt_id == other for message in prefilling.said)
     prefilling.node.core.handle(PeerClosed(prefilling.peer, "died"), 3.5)
     prefilling.turn()
     assert len(prefilling.ends) == 2
@@ -163,19 +163,19 @@ GRANTED = 1 + NUM_LAYERS
     "grant",
     [
         Grant(WORK, 2, 0, GRANTED, GRANTED),  # once more, of another lease
-        Grant(WorkId(EPOCH, "unknown", 1), 2, 0, GRANTED, GRANTED),
+        Grant(AttemptId(EPOCH, "unknown", 1), 2, 0, GRANTED, GRANTED),
     ],
 )
 def test_a_grant_that_nobody_asked_for_is_given_back_and_drained(prefilling: Prefilling, grant: Grant) -> None:
     prefilling.grant(num_parts=GRANTED)
     prefilling.node.core.handle(FromPeer(prefilling.peer, grant), 2.0)
     prefilling.turn()
-    assert prefilling.said[-1] == Release(2, grant.work)
+    assert prefilling.said[-1] == Release(2, grant.attempt_id)
     assert not prefilling.ends
 
 
 def test_two_grants_for_one_work_are_both_given_back(prefilling: Prefilling) -> None:
-    unknown = WorkId(EPOCH, "unknown", 1)
+    unknown = AttemptId(EPOCH, "unknown", 1)
     for lease in (1, 2):
         prefilling.node.core.handle(FromPeer(prefilling.peer, Grant(unknown, lease, 0, GRANTED, 0)), 1.5)
     prefilling.node.core.handle(FromPeer(prefilling.peer, Refuse(unknown, RequestCancelled("over"))), 1.5)
@@ -204,10 +204,10 @@ def test_a_decode_node_that_holds_more_blocks_than_there_are_gets_nothing(prefil
 def test_who_has_no_stream_is_not_heard(prefilling: Prefilling) -> None:
     core = prefilling.node.core
     core.handle(PeerClosed(prefilling.peer, "died"), 1.5)
-    prefilling.ask(WorkId(EPOCH, "next", 1), (9, 8, 7), max_tokens=5)
+    prefilling.ask(AttemptId(EPOCH, "next", 1), (9, 8, 7), max_tokens=5)
     while prefilling.node.model.is_busy:
         prefilling.compute(1)
-    core.handle(FromPeer(prefilling.peer, Grant(WorkId(EPOCH, "next", 1), 9, 0, NUM_LAYERS, NUM_LAYERS)), 3.0)
+    core.handle(FromPeer(prefilling.peer, Grant(AttemptId(EPOCH, "next", 1), 9, 0, NUM_LAYERS, NUM_LAYERS)), 3.0)
     prefilling.turn()
     assert not any(isinstance(message, Commit) for message in prefilling.said)
 
@@ -249,34 +249,34 @@ def test_a_decode_node_that_is_full_for_ever_does_not_stop_prompts_for_another()
     core.handle(PeerOpened("full", PART_BLOCKS, node.model.layout), 0.0)
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
 
-    def ask(name: str, peer: str) -> WorkId:
-        work = WorkId(EPOCH, name, 1)
+    def ask(name: str, peer: str) -> AttemptId:
+        attempt_id = AttemptId(EPOCH, name, 1)
         prompt = tuple(2 + (len(asked) * 7 + i) % 90 for i in range(4 * BLOCK_SIZE))
-        asked.append(work)
+        asked.append(attempt_id)
         target = DecodeTarget(f"{peer}:1", peer)
-        message = Prefill(work, node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
+        message = Prefill(attempt_id, node.incarnation, prompt, (Sample(0),), sampling, 60.0, target)
         core.handle(FromRouter(EPOCH, message), 1.0)
-        return work
+        return attempt_id
 
-    def turns() -> list[WorkId]:
+    def turns() -> list[AttemptId]:
         """Until nothing moves; whose Reserves were sent."""
         one.said.clear()
         for _ in range(200):
             one.turn()
             if node.model.is_busy:
                 one.compute(1)
-        return [message.work for message in one.said if isinstance(message, Reserve)]
+        return [message.attempt_id for message in one.said if isinstance(message, Reserve)]
 
-    asked: list[WorkId] = []
+    asked: list[AttemptId] = []
     ask("first", one.peer)  # who else is there
     assert turns()
     for i in range(30):
         ask(f"full {i}", "full")
     assert turns() == asked[1:5], "half of 39 blocks, in prompts of four"
     for i in range(8):
-        work = ask(f"free {i}", one.peer)
-        assert turns() == [work]
-        core.handle(FromPeer(one.peer, Refuse(work, RequestCancelled("done with it"))), 1.5)
+        attempt_id = ask(f"free {i}", one.peer)
+        assert turns() == [attempt_id]
+        core.handle(FromPeer(one.peer, Refuse(attempt_id, RequestCancelled("done with it"))), 1.5)
     core.handle(FromPeer("full", Grant(asked[1], 1, 0, 3, 0)), 1.5)
     assert turns() == [asked[5]], "what it has granted counts no more, though none of its parts may leave yet"
     assert len(one.ends) == 8, "it has not failed"

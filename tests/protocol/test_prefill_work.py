@@ -9,6 +9,7 @@ import pytest
 from baton.errors import DeadlineExceeded, NodeUnavailable, Overloaded, PeerLost, RequestCancelled
 from baton.messages import (
     Abort,
+    AttemptId,
     Commit,
     CommitReply,
     Credit,
@@ -19,12 +20,11 @@ from baton.messages import (
     Release,
     Reserve,
     Sample,
-    WorkId,
 )
 from baton.sampling import SamplingParams
-from engine.node.events import Draining, FromPeer, FromRouter, PeerClosed, SessionLost
 from kv_transfer.parts import PartHeader, tag_of
 from kv_transfer.staging import SlotOwner
+from node.events import Draining, FromPeer, FromRouter, PeerClosed, SessionLost
 from tests.protocol.fake_model import NUM_LAYERS, next_token
 from tests.protocol.network import EPOCH
 from tests.protocol.test_prefill_rules import PROMPT, WORK, Prefilling
@@ -38,11 +38,11 @@ def prefilling() -> Prefilling:
     return Prefilling()
 
 
-def send(prefilling: Prefilling, work: WorkId = WORK, **fields: object) -> None:
+def send(prefilling: Prefilling, attempt_id: AttemptId = WORK, **fields: object) -> None:
     """A Prefill, and a turn."""
     sampling = SamplingParams(max_tokens=5, ignore_eos=True)
     target = DecodeTarget("address", prefilling.peer)
-    plain = Prefill(work, prefilling.node.incarnation, PROMPT[:10], (Sample(0),), sampling, 60.0, target)
+    plain = Prefill(attempt_id, prefilling.node.incarnation, PROMPT[:10], (Sample(0),), sampling, 60.0, target)
     prefill = dataclasses.replace(plain, **fields)  # type: ignore[arg-type]
     prefilling.node.core.handle(FromRouter(EPOCH, prefill), 1.0)
     prefilling.turn()
@@ -100,7 +100,7 @@ def test_a_higher_attempt_ends_those_below(prefilling: Prefilling) -> None:
     assert errors(prefilling) == [RequestCancelled]
     assert of(Release, prefilling) == [Release(0, WORK)]
     run(prefilling)
-    assert [reserve.work.attempt for reserve in of(Reserve, prefilling)] == [1, 2]  # type: ignore[attr-defined]
+    assert [reserve.attempt_id.attempt for reserve in of(Reserve, prefilling)] == [1, 2]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("aborted", "is_taken"), [(0, True), (1, False), (2, False)])
@@ -121,7 +121,7 @@ def test_samples_that_are_stopped_leave_the_prompt_to_the_others(prefilling: Pre
 def test_the_queue_is_bounded_and_load_tells_who_waits(prefilling: Prefilling) -> None:
     prefilling.node.core._max_waiting = 1
     for number in range(3):  # the first runs, the second waits
-        send(prefilling, WorkId(EPOCH, f"r{number}", 0))
+        send(prefilling, AttemptId(EPOCH, f"r{number}", 0))
     assert errors(prefilling) == [Overloaded]
     load = prefilling.node.core.load()
     assert (load.num_waiting, load.num_running) == (1, 1)
@@ -160,11 +160,11 @@ def test_the_continuation_has_what_was_said_before_and_whoever_goes_on(prefillin
     assert ended not in (next_token(PROMPT, 0), next_token(PROMPT, 2))
     sampling = SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=frozenset((ended,)))
     send(prefilling, prompt_tokens=PROMPT, samples=tuple(map(Sample, range(3))), sampling=sampling)
-    later = WorkId(EPOCH, "later", 1)
+    later = AttemptId(EPOCH, "later", 1)
     send(prefilling, later, samples=(Sample(0, (60, 61)),))
     run(prefilling)
-    for lease, work in ((1, WORK), (2, later)):
-        hear(prefilling, Grant(work, lease, 0, len(handoff_parts(prefilling, work)), 0))
+    for lease, attempt_id in ((1, WORK), (2, later)):
+        hear(prefilling, Grant(attempt_id, lease, 0, len(handoff_parts(prefilling, attempt_id)), 0))
     first, second = of(Commit, prefilling)
     assert isinstance(first, Commit)
     assert isinstance(second, Commit)
@@ -173,10 +173,10 @@ def test_the_continuation_has_what_was_said_before_and_whoever_goes_on(prefillin
     assert len(second.samples[0].output_tokens) == 3
 
 
-def handoff_parts(prefilling: Prefilling, work: WorkId) -> list[object]:
+def handoff_parts(prefilling: Prefilling, attempt_id: AttemptId) -> list[object]:
     """The parts that a decode node without any of its blocks would expect."""
     outgoing = prefilling.node.core._outgoing
-    return list(outgoing._parts.plan(outgoing._handoffs[work], Grant(work, 1, 0, 0, 0)))
+    return list(outgoing._parts.plan(outgoing._handoffs[attempt_id], Grant(attempt_id, 1, 0, 0, 0)))
 
 
 @pytest.fixture
@@ -259,10 +259,10 @@ def test_a_decode_node_without_a_transport_gets_nothing_until_its_stream_was_clo
     reserved.decode.kill()
     reserved.turn()
     assert errors(reserved) == [PeerLost]
-    send(reserved, WorkId(EPOCH, "next", 0))
+    send(reserved, AttemptId(EPOCH, "next", 0))
     assert errors(reserved) == [PeerLost, PeerLost]
     assert len(of(Reserve, reserved)) == 1
     reserved.node.core.handle(PeerClosed(reserved.peer, "died"), 3.0)
     run(reserved)
-    send(reserved, WorkId(EPOCH, "after", 0))
+    send(reserved, AttemptId(EPOCH, "after", 0))
     assert len(of(Reserve, reserved)) == 2

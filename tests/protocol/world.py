@@ -13,11 +13,11 @@ from collections.abc import Mapping
 
 from baton.errors import BatonError
 from baton.layout import KvSlice
-from baton.messages import Abort, End, NodeRole, Update, WorkId
+from baton.messages import Abort, AttemptId, End, NodeRole, Update
 from baton.sampling import SamplingParams
-from engine.node.events import ClosePeer, Output, ToDecode, ToPrefill, ToRouter
-from kv_transfer.memory import MemoryHub, Transfer
 from kv_transfer.parts import PartHeader
+from kv_transfer.transports.memory import MemoryHub, Transfer
+from node.events import ClosePeer, Output, ToDecode, ToPrefill, ToRouter
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import FirstToken, RoutedRequest
@@ -212,7 +212,7 @@ class World:
         node, links = self.nodes[incarnation], self._links
         match output:
             case ToRouter(_, update):
-                assert update.work not in node.fenced or isinstance(update.kind, End), f"{update} after its abort"
+                assert update.attempt_id not in node.fenced or isinstance(update.kind, End), f"{update} after its abort"
                 updates.append(update)
             case ToDecode(target, message):
                 if (incarnation, target.incarnation) not in links.up:
@@ -232,15 +232,15 @@ class World:
                     if incarnation in self.nodes and self.nodes[incarnation].subscribed:
                         self._sessions.tell_node(incarnation, message)
                         if isinstance(message, Abort) and not message.samples:
-                            fenced = functools.partial(self._fenced, incarnation, message.work)
+                            fenced = functools.partial(self._fenced, incarnation, message.attempt_id)
                             self._streams.send(ROUTER, incarnation, fenced)
                 case Emit(request_id, event):
                     self.clients[request_id].take(event, self.now)
 
-    def _fenced(self, incarnation: str, work: WorkId) -> None:
+    def _fenced(self, incarnation: str, attempt_id: AttemptId) -> None:
         if incarnation in self.nodes:
             self._collect(incarnation)  # what it said before counts as said before
-            self.nodes[incarnation].fenced.add(work)
+            self.nodes[incarnation].fenced.add(attempt_id)
 
 
 def is_checked(transfer: Transfer) -> bool:

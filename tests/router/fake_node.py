@@ -18,6 +18,7 @@ from baton.layout import KvLayout, LayerKv
 from baton.messages import (
     Abort,
     Adopted,
+    AttemptId,
     Auth,
     End,
     GenerationDefaults,
@@ -34,7 +35,6 @@ from baton.messages import (
     TokenLogprobs,
     Tokens,
     Update,
-    WorkId,
 )
 from baton.sampling import FinishReason
 from baton.trust import Trust
@@ -123,8 +123,8 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self._number = number
         self._starts = 0
         self.sessions: dict[int, _Session] = {}
-        self._works: dict[WorkId, asyncio.Task[None]] = {}
-        self._stopped_samples: set[tuple[WorkId, int]] = set()
+        self._attempts: dict[AttemptId, asyncio.Task[None]] = {}
+        self._stopped_samples: set[tuple[AttemptId, int]] = set()
         self.silent = False
         self.draining = False
         self.trust = Trust()
@@ -149,7 +149,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         await self._server.start()
 
     async def stop(self) -> None:
-        for task in self._works.values():
+        for task in self._attempts.values():
             task.cancel()
         self.sessions.clear()
         await self._server.stop(None)
@@ -208,7 +208,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
             if isinstance(message, Prefill):
                 self._cluster.prefills.append(message)
                 self._cluster.tell()
-                self._works[message.work] = asyncio.create_task(self._answer(message))
+                self._attempts[message.attempt_id] = asyncio.create_task(self._answer(message))
             elif isinstance(message, Abort):
                 self._cluster.aborts.append(message)
                 self._cluster.tell()
@@ -216,39 +216,39 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
 
     def _abort(self, abort: Abort) -> None:
         if abort.samples:
-            self._stopped_samples |= {(abort.work, sample) for sample in abort.samples}
+            self._stopped_samples |= {(abort.attempt_id, sample) for sample in abort.samples}
         for node in self._cluster.nodes:
-            if not abort.samples and (task := node._works.get(abort.work)):
+            if not abort.samples and (task := node._attempts.get(abort.attempt_id)):
                 task.cancel()
 
     # ---- the life of one request, on both nodes ----
 
     async def _answer(self, prefill: Prefill) -> None:
         answer = self._cluster.script(prefill)
-        own, work, epoch = self, prefill.work, prefill.work.router_epoch
+        own, attempt_id, epoch = self, prefill.attempt_id, prefill.attempt_id.router_epoch
         decode = self._cluster.node(prefill.decode.incarnation) if prefill.decode else self
         if answer.hold and answer.hold_at == 0:
             await answer.hold.wait()
-        own._send(epoch, Update(work, Started(answer.num_cached_tokens, 0.001)))
+        own._send(epoch, Update(attempt_id, Started(answer.num_cached_tokens, 0.001)))
         if answer.error:
-            own._send(epoch, Update(work, End(answer.error)))
+            own._send(epoch, Update(attempt_id, End(answer.error)))
             return
         open_samples = [s for s in prefill.samples if not own._step(prefill, answer, s, len(s.output_tokens))]
         if decode is not own:
-            own._send(epoch, Update(work, HandedOff(0.002, 0.005, 0.006)))
-            decode._send(epoch, Update(work, Adopted(0.003, 0, 4096, 0.001, 0.002, 0.004)))
+            own._send(epoch, Update(attempt_id, HandedOff(0.002, 0.005, 0.006)))
+            decode._send(epoch, Update(attempt_id, Adopted(0.003, 0, 4096, 0.001, 0.002, 0.004)))
         index = len(prefill.samples[0].output_tokens) + 1
         while open_samples:
             if answer.hold and answer.hold_at == index:
                 await answer.hold.wait()
             open_samples = [s for s in open_samples if not decode._step(prefill, answer, s, index)]
             index += 1
-        decode._send(epoch, Update(work, End()))
+        decode._send(epoch, Update(attempt_id, End()))
 
     def _step(self, prefill: Prefill, answer: Answer, sample: Sample, index: int) -> bool:
         """Send one token of one sample, and maybe its end. True: it has ended."""
-        work = prefill.work
-        if (work, sample.index) in self._stopped_samples:
+        attempt_id = prefill.attempt_id
+        if (attempt_id, sample.index) in self._stopped_samples:
             return True
         tokens = answer.tokens[sample.index % len(answer.tokens)]
         token = tokens[index]
@@ -257,12 +257,12 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
             if prefill.sampling.num_logprobs >= 0
             else ()
         )
-        updates = [Update(work, Tokens(sample.index, index, (token,), logprobs))]
+        updates = [Update(attempt_id, Tokens(sample.index, index, (token,), logprobs))]
         if index + 1 == len(tokens):
-            updates.append(Update(work, SampleEnd(sample.index, FinishReason.STOP, answer.stop_token_id)))
+            updates.append(Update(attempt_id, SampleEnd(sample.index, FinishReason.STOP, answer.stop_token_id)))
         elif index + 1 == prefill.sampling.max_tokens:
-            updates.append(Update(work, SampleEnd(sample.index, FinishReason.LENGTH)))
-        self._send(work.router_epoch, *updates)
+            updates.append(Update(attempt_id, SampleEnd(sample.index, FinishReason.LENGTH)))
+        self._send(attempt_id.router_epoch, *updates)
         return len(updates) > 1
 
     @property

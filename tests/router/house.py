@@ -58,7 +58,7 @@ class House:
 
     def say(self, name: str, prefill: Prefill, *kinds: object, now: float = 1.0) -> None:
         for kind in kinds:
-            self.core.update(name, Update(prefill.work, kind), now)  # type: ignore[arg-type]
+            self.core.update(name, Update(prefill.attempt_id, kind), now)  # type: ignore[arg-type]
         self.collect()
 
     def collect(self) -> None:

@@ -20,7 +20,7 @@ from baton.errors import (
 from baton.messages import Abort, Adopted, End, HandedOff, NodeRole, Prefill, SampleEnd, TokenLogprobs, Tokens
 from baton.sampling import FinishReason, SamplingParams
 from router.actions import ToNode
-from router.life import RoutedRequest, TokensOut, WorkState
+from router.life import AttemptState, RoutedRequest, TokensOut
 from tests.router.house import House, info
 
 ADOPTED = Adopted(0.1, 0, 9)
@@ -58,7 +58,7 @@ def test_an_attempt_that_is_over_is_not_heard() -> None:
     house = House("p1", "d1")
     first = house.submit()
     house.say("p1", first, End(TransferError("lost")))
-    assert house.prefills[-1][1].work.attempt == 1
+    assert house.prefills[-1][1].attempt_id.attempt == 1
     house.say("p1", first, Tokens(0, 0, (5,)), End(InternalError("late")))
     assert not house.emitted
     house.say("p1", house.prefills[-1][1], Tokens(0, 0, (6,)))
@@ -72,7 +72,7 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
         house.submit()
     house.say("p1", prefill, Tokens(0, 0, (5,)), LENGTH, End())
     assert house.end is None
-    assert house.submit().work == prefill.work
+    assert house.submit().attempt_id == prefill.attempt_id
 
 
 # ---- tokens ----
@@ -150,7 +150,7 @@ def test_until_both_have_spoken_a_lost_prefill_node_costs_the_attempt(said: obje
     house.core.node_lost("p1", "died", 2.0)
     house.collect()
     where, again = house.prefills[-1]
-    assert (where, again.work.attempt, again.samples[0].output_tokens) == ("p2", 1, (5,))
+    assert (where, again.attempt_id.attempt, again.samples[0].output_tokens) == ("p2", 1, (5,))
     assert ("d1", ()) in aborts(house)
 
 
@@ -168,10 +168,10 @@ def test_a_lost_decode_node_costs_the_attempt_at_any_time() -> None:
     house.core.node_lost("d1", "died", 2.0)
     house.collect()
     again = house.prefills[-1][1]
-    assert again.work.attempt == 1
+    assert again.attempt_id.attempt == 1
     assert again.decode
     assert again.decode.incarnation == "d2"
-    assert house.core.states() == [WorkState.QUEUED]
+    assert house.core.states() == [AttemptState.QUEUED]
 
 
 # ---- the next attempt ----
@@ -181,7 +181,7 @@ def test_a_lost_decode_node_costs_the_attempt_at_any_time() -> None:
 def test_what_a_node_could_not_do_another_may(error: type[BatonError]) -> None:
     house = House("p1", "d1", "d2")
     house.say("p1", house.submit(), End(error("not here")))
-    assert house.prefills[-1][1].work.attempt == 1
+    assert house.prefills[-1][1].attempt_id.attempt == 1
 
 
 def test_four_attempts_are_enough() -> None:
@@ -190,7 +190,7 @@ def test_four_attempts_are_enough() -> None:
     for _ in range(4):
         house.say("d1", house.prefills[-1][1], End(TransferError("damaged")))
     assert isinstance(house.end, TransferError)
-    assert [prefill.work.attempt for _, prefill in house.prefills] == [0, 1, 2, 3]
+    assert [prefill.attempt_id.attempt for _, prefill in house.prefills] == [0, 1, 2, 3]
 
 
 def test_nodes_that_failed_earlier_attempts_are_all_avoided() -> None:
@@ -218,7 +218,7 @@ def test_a_sample_with_output_and_one_without_go_on_by_themselves() -> None:
     first = house.submit(n=2)
     house.say("p1", first, Tokens(0, 0, (5,)), End(TransferError("lost")))
     again = [prefill for _, prefill in house.prefills[1:]]
-    assert [(p.work.request_id, len(p.samples)) for p in again] == [("r/0", 1), ("r/1", 1)]
+    assert [(p.attempt_id.request_id, len(p.samples)) for p in again] == [("r/0", 1), ("r/1", 1)]
 
 
 def test_nodes_whose_blocks_differ_are_no_pair() -> None:

@@ -136,7 +136,7 @@ async def test_grpc_generate(stub, nodes):
     assert (told.prefill_s, told.gather_s, told.wire_s, told.commit_s) == (0.002, 0.005, 0.006, 0.001)
     assert (told.transfer_s, told.scatter_s, told.step_wait_s) == (0.003, 0.002, 0.004)
     assert told.handoff_s == pytest.approx(0.008)
-    assert nodes.prefills[0].work.request_id.startswith("mine.")
+    assert nodes.prefills[0].attempt_id.request_id.startswith("mine.")
 
 
 async def test_grpc_inputs(stub, nodes):

@@ -27,7 +27,7 @@ def test_a_full_node_is_passed_over_for_another() -> None:
     first = house.submit()
     house.say("p1", first, End(Overloaded("full")))
     (_, again) = house.prefills[-1]
-    assert again.work.attempt == 1
+    assert again.attempt_id.attempt == 1
     assert again.decode
     assert first.decode
     assert again.decode.incarnation != first.decode.incarnation
@@ -74,9 +74,9 @@ def test_samples_that_have_output_go_on_one_by_one() -> None:
     house.core.node_lost("d1", "died", 2.0)
     house.collect()
     again = [p for _, p in house.prefills[1:]]
-    assert [p.work.request_id for p in again] == ["r/0", "r/1"]
+    assert [p.attempt_id.request_id for p in again] == ["r/0", "r/1"]
     assert [p.samples[0].output_tokens for p in again] == [(5, 7), (6,)]
-    assert all(p.work.attempt == 1 for p in again)
+    assert all(p.attempt_id.attempt == 1 for p in again)
 
 
 def test_what_decode_says_before_prefill_has_spoken_waits_its_turn() -> None:
@@ -93,5 +93,5 @@ def test_a_gap_fails_the_attempt() -> None:
     first = house.submit()
     house.say("p1", first, Tokens(0, 0, (5,)), HandedOff(0.1))
     house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 2, (7,)))
-    assert house.prefills[-1][1].work.attempt == 1
+    assert house.prefills[-1][1].attempt_id.attempt == 1
     assert house.prefills[-1][1].samples[0].output_tokens == (5,)

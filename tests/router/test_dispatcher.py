@@ -9,15 +9,15 @@ from baton.errors import DeadlineExceeded
 from baton.messages import NodeRole
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
-from router.accounts import Accounts
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
 from router.life import RequestEnd, RequestEvent, RoutedRequest
+from router.request_metrics import RequestMetrics
 from tests.router.house import info
 
 
 async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:
-    dispatcher = Dispatcher(RouterCore(1), Accounts(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+    dispatcher = Dispatcher(RouterCore(1), RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
     for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
         dispatcher.node_up(info(name, role), lambda message: None)
     ended: asyncio.Queue[tuple[str, RequestEvent]] = asyncio.Queue()

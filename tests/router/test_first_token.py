@@ -10,10 +10,10 @@ from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavai
 from baton.messages import Abort, Adopted, End, HandedOff, NodeRole, Prefill, SampleEnd, Tokens, Update
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
-from router.accounts import Accounts
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
 from router.life import FirstToken, RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
+from router.request_metrics import RequestMetrics
 from tests.router.house import House, info
 
 ADOPTED = Adopted(0.1, 0, 9)
@@ -131,7 +131,7 @@ def test_a_stopped_sample_keeps_what_waits_to_itself(house: House) -> None:
 async def test_a_stop_string_within_the_first_token() -> None:
     """It is found when the decode node goes on. What that has said in the same breath does not count."""
     metrics = RouterMetrics(registry := new_registry(ROUTER))
-    dispatcher = Dispatcher(RouterCore(1, first_token="decode"), Accounts(metrics, lambda: "m"))
+    dispatcher = Dispatcher(RouterCore(1, first_token="decode"), RequestMetrics(metrics, lambda: "m"))
     sent: list[tuple[str, Prefill | Abort]] = []
     for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
 
@@ -147,14 +147,14 @@ async def test_a_stop_string_within_the_first_token() -> None:
             dispatcher.stop_sample("r", 0)
 
     dispatcher.submit(RoutedRequest("r", (1, 2), 1, SamplingParams(max_tokens=8), 60.0), stop_at_once, time.monotonic())
-    work = sent[0][1].work
-    dispatcher.node_said("p1", (Update(work, Tokens(0, 0, (5,))),))
+    attempt_id = sent[0][1].attempt_id
+    dispatcher.node_said("p1", (Update(attempt_id, Tokens(0, 0, (5,))),))
     assert not told
-    dispatcher.node_said("d1", (Update(work, ADOPTED), Update(work, Tokens(0, 1, (6,)))))
+    dispatcher.node_said("d1", (Update(attempt_id, ADOPTED), Update(attempt_id, Tokens(0, 1, (6,)))))
     tokens, end = told
     assert tokens == TokensOut(0, (5,), ())
     assert isinstance(end, RequestEnd)
     assert end.error is None
-    assert sent[1:] == [(node, Abort(work, (), 60.0)) for node in ("p1", "d1")]
+    assert sent[1:] == [(node, Abort(attempt_id, (), 60.0)) for node in ("p1", "d1")]
     assert registry.get_sample_value("baton:generation_tokens_total", {"model_name": "m", "role": "router"}) == 1
     dispatcher.close()

@@ -201,7 +201,7 @@ async def test_request_ids_in_and_out(client, nodes):
     response = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
     assert response.json()["id"] == "chatcmpl-mine-1"
-    assert nodes.prefills[0].work.request_id.startswith("mine-1.")
+    assert nodes.prefills[0].attempt_id.request_id.startswith("mine-1.")
     response = await client.get("/nowhere", headers={"x-request-id": "bad id"})
     assert response.headers["x-request-id"] not in ("", "bad id")
 
@@ -210,7 +210,7 @@ async def test_equal_request_ids_do_not_collide(client, nodes):
     requests = (client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "same"}) for _ in range(4))
     responses = await asyncio.gather(*requests)
     assert [r.json()["choices"][0]["message"]["content"] for r in responses] == ["hello world"] * 4
-    assert len({p.work.request_id for p in nodes.prefills}) == 4
+    assert len({p.attempt_id.request_id for p in nodes.prefills}) == 4
 
 
 async def test_tokens_and_back(client):

@@ -80,7 +80,7 @@ async def test_a_lost_decode_node_costs_no_token(empty, stream):
     hold, held = asyncio.Event(), asyncio.Event()
 
     def script(prefill):
-        if prefill.work.attempt:
+        if prefill.attempt_id.attempt:
             return Answer(tokens=(tokens,))
         held.set()
         return Answer(tokens=(tokens,), hold=hold, hold_at=3)
@@ -188,7 +188,9 @@ async def test_a_router_that_stood_still_takes_no_node_for_silent(router, nodes,
 
 async def test_a_lost_transfer_is_tried_again(router, nodes):
     def script(prefill):
-        return says("hello world")(prefill) if prefill.work.attempt else Answer(error=PeerLost("the endpoint broke"))
+        return (
+            says("hello world")(prefill) if prefill.attempt_id.attempt else Answer(error=PeerLost("the endpoint broke"))
+        )
 
     nodes.script = script
     response = await answer(router)

@@ -22,7 +22,7 @@ def place(house: House, name: str, num_tokens: int = 10) -> str:
 
 
 def say(house: House, node: str, request: str, *kinds: object) -> None:
-    (prefill,) = [p for _, p in house.prefills if p.work.request_id == request]
+    (prefill,) = [p for _, p in house.prefills if p.attempt_id.request_id == request]
     house.say(node, prefill, *kinds)
 
 

@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from baton.address import HostPort
-from baton.messages import End, Prefill, Sample, Started, Tokens, Update, WorkId
+from baton.messages import AttemptId, End, Prefill, Sample, Started, Tokens, Update
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, AdminGate, MetricsServer, NodeMetrics, RouterMetrics, metrics_page, new_registry
 from deploy.ports import HeldPort
@@ -37,10 +37,10 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 def node_registry(role: str) -> CollectorRegistry:
     """A node's, that has had one request with a prompt of 5 tokens."""
     registry = new_registry(role)
-    metrics, work = NodeMetrics(registry, "tiny"), WorkId(1, "r", 0)
-    metrics.received(Prefill(work, "i", (1, 2, 3, 4, 5), (Sample(0),), SamplingParams(), 1.0))
+    metrics, attempt_id = NodeMetrics(registry, "tiny"), AttemptId(1, "r", 0)
+    metrics.received(Prefill(attempt_id, "i", (1, 2, 3, 4, 5), (Sample(0),), SamplingParams(), 1.0))
     for kind in (Started(2, 0.01), Tokens(0, 0, (5, 6)), End()):
-        metrics.sent(Update(work, kind))
+        metrics.sent(Update(attempt_id, kind))
     return registry
 
 

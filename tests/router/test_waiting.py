@@ -10,7 +10,7 @@ from baton.errors import DeadlineExceeded, InternalError, NodeUnavailable, PeerL
 from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Tokens
 from baton.sampling import SamplingParams
 from router.core import MAX_ATTEMPTS
-from router.life import RoutedRequest, WorkState
+from router.life import AttemptState, RoutedRequest
 from router.pair_faults import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, PairFaults
 from tests.router.house import House, info
 
@@ -31,7 +31,7 @@ def submit(house: House, name: str, deadline_s: float = 60.0) -> None:
 
 
 def placed(house: House) -> list[str]:
-    return [prefill.work.request_id for _, prefill in house.prefills]
+    return [prefill.attempt_id.request_id for _, prefill in house.prefills]
 
 
 # ---- without a node ----
@@ -42,11 +42,11 @@ def test_who_came_first_is_placed_first_when_a_node_comes() -> None:
     for name in "abc":
         submit(house, name)
     assert placed(house) == []
-    assert house.core.states() == [WorkState.UNPLACED] * 3
+    assert house.core.states() == [AttemptState.UNPLACED] * 3
     house.core.cancel("b", 1.0)
     come(house, "d1")
     assert placed(house) == ["a", "c"]
-    assert house.core.states() == [WorkState.QUEUED] * 2
+    assert house.core.states() == [AttemptState.QUEUED] * 2
 
 
 def test_who_waits_in_vain_is_told_so_at_its_deadline() -> None:
@@ -84,11 +84,11 @@ def test_an_attempt_that_was_lost_waits_for_a_node_with_what_it_has() -> None:
     first = house.submit(n=2)
     house.say("p1", first, Tokens(0, 0, (5,)), Tokens(1, 0, (6,)), HandedOff(0.1))
     lose(house, "d1")
-    assert house.core.states() == [WorkState.UNPLACED] * 2, "each sample goes on by itself"
+    assert house.core.states() == [AttemptState.UNPLACED] * 2, "each sample goes on by itself"
     house.core.stop_sample("r", 1, 3.0)
     come(house, "d2")
     (again,) = [p for _, p in house.prefills[1:]]
-    assert (again.work.attempt, again.samples[0].output_tokens) == (1, (5,))
+    assert (again.attempt_id.attempt, again.samples[0].output_tokens) == (1, (5,))
 
 
 def test_a_request_whose_samples_all_stop_while_it_waits_has_ended() -> None:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 
 import baton
 from baton.errors import BatonError, RequestCancelled
-from baton.messages import Adopted, End, HandedOff, Load, Prefill, Started, Tokens, Update, WorkId
+from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Started, Tokens, Update
 from baton.v1 import common_pb2
 
 # As in vLLM, with finer steps at the low end of the inter-token latency.
@@ -121,8 +121,8 @@ class NodeMetrics:
 
         self._values = values
         self._clock = clock
-        self._received: dict[WorkId, float] = {}  # until the first token
-        self._last_token: dict[WorkId, dict[int, float]] = {}  # by sample
+        self._received: dict[AttemptId, float] = {}  # until the first token
+        self._last_token: dict[AttemptId, dict[int, float]] = {}  # by sample
         self._running = gauge("num_requests_running", "Requests in the running batch.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.")
@@ -156,7 +156,7 @@ class NodeMetrics:
         self._not_sent = counter("kv_transfer_cached_tokens", "Prompt tokens whose KV was here and did not travel.")
 
     def received(self, prefill: Prefill) -> None:
-        self._received[prefill.work] = self._clock()
+        self._received[prefill.attempt_id] = self._clock()
         self._prompt_tokens.inc(len(prefill.prompt_tokens))
         self._prefix_queries.inc(len(prefill.prompt_tokens))
 
@@ -164,14 +164,14 @@ class NodeMetrics:
         match update.kind:
             case Tokens(sample, _, token_ids):
                 self._generation_tokens.inc(len(token_ids))
-                self._time_tokens(update.work, sample)
+                self._time_tokens(update.attempt_id, sample)
             case Started(num_cached_tokens, queue_s):
                 self._prefix_hits.inc(num_cached_tokens)
                 self._queue_s.observe(queue_s)
             case HandedOff(prefill_s):
                 self._prefill_s.observe(prefill_s)
                 self._ends.labels(*self._values, "handed_off", "").inc()
-                self._forget(update.work)
+                self._forget(update.attempt_id)
             case Adopted(transfer_s, num_cached_tokens, transfer_bytes) as adopted:
                 self._not_sent.inc(num_cached_tokens)
                 self._handoff_s.observe(adopted.handoff_s)
@@ -179,13 +179,13 @@ class NodeMetrics:
                 self._transfer_bytes.inc(transfer_bytes)
             case End(error):
                 self._ends.labels(*self._values, *outcome_labels(error)).inc()
-                self._forget(update.work)
+                self._forget(update.attempt_id)
 
     def lost(self, epoch: int) -> None:
         """A router is gone, and its requests with it: no End will come for them."""
-        for work in {*self._received, *self._last_token}:
-            if work.router_epoch == epoch:
-                self._forget(work)
+        for attempt_id in {*self._received, *self._last_token}:
+            if attempt_id.router_epoch == epoch:
+                self._forget(attempt_id)
 
     def set_load(self, load: Load) -> None:
         self._running.set(load.num_running)
@@ -206,15 +206,15 @@ class NodeMetrics:
         self._slots.labels(*self._values, "free").set_function(count_free)
         self._slots.labels(*self._values, "in_use").set_function(lambda: total - count_free())
 
-    def _time_tokens(self, work: WorkId, sample: int) -> None:
+    def _time_tokens(self, attempt_id: AttemptId, sample: int) -> None:
         now = self._clock()
-        if received := self._received.pop(work, None):
+        if received := self._received.pop(attempt_id, None):
             self._first_token_s.observe(now - received)
-        last = self._last_token.setdefault(work, {})
+        last = self._last_token.setdefault(attempt_id, {})
         if sample in last:
             self._inter_token_s.observe(now - last[sample])
         last[sample] = now
 
-    def _forget(self, work: WorkId) -> None:
-        self._received.pop(work, None)
-        self._last_token.pop(work, None)
+    def _forget(self, attempt_id: AttemptId) -> None:
+        self._received.pop(attempt_id, None)
+        self._last_token.pop(attempt_id, None)

@@ -43,7 +43,7 @@ NODE_ROLE_UNSPECIFIED: NodeRole
 NODE_ROLE_PREFILL: NodeRole
 NODE_ROLE_DECODE: NodeRole
 
-class WorkId(_message.Message):
+class AttemptId(_message.Message):
     __slots__ = ("router_epoch", "request_id", "attempt")
     ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

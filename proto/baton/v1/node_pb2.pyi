@@ -78,11 +78,11 @@ class KvAudit(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.NodeRole, str]] = ..., integrity: _Optional[str] = ..., idle: _Optional[bool] = ..., num_blocks: _Optional[_Mapping[str, int]] = ..., num_slots: _Optional[_Mapping[str, int]] = ..., holders: _Optional[_Iterable[_Union[KvHolder, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[KvBlock, _Mapping]]] = ..., slots: _Optional[_Iterable[_Union[KvSlot, _Mapping]]] = ...) -> None: ...
 
 class KvHolder(_message.Message):
-    __slots__ = ("kind", "state", "use", "work", "samples", "lease", "peer", "age_s")
+    __slots__ = ("kind", "state", "use", "attempt_id", "samples", "lease", "peer", "age_s")
     KIND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     USE_FIELD_NUMBER: _ClassVar[int]
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
@@ -90,12 +90,12 @@ class KvHolder(_message.Message):
     kind: str
     state: str
     use: str
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     samples: _containers.RepeatedScalarFieldContainer[int]
     lease: int
     peer: str
     age_s: float
-    def __init__(self, kind: _Optional[str] = ..., state: _Optional[str] = ..., use: _Optional[str] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., lease: _Optional[int] = ..., peer: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, kind: _Optional[str] = ..., state: _Optional[str] = ..., use: _Optional[str] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., lease: _Optional[int] = ..., peer: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class KvBlock(_message.Message):
     __slots__ = ("block", "state", "ref", "readers", "writer", "hash", "holders", "age_s")
@@ -194,8 +194,8 @@ class DecodeTarget(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("work", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "decode", "cache_salt")
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attempt_id", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "decode", "cache_salt")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -203,7 +203,7 @@ class Prefill(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     target_incarnation: str
     prompt_tokens: bytes
     samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.Sample]
@@ -211,17 +211,17 @@ class Prefill(_message.Message):
     deadline_s: float
     decode: DecodeTarget
     cache_salt: str
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., decode: _Optional[_Union[DecodeTarget, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., decode: _Optional[_Union[DecodeTarget, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("work", "samples", "deadline_s")
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attempt_id", "samples", "deadline_s")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     samples: _containers.RepeatedScalarFieldContainer[int]
     deadline_s: float
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Updates(_message.Message):
     __slots__ = ("updates",)
@@ -230,22 +230,22 @@ class Updates(_message.Message):
     def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ...) -> None: ...
 
 class Update(_message.Message):
-    __slots__ = ("work", "started", "tokens", "sample_end", "handed_off", "adopted", "end")
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attempt_id", "started", "tokens", "sample_end", "handed_off", "adopted", "end")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_END_FIELD_NUMBER: _ClassVar[int]
     HANDED_OFF_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     started: Started
     tokens: Tokens
     sample_end: SampleEnd
     handed_off: HandedOff
     adopted: Adopted
     end: End
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., sample_end: _Optional[_Union[SampleEnd, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., sample_end: _Optional[_Union[SampleEnd, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("num_cached_tokens", "queue_s")
@@ -392,8 +392,8 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., node_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.TransportEndpoint, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., part_blocks: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("work", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups")
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attempt_id", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -402,7 +402,7 @@ class Reserve(_message.Message):
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUPED_FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     target_incarnation: str
     num_tokens: int
     block_hashes: bytes
@@ -411,23 +411,23 @@ class Reserve(_message.Message):
     max_total_tokens: int
     grouped_from_block: int
     layer_groups: int
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("work", "lease", "num_held_blocks", "num_parts", "credits", "checksums")
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attempt_id", "lease", "num_held_blocks", "num_parts", "credits", "checksums")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     lease: int
     num_held_blocks: int
     num_parts: int
     credits: int
     checksums: bool
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., lease: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_parts: _Optional[int] = ..., credits: _Optional[int] = ..., checksums: _Optional[bool] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., lease: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_parts: _Optional[int] = ..., credits: _Optional[int] = ..., checksums: _Optional[bool] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("lease", "credits")
@@ -438,17 +438,17 @@ class Credit(_message.Message):
     def __init__(self, lease: _Optional[int] = ..., credits: _Optional[int] = ...) -> None: ...
 
 class Refuse(_message.Message):
-    __slots__ = ("work", "error")
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attempt_id", "error")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     error: _common_pb2.Error
-    def __init__(self, work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("lease", "work", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "cache_salt", "age_s")
+    __slots__ = ("lease", "attempt_id", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "cache_salt", "age_s")
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -457,7 +457,7 @@ class Commit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     lease: int
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     target_incarnation: str
     prompt_tokens: bytes
     samples: _containers.RepeatedCompositeFieldContainer[_common_pb2.Sample]
@@ -465,22 +465,22 @@ class Commit(_message.Message):
     deadline_s: float
     cache_salt: str
     age_s: float
-    def __init__(self, lease: _Optional[int] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class CommitReply(_message.Message):
-    __slots__ = ("lease", "work", "error")
+    __slots__ = ("lease", "attempt_id", "error")
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     lease: int
-    work: _common_pb2.WorkId
+    attempt_id: _common_pb2.AttemptId
     error: _common_pb2.Error
-    def __init__(self, lease: _Optional[int] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Release(_message.Message):
-    __slots__ = ("lease", "work")
+    __slots__ = ("lease", "attempt_id")
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    WORK_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     lease: int
-    work: _common_pb2.WorkId
-    def __init__(self, lease: _Optional[int] = ..., work: _Optional[_Union[_common_pb2.WorkId, _Mapping]] = ...) -> None: ...
+    attempt_id: _common_pb2.AttemptId
+    def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ...) -> None: ...

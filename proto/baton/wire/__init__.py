@@ -6,7 +6,7 @@ little-endian uint32.
 
 A message by itself is checked only here. `Limits` are what its reader can take in addition: a node's vocabulary and
 context, the longest deadline. The state machines check what depends on their state (does this lease belong to this
-peer?). `work_of` says which attempt a malformed message ends.
+peer?). `attempt_of` says which attempt a malformed message ends.
 """
 
 from baton.wire.handoffs import (
@@ -28,22 +28,22 @@ from baton.wire.sessions import (
     write_router_message,
 )
 from baton.wire.values import (
+    attempt_of,
     pack_tokens,
+    read_attempt_id,
     read_error,
     read_finish_reason,
     read_logprobs,
-    read_work,
     unpack_tokens,
-    work_of,
+    write_attempt_id,
     write_error,
     write_finish_reason,
     write_logprobs,
-    write_work,
 )
 
 __all__ = [
     "Limits",
-    "work_of",
+    "attempt_of",
     "RouterToNode",
     "NodeToRouter",
     "write_router_message",
@@ -61,8 +61,8 @@ __all__ = [
     "write_kv_audit",
     "pack_tokens",
     "unpack_tokens",
-    "write_work",
-    "read_work",
+    "write_attempt_id",
+    "read_attempt_id",
     "write_error",
     "read_error",
     "write_logprobs",

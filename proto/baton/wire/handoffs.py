@@ -34,8 +34,10 @@ def write_prefill_message(message: FromPrefill) -> node_pb2.PrefillMessage:
             return node_pb2.PrefillMessage(reserve=_write_reserve(message))
         case Commit():
             return node_pb2.PrefillMessage(commit=_write_commit(message))
-        case Release(lease, work):
-            return node_pb2.PrefillMessage(release=node_pb2.Release(lease=lease, work=values.write_work(work)))
+        case Release(lease, attempt_id):
+            return node_pb2.PrefillMessage(
+                release=node_pb2.Release(lease=lease, attempt_id=values.write_attempt_id(attempt_id))
+            )
         case Hello():
             return node_pb2.PrefillMessage(hello=write_hello(message))
         case Auth():
@@ -53,7 +55,7 @@ def read_prefill_message(wire: node_pb2.PrefillMessage, limits: Limits = ANY) ->
             return _read_commit(wire.commit, limits)
         case "release":
             lease = values.read_below(wire.release.lease, MAX_LEASES, "lease")
-            return Release(lease, values.read_work(wire.release.work))
+            return Release(lease, values.read_attempt_id(wire.release.attempt_id))
         case "hello":
             return read_hello(wire.hello)
         case "auth":
@@ -70,11 +72,13 @@ def write_decode_message(message: FromDecode) -> node_pb2.DecodeMessage:
             return node_pb2.DecodeMessage(grant=_write_grant(message))
         case Credit(lease, credits_):
             return node_pb2.DecodeMessage(credit=node_pb2.Credit(lease=lease, credits=credits_))
-        case Refuse(work, error):
-            refuse = node_pb2.Refuse(work=values.write_work(work), error=values.write_error(error))
+        case Refuse(attempt_id, error):
+            refuse = node_pb2.Refuse(attempt_id=values.write_attempt_id(attempt_id), error=values.write_error(error))
             return node_pb2.DecodeMessage(refuse=refuse)
-        case CommitReply(lease, work, outcome):
-            reply = node_pb2.CommitReply(lease=lease, work=values.write_work(work), error=values.write_error(outcome))
+        case CommitReply(lease, attempt_id, outcome):
+            reply = node_pb2.CommitReply(
+                lease=lease, attempt_id=values.write_attempt_id(attempt_id), error=values.write_error(outcome)
+            )
             return node_pb2.DecodeMessage(commit_reply=reply)
         case Hello():
             return node_pb2.DecodeMessage(hello=write_hello(message))
@@ -93,11 +97,11 @@ def read_decode_message(wire: node_pb2.DecodeMessage, limits: Limits = ANY) -> F
             lease, credits_ = _read_lease(wire.credit.lease), wire.credit.credits
             return Credit(lease, values.read_below(credits_, limits.max_parts + 1, "credits"))
         case "refuse":
-            return Refuse(values.read_work(wire.refuse.work), values.read_error(wire.refuse.error))
+            return Refuse(values.read_attempt_id(wire.refuse.attempt_id), values.read_error(wire.refuse.error))
         case "commit_reply":
             said = wire.commit_reply
             error = values.read_error(said.error) if said.HasField("error") else None
-            return CommitReply(_read_lease(said.lease), values.read_work(said.work), error)
+            return CommitReply(_read_lease(said.lease), values.read_attempt_id(said.attempt_id), error)
         case "hello":
             return read_hello(wire.hello)
         case "auth":
@@ -136,7 +140,7 @@ def read_hello(wire: node_pb2.Hello) -> Hello:
 
 def _write_reserve(message: Reserve) -> node_pb2.Reserve:
     return node_pb2.Reserve(
-        work=values.write_work(message.work),
+        attempt_id=values.write_attempt_id(message.attempt_id),
         target_incarnation=message.target_incarnation,
         num_tokens=message.num_tokens,
         block_hashes=values.write_hashes(message.block_hashes),
@@ -158,7 +162,7 @@ def _read_reserve(wire: node_pb2.Reserve, limits: Limits) -> Reserve:
     if wire.num_tokens * groups > MAX_PARTS * max(1, limits.block_size):
         raise InvalidRequest(f"{wire.num_tokens} tokens by {groups} groups of layers", "layer_groups")
     return Reserve(
-        work=values.read_work(wire.work),
+        attempt_id=values.read_attempt_id(wire.attempt_id),
         target_incarnation=values.read_text(wire.target_incarnation, "target_incarnation"),
         num_tokens=wire.num_tokens,
         block_hashes=_read_names(wire, limits),
@@ -182,7 +186,7 @@ def _read_names(wire: node_pb2.Reserve, limits: Limits) -> tuple[BlockHash, ...]
 def _write_commit(message: Commit) -> node_pb2.Commit:
     return node_pb2.Commit(
         lease=message.lease,
-        work=values.write_work(message.work),
+        attempt_id=values.write_attempt_id(message.attempt_id),
         target_incarnation=message.target_incarnation,
         prompt_tokens=values.pack_tokens(message.prompt_tokens, "prompt"),
         samples=values.write_samples(message.samples),
@@ -204,7 +208,7 @@ def _read_commit(wire: node_pb2.Commit, limits: Limits) -> Commit:
         raise InvalidRequest(text, "samples")
     return Commit(
         lease=_read_lease(wire.lease),
-        work=values.read_work(wire.work),
+        attempt_id=values.read_attempt_id(wire.attempt_id),
         target_incarnation=values.read_text(wire.target_incarnation, "target_incarnation"),
         prompt_tokens=prompt,
         samples=samples,
@@ -217,7 +221,7 @@ def _read_commit(wire: node_pb2.Commit, limits: Limits) -> Commit:
 
 def _write_grant(message: Grant) -> node_pb2.Grant:
     return node_pb2.Grant(
-        work=values.write_work(message.work),
+        attempt_id=values.write_attempt_id(message.attempt_id),
         lease=message.lease,
         num_held_blocks=message.num_held_blocks,
         num_parts=message.num_parts,
@@ -230,7 +234,9 @@ def _read_grant(wire: node_pb2.Grant, limits: Limits) -> Grant:
     parts = values.read_below(wire.num_parts, limits.max_parts + 1, "num_parts")
     credits_ = values.read_below(wire.credits, parts + 1, "credits")
     held = values.read_below(wire.num_held_blocks, limits.max_model_len + 1, "num_held_blocks")
-    return Grant(values.read_work(wire.work), _read_lease(wire.lease), held, parts, credits_, wire.checksums)
+    return Grant(
+        values.read_attempt_id(wire.attempt_id), _read_lease(wire.lease), held, parts, credits_, wire.checksums
+    )
 
 
 def _read_lease(serial: int) -> int:

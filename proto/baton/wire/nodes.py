@@ -119,7 +119,7 @@ def _write_holder(holder: KvHolder) -> node_pb2.KvHolder:
         kind=holder.kind,
         state=holder.state,
         use=holder.use.value,
-        work=values.write_work(holder.work),
+        attempt_id=values.write_attempt_id(holder.attempt_id),
         samples=holder.samples,
         lease=holder.lease,
         peer=holder.peer,

@@ -38,8 +38,10 @@ def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
     match message:
         case Prefill():
             return node_pb2.RouterMessage(prefill=write_prefill(message))
-        case Abort(work, samples, deadline_s):
-            abort = node_pb2.Abort(work=values.write_work(work), samples=samples, deadline_s=deadline_s)
+        case Abort(attempt_id, samples, deadline_s):
+            abort = node_pb2.Abort(
+                attempt_id=values.write_attempt_id(attempt_id), samples=samples, deadline_s=deadline_s
+            )
             return node_pb2.RouterMessage(abort=abort)
         case Subscribe(epoch, target, version):
             wire = node_pb2.Subscribe(protocol_version=version, router_epoch=epoch, target_incarnation=target)
@@ -56,7 +58,7 @@ def read_router_message(wire: node_pb2.RouterMessage, limits: Limits = ANY) -> R
         case "abort":
             abort = wire.abort
             return Abort(
-                values.read_work(abort.work),
+                values.read_attempt_id(abort.attempt_id),
                 values.read_indexes(abort.samples),
                 values.read_seconds(abort.deadline_s, "deadline_s", limits.max_seconds),
             )
@@ -72,7 +74,7 @@ def read_router_message(wire: node_pb2.RouterMessage, limits: Limits = ANY) -> R
 
 def write_prefill(message: Prefill) -> node_pb2.Prefill:
     return node_pb2.Prefill(
-        work=values.write_work(message.work),
+        attempt_id=values.write_attempt_id(message.attempt_id),
         target_incarnation=message.target_incarnation,
         prompt_tokens=values.pack_tokens(message.prompt_tokens, "prompt"),
         samples=values.write_samples(message.samples),
@@ -92,7 +94,7 @@ def read_prefill(wire: node_pb2.Prefill, limits: Limits = ANY) -> Prefill:
     if not prompt:
         raise InvalidRequest("prompt: no tokens", "prompt")
     return Prefill(
-        work=values.read_work(wire.work),
+        attempt_id=values.read_attempt_id(wire.attempt_id),
         target_incarnation=values.read_text(wire.target_incarnation, "target_incarnation"),
         prompt_tokens=prompt,
         samples=values.read_samples(wire.samples, limits, most_shared=0),
@@ -156,32 +158,34 @@ def write_updates(updates: Iterable[Update]) -> node_pb2.Updates:
 
 
 def write_update(update: Update) -> node_pb2.Update:
-    work = values.write_work(update.work)
+    attempt_id = values.write_attempt_id(update.attempt_id)
     match update.kind:
         case Tokens() as said:
-            return node_pb2.Update(work=work, tokens=_write_tokens(said))
+            return node_pb2.Update(attempt_id=attempt_id, tokens=_write_tokens(said))
         case SampleEnd(sample, reason, stop_id):
             ended = node_pb2.SampleEnd(sample=sample, reason=values.write_finish_reason(reason), stop_token_id=stop_id)
-            return node_pb2.Update(work=work, sample_end=ended)
+            return node_pb2.Update(attempt_id=attempt_id, sample_end=ended)
         case Started(cached, queue_s):
-            return node_pb2.Update(work=work, started=node_pb2.Started(num_cached_tokens=cached, queue_s=queue_s))
+            return node_pb2.Update(
+                attempt_id=attempt_id, started=node_pb2.Started(num_cached_tokens=cached, queue_s=queue_s)
+            )
         case HandedOff(prefill_s, gather_s, wire_s):
             handed_off = node_pb2.HandedOff(prefill_s=prefill_s, gather_s=gather_s, wire_s=wire_s)
-            return node_pb2.Update(work=work, handed_off=handed_off)
+            return node_pb2.Update(attempt_id=attempt_id, handed_off=handed_off)
         case Adopted() as said:
-            return node_pb2.Update(work=work, adopted=_write_adopted(said))
+            return node_pb2.Update(attempt_id=attempt_id, adopted=_write_adopted(said))
         case End(error):
-            return node_pb2.Update(work=work, end=node_pb2.End(error=values.write_error(error)))
+            return node_pb2.Update(attempt_id=attempt_id, end=node_pb2.End(error=values.write_error(error)))
 
 
 def read_update(wire: node_pb2.Update, limits: Limits = ANY) -> Update:
     """If a malformed update names its work, it becomes the end of that work alone. Raises InvalidRequest if it names
     none."""
-    work = values.read_work(wire.work)
+    attempt_id = values.read_attempt_id(wire.attempt_id)
     try:
-        return Update(work, _read_kind(wire, limits))
+        return Update(attempt_id, _read_kind(wire, limits))
     except InvalidRequest as error:
-        return Update(work, End(NodeUnavailable(f"the node's update makes no sense: {error.message}")))
+        return Update(attempt_id, End(NodeUnavailable(f"the node's update makes no sense: {error.message}")))
 
 
 def _read_kind(wire: node_pb2.Update, limits: Limits) -> UpdateKind:

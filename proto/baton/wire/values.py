@@ -11,7 +11,7 @@ from typing import Any
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import BatonError, InvalidRequest, from_code
 from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
-from baton.messages import Auth, Sample, TokenLogprobs, TransportEndpoint, WorkId
+from baton.messages import AttemptId, Auth, Sample, TokenLogprobs, TransportEndpoint
 from baton.sampling import (
     MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
@@ -138,25 +138,27 @@ def read_auth(wire: node_pb2.Auth) -> Auth:
     return Auth(wire.name, wire.nonce, wire.proof)
 
 
-def write_work(work: WorkId) -> common_pb2.WorkId:
-    return common_pb2.WorkId(router_epoch=work.router_epoch, request_id=work.request_id, attempt=work.attempt)
+def write_attempt_id(attempt_id: AttemptId) -> common_pb2.AttemptId:
+    return common_pb2.AttemptId(
+        router_epoch=attempt_id.router_epoch, request_id=attempt_id.request_id, attempt=attempt_id.attempt
+    )
 
 
-def read_work(wire: common_pb2.WorkId) -> WorkId:
+def read_attempt_id(wire: common_pb2.AttemptId) -> AttemptId:
     request_id = wire.request_id
     if not 0 < len(request_id) <= MAX_NAME_CHARS or not request_id.isprintable():
-        raise InvalidRequest("work names no request", "work")
-    return WorkId(wire.router_epoch, request_id, wire.attempt)
+        raise InvalidRequest("attempt_id names no request", "attempt_id")
+    return AttemptId(wire.router_epoch, request_id, wire.attempt)
 
 
-def work_of(message: node_pb2.RouterMessage | node_pb2.PrefillMessage | node_pb2.DecodeMessage) -> WorkId | None:
+def attempt_of(message: node_pb2.RouterMessage | node_pb2.PrefillMessage | node_pb2.DecodeMessage) -> AttemptId | None:
     """The work that a message is about, which fails if the rest is malformed. None: the message names no work."""
     kind = message.WhichOneof("kind")
     about: Any = getattr(message, kind) if kind else message
-    if "work" not in about.DESCRIPTOR.fields_by_name:
+    if "attempt_id" not in about.DESCRIPTOR.fields_by_name:
         return None
     try:
-        return read_work(about.work)
+        return read_attempt_id(about.attempt_id)
     except InvalidRequest:
         return None
 

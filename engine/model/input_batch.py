@@ -1,0 +1,64 @@
+"""Running sequences on the device: a row each, from the first step that they are in until they are forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from baton.layout import num_blocks_for
+from baton_kernels.step_inputs import update_block_tables
+from engine.config import EngineConfig
+from engine.model.sampler import Sampler
+from engine.model.upload import upload
+from engine.sequence import Sequence
+from engine.step import Chunk
+
+
+class InputBatch:
+    """Owns the block tables on the device, `block_tables` [max_num_seqs, max_blocks] int32, and says whose a row is.
+
+    Tables only grow while a sequence runs, so a step copies what is new. A row may go to another sequence while a
+    launched step still reads it: the copy comes after that step on the device.
+    """
+
+    def __init__(self, config: EngineConfig, sampler: Sampler, device: torch.device) -> None:
+        self._max_blocks = num_blocks_for(config.max_model_len, config.block_size)
+        self.block_tables = torch.zeros(config.max_num_seqs, self._max_blocks, dtype=torch.int32, device=device)
+        self._sampler = sampler
+        self._row_of: dict[Sequence, int] = {}
+        self._free = list(range(config.max_num_seqs))
+        self._num_written = [0] * config.max_num_seqs
+
+    def place(self, chunks: Seq[Chunk]) -> list[int]:
+        """The row of each chunk's sequence, which it gets now if it has none. Brings the tables up to date."""
+        rows, index, blocks = [], list[int](), list[int]()
+        for chunk in chunks:
+            seq = chunk.sequence
+            row = self._row_of.get(seq)
+            if row is None:
+                row = self._begin(seq)
+            rows.append(row)
+            table, written = seq.block_table, self._num_written[row]
+            if len(table) > written:
+                index += range(row * self._max_blocks + written, row * self._max_blocks + len(table))
+                blocks += table[written:]
+                self._num_written[row] = len(table)
+        if index:
+            both = upload(np.array([index, blocks], dtype=np.int32), self.block_tables.device)
+            update_block_tables(self.block_tables, both[0], both[1])
+        return rows
+
+    def forget(self, seq: Sequence) -> None:
+        """Its row is free. Once more does nothing."""
+        row = self._row_of.pop(seq, None)
+        if row is not None:
+            self._free.append(row)
+
+    def _begin(self, seq: Sequence) -> int:
+        assert not seq.num_pending_tokens or seq.generates, f"{seq.attempt_id} starts with a token that nobody knows"
+        row = self._row_of[seq] = self._free.pop()
+        self._num_written[row] = 0
+        self._sampler.begin(row, seq.sampling, seq.prompt_tokens, seq.output_tokens)
+        return row

@@ -1,0 +1,146 @@
+"""A checkpoint's folder as one value: its configurations, parsed once, and what follows from its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from baton.messages import GenerationDefaults
+from engine.checkpoint import local_folder, read_config, why_no_checkpoint
+from engine.model import rope
+from engine.model.errors import ModelNotFound, UnsupportedModel
+from engine.model.load.safetensors_index import StoredTensor, read_stored, weight_files
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What a model is loaded from. Made by `find` or `open`; the files must not change while it is in use.
+
+    stated, stated_generation: the objects of config.json and of generation_config.json, empty where there is none of
+    the latter. config: transformers' own of config.json; whoever builds a model takes a copy, since that writes to it.
+    """
+
+    path: Path
+    stated: Mapping[str, Any]
+    stated_generation: Mapping[str, Any]
+    config: Any
+
+    @classmethod
+    def find(cls, name: str, revision: str | None = None) -> Checkpoint:
+        """That of an embedded model, of a folder, or of a hub id (downloaded once; from the cache alone when
+        HF_HUB_OFFLINE is set). Raises ModelNotFound, UnsupportedModel."""
+        return cls.open(_resolve(name, revision))
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """That of a folder. Code that comes with it is never run. Raises UnsupportedModel."""
+        try:
+            stated, generation = read_config(path), _read_generation_config(path)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        except (ValueError, KeyError, OSError) as error:
+            raise UnsupportedModel(f"{path}: {error}") from error
+        return cls(path, stated, generation, config)
+
+    @property
+    def text_config(self) -> Any:
+        """The part of `config` that is about the language model."""
+        return self.config.get_text_config()
+
+    @property
+    def max_model_len(self) -> int:
+        """The context length that the configuration states, in tokens; with dynamic NTK, as far as its factor carries.
+        Raises UnsupportedModel when it states none."""
+        length = getattr(self.text_config, "max_position_embeddings", None)
+        if not length:
+            raise UnsupportedModel(f"{self.path}: config.json states no max_position_embeddings")
+        return int(length * rope.context_factor(self.text_config))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config.vocab_size)
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What generation_config.json says; its EOS ids come from config.json when it is silent."""
+        stated = self.stated_generation
+        eos = stated.get("eos_token_id")
+        if eos is None:
+            eos = self.stated.get("eos_token_id")
+        return GenerationDefaults(
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            temperature=stated.get("temperature"),
+            top_p=stated.get("top_p"),
+            top_k=stated.get("top_k"),
+            min_p=stated.get("min_p"),
+            repetition_penalty=stated.get("repetition_penalty"),
+            max_new_tokens=stated.get("max_new_tokens"),
+        )
+
+    @cached_property
+    def weights(self) -> Mapping[str, StoredTensor]:
+        """Where each tensor of its safetensors files lies, by name; empty without model.safetensors or an index. Raises
+        UnsupportedModel for a file that is cut off or is none."""
+        return read_stored(weight_files(self.path))
+
+    def fingerprint(self, *, dummy: bool = False, max_model_len: int | None = None) -> str:
+        """sha256, hex, that tells two models apart, in milliseconds for any size.
+
+        Over config.json (without the version of the library that wrote it) and, per weight file in order of name: its
+        size, its safetensors header (names, shapes, offsets), and 64 spans of 4 KiB spread evenly over its data. Two
+        fine-tunes of one model differ in nearly every weight, so in nearly every span. dummy: random weights, which
+        follow from config.json. `max_model_len` counts where it decides about RoPE (see `engine.model.rope`).
+        """
+        stated = {k: v for k, v in self.stated.items() if k != "transformers_version" and not k.startswith("_")}
+        digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
+        if max_model_len is not None:
+            digest.update(rope.variant(self.text_config, max_model_len).encode())
+        if dummy:
+            digest.update(b"dummy")
+            return digest.hexdigest()
+        for file in sorted(self.path.glob("*.safetensors")):
+            size = file.stat().st_size
+            with file.open("rb") as data:
+                header = data.read(int.from_bytes(data.read(8), "little"))
+                digest.update(b"%s\0%d\0%s" % (file.name.encode(), size, header))
+                for i in range(_SAMPLES):
+                    data.seek(len(header) + (size - len(header)) * i // _SAMPLES)
+                    digest.update(data.read(_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def _resolve(name: str, revision: str | None) -> Path:
+    folder = local_folder(name)
+    if folder is not None:
+        if problem := why_no_checkpoint(folder):
+            raise ModelNotFound(f"--model {name}: {problem}")
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as error:  # what the hub's errors derive from
+        reason = str(error).splitlines()[0]
+        raise ModelNotFound(f"--model {name} is neither a folder nor to be had from the hub: {reason}") from error
+
+
+def _read_generation_config(path: Path) -> dict[str, Any]:
+    """The file's object; empty when there is no file."""
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        parsed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"generation_config.json cannot be read: {error}") from error
+    return parsed

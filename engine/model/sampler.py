@@ -1,0 +1,218 @@
+"""From logits to tokens: what requests ask for, applied on the device, then one choice per entry; the host never waits.
+
+Per choice, in vLLM's order: logprobs of the raw logits; logit_bias; EOS and stop ids forbidden while there are fewer
+than min_tokens outputs; repetition, frequency and presence penalties; then the most likely token when greedy, else a
+draw (see `baton_kernels.sampling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.messages import TokenLogprobs
+from baton.sampling import SamplingParams
+from baton_kernels.sampling import IN_PROMPT, DrawParams, penalize, sample
+from engine.model.upload import download, upload
+from engine.step import Choice
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy, as in vLLM: dividing by them would overflow."""
+
+_INTS = ("seed", "top_k")
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+"""What each choice takes to the device of its sequence's parameters, in the order of one upload."""
+_DRAWS, _FILTERED, _BIASED, _PENALIZED = 1, 2, 4, 8
+_PADDING = 4  # columns per row of an upload: keeps every row on 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """The choices of one step: item i of each list, or integer array, is about choice i.
+
+    logits_rows: whose logits. rows: the sequence's row in the sampler. samples: for which of the request's answers.
+    positions: of the new token in its sequence, which is the number of tokens before it.
+    Choices may share both rows: several samples of one prompt. Or the sequence's row: at several positions, of which
+    each follows draft tokens; `last_tokens` has any of them then, as the host goes on with the one that holds.
+    """
+
+    logits_rows: Seq[int] | NDArray[np.integer]
+    rows: Seq[int] | NDArray[np.integer]
+    samples: Seq[int] | NDArray[np.integer]
+    positions: Seq[int] | NDArray[np.integer]
+
+
+class Sampler:
+    """Chooses tokens for batches of sequences, each of which has a row here from `begin` on for as long as it runs.
+
+    What depends on tokens that the host may not have seen is on the device: `last_tokens`, [num_rows] int32, of which
+    each row is the last token chosen for it; and how often each token occurs, [num_rows, vocab_size] int32, kept for
+    rows with penalties only. All calls belong to one thread and one stream, and none waits for the device.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._eos_token_ids = eos_token_ids
+        # What is the same at every step of a sequence, by row.
+        self._feature_flags = np.zeros(num_rows, np.int64)
+        self._may_end_from = np.zeros(num_rows, np.int64)  # the first position where min_tokens forbids nothing
+        self._num_logprobs = np.full(num_rows, -1, np.int64)
+        self._ints = np.zeros((len(_INTS), num_rows), np.int64)
+        self._floats = np.zeros((len(_FLOATS), num_rows), np.float32)
+        self._bias = [_NO_ENTRIES] * num_rows
+        self._ends = [_NO_ENTRIES] * num_rows
+
+    def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
+        """Give the row to a sequence with these tokens, of which none is still to come from a launched step."""
+        p = params
+        draws = p.temperature >= GREEDY_BELOW
+        filtered = draws and bool(p.top_k or p.top_p < 1.0 or p.min_p)
+        feature_flags = (
+            _DRAWS * draws | _FILTERED * filtered | _BIASED * bool(p.logit_bias) | _PENALIZED * p.has_penalties
+        )
+        self._feature_flags[row] = feature_flags
+        self._may_end_from[row] = len(prompt_tokens) + p.min_tokens
+        self._num_logprobs[row] = p.num_logprobs
+        self._ints[:, row] = p.seed - (1 << 64) if p.seed >> 63 else p.seed, min(p.top_k, self._counts.shape[1])
+        self._floats[:, row] = [getattr(p, name) for name in _FLOATS]
+        self._floats[_FLOATS.index("temperature"), row] = p.temperature if draws else 0.0
+        self._bias[row] = _entries(list(p.logit_bias), list(p.logit_bias.values()))
+        ends = {*p.stop_token_ids, *(() if p.ignore_eos else self._eos_token_ids)} if p.min_tokens else ()
+        known = [token for token in ends if token < self._counts.shape[1]]
+        self._ends[row] = _entries(known, [-np.inf] * len(known))
+        if p.has_penalties:
+            self._count_known(row, prompt_tokens, output_tokens)
+
+    def prepare(self, batch: SampleBatch) -> SamplingTensors | None:
+        """All that `launch` needs of every choice, on the device by one copy; None for no choices.
+
+        Before the step's forward: a GPU changes between copies and kernels in about 10 us, and this is one change less.
+        """
+        if not len(batch.rows):
+            return None
+        rows, positions = np.asarray(batch.rows, np.int64), np.asarray(batch.positions, np.int64)
+        n, padded = len(rows), -(-len(rows) // _PADDING) * _PADDING
+        num_ints, num_floats = 3 + len(_INTS), len(_FLOATS)
+        split = num_ints * 8 * padded
+        packed = np.empty(split + num_floats * 4 * padded, np.uint8)
+        ints = packed[:split].view(np.int64).reshape(num_ints, padded)[:, :n]
+        ints[0], ints[1], ints[2] = batch.logits_rows, rows, positions
+        ints[3:] = self._ints[:, rows]
+        ints[3] += np.asarray(batch.samples, np.int64)  # wraps, as the 64 bits of a seed do
+        packed[split:].view(np.float32).reshape(num_floats, padded)[:, :n] = self._floats[:, rows]
+        device = upload(packed, self._counts.device)
+        logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(-1, padded)[:, :n].unbind()
+        temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(-1, padded)[:, :n].unbind()
+        return SamplingTensors(
+            logits_rows,
+            row,
+            DrawParams(temperature, top_k, top_p, min_p, seed, position),
+            penalties,
+            host_rows=rows,
+            feature_flags=int(np.bitwise_or.reduce(self._feature_flags[rows], initial=0)),
+            too_short=positions < self._may_end_from[rows],
+        )
+
+    def launch(self, logits: Tensor, tensors: SamplingTensors | None) -> Sampled:
+        """Begin to choose. logits: [num_rows, vocab_size], bf16 or fp32 (computed with as fp32), not changed."""
+        assert logits.shape[1] == self._counts.shape[1]
+        if tensors is None:
+            return Sampled(self.last_tokens[:0])
+        own, own_rows = self._adjusted(logits, tensors)
+        draw = tensors.draw if tensors.feature_flags & _DRAWS else None
+        tokens = sample(own, own_rows, draw, filtered=bool(tensors.feature_flags & _FILTERED))
+        self.last_tokens.index_copy_(0, tensors.rows, tokens)
+        if tensors.feature_flags & _PENALIZED:  # others are counted in vain: `begin` clears a row that gets penalties
+            places = tensors.rows * self._counts.shape[1] + tokens
+            self._counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens))
+        return self._told(logits, tensors, tokens)
+
+    def _count_known(self, row: int, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
+        counts = self._counts[row].zero_()
+        known = upload(np.array([*prompt_tokens, *output_tokens], np.int64), counts.device)
+        prompt, output = known[: len(prompt_tokens)], known[len(prompt_tokens) :]
+        counts.index_fill_(0, prompt, IN_PROMPT)
+        counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def _adjusted(self, logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
+        """Logits after bias, masks and penalties, and which row is whose; the same tensor when nobody has any."""
+        if not (tensors.feature_flags & (_BIASED | _PENALIZED) or tensors.too_short.any()):
+            return logits, tensors.logits_rows
+        own = logits.index_select(0, tensors.logits_rows).float()
+        rows = tensors.host_rows.tolist()
+        added = [(i, self._bias[row]) for i, row in enumerate(rows)] if tensors.feature_flags & _BIASED else []
+        added += [(i, self._ends[rows[i]]) for i in np.flatnonzero(tensors.too_short).tolist()]
+        if added:
+            places = np.concatenate([tokens + i * own.shape[1] for i, (tokens, _) in added])
+            values = np.concatenate([values for _, (_, values) in added])
+            own.view(-1).scatter_add_(0, upload(places, own.device), upload(values, own.device))
+        if tensors.feature_flags & _PENALIZED:
+            penalize(own, self._counts, tensors.rows, *tensors.penalties)
+        return own, torch.arange(own.shape[0], device=own.device)
+
+    def _told(self, logits: Tensor, tensors: SamplingTensors, tokens: Tensor) -> Sampled:
+        num_logprobs = self._num_logprobs[tensors.host_rows]
+        asked = np.flatnonzero(num_logprobs >= 0)
+        if not asked.size:
+            return Sampled(tokens)
+        picked = upload(asked, logits.device)
+        own = logits.index_select(0, tensors.logits_rows.index_select(0, picked))
+        logprobs = own.float().log_softmax(dim=-1)
+        chosen = logprobs.gather(1, tokens.index_select(0, picked).long()[:, None])[:, 0]
+        values, ids = logprobs.topk(min(int(num_logprobs.max()), logits.shape[1]), dim=-1)
+        asks = list(zip(asked.tolist(), num_logprobs[asked].tolist(), strict=True))
+        return Sampled(tokens, (chosen, values, ids), asks)
+
+
+class Sampled:
+    """What a launch chooses. tokens: [num_choices], int32, on the device."""
+
+    def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
+        """logprobs: for each of `asked`, a choice and how many it wants: the chosen token's [num_asked], and of the
+        most likely [num_asked, width] logprobs and ids."""
+        self.tokens = tokens
+        self._told = (tokens, *logprobs)
+        self._asked = asked
+
+    def to_host(self) -> None:
+        """Begin the copies to the host, on the current stream."""
+        self._told = tuple(download(tensor) for tensor in self._told)
+
+    def choices(self) -> list[Choice]:
+        """One per choice of the batch. The copies of `to_host` must be done, which is the caller's to know."""
+        tokens, *logprobs = (tensor.tolist() for tensor in self._told)
+        choices = [Choice(token) for token in tokens]
+        for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
+            top = tuple(zip(ids, values, strict=True))[:num]
+            choices[i] = Choice(tokens[i], TokenLogprobs(chosen, top))
+        return choices
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Per choice, on the device, [num_choices] each; then what the host has to know of them."""
+
+    logits_rows: Tensor
+    rows: Tensor
+    draw: DrawParams
+    penalties: list[Tensor]  # repetition, frequency, presence
+
+    host_rows: NDArray[np.int64]
+    feature_flags: int  # what any of them wants
+    too_short: NDArray[np.bool_]  # has fewer than min_tokens outputs
+
+
+_Entries = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, and what to add to their logits
+
+
+def _entries(tokens: Seq[int], values: Seq[float]) -> _Entries:
+    return np.array(tokens, np.int64), np.array(values, np.float32)
+
+
+_NO_ENTRIES = _entries((), ())

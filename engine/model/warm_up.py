@@ -1,0 +1,82 @@
+"""Steps computed before the first request: those that take the most memory, and those that make a request wait for
+nothing that is compiled, planned or loaded at first use."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from baton.layout import num_blocks_for
+from baton.messages import AttemptId
+from baton.sampling import SamplingParams
+from engine.config import EngineConfig
+from engine.sequence import Sequence
+from engine.step import Chunk
+
+_SAMPLING = SamplingParams(
+    temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, num_logprobs=5, max_tokens=1
+)
+"""Whatever makes a sampler keep copies of its logits."""
+_KINDS = (_SAMPLING, SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
+_LENGTHS = (1, 6, 14, 30, 62, 126, 300, 700, 1400, 3000)
+"""With two decodes these reach every number of rows that the matmuls of few rows have a kernel for, but for one row."""
+_CONTEXT = 10_000
+
+
+def profile_config(config: EngineConfig) -> EngineConfig:
+    """The same limits with as few KV blocks as one long chunk of `largest_steps` fills."""
+    length = min(config.max_num_batched_tokens, config.max_model_len - 1) + 1
+    num_blocks = num_blocks_for(length, config.block_size) + 1  # and the null block
+    return dataclasses.replace(config, num_blocks=num_blocks, max_model_len=length)
+
+
+def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
+    """Batches with the most tokens that a step can have: of few long prompts beside decodes, of as many prompts as can
+    run at once, and of decodes beside the later half of a prompt. All use the same KV blocks, those of
+    `profile_config`: what they compute is of no use to anybody."""
+    longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    num_drafts = min(config.num_speculative_tokens, longest - 1)
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // num_seqs, longest)
+    few = min(config.max_num_batched_tokens // longest, num_seqs)
+
+    def decodes(num: int) -> list[Chunk]:
+        seqs = _prompts(num, longest, config.block_size, num_drafts=num_drafts)
+        return [Chunk.of(seq, seq.num_tokens - 1, 1 + num_drafts) for seq in seqs]
+
+    def prompts(num: int, start: int, end: int) -> list[Chunk]:
+        return [Chunk.of(prompt, start, end - start) for prompt in _prompts(num, end, config.block_size)]
+
+    return [
+        decodes(config.max_num_seqs - few) + prompts(few, 0, longest),
+        prompts(num_seqs, 0, length),
+        decodes(config.max_num_seqs - 1) + prompts(1, longest // 2, longest),
+    ]
+
+
+def first_steps(config: EngineConfig) -> list[list[Chunk]]:
+    """Batches of all the kinds that kernels are compiled for: chunks of several lengths beside decodes, at the start of
+    a prompt and after much context, with all kinds of sampling. What they compute is of no use to anybody."""
+    num_decodes = min(2, config.max_num_seqs - 1)
+    steps: list[list[Chunk]] = []
+    for start in sorted({0, min(_CONTEXT, config.max_model_len // 2)}):
+        room = min(config.max_num_batched_tokens, config.max_model_len - 1 - start)
+        if room > 0:
+            steps.append([Chunk.of(seq, start, 1) for seq in _prompts(1, start + 1, config.block_size)])
+        for length in sorted({min(length, room) for length in _LENGTHS if room > 0}):
+            kind = _KINDS[len(steps) % len(_KINDS)]
+            chunks = [Chunk.of(seq, start, 1) for seq in _prompts(num_decodes, start + 1, config.block_size, kind)]
+            chunks += [Chunk.of(seq, start, length) for seq in _prompts(1, start + length, config.block_size, kind)]
+            steps.append(chunks)
+    return steps
+
+
+def _prompts(
+    num_seqs: int, length: int, block_size: int, sampling: SamplingParams = _SAMPLING, num_drafts: int = 0
+) -> list[Sequence]:
+    """Of so many tokens, of which the last are drafts."""
+    tokens, drafts = (0,) * (length - num_drafts), (0,) * num_drafts
+    blocks = list(range(1, num_blocks_for(length, block_size) + 1))
+    return [
+        Sequence(AttemptId(0, f"profile-{index}", 0), [0], tokens, sampling, block_table=blocks, draft_tokens=drafts)
+        for index in range(num_seqs)
+    ]

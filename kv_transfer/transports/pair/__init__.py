@@ -1,0 +1,1 @@
+"""What transports share that agree on each message over one TCP connection between two processes."""

@@ -1,0 +1,143 @@
+"""The two ends of a connection that carries one direction: who pushes dialled it, who receives accepted it.
+
+State only: `Links` hears frames, `Messages` reports what becomes of operations.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kv_transfer.native import DONE, Native, Target
+from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.carrier import Receiving, Sending
+from kv_transfer.transports.pair.channel import Channel
+
+DEATH_S = 1.0
+"""How long after its connection broke a process may go on writing: a copy on its GPU outlives it a little."""
+
+
+@dataclass(eq=False, slots=True)
+class Push:
+    """Waits for the grant of its tag; then `native` is under way. If the grant was placed, that is `storing`; `signals`:
+    whose last store tells the peer."""
+
+    tag: int
+    slot: int
+    num_bytes: int
+    header: bytes
+    storing: Native = DONE
+    native: Native | None = None
+    placed: bool = False
+    signals: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Expect:
+    """`granted`: the peer may write into the slot at any time. `begun`: it does, and has sent the message's header."""
+
+    tag: int
+    slot: int
+    num_bytes: int
+    granted: bool = False
+    begun: bool = False
+    header: bytes = b""
+    native: Native | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Grant:
+    """`target`: the peer's slot, where kernels of this process reach it. Somebody stores there from `placed` on, and
+    the peer may have been told (`announced`); what that is, and so when it is over, is known once the part is pushed
+    (`storing`)."""
+
+    num_bytes: int
+    place: bytes
+    target: Target | None
+    channel: Channel
+    placed: bool = False
+    announced: bool = False
+    storing: Native | None = None
+    error: str = ""
+
+    def query(self) -> bool:
+        return self.storing is not None and self.storing.query()
+
+
+@dataclass(eq=False, slots=True)
+class Outbound:
+    """The pushing end. `leaving`: what was under way when it was cut."""
+
+    channel: Channel
+    sending: Sending
+    grants: dict[int, Grant] = field(default_factory=dict)
+    leaving: list[Native] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return all(native.query() for native in self.leaving)
+
+
+@dataclass(eq=False, slots=True)
+class Inbound:
+    """The receiving end. The peer's end of stream says that it writes no more; without a BYE before, it died."""
+
+    channel: Channel
+    receiving: Receiving
+    remote: str
+    said_bye: bool = False
+    broke_at: float = 0.0
+    over: bool = False
+    leaving: list[Native] = field(default_factory=list)
+
+    def end(self) -> None:
+        """Nothing more is heard of the peer."""
+        self.broke_at = time.monotonic()
+        self.over = self.said_bye
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody writes into what was granted here."""
+        if not self.over and self.broke_at:
+            self.over = time.monotonic() - self.broke_at > DEATH_S
+        return self.over and all(native.query() for native in self.leaving)
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """A peer: both directions, of which either may come first."""
+
+    peer: str
+    address: bytes
+    theirs: PairAddress  # what the address says
+    waiting: list[Future[None]] = field(default_factory=list)
+    out: Outbound | None = None
+    inward: Inbound | None = None
+    pushes: dict[int, Push] = field(default_factory=dict)
+    expects: dict[int, Expect] = field(default_factory=dict)
+
+    @property
+    def remote(self) -> str:
+        return self.theirs.id
+
+    @property
+    def under_way(self) -> list[tuple[Push | Expect, Native]]:
+        """What the carrier has."""
+        operations: list[Push | Expect] = [*self.pushes.values(), *self.expects.values()]
+        return [(operation, operation.native) for operation in operations if operation.native is not None]
+
+    @property
+    def coming(self) -> list[Expect]:
+        """What the other end alone has under way, and may have ended."""
+        return [expect for expect in self.expects.values() if expect.begun and expect.native is None]
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a part's bytes arrive without a copy of the carrier's here, which takes no longer than a kernel, and
+        somebody waits for this end to notice."""
+        return bool(self.coming) or any(push.placed and not push.signals for push in self.pushes.values())
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.under_way) or any(expect.begun for expect in self.expects.values())

@@ -1,0 +1,301 @@
+"""The links of a `PairTransport`: a peer's two connections, from the first dial until nothing is under way on either.
+
+    dialled              --> Link.out    --.
+    called --> unclaimed --> Link.inward --+--> leaving --> closed
+                  `------------------------'
+
+`Links` owns the links by peer, who called before `connect` named it, and the connections that are leaving. It answers
+who connects, and emits PeerDisconnected. What goes over the connections, and all other events, are of `pair_messages.py`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from baton.cluster_secret import ClusterSecret
+from baton.errors import TransferError
+from kv_transfer.transport import PeerDisconnected, TransportEvent
+from kv_transfer.transports.pair.address import PairAddress
+from kv_transfer.transports.pair.carrier import Carrier
+from kv_transfer.transports.pair.channel import Channel, Frame, Kind
+from kv_transfer.transports.pair.dialling import Connector, Dial, End, PendingPeer
+from kv_transfer.transports.pair.ends import Expect, Inbound, Link, Outbound, Push
+from kv_transfer.transports.pair.messages import Messages
+from kv_transfer.transports.pair.poller import Ends
+from kv_transfer.transports.threaded import resolve
+
+_UNCLAIMED = 256
+"""Who calls and is not named by `connect` is a stranger, or early by a moment."""
+
+
+class Links:
+    """Transport's thread only, but for `is_open`. `ends` waits for the listener too."""
+
+    def __init__(
+        self,
+        here: PairAddress,
+        listener: socket.socket,
+        ends: Ends[End],
+        carrier: Carrier,
+        messages: Messages,
+        emit: Callable[[TransportEvent], None],
+        secret: ClusterSecret | None,
+    ) -> None:
+        self._listener = listener
+        self._ends = ends
+        self._connector = Connector(here, listener, ends, self._open, self._give_up, self._take_in, secret)
+        self._carrier = carrier
+        self._messages = messages
+        self._emit = emit
+        self._links: dict[str, Link] = {}
+        self._unclaimed: dict[str, Inbound] = {}  # who called before `connect` named it
+        self._leaving: list[Outbound | Inbound] = []
+        self._left_at = 0.0
+
+    # ---- any thread ----
+
+    def is_open(self, peer: str) -> bool:
+        """Whether what is pushed can go there."""
+        link = self._links.get(peer)
+        return link is not None and link.out is not None
+
+    # ---- what is under way ----
+
+    @property
+    def is_busy(self) -> bool:
+        return self.is_leaving or any(link.is_busy for link in self._links.values())
+
+    @property
+    def is_urgent(self) -> bool:
+        return any(link.is_urgent for link in self._links.values())
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a connection stays until what is under way on it is over."""
+        return bool(self._leaving)
+
+    @property
+    def moved_at(self) -> float:
+        """When anything last made progress."""
+        return max(self._left_at, self._messages.moved_at)
+
+    def collect(self) -> None:
+        """Report and close what is over."""
+        for link in list(self._links.values()):
+            self._or_drop(link, self._messages.collect)
+        for end in [end for end in self._leaving if end.is_over]:
+            self._leaving.remove(end)
+            (end.sending if isinstance(end, Outbound) else end.receiving).close()
+            self._ends.close(end)
+        self._messages.report_failed()
+
+    # ---- commands ----
+
+    def connect(self, peer: str, address: bytes, theirs: PairAddress, up: Future[None]) -> None:
+        """Resolve `up` once the peer can be reached."""
+        link = self._links.get(peer)
+        if link is None:
+            self._open_link(Link(peer, address, theirs, [up]))
+        elif link.address != address:
+            resolve(up, TransferError(f"{peer} is connected at another address"))
+        elif link.out is not None:
+            resolve(up, None)
+        else:
+            link.waiting.append(up)
+
+    def disconnect(self, peer: str) -> None:
+        if link := self._links.get(peer):
+            self._drop(link, "disconnected", told=True)
+
+    def submit(self, peer: str, operation: Push | Expect) -> None:
+        if (link := self._links.get(peer)) is None:
+            self._messages.refuse(peer, operation, "not connected")
+            return
+        self._or_drop(link, self._messages.submit, operation)
+
+    def leave(self, reason: str, told: bool) -> None:
+        """End them all, but for what is under way. `told`: somebody asked for it."""
+        for link in list(self._links.values()):
+            self._drop(link, reason, told)
+        while self._unclaimed:
+            self._leave(self._unclaimed.popitem()[1])
+
+    # ---- opened ----
+
+    def _open_link(self, link: Link) -> None:
+        self._links[link.peer] = link
+        self._connector.dial(link)
+        if self._links.get(link.peer) is not link:
+            return  # nobody can be dialled; who called waits for the next link
+        if inward := self._unclaimed.pop(link.remote, None):
+            self._attach(link, inward)
+
+    def _give_up(self, link: Link, reason: str) -> None:
+        self._drop(link, reason, told=True)
+
+    def _open(self, link: Link, channel: Channel) -> None:
+        """The peer was reached: what is pushed goes this way."""
+        memory = bytes.fromhex(link.theirs.memory)
+        try:
+            sending = self._carrier.sending(link.remote, memory, lambda note: channel.send(Kind.NOTE, payload=note))
+        except TransferError as error:
+            channel.send(Kind.BYE)
+            self._drop(link, error.message, told=True)
+            return
+        link.out = Outbound(channel, sending)
+        self._ends.put(link.out)
+        for up in link.waiting:
+            resolve(up, None)
+        link.waiting = []
+
+    def _take_in(self, remote: str, channel: Channel, host: str) -> None:
+        """The peer calls. If it did before, it has begun anew, and that way is over."""
+        inward = Inbound(channel, self._carrier.receiving(remote, host), remote)
+        self._ends.put(inward)
+        if (link := self._link_to(remote)) is not None and link.inward is not None:
+            self._attend(link.inward)  # its end may be here already
+        if (link := self._link_to(remote)) is not None and link.inward is not None:
+            if any(expect.granted for expect in link.expects.values()):
+                self._drop(link, "the peer connected anew", told=False)
+            else:
+                self._leave(link.inward)
+        link = self._link_to(remote)
+        if link is not None:
+            self._attach(link, inward)
+            return
+        if before := self._unclaimed.pop(remote, None):
+            self._leave(before)
+        self._unclaimed[remote] = inward
+        if len(self._unclaimed) > _UNCLAIMED:
+            self._leave(self._unclaimed.pop(next(iter(self._unclaimed))))
+
+    def _attach(self, link: Link, inward: Inbound) -> None:
+        link.inward = inward
+        self._or_drop(link, self._messages.grant, inward)
+
+    def _link_to(self, remote: str) -> Link | None:
+        return next((link for link in self._links.values() if link.remote == remote), None)
+
+    def _link_of(self, end: Outbound | Inbound) -> Link | None:
+        return next((link for link in self._links.values() if end in (link.out, link.inward)), None)
+
+    # ---- heard ----
+
+    def attend(self, descriptor: int) -> None:
+        """Somebody calls, or a connection is ready."""
+        if descriptor == self._listener.fileno():
+            self._connector.accept()
+        elif end := self._ends.at(descriptor):
+            self._attend(end)
+
+    def _attend(self, end: End) -> None:
+        """Read and write what its connection is ready for."""
+        channel, descriptor = end.channel, end.channel.fileno()
+        if isinstance(end, Dial) and channel.dialling:
+            self._connector.answered(end)
+            return
+        channel.flush()
+        for frame in channel.receive():
+            now = self._ends.at(descriptor)  # by the frame before, it may have become another, or none
+            if now is not None and now.channel is channel:
+                self._hear(now, frame)
+        now = self._ends.at(descriptor)
+        if channel.lost and now is not None and now.channel is channel:
+            self._lose(now)
+
+    def _hear(self, end: End, frame: Frame) -> None:
+        match end, frame.kind:
+            case ((Dial() | PendingPeer()), _):
+                self._connector.hear(end, frame)
+            case Outbound(), Kind.GRANT:
+                if link := self._link_of(end):
+                    self._or_drop(link, self._messages.take_grant, end, frame)
+            case Inbound(), Kind.STRAY:
+                if link := self._link_of(end):
+                    self._drop(link, "the peer is gone", told=False)
+            case Inbound(), Kind.BYE:
+                end.said_bye = True
+                self._part_with(end)
+            case Inbound(), Kind.NOTE:
+                try:
+                    end.receiving.hear(frame.payload)
+                except TransferError:
+                    end.channel.lost = True
+            case Inbound(), Kind.BEGIN | Kind.END | Kind.LONG:
+                if link := self._link_of(end):
+                    self._or_drop(link, self._messages.hear, end, frame)
+            case _:
+                end.channel.lost = True  # nobody who speaks this protocol
+
+    def _lose(self, end: End) -> None:
+        if isinstance(end, Dial | PendingPeer):
+            self._connector.lose(end)
+            return
+        if isinstance(end, Inbound):
+            if not end.broke_at:
+                end.end()
+            self._part_with(end)
+            return
+        if (link := self._link_of(end)) and link.inward is not None:
+            self._attend(link.inward)  # what it said, and did, before it died counts
+        if link := self._link_of(end):
+            self._drop(link, "the peer is gone", told=False)
+
+    # ---- left ----
+
+    def _part_with(self, inward: Inbound) -> None:
+        """The peer sends nothing more this way. That ends the link if it may have begun to; else this was the way of an
+        earlier link that it gave up, and it calls again, or the other way ends too."""
+        link = self._link_of(inward)
+        if link is None:
+            if self._unclaimed.get(inward.remote) is inward:
+                del self._unclaimed[inward.remote]
+                self._leave(inward)
+            return
+        if any(e.begun or (e.granted and not inward.said_bye) for e in link.expects.values()):
+            self._drop(link, "the peer is gone", told=False)
+            return
+        link.inward = None
+        for expect in link.expects.values():
+            expect.granted = False
+        self._leave(inward)
+
+    def _or_drop(self, link: Link, act: Callable[..., None], *args: object) -> None:
+        """Do it. What fails takes the connection with it: no carrier can go on after that."""
+        try:
+            act(link, *args)
+        except TransferError as error:
+            self._drop(link, error.message, told=False)
+
+    def _drop(self, link: Link, reason: str, told: bool) -> None:
+        """End all that is under way with the peer. `told`: somebody asked for it."""
+        if self._links.get(link.peer) is not link:
+            return
+        del self._links[link.peer]
+        self._connector.give_up(link)
+        self._messages.cut(link)
+        for end in (link.out, link.inward):
+            if end is not None:
+                self._leave(end)
+        self._messages.fail(link, reason)
+        connecting = bool(link.waiting)
+        for up in link.waiting:
+            resolve(up, TransferError(f"{link.peer} cannot be reached: {reason}"))
+        if not told and not connecting:
+            self._emit(PeerDisconnected(link.peer, reason))
+
+    def _leave(self, end: Outbound | Inbound) -> None:
+        """Its connection stays until what is under way is over, which the other end must be told, or tell."""
+        self._left_at = time.monotonic()
+        if isinstance(end, Outbound):
+            end.channel.send(Kind.BYE)
+            end.sending.abort()
+        else:
+            end.channel.hang_up()
+            end.receiving.abort()
+            if end.channel.lost and not end.broke_at:
+                end.end()
+        self._leaving.append(end)

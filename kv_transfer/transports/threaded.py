@@ -1,0 +1,209 @@
+"""What transports have in common whose work is done by a thread of their own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from typing import Any
+
+from baton.errors import TransferError
+from kv_transfer.events import EventQueue
+from kv_transfer.native import DONE, Native, Target
+from kv_transfer.transport import MAX_HEADER_BYTES, Listener, TransportEvent
+from kv_transfer.transports.mailbox import Mailbox
+
+log = logging.getLogger(__name__)
+
+_START_S = 60.0
+_CLOSE_S = 10.0
+
+
+class TransportThread:
+    """Runs what a transport is told, and what that sets going. `kind` is for people; `events` gets what
+    happens.
+
+    A subclass opens what it needs, has turns until it is stopped, and shuts; all is on the thread but `start`, `call`
+    and `stop`. Every operation ends with the thread, however that ends.
+
+    What comes from a peer is checked where it is read, and ends that peer's link. So an exception here is a bug, or a
+    library that has had enough: told to who polls, since a node without a transport serves nobody.
+    """
+
+    connect: Callable[..., None]
+    """With the peer, what its address says, and a future that is resolved once the peer can be reached."""
+
+    def __init__(self, kind: str, events: EventQueue) -> None:
+        self._kind = kind
+        self._events = events
+        self._emitted = False
+        self._stopping = False
+        self._mailbox = Mailbox()
+        self._thread = threading.Thread(target=self._run, name=f"kv-{kind}", daemon=True)
+        self._started: Future[Any] = Future()
+
+    # ---- from any thread ----
+
+    def start(self) -> Any:
+        """What the thread has opened. Raises TransferError."""
+        self._thread.start()
+        try:
+            return self._started.result(_START_S)
+        except TimeoutError:
+            raise TransferError(f"{self._kind} did not start within {_START_S:g} s") from None
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Have the thread run `command`; once the thread is over, run it here."""
+        self._mailbox.post(command)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End all links and the thread. False: it did not end in time."""
+        self.call(self._stop)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- a subclass's own ----
+
+    def disconnect(self, peer: str) -> None:
+        raise NotImplementedError
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes) -> None:
+        raise NotImplementedError
+
+    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        raise NotImplementedError
+
+    def _open(self) -> Any:
+        """What `start` is to return. Raises TransferError, or anything else that stands against it."""
+        raise NotImplementedError
+
+    def _turn(self) -> None:
+        """What happened, then a wait for more."""
+        raise NotImplementedError
+
+    def _shut(self, reason: str, told: bool) -> None:
+        """End all links. `told`: somebody asked for it."""
+        raise NotImplementedError
+
+    def _over(self) -> None:
+        """The thread's last: from now on whoever calls runs his command himself."""
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            opened = self._open()
+        except Exception as error:  # noqa: BLE001 - told to whoever starts the thread
+            self._mailbox.close()
+            known = isinstance(error, TransferError)
+            self._started.set_exception(error if known else TransferError(f"{self._kind} cannot start: {error}"))
+            return
+        self._started.set_result(opened)
+        reason, told = "closed", True
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:  # the thread's boundary: every operation ends with it
+            log.critical("transport thread failed kind=%s", self._kind, exc_info=error)
+            self._events.fail(error)
+            self._emitted = True
+            reason, told = f"the {self._kind} thread failed: {error}", False
+        try:
+            self._shut(reason, told)
+        finally:
+            self._mailbox.close()
+            self._over()
+            self._deliver()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _emit(self, event: TransportEvent) -> None:
+        self._events.put(event)
+        self._emitted = True
+        if self._mailbox.is_closed:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Tell of what was emitted."""
+        if self._emitted:
+            self._emitted = False
+            self._events.deliver()
+
+
+class ThreadedTransport:
+    """All of a `Transport` but `connect`. A subclass makes its thread, which emits into `_emit`, and calls `_begin`."""
+
+    _thread: TransportThread
+    _info: bytes
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._events = EventQueue(wake)
+
+    @property
+    def wake(self) -> Callable[[], None]:
+        return self._events.wake
+
+    def subscribe(self, listener: Listener) -> None:
+        self._events.subscribe(listener)
+
+    def info(self) -> bytes:
+        return self._info
+
+    def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
+        return None
+
+    def push(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes, storing: Native = DONE) -> None:
+        assert len(header) <= MAX_HEADER_BYTES
+        assert storing is DONE, "nothing was placed"
+        self._thread.call(partial(self._thread.push, peer, tag, slot, num_bytes, header))
+
+    def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
+        self._thread.call(partial(self._thread.expect, peer, tag, slot, num_bytes))
+
+    def poll(self) -> list[TransportEvent]:
+        return self._events.poll()
+
+    def disconnect(self, peer: str) -> None:
+        self._thread.call(partial(self._thread.disconnect, peer))
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if not self._thread.stop(_CLOSE_S):
+            log.error("transport thread did not end timeout_s=%g", _CLOSE_S)
+
+    def _begin(self, thread: TransportThread, info: bytes) -> None:
+        """The thread runs, and `info` is what others need to reach it."""
+        self._thread, self._info = thread, info
+        atexit.register(self.close)  # native libraries must not be torn down under a running thread
+
+    def _connect(self, peer: str, timeout_s: float, *where: Any) -> None:
+        """`where`: what the thread's `connect` is told beside the peer. Raises TransferError."""
+        up: Future[None] = Future()
+        self._thread.call(partial(self._open, peer, *where, up))
+        try:
+            up.result(max(0.0, timeout_s))
+        except TimeoutError:
+            self._thread.call(partial(self._give_up, peer, up))
+            raise TransferError(f"{peer} cannot be reached within {timeout_s:.3g} s") from None
+
+    def _open(self, peer: str, *where: Any) -> None:
+        self._events.forget(peer)
+        self._thread.connect(peer, *where)
+
+    def _give_up(self, peer: str, up: Future[None]) -> None:
+        if not up.done():
+            self._thread.disconnect(peer)
+
+
+def resolve(up: Future[None], error: TransferError | None) -> None:
+    """Tell who connects that the peer can be reached, or why not."""
+    with contextlib.suppress(InvalidStateError):  # whoever waited has given up
+        if error is None:
+            up.set_result(None)
+        else:
+            up.set_exception(error)

@@ -1,0 +1,1 @@
+"""The transport over UCX, on a thread of its own."""

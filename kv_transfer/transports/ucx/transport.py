@@ -1,0 +1,135 @@
+"""The transport over UCX: TCP, NVLink, InfiniBand, or shared memory when asked for.
+
+Found by experiment with ucxx 0.52 and UCX 1.21, November 2026:
+
+**When is a slot untouched?** In host memory, sent with UCX_RNDV_SCHEME=am, bytes are written and read by this process
+alone, within `progress` of our one thread, and never after the request has completed natively: fragments for a request
+that is over are dropped. Seen with 64 to 512 MiB cut off half-way by either side, over TCP and shared memory, the other
+side going on to send, rewriting its buffer, stopped and continued, or killed. So host memory is always sent this way;
+it is as fast as what UCX would choose. (With `get_zcopy` or `put_zcopy` the request of a killed peer never completed.)
+Over NVLink or RDMA one side accesses the other's memory by itself, and native completion, or a message to oneself,
+says nothing about the other side. So a slot whose operation failed always gets other memory (`Staging.renew`): late
+bytes hit memory that nobody reads, and a late read finds the old bytes.
+
+**Endpoints are not closed in mid-send**, but parked: see `ucx_thread.Link`.
+
+**A header is a message of its own**, from host memory, small enough to be eager, which goes ahead of its part's bytes.
+UCX matches by tag alone, whatever the endpoint, and one whose receive was given up stays in the worker: no tag is used
+twice, so it never becomes another part's.
+
+**Shared memory is off unless UCX_TLS names it**, which is UCX's own choice where errors must be handled. All senders
+share one queue into a process; one that is killed while it writes there blocks it for good, and for all of them (5 of
+20 kills in mid-message); one that is stopped blocks it meanwhile. TCP within a machine moves 1 GB/s and more.
+
+**A new endpoint may meet an old one.** UCX seems to pair the n-th endpoint of one side with the n-th of the other.
+Where the peer alone had opened one and closed it, as after a hang, ours fails with "Connection reset by remote peer",
+up to 0.8 s later; each further try takes the next. Without them two nodes were out of step for 8 s and 14 connections,
+each of which was a handoff that failed. So `connect` tries again.
+
+**Who is gone?** Over TCP a peer's death is noticed at once; over shared memory within the keepalive interval, once its
+parent has reaped it, and its disconnecting not at all. A peer that hangs is noticed by nobody: heartbeats and deadlines
+must decide, and call `disconnect`.
+
+Not fork-safe: neither this process nor its children may use UCX after a fork; start processes by spawn or exec.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from baton.errors import TransferError
+from kv_transfer.events import EventQueue
+from kv_transfer.staging import Staging
+from kv_transfer.transport import CONNECT_S
+from kv_transfer.transports.host import LOOPBACK, boot_id, net_devices
+from kv_transfer.transports.threaded import ThreadedTransport
+from kv_transfer.transports.ucx.address import Version, pack_address, unpack_address
+from kv_transfer.transports.ucx.form import is_worker_address
+from kv_transfer.transports.ucx.path import SHARED_MEMORY
+
+if TYPE_CHECKING:
+    from kv_transfer.transports.ucx.thread import UcxThread
+
+log = logging.getLogger(__name__)
+
+_TRIES = 6
+_STALE = "Connection reset by remote peer"
+
+_KEEPALIVE = "500ms"  # UCX's default is 20 s
+_HOOK_GRACE = "5ms"
+"""How long UCX, when it hooks a function such as mmap, waits for threads to get out of its first bytes. It was 5 ms
+until 1.21 made it 50, against threads that do nothing but call mmap. There are eight such functions, and up to fifteen
+of CUDA: loading takes 0.4 s or more instead of 0.04 (openucx/ucx#11211). Ours are asleep meanwhile."""
+
+
+class UcxTransport(ThreadedTransport):
+    """A `Transport` over UCX, on a thread of its own. The staging outlives it.
+
+    interface, host: of the devices that it uses (`net_devices`). Raises TransferError when UCX cannot be used.
+
+    UCX takes whoever connects to its port for a peer, and what it is given for another worker's address: the checksum
+    in that is no signature, and its form (`ucx_form`) is easily had. So addresses are to come from peers that have
+    proved who they are.
+    """
+
+    def __init__(
+        self, staging: Staging, wake: Callable[[], None], interface: str | None = None, host: str = LOOPBACK
+    ) -> None:
+        super().__init__(wake)
+        devices = net_devices(host, interface)
+        thread, self._version = _load(staging, _options(staging, devices), interface, self._events)
+        self._machine = boot_id()
+        own = thread.start()
+        self._knows_form = is_worker_address(own)
+        if not self._knows_form:
+            log.warning("addresses of peers are not looked at: UCX gives its own in a form that is not known here")
+        self._begin(thread, pack_address(self._version, self._machine, own))
+
+    def connect(self, peer: str, address: bytes, timeout_s: float = CONNECT_S) -> None:
+        worker_address, same_host = unpack_address(self._version, self._machine, address, peer)
+        if self._knows_form and not is_worker_address(worker_address):
+            raise TransferError(f"what {peer} sent is no address of a UCX worker")
+        deadline = time.monotonic() + timeout_s
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._connect(peer, deadline - time.monotonic(), worker_address, same_host)
+            except TransferError as error:
+                if _STALE in error.message and tries_left:
+                    continue
+                raise
+            return
+
+
+def _options(staging: Staging, devices: str | None) -> dict[str, str]:
+    """What UCX is told; but for RNDV_SCHEME and `devices`, what the operator set as UCX_... goes before."""
+    options = {"KEEPALIVE_INTERVAL": _KEEPALIVE}
+    if SHARED_MEMORY & set(os.environ.get("UCX_TLS", "").split(",")):
+        options["MM_ERROR_HANDLING"] = "y"
+    options = {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
+    if staging.device.type == "cpu":
+        options["RNDV_SCHEME"] = "am"
+    if devices is not None:
+        options["NET_DEVICES"] = devices
+    return options
+
+
+def _load(
+    staging: Staging,
+    options: dict[str, str],
+    interface: str | None,
+    events: EventQueue,
+) -> tuple[UcxThread, Version]:
+    """The native library is loaded with the first transport, since it must not be there before a fork."""
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some that go unused
+    os.environ.setdefault("UCX_MEM_BISTRO_GRACE_DURATION", _HOOK_GRACE)
+    try:
+        import ucxx
+
+        from kv_transfer.transports.ucx.thread import UcxThread
+    except (ImportError, OSError) as error:
+        raise TransferError(f"UCX cannot be loaded: {error}") from None
+    return UcxThread(staging, options, interface, events), ucxx.get_ucx_version()

@@ -1,0 +1,250 @@
+"""From settings to a loaded model, its pool and its engine, and what the node can say of them.
+
+limits, tokenizer -> load, probe -> profile, pool -> runner -> engine -> warm-up
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+import baton
+from baton.layout import KvLayout, num_blocks_for
+from baton.messages import NodeInfo, NodeRole, TransportEndpoint
+from engine.checkpoint import EMBEDDED, has_tokenizer
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model import fast
+from engine.model.attention import Probe, probe
+from engine.model.graphs import decode_capture_sizes
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.memory import out_of_memory
+from engine.model.runner import TorchModelRunner
+from node import pool_size
+from node.loop import Counts
+from node.settings import GIB, NodeSettings
+from node.tokenizer import TokenizerFiles, read_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # not before engine.model, which imports transformers in a way of its own
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"half": "float16", "float": "float32"}
+_POOL_ADVICE = (
+    "--gpu-memory-utilization, --kv-cache-memory-bytes, --num-gpu-blocks-override, --max-num-seqs: lower what was set, "
+    "the KV pool and its tables do not fit"
+)
+_NULL_BLOCK = 1
+"""The pool's block 0, which no request gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model ready to serve after `warm_up`. CUDA graphs are made of decode steps of `graph_sizes`, of prompts of at
+    most `most_prompt_tokens`, and `most_mixed_tokens` beside decodes. `pool_bytes`: the pool as [num_blocks,
+    block_bytes], uint8; the runner owns it."""
+
+    engine: Engine
+    runner: TorchModelRunner
+    graph_sizes: list[int]
+    most_prompt_tokens: int
+    most_mixed_tokens: int
+    layer_groups: int
+    pool_bytes: Tensor
+    layout: KvLayout
+    device: torch.device
+    served_model_name: str
+    tokenizer: TokenizerFiles
+    checkpoint: Checkpoint
+
+    def warm_up(self) -> None:
+        """On a GPU, do what would make first requests wait: on the engine's thread, before any. Takes seconds. Raises
+        ValueError with one line for a person."""
+        if self.device.type != "cuda":
+            return
+        with out_of_memory("--gpu-memory-utilization: lower it (or take --enforce-eager), CUDA graphs do not fit"):
+            began = time.monotonic()
+            num_steps = self.runner.warm_up()
+            log.info("steps rehearsed num_steps=%d seconds=%.2f", num_steps, time.monotonic() - began)
+            if self.graph_sizes:
+                began = time.monotonic()
+                self.runner.capture(self.graph_sizes, self.most_prompt_tokens, self.most_mixed_tokens)
+                sizes = ",".join(map(str, self.graph_sizes))
+                log.info("graphs captured sizes=%s seconds=%.2f", sizes, time.monotonic() - began)
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """sha256, hex."""
+        return hashlib.sha256(self.tokenizer.json).hexdigest()
+
+
+def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Built:
+    """Load the model of `settings` and size all that it needs. wake: of TorchModelRunner. Takes seconds to minutes.
+    Raises ValueError with one line for a person."""
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # type: ignore[no-untyped-call] # a log is no place for it
+    device = _device(settings.device)
+    if settings.cpu_threads is not None:
+        torch.set_num_threads(settings.cpu_threads)
+    torch.manual_seed(settings.seed)
+    checkpoint = Checkpoint.find(settings.model, settings.revision)
+    limits = _limits(settings, checkpoint, device)
+    tokenizer = _read_tokenizer(settings, checkpoint.path)
+    model, probed = _load(settings, checkpoint, device, limits.max_model_len)
+    config = _with_pool(settings, limits, model, probed)
+    layer_groups = settings.layer_groups(device.type == "cuda")
+    is_dummy = settings.load_format == "dummy"
+    with out_of_memory(_POOL_ADVICE):
+        runner = TorchModelRunner(model, config, probed, wake=wake, layer_groups=layer_groups)
+    return Built(
+        engine=Engine(config, runner),
+        runner=runner,
+        graph_sizes=_graph_sizes(settings, config, device),
+        most_prompt_tokens=settings.captured_prompt_tokens,
+        most_mixed_tokens=settings.captured_mixed_tokens,
+        layer_groups=layer_groups,
+        pool_bytes=runner.pool.as_bytes(),
+        layout=runner.pool.layout(checkpoint.fingerprint(dummy=is_dummy, max_model_len=config.max_model_len)),
+        device=device,
+        served_model_name=settings.served_model_name or settings.model,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+    )
+
+
+def new_incarnation() -> str:
+    return uuid.uuid4().hex[:16]
+
+
+def describe(
+    settings: NodeSettings, role: NodeRole, built: Built, incarnation: str, addresses: Sequence[bytes]
+) -> NodeInfo:
+    """What the node says of itself, but for its address. addresses: of the transports of its ranks."""
+    config, tokenizer = built.engine.config, built.tokenizer
+    return NodeInfo(
+        role=role,
+        incarnation=incarnation,
+        node_id=settings.name(role),
+        address="",
+        served_model_name=built.served_model_name,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_blocks=built.engine.blocks.num_total,
+        layout=built.layout,
+        endpoints=tuple(TransportEndpoint(rank, settings.transport, address) for rank, address in enumerate(addresses)),
+        tokenizer_digest=built.tokenizer_digest,
+        chat_template=tokenizer.chat_template,
+        special_tokens=tokenizer.special_tokens,
+        generation_defaults=built.checkpoint.generation_defaults,
+        vocab_size=config.vocab_size,
+        version=baton.__version__,
+    )
+
+
+def count(engine: Engine, num_damaged_pieces: int = 0) -> Counts:
+    """For metrics. Engine's thread only."""
+    blocks = {state.value: number for state, number in engine.blocks.counts_by_state().items()}
+    return Counts(blocks, engine.num_preemptions, num_damaged_pieces)
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ValueError("--device: cuda is not available on this machine")
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())  # by number: transports ask which one
+
+
+# ---- the stages, in their order ----
+
+
+def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device) -> EngineConfig:
+    """The engine's sizes, all but the pool's: it has as few blocks as can work."""
+    limit = checkpoint.max_model_len
+    max_model_len = settings.max_model_len or limit
+    if max_model_len > limit:
+        raise ValueError(f"--max-model-len: {max_model_len} is beyond the model's context of {limit}")
+    on_gpu = device.type == "cuda"
+    limits = EngineConfig(
+        num_blocks=num_blocks_for(max_model_len, settings.block_size) + _NULL_BLOCK,
+        max_model_len=max_model_len,
+        vocab_size=checkpoint.vocab_size,
+        eos_token_ids=checkpoint.generation_defaults.eos_token_ids,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.batched_tokens(on_gpu),
+        saturating_num_tokens=settings.saturating_num_tokens,
+        async_scheduling=on_gpu if settings.async_scheduling is None else settings.async_scheduling,
+    )
+    if settings.num_gpu_blocks_override is not None:  # too few are told now, not when the weights are there
+        dataclasses.replace(limits, num_blocks=settings.num_gpu_blocks_override + _NULL_BLOCK)
+    return limits
+
+
+def _load(
+    settings: NodeSettings, checkpoint: Checkpoint, device: torch.device, max_model_len: int
+) -> tuple[PreTrainedModel, Probe]:
+    began = time.monotonic()
+    dtype = _DTYPES.get(settings.dtype, settings.dtype)
+    with out_of_memory("--model: the weights do not fit the GPU"):
+        model = loader.load_model(checkpoint, dtype, device, settings.load_format)
+    probed = probe(model, max_model_len)
+    fast.apply(model, probed, max_model_len)
+    name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())
+    log.info(
+        "model loaded model=%s device=%s dtype=%s threads=%d weights_gib=%.2f seconds=%.2f",
+        name,
+        device,
+        str(model.dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        weights / GIB,
+        time.monotonic() - began,
+    )
+    return model, probed
+
+
+def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> EngineConfig:
+    """`limits` with a pool: as told, or as the memory holds."""
+    began = time.monotonic()
+    num_blocks = pool_size.num_blocks(settings, limits, model, probed)
+    log.info(
+        "kv pool kv_blocks=%d kv_gib=%.2f max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d seconds=%.2f",
+        num_blocks,
+        num_blocks * KvLayout(probed.kv, settings.block_size, "").block_bytes / GIB,
+        limits.max_model_len,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        time.monotonic() - began,
+    )
+    return dataclasses.replace(limits, num_blocks=num_blocks + _NULL_BLOCK)
+
+
+def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.device) -> list[int]:
+    """Of decode steps; none: no CUDA graphs."""
+    if settings.enforce_eager or device.type != "cuda":
+        return []
+    wanted = settings.cudagraph_capture_sizes or decode_capture_sizes(config.max_num_seqs)
+    return sorted({min(size, config.max_num_seqs) for size in wanted})
+
+
+def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:
+    """The checkpoint's; with dummy weights, which answer nonsense in any words, baton-tiny's where it has none."""
+    if settings.load_format == "dummy" and not has_tokenizer(path):
+        log.warning("%s has no tokenizer: baton-tiny's stands in for it", path)
+        path = EMBEDDED["baton-tiny"]
+    return read_tokenizer(path)

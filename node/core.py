@@ -1,0 +1,247 @@
+"""What every role's state machine does, whichever its role is: sessions, fences, intake, and the turn of its loop.
+
+    handle(event)*  ->  prepare: transfers, deadlines, a step that is done, what these made possible; decide a step
+                    ->  compute: launch it, take what retired
+
+Neither half waits for the device: the end of a step makes a turn like an event. A role adds what it does with prompts,
+parts and peers by the methods at the end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from typing import ClassVar
+
+from baton.audit import KvAudit, KvSlot
+from baton.errors import BatonError, NodeUnavailable, Overloaded, RequestCancelled
+from baton.messages import Abort, AttemptId, End, Load, NodeRole, Prefill
+from engine.engine import Engine, Plan
+from engine.holdings import Holding
+from engine.sequence import Sequence
+from engine.step import StepResult
+from node.audit import make_audit, verdict
+from node.events import (
+    Draining,
+    Event,
+    FromPeer,
+    FromRouter,
+    Output,
+    PeerClosed,
+    PeerOpened,
+    SessionLost,
+    SessionOpened,
+)
+from node.fences import Fences
+from node.outbox import Outbox
+
+
+class RoleCore(ABC):
+    """Implements `node.events.Role`. Owned by the engine's thread, and owner of the engine.
+
+    At most `max_waiting` prompts queue; no request has more than `max_deadline_s`. A turn costs what an event or a step
+    has touched, whatever else is here.
+    """
+
+    role: ClassVar[NodeRole]
+
+    def __init__(self, engine: Engine, *, incarnation: str, max_waiting: int, max_deadline_s: float) -> None:
+        self.engine = engine
+        self._incarnation = incarnation
+        self._max_waiting = max_waiting
+        self._max_deadline_s = max_deadline_s
+        self._fences = Fences(max_deadline_s)
+        self._outbox = Outbox()
+        self._stopping = False
+        self._plan = Plan()
+
+    # ---- the loop ----
+
+    def prepare(self, now: float) -> None:
+        self.engine.blocks.now = now
+        self._take_transfers(now)
+        self._end_overdue(now)
+        self._fences.expire(now)
+        if not self.engine.has_room:
+            self._take_results(self.engine.retire())
+        self._move_on(now)
+        self._plan = self._schedule(now)
+        if not self.engine.only_launches:
+            self._tell_started(self._plan.started, now)
+
+    def compute(self, now: float) -> bool:
+        result = self.engine.compute(self._plan, wait=False)
+        if self.engine.only_launches:
+            self._tell_started(self._plan.started, now)
+        self._take_results(result)
+        return self._computed(result, now)
+
+    @property
+    def device_busy_since(self) -> float | None:
+        return self.engine.device_busy_since
+
+    def _schedule(self, now: float) -> Plan:
+        return self.engine.schedule(now)
+
+    # ---- events in ----
+
+    def handle(self, event: Event, now: float) -> None:
+        self.engine.blocks.now = now
+        match event:
+            case SessionOpened(epoch):
+                self._outbox.epochs.add(epoch)
+            case SessionLost(epoch):
+                self._outbox.epochs.discard(epoch)
+                for attempt_id in [attempt_id for attempt_id in self._attempts() if attempt_id.router_epoch == epoch]:
+                    self._end_attempt(attempt_id, RequestCancelled("the router's stream ended"))
+            case FromRouter(epoch, Prefill() as prefill):
+                self._intake(epoch, prefill, now)
+            case FromRouter(_, Abort() as abort):
+                self._abort(abort, now)
+            case PeerOpened() | PeerClosed() | FromPeer():
+                self._handle_peer(event, now)
+            case Draining():
+                self._stopping = True
+
+    def _admit(self, attempt_id: AttemptId, now: float, deadline_s: float) -> bool:
+        """Whether the work is news. Then the attempt before it ends, if it is still here."""
+        last = self._fences.last(attempt_id)
+        if not self._fences.admit(attempt_id, now, deadline_s):
+            return False
+        if last:
+            self._end_attempt(last, RequestCancelled(f"attempt {attempt_id.attempt} took its place"))
+        return True
+
+    def _check_target(self, incarnation: str) -> None:
+        """Raises NodeUnavailable where work was meant for an earlier life of the node, or comes too late."""
+        if incarnation != self._incarnation:
+            raise NodeUnavailable(f"the {self.role.value} node was started anew")
+        if self._stopping:
+            raise NodeUnavailable(f"the {self.role.value} node is stopping")
+
+    def _intake(self, epoch: int, prefill: Prefill, now: float) -> None:
+        attempt_id = prefill.attempt_id
+        if epoch not in self._outbox.epochs or not self._admit(attempt_id, now, prefill.deadline_s):
+            return  # a repeat, or fenced: whoever sent it has its answer or wants none
+        try:
+            self._check_target(prefill.target_incarnation)
+            if self.engine.num_waiting >= self._max_waiting:
+                raise Overloaded(f"{self._max_waiting} prompts are waiting")
+            sequence = self._make_sequence(prefill, now)
+            self.engine.add(sequence)
+        except BatonError as error:
+            self._outbox.to_router(attempt_id, End(error))
+            return
+        self._take_in(prefill, sequence, now, now + min(prefill.deadline_s, self._max_deadline_s))
+
+    def _abort(self, abort: Abort, now: float) -> None:
+        attempt_id = abort.attempt_id
+        if abort.samples:
+            self._stop_samples(abort, now)
+            return
+        last = self._fences.last(attempt_id)
+        if not self._fences.fence(attempt_id, now, abort.deadline_s):
+            self._outbox.close_session(attempt_id.router_epoch, "too many aborts of work that is not known here")
+        if last and last.attempt <= attempt_id.attempt:
+            self._end_attempt(last, RequestCancelled("aborted by the router"))
+
+    # ---- what the shell asks ----
+
+    def take_outputs(self) -> list[Output]:
+        return self._outbox.take()
+
+    def load(self) -> Load:
+        num_waiting, num_running = self._count_requests()
+        blocks = self.engine.blocks
+        return Load(num_waiting, num_running, blocks.num_free + blocks.num_cached, blocks.num_total, self._stopping)
+
+    def audit(self, now: float) -> KvAudit:
+        return make_audit(
+            role=self.role,
+            incarnation=self._incarnation,
+            integrity=verdict(self.check_integrity),
+            idle=self.idle,
+            blocks=self.engine.blocks,
+            holdings=self._holdings(),
+            slots=self._slots(),
+            now=now,
+        )
+
+    # ---- the role's own: the turn ----
+
+    @abstractmethod
+    def _take_transfers(self, now: float) -> None:
+        """What the transport did."""
+
+    @abstractmethod
+    def _end_overdue(self, now: float) -> None:
+        """End what has passed its deadline."""
+
+    @abstractmethod
+    def _take_results(self, result: StepResult) -> None:
+        """What the step that retired did."""
+
+    @abstractmethod
+    def _move_on(self, now: float) -> None:
+        """Do what became possible since the last turn, before the next step is decided."""
+
+    @abstractmethod
+    def _tell_started(self, sequences: Seq[Sequence], now: float) -> None:
+        """These are in a step for the first time."""
+
+    @abstractmethod
+    def _computed(self, result: StepResult, now: float) -> bool:
+        """The step is launched, and what it brought is taken. Whether there is more to do at once."""
+
+    @abstractmethod
+    def next_deadline(self) -> float | None:
+        """See `Role`."""
+
+    # ---- the role's own: requests and peers ----
+
+    @abstractmethod
+    def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
+        """Raises what the router shall be told where this node cannot serve it."""
+
+    @abstractmethod
+    def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
+        """The engine has the sequence: the request is this node's."""
+
+    @abstractmethod
+    def _attempts(self) -> list[AttemptId]:
+        """All that is here."""
+
+    @abstractmethod
+    def _end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
+        """Wherever it is; nothing happens if it is not here."""
+
+    @abstractmethod
+    def _stop_samples(self, abort: Abort, now: float) -> None:
+        """These samples of the work are not wanted any more."""
+
+    @abstractmethod
+    def _handle_peer(self, event: PeerOpened | PeerClosed | FromPeer, now: float) -> None:
+        """What happened on a stream to another node."""
+
+    # ---- the role's own: its books ----
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """See `Role`."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """See `Role`. For tests and the audit."""
+
+    @abstractmethod
+    def _count_requests(self) -> tuple[int, int]:
+        """Waiting, running."""
+
+    @abstractmethod
+    def _holdings(self) -> list[Holding]:
+        """Whoever has blocks."""
+
+    @abstractmethod
+    def _slots(self) -> list[KvSlot]:
+        """The staging slots."""

@@ -1,0 +1,184 @@
+"""What both ends of a handoff stream do alike: introduce themselves, carry messages, notice silence.
+
+prefill node                decode node
+  | <- Auth, both ways ----> |  where there is a cluster secret (`baton.cluster_secret`)
+  | -- Hello ---------------> |  version, incarnation and layout are checked, transport connected
+  | <---------------- Hello - |  or one with the error that refuses the peer
+  |    transport connected    |
+  | <-> messages, heartbeats  |  silence of SILENCE_S ends the stream
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton import PROTOCOL_VERSION, wire
+from baton.errors import BatonError, InvalidRequest, NodeUnavailable, TransferError
+from baton.messages import AttemptId, Auth, CommitReply, Heartbeat, Hello, Refuse, Release, Reserve, Route
+from baton.streams import HEARTBEAT_S, Stream, first_end, read_all
+from node.events import Event, FromPeer
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 10_000
+CONNECT_S = 3.0
+"""For the transport to connect: less than SILENCE_S, since nothing is said meanwhile."""
+
+
+class PeerTransport(Protocol):
+    """The part of a KV transport that the shell drives. Callable from any thread."""
+
+    def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:
+        """Blocks until parts can travel between these ranks. Raises TransferError."""
+
+    def disconnect(self, peer: str) -> None:
+        """Cuts the peer off. Harmless for one that is not connected."""
+
+    def close(self) -> None:
+        """Ends all transfers and threads."""
+
+
+Post = Callable[[Event], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """The conversions of one end: what it reads and what it writes. `fail`: of work whose message makes no sense, what
+    the peer is answered, and what the message counts as."""
+
+    read: Callable[[Any, wire.Limits], Any]
+    write: Callable[[Any], Any]
+    fail: Callable[[AttemptId, InvalidRequest], tuple[Any | None, Any]]
+
+
+def _fail_at_prefill(attempt_id: AttemptId, error: InvalidRequest) -> tuple[None, Refuse]:
+    """The role tells the decode node."""
+    return None, Refuse(attempt_id, TransferError(f"the decode node's message makes no sense: {error.message}"))
+
+
+def _fail_at_decode(attempt_id: AttemptId, error: InvalidRequest) -> tuple[Refuse, Release]:
+    return Refuse(attempt_id, error), Release(0, attempt_id)
+
+
+PREFILL_CODEC = Codec(wire.read_decode_message, wire.write_prefill_message, _fail_at_prefill)
+DECODE_CODEC = Codec(wire.read_prefill_message, wire.write_decode_message, _fail_at_decode)
+
+
+class HandoffStream(Stream[Any]):
+    """One stream that is up. `open_attempts` are the requests whose handoff is under way on it; `limits`: what a message to
+    this node keeps to, which the peer's Hello may widen."""
+
+    def __init__(self, peer: str, codec: Codec, limits: wire.Limits) -> None:
+        super().__init__(MAX_WAITING)
+        self.peer = peer
+        self.open_attempts: set[AttemptId] = set()
+        self._codec = codec
+        self.limits = limits
+        self._last_used = time.monotonic()
+
+    def send(self, message: Any) -> None:
+        self._note(message)
+        self.put(message)
+
+    async def carry(
+        self,
+        read: Callable[[], Awaitable[Any]],
+        write: Callable[[Any], Awaitable[Any]],
+        post: Post,
+        silence_s: float,
+        idle_s: float = math.inf,
+    ) -> str:
+        """Both directions until the stream ends; returns why. So long without a word, or without use, is an end."""
+
+        def receive(message: Any) -> None:
+            said = self._read(message)
+            if isinstance(said, Hello | Auth):
+                raise InvalidRequest(f"a second {type(said).__name__}")
+            if not isinstance(said, Heartbeat):
+                self._note(said)
+                post(FromPeer(self.peer, said))
+
+        return await first_end(self.until_end(), read_all(read, receive, silence_s), self._write_all(write, idle_s))
+
+    def _read(self, message: Any) -> Any:
+        """A message that names its work and makes no sense otherwise is the end of that work here. Raises
+        InvalidRequest for one that names none."""
+        try:
+            return self._codec.read(message, self.limits)
+        except InvalidRequest as error:
+            if (attempt_id := wire.attempt_of(message)) is None:
+                raise
+            log.info("refused peer=%s error=%s", self.peer, error.message, extra={"request_id": attempt_id.request_id})
+            answer, said = self._codec.fail(attempt_id, error)
+            if answer is not None:
+                self.send(answer)
+            return said
+
+    async def _write_all(self, write: Callable[[Any], Awaitable[Any]], idle_s: float) -> str:
+        while self.open_attempts or time.monotonic() - self._last_used < idle_s:
+            for message in await self.take(HEARTBEAT_S) or [Heartbeat()]:
+                await write(self._codec.write(message))
+        return f"idle for {idle_s:g} s"
+
+    def _note(self, message: Any) -> None:
+        self._last_used = time.monotonic()
+        match message:
+            case Reserve(attempt_id=attempt_id):
+                self.open_attempts.add(attempt_id)
+            case Release(attempt_id=attempt_id) | Refuse(attempt_id=attempt_id) | CommitReply(attempt_id=attempt_id):
+                self.open_attempts.discard(attempt_id)
+
+
+def check_hello(mine: Hello, theirs: Hello) -> None:
+    """Raise the BatonError that names why these two cannot hand over to one another."""
+    if theirs.protocol_version != PROTOCOL_VERSION:
+        raise TransferError(f"protocol version {theirs.protocol_version} of {theirs.node_id} != {PROTOCOL_VERSION}")
+    mine.layout.require_compatible(theirs.layout, theirs.node_id)
+    if theirs.part_blocks < 1:
+        raise TransferError(f"{theirs.node_id} takes no block in a part")
+
+
+def check_target(mine: Hello, theirs: Hello) -> None:
+    """Raise NodeUnavailable for a Hello that was meant for an earlier life of this node."""
+    if theirs.target_incarnation != mine.incarnation:
+        raise NodeUnavailable(f"this is incarnation {mine.incarnation}, not {theirs.target_incarnation}")
+
+
+def routes_to(mine: Hello, theirs: Hello) -> list[Route]:
+    """From each rank here to each rank there that holds some of the same, over the transport that this node speaks; the
+    layouts are compatible. Raises TransferError."""
+    spoken = mine.endpoints[0].transport
+    addresses = {endpoint.rank: endpoint.address for endpoint in theirs.endpoints if endpoint.transport == spoken}
+    routes = [
+        (rank, peer_rank)
+        for rank, held in enumerate(mine.layout.ranks)
+        for peer_rank, theirs_held in enumerate(theirs.layout.ranks)
+        if held.overlap(theirs_held)
+    ]
+    if missing := {peer_rank for _, peer_rank in routes} - addresses.keys():
+        offered = ", ".join(f"{endpoint.transport} of rank {endpoint.rank}" for endpoint in theirs.endpoints) or "none"
+        told = f"transport {spoken} of rank {min(missing)}"
+        raise TransferError(f"{told} is not offered by {theirs.node_id} ({offered})")
+    return [Route(rank, peer_rank, addresses[peer_rank]) for rank, peer_rank in routes]
+
+
+async def connect(transport: PeerTransport, peer: str, routes: Sequence[Route]) -> None:
+    """`transport.connect` off the event loop. When cancelled it waits for the call, so that a disconnect follows it."""
+    call = asyncio.create_task(asyncio.to_thread(transport.connect, peer, routes, CONNECT_S))
+    try:
+        await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        if not call.cancelled():
+            call.exception()  # else asyncio complains that nobody asked for it
+        raise
+
+
+def describe(error: BatonError) -> str:
+    return f"{type(error).__name__} {error.message}"

@@ -1,0 +1,25 @@
+"""From a router's Prefill message to a sequence of the engine: the same on every node."""
+
+from __future__ import annotations
+
+from baton.errors import InvalidRequest
+from baton.messages import Prefill
+from engine.sequence import Sequence
+
+
+def make_sequence(prefill: Prefill, *, hand_off: bool, now: float) -> Sequence:
+    """The sequence that computes prompt and output so far. Raises InvalidRequest for an answer that is complete;
+    whether there is room for the tokens, `Engine.add` says."""
+    output = prefill.samples[0].output_tokens
+    if len(output) >= prefill.sampling.max_tokens:
+        raise InvalidRequest(f"{len(output)} tokens of max_tokens {prefill.sampling.max_tokens} exist already")
+    return Sequence(
+        attempt_id=prefill.attempt_id,
+        samples=[s.index for s in prefill.samples],
+        prompt_tokens=prefill.prompt_tokens,
+        tokens=[*prefill.prompt_tokens, *output],
+        sampling=prefill.sampling,
+        hand_off=hand_off,
+        cache_salt=prefill.cache_salt,
+        arrived_s=now,
+    )

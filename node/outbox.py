@@ -1,0 +1,36 @@
+"""What a node's role has to say, in order, until the shell takes it."""
+
+from __future__ import annotations
+
+from baton.messages import AttemptId, DecodeTarget, DecodeToPrefill, PrefillToDecode, Update, UpdateKind
+from node.events import CloseSession, Output, ToDecode, ToPrefill, ToRouter
+
+
+class Outbox:
+    """Collects outputs. `epochs` are the routers that listen; words for others are dropped, since their sessions are
+    gone and their work with them."""
+
+    def __init__(self) -> None:
+        self.epochs: set[int] = set()
+        self._outputs: list[Output] = []
+
+    def to_router(self, attempt_id: AttemptId, kind: UpdateKind) -> None:
+        if attempt_id.router_epoch in self.epochs:
+            self._outputs.append(ToRouter(attempt_id.router_epoch, Update(attempt_id, kind)))
+
+    def to_decode(self, target: DecodeTarget, message: PrefillToDecode) -> None:
+        self._outputs.append(ToDecode(target, message))
+
+    def to_prefill(self, peer: str, message: DecodeToPrefill) -> None:
+        self._outputs.append(ToPrefill(peer, message))
+
+    def close_session(self, epoch: int, reason: str) -> None:
+        if epoch in self.epochs:
+            self._outputs.append(CloseSession(epoch, reason))
+
+    def add(self, output: Output) -> None:
+        self._outputs.append(output)
+
+    def take(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs

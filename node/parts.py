@@ -1,0 +1,95 @@
+"""From settings to all that a node is made of, but for its network: model, staging slots, transport, the role's core.
+
+build  ->  slots, transport  ->  the role: what moves its KV, and its core  ->  NodeParts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import kv_transfer
+from engine.model.memory import out_of_memory
+from kv_transfer.parts import slot_bytes_for
+from kv_transfer.staging import Staging
+from kv_transfer.transport import Transport
+from node.build import Built, build, count, describe, new_incarnation
+from node.core import RoleCore
+from node.handoff_stream import PeerTransport
+from node.settings import NodeSettings
+from node.shell import NodeParts
+from node.slots import slot_sizes
+
+
+class Mover(PeerTransport, Protocol):
+    """What the shell asks of a role's senders or receivers, one for each rank."""
+
+    num_slots: int
+    """Of all ranks."""
+
+    @property
+    def part_blocks(self) -> int:
+        """The most blocks that a part may have."""
+
+    @property
+    def num_free_slots(self) -> int:
+        """Callable from any thread."""
+
+    def warm_up(self) -> None:
+        """Do what would make first parts wait. On the engine's thread, before any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What a role is made on: a model, and slots that a transport moves."""
+
+    settings: NodeSettings
+    built: Built
+    staging: Staging
+    transport: Transport
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoleParts:
+    """A role: its state machine, and what moves its KV. `count_damaged`: pieces of KV blocks whose checksums were
+    wrong, so far."""
+
+    core: RoleCore
+    mover: Mover
+    count_damaged: Callable[[], int] = lambda: 0
+
+
+def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callable[[Base], RoleParts]) -> NodeParts:
+    """Load the model and make the role on it. `wake` is called, on any thread, when the core should have a turn. Raises
+    ValueError, OSError or a BatonError for a person."""
+    base = _make_base(settings, wake)
+    role, built = make_role(base), base.built
+
+    def warm_up() -> None:
+        built.warm_up()
+        role.mover.warm_up()
+
+    return NodeParts(
+        role=role.core,
+        warm_up=warm_up,
+        transport=role.mover,
+        info=describe(settings, role.core.role, built, base.incarnation, [base.transport.info()]),
+        tokenizer=built.tokenizer.json,
+        part_blocks=role.mover.part_blocks,
+        count=lambda: count(built.engine, role.count_damaged()),
+        num_slots=role.mover.num_slots,
+        count_free_slots=lambda: role.mover.num_free_slots,
+    )
+
+
+def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
+    built = build(settings, wake)
+    sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
+    slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
+    with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
+        staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)
+    interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
+    transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
+    return Base(settings, built, staging, transport, new_incarnation())

@@ -1,0 +1,60 @@
+"""How many KV blocks a node has: as told, or as its memory holds."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from baton.layout import KvLayout, num_blocks_for
+from engine.config import EngineConfig
+from engine.model.attention import Probe
+from engine.model.memory import ProfiledMemory, kv_pool_bytes, num_kv_blocks, out_of_memory, profile
+from engine.model.runner import TorchModelRunner
+from engine.model.warm_up import largest_steps, profile_config
+from node.settings import GIB, NodeSettings
+from node.slots import slot_sizes
+
+_CPU_POOL_BYTES = GIB
+_GRAPHS_BYTES = GIB
+"""Kept free for CUDA graphs."""
+
+
+def num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> int:
+    """Blocks that requests can have. On a GPU this computes the largest steps in any case: their kernels are compiled
+    by then. Raises ValueError, naming the flag, when one request does not fit."""
+    memory = _profile(model, probed, limits) if model.device.type == "cuda" else None
+    if settings.num_gpu_blocks_override is not None:
+        return settings.num_gpu_blocks_override  # EngineConfig checks it
+    block_bytes = KvLayout(probed.kv, limits.block_size, "").block_bytes
+    pool_bytes, more_by = _pool_bytes(settings, limits, block_bytes, memory)
+    return num_kv_blocks(pool_bytes, block_bytes, limits.block_size, limits.max_model_len, more_by)
+
+
+def _pool_bytes(
+    settings: NodeSettings, limits: EngineConfig, block_bytes: int, memory: ProfiledMemory | None
+) -> tuple[int, str]:
+    """Bytes of the pool, and the flag that would make it larger. On a CPU no more than the node could ever fill."""
+    told = settings.kv_cache_memory_bytes
+    if told is not None:
+        return told, f"--kv-cache-memory-bytes ({told})"
+    if memory is not None:
+        share = settings.gpu_memory_utilization
+        graphs_bytes = 0 if settings.enforce_eager else _GRAPHS_BYTES
+        slots = slot_sizes(settings, block_bytes, on_gpu=True)
+        kept = graphs_bytes + slots.num_slots * slots.part_blocks * block_bytes
+        return kv_pool_bytes(memory, share, kept), f"--gpu-memory-utilization ({share:g})"
+    fillable = limits.max_num_seqs * num_blocks_for(limits.max_model_len, limits.block_size)
+    return min(_CPU_POOL_BYTES, fillable * block_bytes), "--kv-cache-memory-bytes (unset: at most 1 GiB)"
+
+
+def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig) -> ProfiledMemory:
+    """Compute the largest steps over a few blocks, which are held until another runner takes the model over."""
+    with out_of_memory("--max-num-batched-tokens, --max-num-seqs: lower them, a step does not fit the GPU"):
+        runner = TorchModelRunner(model, profile_config(limits), probed)
+
+        def run() -> None:
+            for chunks in largest_steps(limits):
+                runner.launch(chunks).wait()
+                for chunk in chunks:
+                    runner.forget(chunk.sequence)
+
+        return profile(run, model.device, scratch_bytes=runner.pool.tensor.nbytes)

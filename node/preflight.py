@@ -1,0 +1,96 @@
+"""Settings that cannot work on this machine, told within a second: before torch is imported and weights load."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import socket
+
+from baton.address import HostPort
+from baton.telemetry.admin import read_key
+from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
+from node.errors import StartupError
+from node.settings import NodeSettings
+
+_PACKAGES = {"ucx": ("ucxx", "node"), "nixl": ("nixl", "nixl")}
+"""What a transport imports, and the extra that brings it."""
+
+
+def check(settings: NodeSettings) -> None:
+    """Raise StartupError, one line that names the flag."""
+    require_free("--listen", settings.listen)
+    require_free("--metrics-port", settings.metrics_listen)
+    _check_admin_key(settings)
+    _check_model(settings)
+    _check_device(settings)
+    _check_transport(settings)
+    _check_pool(settings)
+
+
+def require_free(flag: str, listen: HostPort) -> None:
+    """Tell a busy port now, not after the model was loaded. Raises StartupError."""
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise StartupError(f"{flag}: cannot listen on {listen}: {error.strerror}") from None
+
+
+def _check_admin_key(settings: NodeSettings) -> None:
+    if settings.admin_key_file is None:
+        return
+    try:
+        read_key(settings.admin_key_file)
+    except ValueError as error:
+        raise StartupError(f"--admin-key-file: {error}") from None
+
+
+def _check_model(settings: NodeSettings) -> None:
+    """A hub's model is looked at once it is here."""
+    folder = local_folder(settings.model)
+    if folder is None:
+        return
+    problem = why_no_checkpoint(folder)
+    if settings.load_format != "dummy":  # which needs config.json alone
+        problem = problem or why_no_tokenizer(folder) or why_no_weights(folder)
+    if problem:
+        raise StartupError(f"--model {settings.model}: {problem}")
+
+
+def _check_device(settings: NodeSettings) -> None:
+    if settings.device == "cuda" and not num_gpus():
+        raise StartupError("--device: cuda is not available on this machine")
+
+
+def _check_transport(settings: NodeSettings) -> None:
+    transport = settings.transport
+    if transport == "nccl" and (settings.device == "cpu" or not num_gpus()):
+        raise StartupError("--transport: nccl moves KV between GPUs, and this node has none")
+    module, extra = _PACKAGES.get(transport, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise StartupError(f"--transport: {transport} needs the package {module}: pip install 'baton-serve[{extra}]'")
+
+
+def _check_pool(settings: NodeSettings) -> None:
+    """On a CPU, where memory that there is not is only missed once it is written to."""
+    told = settings.kv_cache_memory_bytes
+    if told is None or (settings.device != "cpu" and num_gpus()):
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if told > there:
+        raise StartupError(f"--kv-cache-memory-bytes: {told} are more than this machine's {there}")
+
+
+def num_gpus() -> int:
+    """GPUs that CUDA shows to this process, asked of its driver, which torch will ask too."""
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        ok = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    except (OSError, AttributeError):
+        return 0
+    return count.value if ok else 0

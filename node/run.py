@@ -1,0 +1,148 @@
+"""The life of a node's process: load, serve, drain, exit.
+
+exit code 0    stopped by SIGTERM, SIGINT or SIGHUP, all requests finished
+          1    could not start, or the engine failed, or requests were left at --drain-timeout
+          2    bad settings
+128 + signal   a second signal, at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import uvloop
+
+from baton.errors import BatonError
+from baton.messages import NodeRole
+from baton.open_files import raise_open_files
+from baton.signals import stop_signals
+from baton.telemetry import configure_logging
+from node import preflight
+from node.errors import StartupError
+from node.loop import NodeLoop
+from node.settings import NodeSettings
+from node.shell import Node, NodeParts, RoleSide
+
+log = logging.getLogger(__name__)
+
+MakeParts = Callable[[NodeSettings, Callable[[], None]], NodeParts]
+"""Loads the model and makes the role around it; the second argument wakes the engine's thread."""
+ImportParts = Callable[[], MakeParts]
+"""Imports torch and transformers, which takes seconds: not before a bad flag or port is told."""
+
+
+def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_parts: ImportParts) -> NoReturn:
+    """Serve until a signal, and exit.
+
+    Without the interpreter's teardown: all that has to be closed is closed by then, and unloading torch and
+    transformers would take seconds.
+    """
+    configure_logging(settings.logging_level(), settings.name(role))
+    raise_open_files()
+    try:
+        code = _run(settings, side, import_parts)
+    except StartupError as error:
+        sys.stderr.write(f"{settings.prog}: {' '.join(str(error).split())}\n")
+        code = 1
+    except KeyboardInterrupt:  # while the model was being loaded
+        code = 128 + signal.SIGINT
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> int:
+    preflight.check(settings)
+    loop = NodeLoop(turn_timeout_s=settings.step_timeout)
+    try:
+        parts = _make_parts_that_stay(import_parts, settings, loop.wake)
+    except (ValueError, OSError, BatonError) as error:  # what --model, sizes and the transport can be wrong about
+        log.debug("start failed", exc_info=error)
+        raise StartupError(str(error)) from error
+    except ModuleNotFoundError as error:  # the base install is the router's
+        raise StartupError(f"{error}: a node needs the extra, pip install 'baton-serve[node]'") from error
+    try:
+        return uvloop.run(_serve(settings, side, parts, loop))
+    finally:
+        parts.transport.close()
+
+
+def _make_parts_that_stay(import_parts: ImportParts, settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
+    """The parts. Garbage of making them is collected once, at the end, and what is left never looked at again; what
+    was imported is not even looked at then.
+
+    A full collection looks at 500,000 objects of torch and transformers, for a third of a second that the start would
+    take longer, or in which no step is launched. Those during the imports would take a fifth of their time; the
+    garbage that they leave for good is 7 MiB.
+    """
+    gc.disable()
+    try:
+        make_parts = import_parts()
+        gc.freeze()
+        return make_parts(settings, wake)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+async def _serve(settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop) -> int:
+    stop = _signals()
+    node = Node(settings, side, parts, loop)
+    try:
+        await node.start()
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    log.info("ready address=%s metrics=http://%s/metrics seconds=%.2f", node.address, node.metrics.address, _age_s())
+    ends: list[asyncio.Future[Any]] = [stop, node.failure]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    drained = not node.failure.done() and await _drain(node)
+    ended = await node.stop()
+    code = 0 if drained and ended else 1
+    log.info("stopped exit_code=%d", code)
+    if not ended:
+        os._exit(code)  # a thread inside the model cannot be unwound
+    return code
+
+
+def _age_s() -> float:
+    """Seconds since the process began, imports included (man proc_pid_stat: starttime)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def _drain(node: Node) -> bool:
+    log.info("draining")
+    drain = asyncio.create_task(node.drain())
+    ends: list[asyncio.Future[Any]] = [drain, node.failure]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    drain.cancel()
+    done = drain.done() and drain.result()
+    if not done:
+        log.warning("requests were left unfinished")
+    return done
+
+
+def _signals() -> asyncio.Future[int]:
+    """Done at the first SIGTERM, SIGINT or SIGHUP; a second one kills."""
+    aio = asyncio.get_running_loop()
+    first: asyncio.Future[int] = aio.create_future()
+
+    def handle(number: int) -> None:
+        if first.done():
+            os._exit(128 + number)
+        first.set_result(number)
+
+    for number in stop_signals():
+        aio.add_signal_handler(number, handle, number)
+    return first

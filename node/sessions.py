@@ -1,0 +1,253 @@
+"""Routers' sessions: the one way to place work on a node, and the way its answers go back.
+
+router                      node
+  | <- Auth, both ways ------> |   where there is a cluster secret (`baton.cluster_secret`)
+  | -- Subscribe ------------> |   version and incarnation are checked
+  | <------------ Subscribed - |   the role has SessionOpened before any work
+  | -- Prefill, Abort -------> |
+  | <-- Updates, Load -------- |   Load at least every HEARTBEAT_S
+  x                            |   end of the stream: SessionLost, all work of the epoch ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from baton import PROTOCOL_VERSION, wire
+from baton.audit import epoch_name
+from baton.cluster_secret import SESSION, NotTrusted, admit
+from baton.errors import InvalidRequest
+from baton.messages import (
+    Abort,
+    Adopted,
+    AttemptId,
+    Auth,
+    End,
+    HandedOff,
+    Load,
+    Prefill,
+    Started,
+    Subscribe,
+    Subscribed,
+    Update,
+)
+from baton.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, STOPPED, Stream, first_end, read_all
+from baton.telemetry import NodeMetrics
+from baton.trust import Trust
+from baton.v1 import node_pb2
+from node.events import CloseSession, Event, FromRouter, SessionLost, SessionOpened, ToRouter
+from node.loop import Turn
+
+log = logging.getLogger(__name__)
+
+MAX_UPDATES = 100_000
+"""Waiting for one router, some minutes of tokens: it does not read, and is cut off."""
+UPDATES_PER_MESSAGE = 8192
+LOAD_PERIOD_S = 0.1
+"""A changed load is told so often at most; an unchanged one every HEARTBEAT_S."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Session(Stream[Update]):
+    def __init__(self, epoch: int) -> None:
+        super().__init__(MAX_UPDATES)
+        self.epoch = epoch
+        self.opened = 0  # number of its SessionOpened
+
+
+class Sessions:
+    """All sessions of a node. Asyncio thread only.
+
+    `post` queues an event for the role and returns its number; `limits`: what a message to this node keeps to.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        post: Callable[[Event], int],
+        metrics: NodeMetrics,
+        limits: wire.Limits,
+        trust: Trust,
+    ) -> None:
+        self._incarnation = incarnation
+        self._post = post
+        self._metrics = metrics
+        self.limits = limits
+        self._trust = trust
+        self._by_epoch: dict[int, _Session] = {}
+        self._load: Load | None = None  # until the first turn
+        self._closing = False
+
+    def deliver(self, turn: Turn) -> None:
+        """Queue a turn's updates, each for its router; cut off a router that does not read."""
+        self._load = turn.load
+        self._metrics.set_load(turn.load)
+        by_epoch: defaultdict[int, list[Update]] = defaultdict(list)
+        for output in turn.outputs:
+            if isinstance(output, ToRouter):
+                self._metrics.sent(output.update)
+                _log(output.update)
+                by_epoch[output.epoch].append(output.update)
+            elif isinstance(output, CloseSession) and (session := self._meant(output.epoch, turn)):
+                session.end(output.reason)
+        for epoch, updates in by_epoch.items():
+            if session := self._meant(epoch, turn):
+                session.put(*updates)
+
+    def _meant(self, epoch: int, turn: Turn) -> _Session | None:
+        """The epoch's session, unless an older one was meant: its work is over, the role just does not know yet."""
+        session = self._by_epoch.get(epoch)
+        return session if session and turn.num_handled >= session.opened else None
+
+    def close(self) -> None:
+        """End all sessions, each after what waits for its router; new ones too."""
+        self._closing = True
+        for session in self._by_epoch.values():
+            session.close(STOPPED)
+
+    async def serve(self, context: Context) -> None:
+        """One `Session` call, from Subscribe to its end."""
+        epoch = await self._subscribe(context)
+        session = self._open(epoch)
+        reason = "cancelled"
+        try:
+            await context.write(wire.write_node_message(Subscribed(self._incarnation)))
+            reason = await first_end(
+                session.until_end(),
+                read_all(context.read, lambda message: self._receive(session, message), silence_s=None),
+                self._write(session, context),
+            )
+        finally:
+            self._close(session, reason)
+        if reason != ENDED:
+            await context.abort(grpc.StatusCode.ABORTED, reason)
+
+    async def _subscribe(self, context: Context) -> int:
+        """The epoch of a subscriber that fits. Ends the call for any other."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                epoch, said = await self._admit(context)
+        except (TimeoutError, InvalidRequest, DecodeError):
+            said = None
+        except NotTrusted as error:
+            log.warning("refused a router from=%s reason=%s", context.peer(), error.message)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
+        if not isinstance(said, Subscribe):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a session opens with Subscribe")
+        if epoch not in (None, str(said.router_epoch)):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the router has proved to be of another epoch")
+        if said.protocol_version != PROTOCOL_VERSION:
+            text = f"protocol version {said.protocol_version}, this node speaks {PROTOCOL_VERSION}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        if said.target_incarnation != self._incarnation:
+            text = f"this is incarnation {self._incarnation}, not {said.target_incarnation}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return said.router_epoch
+
+    async def _admit(self, context: Context) -> tuple[str | None, wire.RouterToNode | None]:
+        """The epoch that the router has proved, if it must, and what it says then. Raises NotTrusted,
+        InvalidRequest."""
+
+        async def say(message: Auth) -> None:
+            await context.write(wire.write_node_message(message))
+
+        async def hear() -> wire.RouterToNode | None:
+            message = await context.read()
+            return wire.read_router_message(message) if message is not EOF else None
+
+        return await admit(self._trust.secret, SESSION, self._incarnation, "the router", say, hear)
+
+    def _open(self, epoch: int) -> _Session:
+        if old := self._by_epoch.get(epoch):
+            self._close(old, "a new session of the epoch took its place")
+        session = _Session(epoch)
+        if self._closing:
+            session.close(STOPPED)
+        self._by_epoch[epoch] = session
+        session.opened = self._post(SessionOpened(epoch))
+        log.info("session open epoch=%d", epoch_name(epoch))
+        return session
+
+    def _close(self, session: _Session, reason: str) -> None:
+        """Once for each session: an old one may have been replaced before its call ends."""
+        if self._by_epoch.get(session.epoch) is session:
+            del self._by_epoch[session.epoch]
+            self._post(SessionLost(session.epoch))
+            self._metrics.lost(session.epoch)
+            log.info("session over epoch=%d reason=%s", epoch_name(session.epoch), reason)
+        session.end(reason)
+
+    def _receive(self, session: _Session, message: node_pb2.RouterMessage) -> None:
+        try:
+            said = wire.read_router_message(message, self.limits)
+        except InvalidRequest as error:
+            self._refuse(session, wire.attempt_of(message), error)
+            return
+        match said:
+            case Prefill(attempt_id=attempt_id) | Abort(attempt_id=attempt_id) if (
+                attempt_id.router_epoch != session.epoch
+            ):
+                raise InvalidRequest("work of another epoch than the session's")
+            case Prefill():
+                self._metrics.received(said)
+                self._post(FromRouter(session.epoch, said))
+            case Abort():
+                self._post(FromRouter(session.epoch, said))
+            case Subscribe() | Auth():
+                raise InvalidRequest(f"a second {type(said).__name__}")
+
+    def _refuse(self, session: _Session, attempt_id: AttemptId | None, error: InvalidRequest) -> None:
+        """A message about one request of this router that makes no sense is that request's end, in whatever state it
+        is; any other ends the session."""
+        if attempt_id is None or attempt_id.router_epoch != session.epoch:
+            raise error
+        log.info("refused error=%s", error.message, extra={"request_id": attempt_id.request_id})
+        session.put(Update(attempt_id, End(error)))
+        self._post(FromRouter(session.epoch, Abort(attempt_id)))
+
+    async def _write(self, session: _Session, context: Context) -> str:
+        """Updates as they come, and the load."""
+        told: Load | None = None
+        told_at = 0.0
+        while True:
+            now = time.monotonic()
+            due = told_at + (HEARTBEAT_S if told == self._load else LOAD_PERIOD_S)
+            if now >= due:
+                told, told_at = self._load, now
+                if told is not None:
+                    await context.write(wire.write_node_message(told))
+                continue
+            updates = await session.take(due - now)
+            if not updates and session.closing:
+                return session.closing
+            for start in range(0, len(updates), UPDATES_PER_MESSAGE):
+                batch = tuple(updates[start : start + UPDATES_PER_MESSAGE])
+                await context.write(wire.write_node_message(batch))
+
+
+def _log(update: Update) -> None:
+    """A line for each turn in a request's life, so that its id can be followed from node to node."""
+    match update.kind:
+        case Started(num_cached_tokens, queue_s):
+            text = f"started cached_tokens={num_cached_tokens} queue_ms={queue_s * 1e3:.1f}"
+        case HandedOff(prefill_s):
+            text = f"handed off prefill_ms={prefill_s * 1e3:.1f}"
+        case Adopted(transfer_s, num_cached_tokens, transfer_bytes):
+            text = (
+                f"adopted cached_tokens={num_cached_tokens} handoff_ms={update.kind.handoff_s * 1e3:.1f} "
+                f"transfer_ms={transfer_s * 1e3:.1f} bytes={transfer_bytes}"
+            )
+        case End(error):
+            text = f"ended error={error!r}" if error else "ended error=none"
+        case _:
+            return
+    log.info("%s attempt=%d", text, update.attempt_id.attempt, extra={"request_id": update.attempt_id.request_id})

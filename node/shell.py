@@ -1,0 +1,223 @@
+"""A node that serves: gRPC server, engine thread and metrics page around one role."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from baton import PROTOCOL_VERSION
+from baton.address import HostPort
+from baton.audit import KvAudit
+from baton.channels import SERVER_OPTIONS, bind
+from baton.malformed import RefuseMalformed
+from baton.messages import Hello, NodeInfo
+from baton.streams import HEARTBEAT_S
+from baton.telemetry import AdminGate, MetricsServer, NodeMetrics, new_registry
+from baton.trust import Trust
+from baton.v1 import node_pb2_grpc
+from baton.wire import Limits
+from node.audit import verdict
+from node.books import Books
+from node.errors import StartupError
+from node.events import Draining, Role
+from node.handoff_stream import PeerTransport, Post
+from node.loop import Counts, NodeLoop, Turn
+from node.sessions import Sessions
+from node.settings import NodeSettings
+from node.status import Health, NodeStatus, admin_pages
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 0.5
+"""For last words to leave, once the server takes no more calls."""
+THREAD_STOP_S = 10.0
+AUDIT_S = 30.0
+"""For a look into the books, which waits for the turn that runs."""
+
+
+class Peers(Protocol):
+    """A role's handoff streams."""
+
+    def deliver(self, turn: Turn) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSide:
+    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and keeps its streams."""
+
+    service: str
+    serve: Callable[[grpc.aio.Server, Sessions, Hello, PeerTransport, Post, Trust], Peers]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a node is made of, but for its network. `info.address` is filled in once the port is known.
+
+    `warm_up` is called first on the role's thread; it may take seconds, and raises ValueError. `count` is called
+    there too, `count_free_slots` on any.
+    """
+
+    role: Role
+    warm_up: Callable[[], None]
+    transport: PeerTransport
+    info: NodeInfo
+    tokenizer: bytes
+    part_blocks: int
+    count: Callable[[], Counts]
+    num_slots: int
+    count_free_slots: Callable[[], int]
+
+
+class Node:
+    """Serves from `start` to `stop`. `loop` is the engine's thread, which the parts' transport wakes.
+
+    `failure` gets the exception when the engine's thread dies: then nothing works any more and the process must end.
+    """
+
+    def __init__(
+        self, settings: NodeSettings, side: RoleSide, parts: NodeParts, loop: NodeLoop, *, audit_s: float = AUDIT_S
+    ) -> None:
+        self._settings = settings
+        self._side = side
+        self._parts = parts
+        self._loop = loop
+        self._gate = AdminGate(settings.admin_key_file)
+        role = parts.role
+        self._books = Books(loop.run_engine_call, lambda: verdict(role.check_integrity), self._take_audit, audit_s)
+        self._why_not: str | None = "starting"
+        self._idle = asyncio.Event()
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Raises StartupError for an address that cannot be had or an engine that fails meanwhile, and what `warm_up`
+        raises."""
+        for doubt in self._settings.doubts(self._settings.listen):
+            log.warning(doubt)
+        trust = self._settings.trust()
+        self._server = grpc.aio.server(interceptors=[RefuseMalformed()], options=SERVER_OPTIONS)
+        port = self._bind(self._settings.listen, trust)
+        self.address = self._settings.advertised(port)
+        info = dataclasses.replace(self._parts.info, address=str(self.address))
+        registry = new_registry(info.role.value)
+        self.metrics = self._serve_metrics(registry)
+        self._metrics = NodeMetrics(registry, info.served_model_name)
+        self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
+        limits = Limits.of(info, self._settings.request_timeout)
+        self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits, trust)
+        self._peers = self._side.serve(
+            self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post, trust
+        )
+        status = NodeStatus(info, self._parts.tokenizer, self._books, self._gate)
+        node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
+        self._health = Health(self._server, ["baton.v1.NodeStatus", self._side.service])
+        self._loop.start(self._parts.role, self._deliver, self._failed, self._parts.count)
+        await self._warm_up()
+        await self._server.start()
+        await self._health.serving()
+        self._why_not = None
+
+    async def drain(self) -> bool:
+        """Take no more work, and wait for what is here, at most --drain-timeout. False: some is left."""
+        self._why_not = "stopping"
+        await self._health.stopping()
+        self._loop.post(Draining())
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout):
+                await self._until_idle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _until_idle(self) -> None:
+        """The role itself is asked, again after each turn that ends idle: what was told last may be older than the work
+        that came just now."""
+        while True:
+            self._idle.clear()
+            if await asyncio.wrap_future(self._loop.run_engine_call(lambda: self._parts.role.idle)):
+                return
+            with contextlib.suppress(TimeoutError):  # a turn that ends as it began is not told
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._idle.wait()
+
+    async def stop(self) -> bool:
+        """End all streams, the engine's thread and the metrics page. False: the thread did not end in time."""
+        await asyncio.to_thread(self._loop.stop, GRACE_S)  # what it has said by now is the last that anybody is told
+        self._sessions.close()
+        await self._peers.close()
+        await self._server.stop(GRACE_S)
+        ended = await asyncio.to_thread(self._loop.stop, THREAD_STOP_S)
+        await asyncio.to_thread(self._books.close)
+        await asyncio.to_thread(self.metrics.close)
+        return ended
+
+    async def _warm_up(self) -> None:
+        """Raises what it raises; StartupError when the engine's thread dies or hangs in it."""
+        warm_up = asyncio.wrap_future(self._loop.run_engine_call(self._parts.warm_up))
+        ends: list[asyncio.Future[Any]] = [warm_up, self.failure]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not warm_up.done():
+            raise StartupError(f"warm-up: {self.failure.result()}")
+        await warm_up
+
+    def _hello(self, info: NodeInfo) -> Hello:
+        return Hello(
+            incarnation=info.incarnation,
+            node_id=info.node_id,
+            layout=info.layout,
+            endpoints=info.endpoints,
+            part_blocks=self._parts.part_blocks,
+            protocol_version=PROTOCOL_VERSION,
+        )
+
+    def _bind(self, listen: HostPort, trust: Trust) -> int:
+        try:
+            return bind(self._server, str(listen), trust.tls)
+        except RuntimeError:
+            raise StartupError(f"--listen: cannot listen on {listen} (address in use, or not this machine's)") from None
+
+    def _serve_metrics(self, registry: CollectorRegistry) -> MetricsServer:
+        listen = self._settings.metrics_listen
+        try:
+            checks = {"/health": lambda: self._why_not}
+            return MetricsServer(listen, registry, checks, admin_pages(self._books), self._gate)
+        except OSError as error:
+            raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
+
+    def _deliver(self, turn: Turn) -> None:
+        """All that one turn of the engine's thread has to tell. An exception here must not pass in silence: what was
+        not sent is lost."""
+        try:
+            self._carry(turn)
+        except Exception as error:  # the process's boundary: `failure` ends it
+            log.critical("network side failed", exc_info=error)
+            self._failed(error)
+
+    def _carry(self, turn: Turn) -> None:
+        if turn.idle:
+            self._idle.set()
+        else:
+            self._idle.clear()
+        if turn.counts is not None:
+            counts = turn.counts
+            self._metrics.set_counts(counts.blocks, counts.num_preemptions, counts.num_damaged_pieces)
+        self._sessions.deliver(turn)
+        self._peers.deliver(turn)
+
+    def _failed(self, error: BaseException) -> None:
+        self._why_not = f"the engine failed: {error}"
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+    def _take_audit(self) -> KvAudit:
+        """On the engine's thread."""
+        return dataclasses.replace(self._parts.role.audit(self._loop.clock()), node_id=self._parts.info.node_id)

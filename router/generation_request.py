@@ -1,0 +1,151 @@
+"""What a client asks for, through either front end, and its translation into the nodes' parameters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.errors import InvalidRequest
+from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NAMES, SamplingParams
+from router.limits import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from router.models import ServedModel
+
+SEED_SPACE = 2**64
+_DRAWN_SEED_BITS = 63
+_INT32_END = 2**31
+_PROBE_CHARS_PER_TOKEN = 8
+"""Twice what common text has. Of a longer text, the beginning is tokenized first."""
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and answer do not fit the model's context together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A generation as the client wants it.
+
+    Each of `prompts` (text or token ids) gets `n` answers. `sampling`: what the client says of SamplingParams, by name.
+    The rest takes the model's generation defaults, or follows from the context.
+    """
+
+    request_id: str
+    prompts: tuple[str | tuple[int, ...], ...]
+    add_special_tokens: bool = True
+    n: int = 1
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    timeout_s: float | None = None
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest, naming the parameter."""
+        if not self.prompts:
+            raise InvalidRequest("there is no prompt", "prompt")
+        if not 1 <= self.n <= MAX_N:
+            raise InvalidRequest(f"n must be in [1, {MAX_N}], not {self.n}", "n")
+        if "" in self.stop:
+            raise InvalidRequest("stop must not contain an empty string", "stop")
+        _at_most(MAX_STOP_STRINGS, len(self.stop), "stop", "strings")
+        _at_most(MAX_STOP_CHARS, sum(map(len, self.stop)), "stop", "characters together")
+        stop_token_ids = self.sampling.get("stop_token_ids", ())
+        _at_most(MAX_STOP_TOKEN_IDS, len(stop_token_ids), "stop_token_ids", "ids")
+        _at_most(MAX_LOGIT_BIAS, len(self.sampling.get("logit_bias", ())), "logit_bias", "entries")
+        _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
+        if any(not 0 <= token < _INT32_END for token in stop_token_ids):
+            raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
+        if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
+            raise InvalidRequest(f"the timeout must be above 0 seconds, not {self.timeout_s}", "timeout")
+
+
+def _at_most(limit: int, count: int, param: str, what: str) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{param} must have at most {limit} {what}, not {count}", param)
+
+
+def encode(text: str, model: ServedModel, add_special_tokens: bool, free_chars: int = 0) -> tuple[int, ...]:
+    """Token ids of a text. If the text is far too long, and longer than `free_chars`, raises ContextTooLong without
+    tokenizing all of it.
+
+    The number of characters does not tell how few tokens a text may have: a tokenizer may drop characters, and
+    thousands of blanks may be one token. But a tokenizer works from left to right, so the beginning of a text has
+    nearly as many tokens alone as within the whole; the difference has never come near half of the context's length.
+    """
+    beginning = text[: max(free_chars, _PROBE_CHARS_PER_TOKEN * model.max_model_len)]
+    if len(beginning) < len(text):
+        num_tokens = model.tokenizer.count(beginning)
+        if num_tokens > model.max_model_len + model.max_model_len // 2:
+            raise _too_long(model, f"more than {num_tokens}")
+    return model.tokenizer.encode(text, add_special_tokens)
+
+
+def check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
+    """Raises InvalidRequest for a prompt that leaves no room for a token, or that has ids unknown to the model."""
+    if not prompt:
+        raise InvalidRequest("The prompt is empty: at least one token is needed.", "prompt")
+    if len(prompt) >= model.max_model_len:
+        raise _too_long(model, str(len(prompt)))
+    check_tokens(prompt, model, "prompt")
+
+
+def check_answer(tokens: Sequence[int], model: ServedModel) -> None:
+    """Raises InvalidRequest for tokens that the model cannot turn into text: too many, or unknown ids."""
+    check_num_tokens(len(tokens), model, "tokens")
+    check_tokens(tokens, model, "tokens")
+
+
+def check_num_tokens(num_tokens: int, model: ServedModel, param: str) -> None:
+    """Raises ContextTooLong for more tokens than the context has."""
+    if num_tokens > model.max_model_len:
+        raise _too_long(model, str(num_tokens), param)
+
+
+def check_tokens(tokens: Sequence[int], model: ServedModel, param: str) -> None:
+    """Raises InvalidRequest for ids that are unknown to the model."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= model.vocab_size):
+        bad = next(token for token in tokens if not 0 <= token < model.vocab_size)
+        raise InvalidRequest(f"Token id {bad} is out of vocabulary, which has {model.vocab_size} tokens.", param)
+
+
+def _too_long(model: ServedModel, num_tokens: str, param: str = "prompt") -> ContextTooLong:
+    """The wording is vLLM's, because clients search for it."""
+    return ContextTooLong(
+        f"This model's maximum context length is {model.max_model_len} tokens. However, your request has "
+        f"{num_tokens} input tokens. Please reduce the length of the input messages.",
+        param,
+    )
+
+
+def sampling_params(wanted: GenerationRequest, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
+    """What the client says, else what the model does, else what everybody does; with seed and max_tokens resolved.
+    Raises InvalidRequest, naming the parameter."""
+    stated = {name: getattr(model.defaults, name, None) for name in NAMES}
+    given = {name: value for name, value in stated.items() if value is not None} | dict(wanted.sampling)
+    if any(not 0 <= token < model.vocab_size for token in given.get("logit_bias", ())):
+        raise InvalidRequest(f"logit_bias names a token id outside [0, {model.vocab_size})", "logit_bias")
+    given["logit_bias"] = dict(given.get("logit_bias", {}))
+    given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+    if given.get("top_k") == -1:  # vLLM's older way to say off
+        given["top_k"] = 0
+    seed = given.get("seed")
+    given["seed"] = random.getrandbits(_DRAWN_SEED_BITS) if seed is None else seed % SEED_SPACE
+    given["max_tokens"] = _max_tokens(given.get("max_tokens"), model, num_prompt_tokens)
+    return SamplingParams(**given)
+
+
+def _max_tokens(asked: int | None, model: ServedModel, num_prompt_tokens: int) -> int:
+    room = model.max_model_len - num_prompt_tokens
+    if asked is None:
+        return min(room, model.defaults.max_new_tokens or room)
+    if asked > room:
+        raise ContextTooLong(
+            f"'max_tokens' or 'max_completion_tokens' is too large: {asked}. This model's maximum context "
+            f"length is {model.max_model_len} tokens and your request has {num_prompt_tokens} input tokens "
+            f"({asked} > {model.max_model_len} - {num_prompt_tokens}).",
+            "max_tokens",
+        )
+    return asked

@@ -1,0 +1,60 @@
+"""What the router counts of its requests, from the events that pass through the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError
+from baton.telemetry import RouterMetrics
+from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
+
+
+@dataclass(slots=True)
+class _Account:
+    received: float
+    num_prompt_tokens: int
+    last_token: dict[int, float] = field(default_factory=dict)  # sample -> when its newest token came
+    finish_reason: str = "stop"  # also that of a stop string, which only the front end sees
+
+
+class RequestMetrics:
+    """One account per live request. `model` returns the served name. Times are seconds of one monotonic clock."""
+
+    def __init__(self, metrics: RouterMetrics, model: Callable[[], str]) -> None:
+        self.metrics = metrics
+        self._model = model
+        self._open: dict[str, _Account] = {}
+
+    def opened(self, request: RoutedRequest, received: float) -> None:
+        self._open[request.request_id] = _Account(received, len(request.prompt_tokens))
+        self.metrics.prompt_tokens.labels(self._model()).inc(len(request.prompt_tokens))
+
+    def refused(self, error: BatonError, total_s: float) -> None:
+        """A request that could not be placed at all."""
+        self.metrics.ended(self._model(), total_s, error)
+
+    def retried(self, cause: str) -> None:
+        self.metrics.attempts.labels(self._model(), cause).inc()
+
+    def event(self, request_id: str, event: RequestEvent, now: float) -> None:
+        account = self._open[request_id]
+        match event:
+            case TokensOut(sample, token_ids, _):
+                self._tokens(account, sample, len(token_ids), now)
+            case SampleOut(_, reason, _):
+                account.finish_reason = reason.value
+            case RequestEnd(error, timings):
+                del self._open[request_id]
+                self.metrics.ended(self._model(), timings.total_s, error, account.finish_reason)
+
+    def _tokens(self, account: _Account, sample: int, count: int, now: float) -> None:
+        model = self._model()
+        self.metrics.generation_tokens.labels(model).inc(count)
+        if not account.last_token:
+            self.metrics.first_token_s.labels(model).observe(now - account.received)
+        elif sample in account.last_token:
+            step_s = (now - account.last_token[sample]) / count
+            for _ in range(count):
+                self.metrics.inter_token_s.labels(model).observe(step_s)
+        account.last_token[sample] = now

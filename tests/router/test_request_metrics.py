@@ -1,0 +1,55 @@
+"""What is counted of tokens, however many come at once."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.sampling import SamplingParams
+from baton.telemetry import ROUTER, RouterMetrics, new_registry
+from router.life import RoutedRequest, TokensOut
+from router.request_metrics import RequestMetrics
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return new_registry(ROUTER)
+
+
+@pytest.fixture
+def request_metrics(registry: CollectorRegistry) -> RequestMetrics:
+    """With request `r`, received at 10.0."""
+    request_metrics = RequestMetrics(RouterMetrics(registry), lambda: "m")
+    request_metrics.opened(RoutedRequest("r", (1, 2, 3), 2, SamplingParams(), 60.0), 10.0)
+    return request_metrics
+
+
+def value(registry: CollectorRegistry, name: str) -> float:
+    """Of one name, over all labels."""
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    return sum(sample.value for sample in samples if sample.name.endswith(f":{name}"))
+
+
+def tokens(sample: int, count: int) -> TokensOut:
+    return TokensOut(sample, tuple(range(count)), ())
+
+
+def test_tokens_that_come_together_share_the_time_since_the_last_one(
+    request_metrics: RequestMetrics, registry: CollectorRegistry
+) -> None:
+    request_metrics.event("r", tokens(0, 1), 11.0)
+    request_metrics.event("r", tokens(0, 4), 13.0)
+    assert value(registry, "inter_token_latency_seconds_count") == 4
+    assert value(registry, "inter_token_latency_seconds_sum") == pytest.approx(2.0)
+    assert value(registry, "generation_tokens_total") == 5
+
+
+def test_a_request_has_one_first_token_and_each_sample_its_own_pace(
+    request_metrics: RequestMetrics, registry: CollectorRegistry
+) -> None:
+    request_metrics.event("r", tokens(0, 1), 11.5)
+    request_metrics.event("r", tokens(1, 1), 12.0)
+    request_metrics.event("r", tokens(1, 1), 12.5)
+    assert value(registry, "time_to_first_token_seconds_count") == 1
+    assert value(registry, "time_to_first_token_seconds_sum") == pytest.approx(1.5)
+    assert value(registry, "inter_token_latency_seconds_sum") == pytest.approx(0.5)
