@@ -46,7 +46,8 @@ class EventQueue:
             self._is_new = True
 
     def forget(self, peer: str) -> None:
-        """Drop its PeerDisconnected: it is connected anew, and nobody has heard of the end of the earlier connection."""
+        """Drop its PeerDisconnected: it is connected anew, and nobody has heard of the end of the earlier
+        connection."""
         with self._lock:
             self._events = [e for e in self._events if not (isinstance(e, PeerDisconnected) and e.peer == peer)]
 

@@ -57,8 +57,8 @@ def no_announce(header: bytes) -> None:
 class Target(NamedTuple):
     """A peer's slot, where this process stores what would be sent there.
 
-    memory: [num_bytes or more], uint8, for kernels of this process's device. `signal` has the peer told that all is there
-    once what is queued on that torch.cuda.Stream is done, or now (None, on a CPU): sooner than this process could
+    memory: [num_bytes or more], uint8, for kernels of this process's device. `signal` has the peer told that all is
+    there once what is queued on that torch.cuda.Stream is done, or now (None, on a CPU): sooner than this process could
     notice it. It may be called, once, behind the last store and before that counts as over; it may come to nothing,
     never raises. `announce` has the peer told by the calling thread that the stores have begun, with the message's
     header: sooner than `push`, which wakes another. It may be called, once, before `push`; never raises.

@@ -29,10 +29,10 @@ class SlotCopies:
     a time. What a copy needs, each slot has once: one copy at a time.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device. A copy does not wait for steps under way;
-    steps that are launched after a gather wait for it, and after a scatter those after `make_stream_wait`. What a copy returns
-    is over when the copy is, and is the slot's: it says nothing of it any more once the slot serves another. spin_wait:
-    a part waits for it, so `when_done`'s thread spins until the copy is done, some 0.1 ms, and does not sleep, since to
-    be woken takes as long again.
+    steps that are launched after a gather wait for it, and after a scatter those after `make_stream_wait`. What a copy
+    returns is over when the copy is, and is the slot's: it says nothing of it any more once the slot serves another.
+    spin_wait: a part waits for it, so `when_done`'s thread spins until the copy is done, some 0.1 ms, and does not
+    sleep, since to be woken takes as long again.
     """
 
     def __init__(self, staging: Staging, pool_bytes: Tensor, part_blocks: int, spin_wait: bool) -> None:

@@ -111,21 +111,22 @@ class Transport(Protocol):
         """Send the first `num_bytes` of a slot, one at least, and a header of MAX_HEADER_BYTES at most; waits for the
         peer's `expect` for as long as both live.
 
-        storing: the caller's stores into what `acquire_remote_slot` gave for that tag. The message is sent when they are over, and
-        no event names the slot before, unless the transport is closed."""
+        storing: the caller's stores into what `acquire_remote_slot` gave for that tag. The message is sent when they
+        are over, and no event names the slot before, unless the transport is closed."""
 
     def expect(self, peer: str, tag: int, slot: int, num_bytes: int) -> None:
         """Receive at most `num_bytes` into a slot. Called before the peer may push; a longer message is Failed."""
 
     def poll(self) -> list[TransportEvent]:
         """What happened since the last call, but for what a subscriber is told; that it has been told of by then, if it
-        happened before. A PeerDisconnected stays for the next call only until the peer is connected anew. Raises RuntimeError
-        when the transport itself has failed, of which `wake` told: then nothing works any more, and the process must
-        end."""
+        happened before. A PeerDisconnected stays for the next call only until the peer is connected anew. Raises
+        RuntimeError when the transport itself has failed, of which `wake` told: then nothing works any more, and the
+        process must end."""
 
     def disconnect(self, peer: str) -> None:
-        """Forget the peer: each operation with it still under way ends with Failed. No PeerDisconnected. Harmless when not
-        connected. Whether the peer hears of it, as PeerDisconnected, is up to the transport: tell it otherwise too."""
+        """Forget the peer: each operation with it still under way ends with Failed. No PeerDisconnected. Harmless when
+        not connected. Whether the peer hears of it, as PeerDisconnected, is up to the transport: tell it otherwise
+        too."""
 
     def close(self) -> None:
         """End all operations, with Failed, and all threads. Slots are untouched by the time it returns."""

@@ -71,8 +71,8 @@ DECODE_CODEC = Codec(wire.read_prefill_message, wire.write_decode_message, _fail
 
 
 class HandoffStream(Stream[Any]):
-    """One stream that is up. `open_attempts` are the requests whose handoff is under way on it; `limits`: what a message to
-    this node keeps to, which the peer's Hello may widen."""
+    """One stream that is up. `open_attempts` are the requests whose handoff is under way on it; `limits`: what a
+    message to this node keeps to, which the peer's Hello may widen."""
 
     def __init__(self, peer: str, codec: Codec, limits: wire.Limits) -> None:
         super().__init__(MAX_WAITING)

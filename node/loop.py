@@ -70,10 +70,10 @@ class NodeLoop:
 
     A step that the device computes is no reason to be awake: its end wakes the loop, like a transfer that moved on.
 
-    `post`, `wake` and `run_engine_call` may be called from any thread, also before `start`. `deliver` runs on the asyncio
-    loop on which `start` was called, once per turn that has something to tell. An exception on the thread ends it:
-    `failed` is called with it on the asyncio loop, and the process is expected to exit. So it is with a TimeoutError
-    for a turn, or a step of the device, that takes longer than `turn_timeout_s`: a GPU may hang.
+    `post`, `wake` and `run_engine_call` may be called from any thread, also before `start`. `deliver` runs on the
+    asyncio loop on which `start` was called, once per turn that has something to tell. An exception on the thread ends
+    it: `failed` is called with it on the asyncio loop, and the process is expected to exit. So it is with a
+    TimeoutError for a turn, or a step of the device, that takes longer than `turn_timeout_s`: a GPU may hang.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, turn_timeout_s: float = 300.0) -> None:

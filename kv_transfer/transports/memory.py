@@ -139,8 +139,8 @@ class MemoryHub:
         push.owner._emit(Sent(push.peer, push.tag, push.slot))
 
     def _cut(self, transport: MemoryTransport, peer: str, reason: str, told: bool) -> None:
-        """Take down the connection, at both ends. `told`: this end asked for it; else it hears PeerDisconnected too, as the
-        other end always does."""
+        """Take down the connection, at both ends. `told`: this end asked for it; else it hears PeerDisconnected too, as
+        the other end always does."""
         address = transport.links.pop(peer, None)
         if address is None:
             return

@@ -42,8 +42,8 @@ class KvHolder:
     """Who has blocks: a "sequence" of the engine, or a "lease" of a decode node. `state` is that of the sequence or
     lease.
 
-    The epoch in `attempt_id` is its `epoch_name`. `lease` is 0 and `peer`, the incarnation at the other end of the handoff,
-    is empty while there is no handoff. `age_s` counts from the first block that it got.
+    The epoch in `attempt_id` is its `epoch_name`. `lease` is 0 and `peer`, the incarnation at the other end of the
+    handoff, is empty while there is no handoff. `age_s` counts from the first block that it got.
     """
 
     kind: str

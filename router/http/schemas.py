@@ -50,7 +50,8 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """Fields that chats and completions share. `GenerationRequest` and `SamplingParams` check ranges, where the model is known."""
+    """Fields that chats and completions share. `GenerationRequest` and `SamplingParams` check ranges, where the model
+    is known."""
 
     model_config = CONFIG
     model: Name | None = None

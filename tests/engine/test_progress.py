@@ -64,5 +64,6 @@ def test_every_byte_that_is_read_counts(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(bytes(size))
     loaded = Loaded(size)
-    parallel_read.read_spans(list(parallel_read.cut(file, 0, torch.uint8, torch.empty(size, dtype=torch.uint8))), loaded.add)
+    target = torch.empty(size, dtype=torch.uint8)
+    parallel_read.read_spans(list(parallel_read.cut_spans(file, 0, torch.uint8, target)), loaded.add)
     assert loaded.count == size

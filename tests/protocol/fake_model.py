@@ -191,11 +191,11 @@ class FakeModel:
             tokens.append(self._last_tokens[seq, chunk.end - 1])
         if self.blocks is not None:
             named = table[: num_blocks_for(chunk.end, self.block_size)]
-            assert all(map(self.blocks.num_owners, named)), f"{seq.attempt_id}: a block was given away under a launched step"
+            assert all(map(self.blocks.num_owners, named)), f"{seq.attempt_id}: a block was lost under a step"
         want = torch.tensor([self._kv(layer, p, t) for p, t in enumerate(tokens[: chunk.start])], dtype=torch.int64)
         have = self._slots(table, layer, chunk.start)
         if seq.attempt_id.router_epoch not in self.lied_to:
-            assert torch.equal(have, want + HEADS[:, None]), f"{seq.attempt_id}: KV of a position is not what it should be"
+            assert torch.equal(have, want + HEADS[:, None]), f"{seq.attempt_id}: wrong KV at a position"
         for position in range(chunk.start, chunk.end):
             block, slot = table[position // self.block_size], position % self.block_size
             self.write(block, layer, slot, self._kv(layer, position, tokens[position]))

@@ -20,8 +20,8 @@ DEATH_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class Push:
-    """Waits for the grant of its tag; then `native` is under way. If the grant was placed, that is `storing`; `signals`:
-    whose last store tells the peer."""
+    """Waits for the grant of its tag; then `native` is under way. If the grant was placed, that is `storing`;
+    `signals`: whose last store tells the peer."""
 
     tag: int
     slot: int

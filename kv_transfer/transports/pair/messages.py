@@ -1,8 +1,8 @@
 """The messages of a `PairTransport`'s links, from push and expect to the one event that ends each.
 
-`Messages` owns what a link has under way (`Link.pushes`, `Link.expects`, `Outbound.grants`) and the grant_table of it, and
-emits all Sent, Arrived and Failed. What a carrier cannot do is raised, as TransferError: the link ends with it, which
-is for its owner (`pair_links.py`) to see to.
+`Messages` owns what a link has under way (`Link.pushes`, `Link.expects`, `Outbound.grants`) and the grant_table of it,
+and emits all Sent, Arrived and Failed. What a carrier cannot do is raised, as TransferError: the link ends with it,
+which is for its owner (`pair_links.py`) to see to.
 """
 
 from __future__ import annotations
