@@ -110,10 +110,8 @@ class Lease:
     def fits(self, commit: Commit) -> bool:
         """Whether the commit is for what was reserved: this work, as many computed tokens, no more samples."""
         lengths = {len(sample.output_tokens) for sample in commit.samples}
-        if (
-            commit.attempt_id != self.reserve.attempt_id
-            or len(lengths) != 1
-            or len(commit.samples) > self.reserve.num_samples
-        ):
+        if commit.attempt_id != self.reserve.attempt_id:
+            return False
+        if len(lengths) != 1 or len(commit.samples) > self.reserve.num_samples:
             return False
         return len(commit.prompt_tokens) + lengths.pop() - 1 == self.reserve.num_tokens

@@ -108,9 +108,8 @@ class RunningRequests:
     def sampled(self, token: SampledToken) -> None:
         running = self._running[token.sequence.attempt_id]
         running.sequences[token.sample] = token.sequence
-        if token.sample in self._fences.stopped(
-            running.attempt_id
-        ):  # stopped while its prompt stood for several samples
+        # stopped while its prompt stood for several samples
+        if token.sample in self._fences.stopped(running.attempt_id):
             self._drop_sample(running, token.sample)
             return
         logprobs = (token.logprobs,) if token.logprobs else ()

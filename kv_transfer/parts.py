@@ -199,8 +199,8 @@ class PartHeader(NamedTuple):
         _, version, flags, lease, part, num_blocks, num_pieces, piece_bytes, *what, digest = _FIELDS.unpack(fields)
         if version != _VERSION:
             raise TransferError(f"KV part of version {version}, not {_VERSION}")
-        if num_pieces > MAX_PIECES:
-            raise TransferError(f"KV part of {num_pieces} pieces, more than {MAX_PIECES}")
+        if flags & _CHECKED and num_pieces > MAX_PIECES:
+            raise TransferError(f"KV part of {num_pieces} pieces with checksums, more than {MAX_PIECES}")
         carried = num_blocks, KvSlice(*what), num_pieces, piece_bytes
         return cls(lease, part, *carried, digest, bool(flags & _CHECKED), bool(flags & _DRAIN))
 

@@ -193,9 +193,7 @@ class Sessions:
             self._refuse(session, wire.attempt_of(message), error)
             return
         match said:
-            case Prefill(attempt_id=attempt_id) | Abort(attempt_id=attempt_id) if (
-                attempt_id.router_epoch != session.epoch
-            ):
+            case Prefill() | Abort() if said.attempt_id.router_epoch != session.epoch:
                 raise InvalidRequest("work of another epoch than the session's")
             case Prefill():
                 self._metrics.received(said)

@@ -172,7 +172,7 @@ class Node:
         self.staging.lend(slot)
         self.transport.expect(peer, tag, slot, num_bytes or self.staging.slot_bytes)
 
-    def acquire_remote_slot(self, peer: str, tag: int, value: int) -> bool:
+    def place(self, peer: str, tag: int, value: int) -> bool:
         """Fill the peer's slot for that tag, where this process reaches it. `push` is to follow."""
         self._placed = self.transport.acquire_remote_slot(peer, tag, self.staging.slot_bytes)
         if self._placed is not None:

@@ -234,9 +234,8 @@ def _read_grant(wire: node_pb2.Grant, limits: Limits) -> Grant:
     parts = values.read_below(wire.num_parts, limits.max_parts + 1, "num_parts")
     credits_ = values.read_below(wire.credits, parts + 1, "credits")
     held = values.read_below(wire.num_held_blocks, limits.max_model_len + 1, "num_held_blocks")
-    return Grant(
-        values.read_attempt_id(wire.attempt_id), _read_lease(wire.lease), held, parts, credits_, wire.checksums
-    )
+    attempt_id, lease = values.read_attempt_id(wire.attempt_id), _read_lease(wire.lease)
+    return Grant(attempt_id, lease, held, parts, credits_, wire.checksums)
 
 
 def _read_lease(serial: int) -> int:
