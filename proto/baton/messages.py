@@ -272,8 +272,8 @@ PrefillToDecode = Reserve | Commit | Release
 @dataclass(frozen=True, slots=True)
 class Grant:
     """Room is reserved. Of `ceil(num_tokens / block_size)` blocks the decode node already has the first
-    `num_held_blocks`; the rest travels in `num_parts` parts, as `kv_transfer.parts.PartPlanner` plans them. `checksums`:
-    each part must carry its checksums."""
+    `num_held_blocks`; the rest travels in `num_parts` parts, as `kv_transfer.parts.PartPlanner` plans them.
+    `checksums`: each part must carry its checksums."""
 
     attempt_id: AttemptId
     lease: int
