@@ -47,7 +47,7 @@ class OnDevice:
 
 
 def no_signal(stream: Any) -> None:
-    """Where no bell can be had."""
+    """Where there are no completion flags."""
 
 
 def no_announce(header: bytes) -> None:
@@ -70,5 +70,5 @@ class Target(NamedTuple):
 
     @property
     def signals(self) -> bool:
-        """Whether there is a bell."""
+        """Whether there is a completion flag."""
         return self.signal is not no_signal

@@ -191,7 +191,7 @@ def test_what_rings_when_it_has_been_cut_off_is_not_heard(ipc_rig: Rig, who: str
     sender.call("end_stores")
     assert isinstance(sender.call("wait", 1)[0], Failed)
     arrives_when_it_rings(sender, receiver, source, target)
-    sender.call("end_stores")  # or the sender ends with its bell registered, which the next test's is to be
+    sender.call("end_stores")  # or the sender ends with its flags registered, which the next test's is to be
     receiver.call("wait_for_old_memory")
 
 

@@ -1,11 +1,11 @@
-"""How the last store of a part rings at its receiver, within a host: no thread need notice that it is done, and say so.
+"""Completion flags: how the stores of a part signal their end to the receiver on the same host, without a thread.
 
-For each memory that its slots have had the receiver has a *word*, 8 bytes of host memory, which its peers map. Who
-stores into a slot has the part's number written to the word behind the last store, by its GPU in the stream's order, so
-that who reads the number finds the bytes. No other part has that number, and who was cut off has the word of memory
-that rests (`Staging.renew`): what an earlier or a late part leaves in a word says nothing of the one that is awaited.
+For each memory that its slots have had, the receiver has a *flag*, 8 bytes of host memory that its peers map. A sender
+has the part's number written to the flag behind the last store, by its GPU in the stream's order, so that whoever reads
+the number finds the bytes. No other part has that number, and a sender that was cut off has the flag of memory that is
+retired (`Staging.renew`): what an earlier or a late part leaves in a flag says nothing about the awaited one.
 
-The bell is sooner than the word over TCP, END, which comes all the same: where there is no bell, it is enough.
+A flag is sooner than the message END over TCP, which comes all the same. Where there are no flags, END is enough.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_transfer.transports.host_memory import HostMemory, shared_empty
 
 FLAG_BYTES = 8
 NO_FLAG = 0
-"""Is 0, and no memory's: a peer tries there whether it can write."""
+"""Stays 0 and belongs to no memory: a peer tries there whether it can write."""
 
 
 def number_of(tag: int) -> int:
@@ -33,12 +33,12 @@ def open_flags(region: bytes) -> Tensor:
     """Another process's, mapped: [num_flags * FLAG_BYTES], uint8. Raises TransferError."""
     memory = HostMemory().open(region)
     if len(memory) % FLAG_BYTES:
-        raise TransferError(f"{len(memory)} bytes are no words")
+        raise TransferError(f"{len(memory)} bytes are no flags")
     return memory
 
 
 def _flags_of(memory: Tensor) -> memoryview:
-    """uint8 as words, each of which is read and written at once. The view keeps the memory."""
+    """uint8 as flags, each of which is read and written at once. The view keeps the memory."""
     return memory.numpy().data.cast("B").cast("Q")
 
 
@@ -52,16 +52,16 @@ class CompletionFlags:
         self._free = iter(range(NO_FLAG + 1, num_flags))
 
     def take(self) -> int:
-        """A word, from now on a memory's; NO_FLAG: there is none left."""
+        """A flag, from now on one memory's; NO_FLAG: there is none left."""
         return next(self._free, NO_FLAG)
 
     def is_signalled(self, flag: int, tag: int) -> bool:
-        """Whether the part of that tag, which went into the word's memory, is there."""
+        """Whether the part of that tag, which went into the flag's memory, is there."""
         return self._flags[flag] == number_of(tag)
 
 
 class FlagWriter(Protocol):
-    """A peer's words, mapped. `num_flags`: there are no others."""
+    """A peer's flags, mapped. `num_flags`: there are no others."""
 
     num_flags: int
 
@@ -70,7 +70,7 @@ class FlagWriter(Protocol):
         thread; never raises."""
 
     def close(self) -> None:
-        """All that was rung has been. Raises TransferError."""
+        """All signals have been written. Raises TransferError."""
 
 
 class HostFlagWriter:
@@ -87,4 +87,4 @@ class HostFlagWriter:
         self._flags[flag] = number
 
     def close(self) -> None:
-        """It is unmapped with the last that may ring it."""
+        """The memory is unmapped with the last slot that may signal there."""

@@ -165,9 +165,9 @@ class CudaMemory:
 
 
 class CudaFlagWriter:
-    """A `FlagWriter` that the device rings.
+    """A `FlagWriter` whose flags the device writes.
 
-    words: a peer's, mapped into this process, for as long as the bell is open. `closed` is called by its last user.
+    flags: a peer's, mapped into this process for as long as the writer is open. `closed` is called by its last user.
     Raises TransferError when the device cannot write there in a stream's order.
     """
 

@@ -1,13 +1,13 @@
 """The transport for nodes of one host: the sender maps the receiver's slots, and stores into them.
 
 Between GPUs by CUDA IPC, over NVLink or PCIe; between CPUs over shared memory. A node exports the allocation that its
-slots are in, and peers map it once, when they connect, and unmap it when their connection ends. With it goes a bell
-(`bell.py`), by which the stores themselves say that they are over.
+slots are in, and peers map it once, when they connect, and unmap it when their connection ends. With it go completion
+flags (`completion_flags.py`), by which the stores themselves say that they are over.
 
 **Who may still store into a slot?** Only processes that have a connection to its owner: each keeps it until nothing of
-its own is under way (`pair.py`), and its stores end with it when it is killed. When the owner dies while somebody
-stores, the mapping keeps the memory until it is closed. Linux says so of shared memory; of CUDA IPC the documentation
-does not, so tests/kv_transfer/test_ipc.py asks the driver.
+its own is under way (`pair/transport.py`), and its stores end with it when it is killed. When the owner dies while
+somebody stores, the mapping keeps the memory until it is closed. Linux says so of shared memory; of CUDA IPC the
+documentation does not, so tests/kv_transfer/test_ipc.py asks the driver.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class IpcCarrier:
         self._ways: list[IpcSending] = []
         # By address: slots keep their memory, or let it rest, until the end.
         self._places: dict[int, bytes] = {}
-        self._flags, self._word_at = CompletionFlags(), dict[int, int]()
+        self._flags, self._flag_at = CompletionFlags(), dict[int, int]()
         self.memory = self.export_slot(staging.memory(0))
 
     def start(self, name: str) -> None:
@@ -152,17 +152,17 @@ class IpcCarrier:
         address = memory.data_ptr()
         if address not in self._places:
             region, offset = self._memory.export(memory)
-            flag = self._word_at[address] = self._flags.take()
+            flag = self._flag_at[address] = self._flags.take()
             self._places[address] = _PLACE.pack(offset, flag, self._flags.region) + region
         return self._places[address]
 
     def is_signalled(self, memory: Tensor, tag: int) -> bool:
         """Whether what goes into a slot's memory under that tag is there."""
-        return self._flags.is_signalled(self._word_at[memory.data_ptr()], tag)
+        return self._flags.is_signalled(self._flag_at[memory.data_ptr()], tag)
 
 
 class IpcSending:
-    """Owns the mappings of a peer's memory, and its bell."""
+    """Owns the mappings of a peer's memory, and the writers of its flags."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class IpcSending:
         at = _read_place(place)
         flag, flag_writer = at.flag, self._flag_writer(at.flags)
         if flag_writer is not None and flag >= flag_writer.num_flags:
-            raise TransferError(f"the peer has {flag_writer.num_flags} words, and names {flag}")
+            raise TransferError(f"the peer has {flag_writer.num_flags} flags, and names {flag}")
         signal = (
             no_signal if flag_writer is None or flag == NO_FLAG else partial(flag_writer.signal, flag, number_of(tag))
         )

@@ -46,7 +46,7 @@ class Receiving(Protocol):
         is over, and this end has no part in it. Raises TransferError."""
 
     def has_come(self, memory: Tensor, tag: int) -> bool:
-        """Whether the bell has rung for what goes into that memory under that tag, which has begun: all of it is there.
+        """Whether the flag is set of what goes into that memory under that tag, which has begun: all of it is there.
         False says nothing. Called again and again."""
 
     def hear(self, note: bytes) -> None:

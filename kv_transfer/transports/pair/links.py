@@ -6,7 +6,7 @@
 
 `Links` owns the links by peer, who called before `connect` named it, and the connections that are leaving. It answers
 who connects, and emits PeerDisconnected. What goes over the connections, and all other events, are of
-`pair_messages.py`.
+`messages.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `Messages` owns what a link has under way (`Link.pushes`, `Link.expects`, `Outbound.grants`) and the grant_table of it,
 and emits all Sent, Arrived and Failed. What a carrier cannot do is raised, as TransferError: the link ends with it,
-which is for its owner (`pair_links.py`) to see to.
+which is for its owner (`links.py`) to see to.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Messages:
         """BEGIN, END or LONG."""
         expect = link.expects.get(frame.tag)
         if expect is None and frame.kind is Kind.END:
-            return  # what moves the bytes, or the bell, was faster
+            return  # what moves the bytes, or their flag, was faster
         is_long = expect is not None and frame.num_bytes > expect.num_bytes
         in_turn = expect is not None and expect.granted and expect.begun == (frame.kind is Kind.END)
         if (

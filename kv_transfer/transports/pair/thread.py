@@ -1,5 +1,5 @@
-"""The thread of a `PairTransport`: its commands and its loop. Links (`pair_links.py`), their messages
-(`pair_messages.py`) and the carrier are touched by nobody else.
+"""The thread of a `PairTransport`: its commands and its loop. Links (`links.py`), their messages
+(`messages.py`) and the carrier are touched by nobody else.
 
 It sleeps in epoll while nothing is under way. While something is, it looks again and again, since the carriers have no
 descriptor that could wake it, and less often the longer nothing comes of it (`pause_s`).

@@ -9,9 +9,9 @@ both ends keep.
                              ==== bytes, by a `Carrier` ====>
     Sent                      ---- END tag ------------>     Arrived
 
-Where the carrier reaches the other's memory, the mover may `place` the bytes there itself after GRANT: `push` comes
-with what stores them, BEGIN goes at once, and END when that is over. The last store may ring (`Target.ring`): after
-BEGIN and the bell all is there, and END comes as news to nobody.
+Where the carrier reaches the other's memory, the mover may store the bytes there itself after GRANT
+(`acquire_remote_slot`): `push` comes with what stores them, BEGIN goes at once, and END when that is over. The last
+store may signal (`Target.signal`): after BEGIN and the signal all is there, and END says nothing new.
 
 The words go over TCP, a connection for each direction, dialled by who pushes. A connection belongs to one life of both
 processes, so its end is how a peer's death is noticed, at once; a peer that hangs is noticed by nobody, and is for

@@ -1,5 +1,5 @@
 """How a UCX worker's address travels: UCX aborts the process when given a damaged one, so it is checked before, here
-for its way and in `ucx_form` for what it is. With it goes which machine the worker is on, since UCX does not say."""
+for its way and in `form` for what it is. With it goes which machine the worker is on, since UCX does not say."""
 
 from __future__ import annotations
 

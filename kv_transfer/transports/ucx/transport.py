@@ -72,7 +72,7 @@ class UcxTransport(ThreadedTransport):
     interface, host: of the devices that it uses (`net_devices`). Raises TransferError when UCX cannot be used.
 
     UCX takes whoever connects to its port for a peer, and what it is given for another worker's address: the checksum
-    in that is no signature, and its form (`ucx_form`) is easily had. So addresses are to come from peers that have
+    in that is no signature, and its form (`form`) is easily had. So addresses are to come from peers that have
     proved who they are.
     """
 
