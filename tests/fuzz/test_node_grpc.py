@@ -44,6 +44,8 @@ from tests.node.scripted import LAYOUT, RouterStream, Running, running
 NUM_STREAMS = 400
 NUM_QUESTIONS = 100
 OURS = frozenset((grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE))
+WRITE_AFTER_END = "Internal error from Core"
+"""What the client's grpc.aio says of a write that meets the end of its stream, instead of what the node has said."""
 SAMPLING = SamplingParams(max_tokens=4, logit_bias={7: 1.0}, stop_token_ids=frozenset((3,)))
 
 
@@ -90,7 +92,7 @@ async def test_streams(service: str, method: str, caplog: pytest.LogCaptureFixtu
             async with asyncio.timeout(CASE_S):
                 code, details = await _told(open_stream(), sent)
             codes[code.name] += 1
-            if code in OURS:
+            if code in OURS and details != WRITE_AFTER_END:
                 wrong.setdefault(f"{code.name} {details[:60]}", f"case {number}: {details} {sent!r}"[:400])
 
         await some_at_once(one, NUM_STREAMS)

@@ -345,7 +345,7 @@ class Device:
         self.error = ""
         self._target = Target(torch.zeros(sender.part_blocks * BLOCK_BYTES, dtype=torch.uint8))
         monkeypatch.setattr(sender._copies, "gather", self._gather)
-        monkeypatch.setattr(sender.transport, "place", lambda *_: self._target)
+        monkeypatch.setattr(sender.transport, "acquire_remote_slot", lambda *_: self._target)
         monkeypatch.setattr(sender.transport, "push", lambda _, tag, *__: self.said.append(f"push {untag(tag)[1]}"))
 
     def _gather(self, slot: int, blocks: list[int], *_: Any) -> Native:

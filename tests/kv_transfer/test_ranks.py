@@ -76,7 +76,7 @@ class Pair:
         for number, piece in enumerate(parts):
             blocks = targets[piece.first : piece.first + piece.num_blocks]
             assert self.d.movers.expect("p", LEASE, number, piece, blocks, marks, number + 1 == len(parts))
-        with self.p.movers.together():
+        with self.p.movers.batched():
             for number, piece in enumerate(parts):
                 blocks = sources[piece.first : piece.first + piece.num_blocks]
                 assert self.p.movers.send("d", LEASE, number, piece, blocks, checked)
