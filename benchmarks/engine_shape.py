@@ -83,7 +83,7 @@ def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     """Of the checkpoint's class, made without memory. `dtype`: as served; vLLM's figures are for bfloat16."""
     config = copy.deepcopy(checkpoint.config)  # transformers writes to it
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     text = config.get_text_config()
     heads = int(text.num_attention_heads)
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)

@@ -146,7 +146,7 @@ def as_table(results: Seq[Compared]) -> Table:
 
 def main(argv: Seq[str] | None = None) -> None:
     settings = parse(LogitsSettings, argv)
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.set_verbosity_error()
     names = [name.strip() for name in settings.families.split(",") if name] or list(FAMILIES)
     if unknown := set(names) - set(FAMILIES):
         sys.exit(f"{settings.prog}: --families: {', '.join(sorted(unknown))}: not among {', '.join(FAMILIES)}")

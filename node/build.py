@@ -96,7 +96,7 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
     """Load the model of `settings` and size all that it needs. wake: of TorchModelRunner. Takes seconds to minutes.
     Raises ValueError with one line for a person."""
     if not sys.stderr.isatty():
-        disable_progress_bar()  # type: ignore[no-untyped-call] # a log is no place for it
+        disable_progress_bar()  # a log is no place for it
     device = _device(settings.device)
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)

@@ -47,7 +47,7 @@ def _import_models() -> None:
     def answer(path: str, *options: Any, **named: Any) -> Any:
         return exports if path == str(folder / "__init__.py") else search(path, *options, **named)
 
-    import_utils.define_import_structure = answer  # type: ignore[assignment] # for this one import
+    import_utils.define_import_structure = answer  # for this one import
     try:
         importlib.import_module("transformers.models")
     finally:

@@ -167,7 +167,7 @@ def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tupl
 
 
 def attention_function(*args: object, **kwargs: object) -> tuple[Tensor, None]:
-    functions: Any = modeling_qwen3.ALL_ATTENTION_FUNCTIONS  # type: ignore[attr-defined]
+    functions: Any = modeling_qwen3.ALL_ATTENTION_FUNCTIONS
     return functions[IMPLEMENTATION](*args, **kwargs)
 
 

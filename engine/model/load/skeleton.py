@@ -56,4 +56,4 @@ def fill_with_dummies(model: PreTrainedModel) -> None:
         parameter.zero_()  # should the rules leave one out
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(_DUMMY_SEED)
-        model.initialize_weights()  # type: ignore[no-untyped-call]
+        model.initialize_weights()
