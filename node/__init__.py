@@ -2,5 +2,5 @@
 
 The roles differ in intake and handoff. Each gives the shell a `Role` (see `events`), which runs on the engine's thread
 and owns engine, leases and slots without a lock; the shell carries its messages.
-`core` has what the state machines of both roles have in common, `parts` makes a node around one.
+`core` is the common part of both roles' state machines; `parts` builds a node around one.
 """

@@ -1,4 +1,4 @@
-"""The node's account of its KV memory, and whether it agrees with itself."""
+"""The audit of a node's KV memory, and whether its books agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.holdings import Holding, list_blocks
 
 
 def verdict(check_integrity: Callable[[], None]) -> str:
-    """What is wrong with the books, in one line; "ok" when nothing is."""
+    """The failed integrity check in one line, or "ok"."""
     try:
         check_integrity()
     except AssertionError as error:
@@ -30,7 +30,7 @@ def make_audit(
     slots: Sequence[KvSlot],
     now: float,
 ) -> KvAudit:
-    """The role's audit, which has no `node_id` yet. Engine's thread only: 0.2 s where 50,000 blocks are in use."""
+    """The role's audit, without a `node_id`. Engine's thread only; takes 0.2 s with 50,000 blocks in use."""
     return KvAudit(
         node_id="",
         incarnation=incarnation,

@@ -1,9 +1,9 @@
-"""Looks into a node's books: whether they agree, and all of them, for whoever asks, at little cost to the engine.
+"""Integrity checks and audits of a node's books, on request, at little cost to the engine.
 
-The engine's thread does nothing else while it accounts for every block (0.16 s for 50,000), and whoever asks in a loop
-would have it do that all the time. So one look serves all who asked before it began, and after a look the engine has
-REST times as long for itself: at most one part in REST + 1 of its time is spent here, whoever asks, and nobody is told
-what was true before the question.
+The engine's thread does nothing else while it accounts for every block (0.16 s for 50,000), so a client that asks in a
+loop could stall it. Therefore one audit serves all queries that arrived before it began, and the next one waits REST
+times as long as it took: however many clients ask, audits use at most 1 / (REST + 1) of the engine's time, and no
+answer is older than its query.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from baton.streams import STOPPED
 
 R = TypeVar("R")
 Show = Callable[[KvAudit], Iterator[R]]
-"""Shows an account in pieces of which each takes a millisecond or so."""
+"""Formats an audit in pieces that take about a millisecond each."""
 
 REST = 30
 MIN_REST_S = 0.1
 _SHOWING_REST = 19
-"""The interpreter runs one thread at a time: of a millisecond in which an account is shown the engine has nothing."""
+"""Pause after each piece, in multiples of its CPU time: formatting holds the interpreter, which the engine needs."""
 _STOP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Wants the account as `show` gives it; None: only the verdict."""
+    """A query for the audit as formatted by `show`; None: for the verdict alone."""
 
     show: Callable[[KvAudit], Iterator[Any]] | None
     answer: Future[Any]
 
 
 class Books:
-    """Looks on a thread of its own, from construction to `close`. Callable from any thread.
+    """Answers queries on a thread of its own, from construction to `close`. Callable from any thread.
 
-    `verdict` and `audit` are called on the engine's thread by way of `run_engine_call`, which has `limit_s` for each.
+    `verdict` and `audit` run on the engine's thread through `run_engine_call`, with a timeout of `limit_s` each.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Books:
         self._thread.start()
 
     def integrity(self) -> Future[str]:
-        """The verdict. Fails with DeadlineExceeded when the engine hangs, NodeUnavailable once closed."""
+        """The verdict. Fails with DeadlineExceeded if the engine hangs, NodeUnavailable once closed."""
         return self._ask(None)
 
     def audit(self, show: Show[R]) -> Future[list[R]]:
-        """All pieces of the account. Fails likewise."""
+        """All pieces of the audit. Fails like `integrity`."""
         return self._ask(show)
 
     def close(self) -> None:
@@ -91,12 +91,12 @@ class Books:
             rest_s = MIN_REST_S
             try:
                 rest_s = max(rest_s, REST * self._serve(asked))
-            except Exception as error:  # noqa: BLE001 - told to whoever asked
+            except Exception as error:  # noqa: BLE001 - passed on through the futures
                 for entry in asked:
                     _fail(entry, error)
 
     def _next_round(self, rest_s: float) -> list[_Asked]:
-        """All who asked by then: after `rest_s`, once there is one. Nobody: closed."""
+        """Wait `rest_s`, then for a query; all queries that have arrived by then. Empty: closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed, rest_s)
             self._changed.wait_for(lambda: self._closed or self._asked)
@@ -108,7 +108,7 @@ class Books:
         return []
 
     def _serve(self, asked: list[_Asked]) -> float:
-        """One look for all of them; for how long the engine could not run, in seconds. Raises DeadlineExceeded."""
+        """Answer all from one audit; returns the seconds that it cost the engine. Raises DeadlineExceeded."""
         shown: dict[Any, Any] = {}
         ways = {entry.show for entry in asked if entry.show}
         if not ways:
@@ -120,7 +120,7 @@ class Books:
             shown[show], showing_s = _show(show(audit))
             took_s += showing_s
         for entry in asked:
-            if entry.answer.set_running_or_notify_cancel():  # False: it has left
+            if entry.answer.set_running_or_notify_cancel():  # False: cancelled
                 entry.answer.set_result(shown[entry.show])
         return took_s
 
@@ -138,7 +138,7 @@ class Books:
 
 
 def _show(pieces: Iterator[R]) -> tuple[list[R], float]:
-    """All pieces, made at leisure, and the seconds of computing that they took."""
+    """All pieces, with pauses between them, and the CPU seconds that they took."""
     shown: list[R] = []
     began = last = time.thread_time()
     for piece in pieces:

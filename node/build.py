@@ -1,4 +1,4 @@
-"""From settings to a loaded model, its pool and its engine, and what the node can say of them.
+"""From settings to a loaded model, its pool and its engine, and the node's description of them.
 
 limits, tokenizer -> load, probe -> profile, pool -> runner -> engine -> warm-up
 """
@@ -39,7 +39,7 @@ from node.settings import GIB, NodeSettings
 from node.tokenizer import TokenizerFiles, read_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel  # not before engine.model, which imports transformers in a way of its own
+    from transformers import PreTrainedModel  # engine.model must be the first to import transformers
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ _POOL_ADVICE = (
     "the KV pool and its tables do not fit"
 )
 _NULL_BLOCK = 1
-"""The pool's block 0, which no request gets."""
+"""The pool's block 0, which is never given to a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model ready to serve after `warm_up`. CUDA graphs are made of decode steps of `graph_sizes`, of prompts of at
-    most `most_prompt_tokens`, and `most_mixed_tokens` beside decodes. `pool_bytes`: the pool as [num_blocks,
-    block_bytes], uint8; the runner owns it."""
+    """A model ready to serve after `warm_up`. CUDA graphs are captured for decode steps of `graph_sizes`, for prompts
+    of up to `most_prompt_tokens`, and up to `most_mixed_tokens` in a step with decodes. `pool_bytes`: the pool as
+    [num_blocks, block_bytes], uint8; the runner owns it."""
 
     engine: Engine
     runner: TorchModelRunner
@@ -72,8 +72,8 @@ class Built:
     checkpoint: Checkpoint
 
     def warm_up(self) -> None:
-        """On a GPU, do what would make first requests wait: on the engine's thread, before any. Takes seconds. Raises
-        ValueError with one line for a person."""
+        """On a GPU, do the work that would delay the first requests. On the engine's thread, before any request; takes
+        seconds. Raises ValueError with a one-line message for the user."""
         if self.device.type != "cuda":
             return
         with out_of_memory("--gpu-memory-utilization: lower it (or take --enforce-eager), CUDA graphs do not fit"):
@@ -93,10 +93,10 @@ class Built:
 
 
 def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Built:
-    """Load the model of `settings` and size all that it needs. wake: of TorchModelRunner. Takes seconds to minutes.
-    Raises ValueError with one line for a person."""
+    """Load the model of `settings` and size all that it needs. wake: see TorchModelRunner. Takes seconds to minutes.
+    Raises ValueError with a one-line message for the user."""
     if not sys.stderr.isatty():
-        disable_progress_bar()  # a log is no place for it
+        disable_progress_bar()  # not useful in a log file
     device = _device(settings.device)
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
@@ -133,7 +133,7 @@ def new_incarnation() -> str:
 def describe(
     settings: NodeSettings, role: NodeRole, built: Built, incarnation: str, addresses: Sequence[bytes]
 ) -> NodeInfo:
-    """What the node says of itself, but for its address. addresses: of the transports of its ranks."""
+    """The node's description, without its address. addresses: of the transports of its ranks."""
     config, tokenizer = built.engine.config, built.tokenizer
     return NodeInfo(
         role=role,
@@ -167,14 +167,14 @@ def _device(name: str) -> torch.device:
         raise ValueError("--device: cuda is not available on this machine")
     if name == "cpu" or not has_cuda:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())  # by number: transports ask which one
+    return torch.device("cuda", torch.cuda.current_device())  # with its index, which transports need
 
 
-# ---- the stages, in their order ----
+# ---- the stages, in order ----
 
 
 def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device) -> EngineConfig:
-    """The engine's sizes, all but the pool's: it has as few blocks as can work."""
+    """The engine's sizes, with the smallest pool that works."""
     limit = checkpoint.max_model_len
     max_model_len = settings.max_model_len or limit
     if max_model_len > limit:
@@ -191,7 +191,7 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         saturating_num_tokens=settings.saturating_num_tokens,
         async_scheduling=on_gpu if settings.async_scheduling is None else settings.async_scheduling,
     )
-    if settings.num_gpu_blocks_override is not None:  # too few are told now, not when the weights are there
+    if settings.num_gpu_blocks_override is not None:  # report too few now, not after the weights are loaded
         dataclasses.replace(limits, num_blocks=settings.num_gpu_blocks_override + _NULL_BLOCK)
     return limits
 
@@ -219,7 +219,7 @@ def _load(
 
 
 def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> EngineConfig:
-    """`limits` with a pool: as told, or as the memory holds."""
+    """`limits` with the pool's size: the one that is set, or what fits into memory."""
     began = time.monotonic()
     num_blocks = pool_size.num_blocks(settings, limits, model, probed)
     log.info(
@@ -235,7 +235,7 @@ def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
 
 
 def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.device) -> list[int]:
-    """Of decode steps; none: no CUDA graphs."""
+    """Sizes of decode steps to capture. Empty: no CUDA graphs."""
     if settings.enforce_eager or device.type != "cuda":
         return []
     wanted = settings.cudagraph_capture_sizes or decode_capture_sizes(config.max_num_seqs)
@@ -243,7 +243,7 @@ def _graph_sizes(settings: NodeSettings, config: EngineConfig, device: torch.dev
 
 
 def _read_tokenizer(settings: NodeSettings, path: Path) -> TokenizerFiles:
-    """The checkpoint's; with dummy weights, which answer nonsense in any words, baton-tiny's where it has none."""
+    """The checkpoint's tokenizer; if it has none, baton-tiny's with dummy weights, whose output is meaningless."""
     if settings.load_format == "dummy" and not has_tokenizer(path):
         log.warning("%s has no tokenizer: baton-tiny's stands in for it", path)
         path = EMBEDDED["baton-tiny"]

@@ -1,10 +1,10 @@
-"""What every role's state machine does, whichever its role is: sessions, fences, intake, and the turn of its loop.
+"""The common part of both roles' state machines: sessions, fences, intake, and the turn of the loop.
 
-    handle(event)*  ->  prepare: transfers, deadlines, a step that is done, what these made possible; decide a step
-                    ->  compute: launch it, take what retired
+    handle(event)*  ->  prepare: transfers, deadlines, a finished step, what these made possible; decide the next step
+                    ->  compute: launch it, take the results of steps that retired
 
-Neither half waits for the device: the end of a step makes a turn like an event. A role adds what it does with prompts,
-parts and peers by the methods at the end.
+Neither half waits for the device: the end of a step triggers a turn, as an event does. A role implements its handling
+of prompts, parts and peers in the abstract methods at the end.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from node.outbox import Outbox
 class RoleCore(ABC):
     """Implements `node.events.Role`. Owned by the engine's thread, and owner of the engine.
 
-    At most `max_waiting` prompts queue; no request has more than `max_deadline_s`. A turn costs what an event or a step
-    has touched, whatever else is here.
+    At most `max_waiting` prompts queue; no request gets more than `max_deadline_s`. The cost of a turn depends on what
+    its events and steps touched, not on the number of requests.
     """
 
     role: ClassVar[NodeRole]
@@ -104,7 +104,7 @@ class RoleCore(ABC):
                 self._stopping = True
 
     def _admit(self, attempt_id: AttemptId, now: float, deadline_s: float) -> bool:
-        """Whether the work is news. Then the attempt before it ends, if it is still here."""
+        """Whether the attempt is new. If so, end the previous attempt at the request, if it is still here."""
         last = self._fences.last(attempt_id)
         if not self._fences.admit(attempt_id, now, deadline_s):
             return False
@@ -113,7 +113,7 @@ class RoleCore(ABC):
         return True
 
     def _check_target(self, incarnation: str) -> None:
-        """Raises NodeUnavailable where work was meant for an earlier life of the node, or comes too late."""
+        """Raises NodeUnavailable if the work is meant for another incarnation, or the node is stopping."""
         if incarnation != self._incarnation:
             raise NodeUnavailable(f"the {self.role.value} node was started anew")
         if self._stopping:
@@ -122,7 +122,7 @@ class RoleCore(ABC):
     def _intake(self, epoch: int, prefill: Prefill, now: float) -> None:
         attempt_id = prefill.attempt_id
         if epoch not in self._outbox.epochs or not self._admit(attempt_id, now, prefill.deadline_s):
-            return  # a repeat, or fenced: whoever sent it has its answer or wants none
+            return  # a repeat, a fenced attempt, or a lost session: no answer is needed
         try:
             self._check_target(prefill.target_incarnation)
             if self.engine.num_waiting >= self._max_waiting:
@@ -145,7 +145,7 @@ class RoleCore(ABC):
         if last and last.attempt <= attempt_id.attempt:
             self._end_attempt(last, RequestCancelled("aborted by the router"))
 
-    # ---- what the shell asks ----
+    # ---- for the shell ----
 
     def take_outputs(self) -> list[Output]:
         return self._outbox.take()
@@ -167,63 +167,63 @@ class RoleCore(ABC):
             now=now,
         )
 
-    # ---- the role's own: the turn ----
+    # ---- implemented by the role: the turn ----
 
     @abstractmethod
     def _take_transfers(self, now: float) -> None:
-        """What the transport did."""
+        """Handle the transport's events."""
 
     @abstractmethod
     def _end_overdue(self, now: float) -> None:
-        """End what has passed its deadline."""
+        """End requests that are past their deadlines."""
 
     @abstractmethod
     def _take_results(self, result: StepResult) -> None:
-        """What the step that retired did."""
+        """Handle the results of a step that retired."""
 
     @abstractmethod
     def _move_on(self, now: float) -> None:
-        """Do what became possible since the last turn, before the next step is decided."""
+        """Do what has become possible since the last turn, before the next step is decided."""
 
     @abstractmethod
     def _tell_started(self, sequences: Seq[Sequence], now: float) -> None:
-        """These are in a step for the first time."""
+        """Report that these sequences are in a step for the first time."""
 
     @abstractmethod
     def _computed(self, result: StepResult, now: float) -> bool:
-        """The step is launched, and what it brought is taken. Whether there is more to do at once."""
+        """The step is launched and its results are taken. Returns whether there is more to do at once."""
 
     @abstractmethod
     def next_deadline(self) -> float | None:
         """See `Role`."""
 
-    # ---- the role's own: requests and peers ----
+    # ---- implemented by the role: requests and peers ----
 
     @abstractmethod
     def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
-        """Raises what the router shall be told where this node cannot serve it."""
+        """Raises the BatonError to send to the router if this node cannot serve the request."""
 
     @abstractmethod
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
-        """The engine has the sequence: the request is this node's."""
+        """Take over the request; the engine has its sequence."""
 
     @abstractmethod
     def _attempts(self) -> list[AttemptId]:
-        """All that is here."""
+        """All attempts on this node."""
 
     @abstractmethod
     def _end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
-        """Wherever it is; nothing happens if it is not here."""
+        """End the attempt in whatever state it is; a no-op if it is not here."""
 
     @abstractmethod
     def _stop_samples(self, abort: Abort, now: float) -> None:
-        """These samples of the work are not wanted any more."""
+        """End these samples of the attempt."""
 
     @abstractmethod
     def _handle_peer(self, event: PeerOpened | PeerClosed | FromPeer, now: float) -> None:
-        """What happened on a stream to another node."""
+        """Handle an event of a handoff stream."""
 
-    # ---- the role's own: its books ----
+    # ---- implemented by the role: its books ----
 
     @property
     @abstractmethod
@@ -236,11 +236,11 @@ class RoleCore(ABC):
 
     @abstractmethod
     def _count_requests(self) -> tuple[int, int]:
-        """Waiting, running."""
+        """How many are waiting, and how many running."""
 
     @abstractmethod
     def _holdings(self) -> list[Holding]:
-        """Whoever has blocks."""
+        """All holdings of blocks."""
 
     @abstractmethod
     def _slots(self) -> list[KvSlot]:

@@ -1,10 +1,10 @@
-"""What passes between a node's network thread and its engine thread.
+"""Events and outputs: what a node's network thread and its engine thread exchange.
 
     asyncio thread  --Event-->  inbox   --> Role.handle(event, now)   engine thread
     asyncio thread  <--Output-- outbox  <-- Role.take_outputs()       engine thread
 
-A role is a state machine: events and the time go in, outputs come out. It has no sockets and no clock, so tests drive
-it through every order of events.
+A role is a state machine: events and the time go in, outputs come out. It has no sockets and no clock, so tests can
+drive it through any order of events.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from baton.messages import Abort, DecodeTarget, DecodeToPrefill, Load, Prefill, 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A router subscribed. Work of epochs without a session is refused."""
+    """A router subscribed. Work of an epoch without a session is not taken."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The router's stream ended: all its work on this node ends."""
+    """The router's stream ended, and with it all its work on this node."""
 
     epoch: int
 
@@ -43,8 +43,8 @@ class FromRouter:
 class PeerOpened:
     """The handoff stream to or from another node is up: Hello exchanged, layouts compatible, transports connected.
 
-    `part_blocks`: blocks that a part has at most, between these two nodes. `layout`: the peer's, which may divide the
-    model among other ranks. `name`: of the peer, for people.
+    `part_blocks`: the most blocks in a part between these two nodes. `layout`: the peer's, which may split the model
+    across ranks differently. `name`: the peer's, for error messages.
     """
 
     peer: str
@@ -55,7 +55,7 @@ class PeerOpened:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The handoff stream is down, could not be opened, or went silent; `reason` is for a person."""
+    """The handoff stream is down, could not be opened, or went silent; `reason` is human-readable."""
 
     peer: str
     reason: str
@@ -63,7 +63,7 @@ class PeerClosed:
 
 @dataclass(frozen=True, slots=True)
 class FromPeer:
-    """`peer` is the incarnation of the node that sent it."""
+    """`peer` is the incarnation of the sender."""
 
     peer: str
     message: PrefillToDecode | DecodeToPrefill
@@ -71,7 +71,7 @@ class FromPeer:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """The node was told to stop: finish what runs, refuse what comes."""
+    """The node drains: finish running work, refuse new work."""
 
 
 Event = SessionOpened | SessionLost | FromRouter | PeerOpened | PeerClosed | FromPeer | Draining
@@ -87,7 +87,7 @@ class ToRouter:
 
 @dataclass(frozen=True, slots=True)
 class ToDecode:
-    """To the decode node `target`; the shell opens the stream when there is none."""
+    """To the decode node `target`; without a stream, a Reserve has the shell open one."""
 
     target: DecodeTarget
     message: PrefillToDecode
@@ -95,7 +95,7 @@ class ToDecode:
 
 @dataclass(frozen=True, slots=True)
 class ToPrefill:
-    """To the prefill node of incarnation `peer`; dropped when its stream is gone (the role gets PeerClosed)."""
+    """To the prefill node of incarnation `peer`; dropped if its stream is gone (the role gets PeerClosed)."""
 
     peer: str
     message: DecodeToPrefill
@@ -103,7 +103,7 @@ class ToPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ClosePeer:
-    """The transport lost the peer: close its handoff stream too. PeerClosed follows, as for every stream's end."""
+    """The transport lost the peer or a part: close the stream. PeerClosed follows, as for every stream's end."""
 
     peer: str
     reason: str
@@ -111,7 +111,7 @@ class ClosePeer:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """The router asks for more than a router may: end its session. SessionLost follows, as for every session's end."""
+    """The router exceeds its limits: end its session. SessionLost follows, as for every session's end."""
 
     epoch: int
     reason: str
@@ -124,35 +124,35 @@ class Role(Protocol):
     """Runs on the engine's thread only. `now` is seconds of a monotonic clock."""
 
     def handle(self, event: Event, now: float) -> None:
-        """Take one event in. Never blocks."""
+        """Take in one event. Never blocks."""
 
     def prepare(self, now: float) -> None:
-        """First half of a turn: transfers, deadlines, and what the next step shall compute."""
+        """First half of a turn: handle transfers and deadlines, and decide the next step."""
 
     def compute(self, now: float) -> bool:
         """Second half, with no event in between: launch the step. True: there is more to do at once.
 
-        What `prepare` put out is on its way meanwhile. Nothing waits for a device here: its end is a wake-up.
+        The outputs of `prepare` are already being sent. Nothing here waits for a device: a step's end wakes the loop.
         """
 
     @property
     def device_busy_since(self) -> float | None:
-        """Since when (of `time.monotonic`) a device is at one step. None: it is at none."""
+        """Since when (`time.monotonic`) the device has been computing its current step. None: it is idle."""
 
     def next_deadline(self) -> float | None:
-        """When a turn must come even if nothing happens. None: never."""
+        """When the next turn must come even if nothing happens. None: never."""
 
     def take_outputs(self) -> list[Output]:
-        """What came out since the last call, in order."""
+        """The outputs since the last call, in order."""
 
     def load(self) -> Load: ...
 
     @property
     def idle(self) -> bool:
-        """No request is on this node in any state, so that it may stop."""
+        """Whether no request is on this node in any state, so that it may stop."""
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the node's books disagree."""
+        """Raise AssertionError if the node's books disagree."""
 
     def audit(self, now: float) -> KvAudit:
-        """Every block and slot, between two turns. The shell fills in `node_id`."""
+        """Every block and slot, as of between two turns. The shell fills in `node_id`."""

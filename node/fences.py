@@ -1,9 +1,9 @@
 """Which attempts a node may still take work for.
 
-An abort must also win against messages that are still under way, so it leaves a tombstone: the highest attempt of the
-request that is over. So does work that was taken, since a node takes an attempt once. Both outlive the deadline of
-their request: what a router says of a request comes in order, and a prefill node says nothing of one after its
-deadline, so later no message of that attempt can be in flight.
+An abort must also win against messages that are still in flight, so it leaves a tombstone: the highest attempt of the
+request that is over. Accepted work leaves one too, since a node takes each attempt once. Both outlive the request's
+deadline: a router's messages about a request arrive in order, and a prefill node sends none after its deadline, so no
+later message of that attempt can be in flight.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from baton.messages import AttemptId
 from node.remembered import Remembered
 
 UNDER_WAY_S = 60.0
-"""By how much a tombstone outlives the deadline. A stream that carries nothing for 5 s is ended, as is one that takes
-so long to be opened, so no message is under way for longer than a part of this."""
+"""By how much a tombstone outlives the deadline. A stream that is silent for 5 s, or takes 5 s to open, is ended, so
+messages are in flight for a fraction of this at most."""
 
 MAX_LEFT = 1_000_000
-"""Tombstones, and samples stopped, that Aborts of one router may leave behind of work that was never heard of: 270
-a second for an hour, 240 MB."""
+"""Tombstones and stopped samples that one router's Aborts of unknown work may leave behind: 270 a second for an hour,
+240 MB."""
 
-_Key = bytes  # 16, of all attempts at a request, whose id may be of any length
+_Key = bytes  # 16 bytes, the same for all attempts at a request, whose id may have any length
 _NONE = frozenset[int]()
 
 
 class Fences:
-    """The highest attempt seen or aborted of each request, until no message about it can come.
+    """The highest attempt seen or aborted of each request, until no message about it can arrive.
 
-    `deadline_s` is what a message states of its request, from now on; 0: nothing. Such a tombstone is kept for twice
-    `max_deadline_s`, what this node allows at most, since others may allow more; and no other for longer. Every call is
-    O(1), `expire` but for what it forgets.
+    `deadline_s` is the time that the request has left, as stated by a message; 0: not stated. Then the tombstone is
+    kept for twice `max_deadline_s`, this node's maximum, since other nodes may allow more; none is kept for longer.
+    Every call is O(1), `expire` plus the number of entries it drops.
     """
 
     def __init__(self, max_deadline_s: float) -> None:
         self._max_deadline_s = max_deadline_s
         self._over = Remembered[_Key, int]()
         self._stopped: dict[AttemptId, set[int]] = {}  # samples aborted one by one
-        # What Aborts have left: keys that were not heard of, with their epochs; attempts with stopped samples, by key.
+        # Left by Aborts: keys that were unknown, with their epochs; attempts with stopped samples, by key.
         self._unheard: dict[_Key, int] = {}
         self._partly: dict[_Key, list[AttemptId]] = {}
         self._num_left = Counter[int]()  # of both, by epoch
@@ -48,7 +48,7 @@ class Fences:
         return len(self._over)
 
     def admit(self, attempt_id: AttemptId, now: float, deadline_s: float) -> bool:
-        """Whether this is news: no such or higher attempt was seen or fenced. Taking it in fences all lower ones."""
+        """Whether the attempt is new: neither it nor a higher one was seen or fenced. If so, fences all lower ones."""
         key = _key_of(attempt_id)
         if attempt_id.attempt <= self._highest(key):
             return False
@@ -56,13 +56,13 @@ class Fences:
         return True
 
     def last(self, attempt_id: AttemptId) -> AttemptId | None:
-        """The highest attempt at the request that was seen or fenced: of all attempts, the one that may be alive."""
+        """The highest attempt at the request that was seen or fenced: the only one that may be alive."""
         attempt = self._highest(_key_of(attempt_id))
         return AttemptId(attempt_id.router_epoch, attempt_id.request_id, attempt) if attempt >= 0 else None
 
     def fence(self, attempt_id: AttemptId, now: float, deadline_s: float = 0.0) -> bool:
-        """The attempt and all below it are over, also when never heard of. False: it was not, as too many before it
-        were not, and is not remembered."""
+        """End the attempt and all below it, known here or not. False: it was unknown, like too many of the router's
+        before it, and is not remembered."""
         key = _key_of(attempt_id)
         highest = self._highest(key)
         if highest < 0 and not self._may_leave(attempt_id, 1):
@@ -76,8 +76,7 @@ class Fences:
     def stop_samples(
         self, attempt_id: AttemptId, samples: tuple[int, ...], now: float, deadline_s: float = 0.0
     ) -> bool:
-        """These samples of the attempt are over; its other samples may go on. Does not count as seen. False: see
-        `fence`."""
+        """End these samples of the attempt; the others may go on. Does not count as seen. False: see `fence`."""
         key = _key_of(attempt_id)
         if attempt_id.attempt < self._highest(key):
             return True  # all of it is over
@@ -96,7 +95,7 @@ class Fences:
         return self._stopped.get(attempt_id, _NONE)
 
     def expire(self, now: float) -> None:
-        """Forget what is older than any message under way. Call it now and then."""
+        """Forget entries that no message in flight can refer to. Call it now and then."""
         for key in self._over.expire(now):
             if (epoch := self._unheard.pop(key, None)) is not None:
                 self._forget_left(epoch, 1)
@@ -112,7 +111,7 @@ class Fences:
         return now + (min(deadline_s, longest) if deadline_s > 0 else longest) + UNDER_WAY_S
 
     def _may_leave(self, attempt_id: AttemptId, num: int) -> bool:
-        """Count what an Abort is about to leave, if it may."""
+        """Count what an Abort is about to leave behind. False: not counted, the router is at its limit."""
         if self._num_left[attempt_id.router_epoch] + num > MAX_LEFT:
             return False
         self._num_left[attempt_id.router_epoch] += num

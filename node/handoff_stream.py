@@ -1,10 +1,10 @@
-"""What both ends of a handoff stream do alike: introduce themselves, carry messages, notice silence.
+"""The common part of both ends of a handoff stream: the Hello exchange, messages, detection of silence.
 
 prefill node                decode node
   | <- Auth, both ways ----> |  where there is a cluster secret (`baton.cluster_secret`)
-  | -- Hello ---------------> |  version, incarnation and layout are checked, transport connected
-  | <---------------- Hello - |  or one with the error that refuses the peer
-  |    transport connected    |
+  | -- Hello ---------------> |  checks version, incarnation and layout, connects the transport
+  | <---------------- Hello - |  with an error if it refuses the peer
+  |   connects the transport  |
   | <-> messages, heartbeats  |  silence of SILENCE_S ends the stream
 """
 
@@ -28,20 +28,20 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
 CONNECT_S = 3.0
-"""For the transport to connect: less than SILENCE_S, since nothing is said meanwhile."""
+"""Timeout for the transport to connect: less than SILENCE_S, since no message is sent meanwhile."""
 
 
 class PeerTransport(Protocol):
-    """The part of a KV transport that the shell drives. Callable from any thread."""
+    """The part of a KV transport that the shell uses. Callable from any thread."""
 
     def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:
-        """Blocks until parts can travel between these ranks. Raises TransferError."""
+        """Block until parts can travel between these ranks. Raises TransferError."""
 
     def disconnect(self, peer: str) -> None:
-        """Cuts the peer off. Harmless for one that is not connected."""
+        """Disconnect the peer. A no-op if it is not connected."""
 
     def close(self) -> None:
-        """Ends all transfers and threads."""
+        """End all transfers and threads."""
 
 
 Post = Callable[[Event], int]
@@ -49,8 +49,8 @@ Post = Callable[[Event], int]
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The conversions of one end: what it reads and what it writes. `fail`: of work whose message makes no sense, what
-    the peer is answered, and what the message counts as."""
+    """The conversions of one end, for reading and writing. `fail`: given an attempt and why a message about it is
+    invalid, the answer to the peer, if any, and the message to handle in its place."""
 
     read: Callable[[Any, wire.Limits], Any]
     write: Callable[[Any], Any]
@@ -58,7 +58,7 @@ class Codec:
 
 
 def _fail_at_prefill(attempt_id: AttemptId, error: InvalidRequest) -> tuple[None, Refuse]:
-    """The role tells the decode node."""
+    """No answer from here: handling the Refuse, the role sends a Release."""
     return None, Refuse(attempt_id, TransferError(f"the decode node's message makes no sense: {error.message}"))
 
 
@@ -71,8 +71,8 @@ DECODE_CODEC = Codec(wire.read_prefill_message, wire.write_decode_message, _fail
 
 
 class HandoffStream(Stream[Any]):
-    """One stream that is up. `open_attempts` are the requests whose handoff is under way on it; `limits`: what a
-    message to this node keeps to, which the peer's Hello may widen."""
+    """One stream. `open_attempts`: the attempts whose handoff is under way on it; `limits`: on messages to this node,
+    which the peer's Hello may widen."""
 
     def __init__(self, peer: str, codec: Codec, limits: wire.Limits) -> None:
         super().__init__(MAX_WAITING)
@@ -94,7 +94,7 @@ class HandoffStream(Stream[Any]):
         silence_s: float,
         idle_s: float = math.inf,
     ) -> str:
-        """Both directions until the stream ends; returns why. So long without a word, or without use, is an end."""
+        """Run both directions until the stream ends, also for silence of the peer or lack of use; returns why."""
 
         def receive(message: Any) -> None:
             said = self._read(message)
@@ -107,8 +107,8 @@ class HandoffStream(Stream[Any]):
         return await first_end(self.until_end(), read_all(read, receive, silence_s), self._write_all(write, idle_s))
 
     def _read(self, message: Any) -> Any:
-        """A message that names its work and makes no sense otherwise is the end of that work here. Raises
-        InvalidRequest for one that names none."""
+        """Parse a message. An invalid one that names its attempt ends that attempt here. Raises InvalidRequest for one
+        that names none."""
         try:
             return self._codec.read(message, self.limits)
         except InvalidRequest as error:
@@ -136,7 +136,7 @@ class HandoffStream(Stream[Any]):
 
 
 def check_hello(mine: Hello, theirs: Hello) -> None:
-    """Raise the BatonError that names why these two cannot hand over to one another."""
+    """Raise a BatonError that says why no handoff between these two nodes is possible."""
     if theirs.protocol_version != PROTOCOL_VERSION:
         raise TransferError(f"protocol version {theirs.protocol_version} of {theirs.node_id} != {PROTOCOL_VERSION}")
     mine.layout.require_compatible(theirs.layout, theirs.node_id)
@@ -145,14 +145,14 @@ def check_hello(mine: Hello, theirs: Hello) -> None:
 
 
 def check_target(mine: Hello, theirs: Hello) -> None:
-    """Raise NodeUnavailable for a Hello that was meant for an earlier life of this node."""
+    """Raise NodeUnavailable for a Hello that was meant for another incarnation of this node."""
     if theirs.target_incarnation != mine.incarnation:
         raise NodeUnavailable(f"this is incarnation {mine.incarnation}, not {theirs.target_incarnation}")
 
 
 def routes_to(mine: Hello, theirs: Hello) -> list[Route]:
-    """From each rank here to each rank there that holds some of the same, over the transport that this node speaks; the
-    layouts are compatible. Raises TransferError."""
+    """From each rank here to each of the peer's ranks whose KV slice overlaps, over this node's transport. The layouts
+    must be compatible. Raises TransferError."""
     spoken = mine.endpoints[0].transport
     addresses = {endpoint.rank: endpoint.address for endpoint in theirs.endpoints if endpoint.transport == spoken}
     routes = [
@@ -169,14 +169,14 @@ def routes_to(mine: Hello, theirs: Hello) -> list[Route]:
 
 
 async def connect(transport: PeerTransport, peer: str, routes: Sequence[Route]) -> None:
-    """`transport.connect` off the event loop. When cancelled it waits for the call, so that a disconnect follows it."""
+    """`transport.connect` off the event loop. When cancelled, waits for it to return, so that a disconnect follows."""
     call = asyncio.create_task(asyncio.to_thread(transport.connect, peer, routes, CONNECT_S))
     try:
         await asyncio.shield(call)
     except asyncio.CancelledError:
         await asyncio.wait([call])
         if not call.cancelled():
-            call.exception()  # else asyncio complains that nobody asked for it
+            call.exception()  # else asyncio logs that it was never retrieved
         raise
 
 

@@ -1,4 +1,4 @@
-"""From a router's Prefill message to a sequence of the engine: the same on every node."""
+"""From a router's Prefill message to a sequence of the engine, the same for both roles."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from engine.sequence import Sequence
 
 
 def make_sequence(prefill: Prefill, *, hand_off: bool, now: float) -> Sequence:
-    """The sequence that computes prompt and output so far. Raises InvalidRequest for an answer that is complete;
-    whether there is room for the tokens, `Engine.add` says."""
+    """The sequence that computes prompt and output so far. Raises InvalidRequest if the output is complete already;
+    `Engine.add` checks whether the tokens fit."""
     output = prefill.samples[0].output_tokens
     if len(output) >= prefill.sampling.max_tokens:
         raise InvalidRequest(f"{len(output)} tokens of max_tokens {prefill.sampling.max_tokens} exist already")

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the engine has and did, for metrics. blocks: KV blocks by state. num_damaged_pieces: pieces of KV blocks
-    whose checksums were wrong."""
+    """The engine's counters, for metrics. blocks: KV blocks by state. num_damaged_pieces: pieces of KV blocks with
+    wrong checksums."""
 
     blocks: Mapping[str, int]
     num_preemptions: int = 0
@@ -36,10 +36,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn, or its first half, gave.
+    """The results of one turn, or of its first half.
 
-    `num_handled`: events that the role had taken in by then. Whoever reads the outputs drops those that the role made
-    before it heard that their stream had ended (see `NodeLoop.post`). `counts` is None between two measurements.
+    `num_handled`: how many events the role had handled by then. With it, the consumer drops outputs that the role made
+    before it knew that their stream had ended (see `NodeLoop.post`). `counts` is None between two measurements.
     """
 
     outputs: list[Output]
@@ -56,10 +56,10 @@ class EngineCall(Generic[T]):
 
     def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():
-            return  # nobody waits for it any more
+            return  # cancelled
         try:
             result = self.do()
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for the future
+        except Exception as error:  # noqa: BLE001 - passed on through the future
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
@@ -68,19 +68,19 @@ class EngineCall(Generic[T]):
 class NodeLoop:
     """Runs a role on a thread of its own, which sleeps until an event, a wake-up or the role's next deadline.
 
-    A step that the device computes is no reason to be awake: its end wakes the loop, like a transfer that moved on.
+    The thread sleeps while the device computes a step; the end of the step wakes it, as progress of a transfer does.
 
     `post`, `wake` and `run_engine_call` may be called from any thread, also before `start`. `deliver` runs on the
-    asyncio loop on which `start` was called, once per turn that has something to tell. An exception on the thread ends
-    it: `failed` is called with it on the asyncio loop, and the process is expected to exit. So it is with a
-    TimeoutError for a turn, or a step of the device, that takes longer than `turn_timeout_s`: a GPU may hang.
+    asyncio loop on which `start` was called, for each half of a turn that has something to report. An exception on the
+    thread ends it: `failed` is called with it on the asyncio loop, and the process is expected to exit. `failed` is
+    also called, with a TimeoutError, if a turn or a step takes longer than `turn_timeout_s`: a GPU may hang.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, turn_timeout_s: float = 300.0) -> None:
         self.clock = clock
         self._turn_timeout_s = turn_timeout_s
         self._turn_began: float | None = None  # None: asleep
-        self._step_began: float | None = None  # None: the device computes none
+        self._step_began: float | None = None  # None: the device is idle
         self._lock = threading.Lock()
         self._inbox: deque[Event | EngineCall[Any]] = deque()
         self._posted = itertools.count(1)
@@ -92,16 +92,16 @@ class NodeLoop:
         self._next_gauge = 0.0
 
     def post(self, event: Event) -> int:
-        """Queue an event. Its number: a `Turn` with `num_handled` at or above it knows of the event."""
+        """Queue an event and return its number: a `Turn` whose `num_handled` is at least that has seen the event."""
         return self._put(event)
 
     def wake(self) -> None:
-        """Have a turn soon: a transfer or the device moved on."""
+        """Have a turn run soon: a transfer or the device made progress."""
         self._awake.set()
 
     def run_engine_call(self, call: Callable[[], T]) -> Future[T]:
-        """Run `call` between two turns, on the role's thread, after the events posted before; what it returns. Never
-        finishes once the loop has stopped. An errand cancelled before it began is not run."""
+        """Run `call` on the role's thread between two turns, after the events posted earlier; a future of its result,
+        which never completes once the loop has stopped. A call that is cancelled before it begins is not run."""
         future: Future[T] = Future()
         self._put(EngineCall(call, future))
         return future
@@ -113,7 +113,7 @@ class NodeLoop:
         failed: Callable[[BaseException], None],
         count: Callable[[], Counts] = lambda: Counts({}),
     ) -> None:
-        """Call it on the asyncio loop that is to get the turns. `count` runs on the role's thread."""
+        """Start the thread, from the asyncio loop on which `deliver` is to run. `count` runs on the role's thread."""
         aio = asyncio.get_running_loop()
 
         def run() -> None:
@@ -138,7 +138,7 @@ class NodeLoop:
         return True
 
     def _watch(self, aio: asyncio.AbstractEventLoop, failed: Callable[[BaseException], None]) -> None:
-        """Look again when the turn of now would be late; a turn is seen to be late within two times the limit."""
+        """Check again when the current turn or step would be late; lateness is noticed within twice the limit."""
         if self._stopping:
             return
         limit = self._turn_timeout_s
@@ -158,7 +158,7 @@ class NodeLoop:
 
     def _turn(self, role: Role, deliver: Callable[[Turn], object], count: Callable[[], Counts]) -> None:
         self._turn_began = self.clock()
-        self._awake.clear()  # before the inbox is read: what comes after wakes the wait below
+        self._awake.clear()  # before the inbox is read: what comes later ends the wait below
         while self._inbox:
             taken = self._inbox.popleft()
             self._num_handled += 1

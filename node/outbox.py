@@ -1,4 +1,4 @@
-"""What a node's role has to say, in order, until the shell takes it."""
+"""The outputs of a node's role, in order, until the shell takes them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from node.events import CloseSession, Output, ToDecode, ToPrefill, ToRouter
 
 
 class Outbox:
-    """Collects outputs. `epochs` are the routers that listen; words for others are dropped, since their sessions are
-    gone and their work with them."""
+    """Collects outputs. `epochs` are the routers with a session; messages to others are dropped, since their work ended
+    with their sessions."""
 
     def __init__(self) -> None:
         self.epochs: set[int] = set()

@@ -1,6 +1,6 @@
-"""From settings to all that a node is made of, but for its network: model, staging slots, transport, the role's core.
+"""From settings to all parts of a node except its network: model, staging slots, transport, the role's core.
 
-build  ->  slots, transport  ->  the role: what moves its KV, and its core  ->  NodeParts
+build  ->  slots, transport  ->  the role: its mover and its core  ->  NodeParts
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from node.slots import slot_sizes
 
 
 class Mover(PeerTransport, Protocol):
-    """What the shell asks of a role's senders or receivers, one for each rank."""
+    """What the shell needs of a role's senders or receivers, of which each rank has one."""
 
     num_slots: int
     """Of all ranks."""
 
     @property
     def part_blocks(self) -> int:
-        """The most blocks that a part may have."""
+        """The most blocks in a part."""
 
     @property
     def num_free_slots(self) -> int:
         """Callable from any thread."""
 
     def warm_up(self) -> None:
-        """Do what would make first parts wait. On the engine's thread, before any."""
+        """Do the work that would delay the first parts. On the engine's thread, before any part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a role is made on: a model, and slots that a transport moves."""
+    """What a role is built on: a model, and staging slots with their transport."""
 
     settings: NodeSettings
     built: Built
@@ -53,8 +53,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class RoleParts:
-    """A role: its state machine, and what moves its KV. `count_damaged`: pieces of KV blocks whose checksums were
-    wrong, so far."""
+    """A role: its state machine and its mover. `count_damaged`: pieces of KV blocks with wrong checksums so far."""
 
     core: RoleCore
     mover: Mover
@@ -62,8 +61,8 @@ class RoleParts:
 
 
 def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callable[[Base], RoleParts]) -> NodeParts:
-    """Load the model and make the role on it. `wake` is called, on any thread, when the core should have a turn. Raises
-    ValueError, OSError or a BatonError for a person."""
+    """Load the model and build the role on it. `wake` is called, on any thread, when the core should have a turn.
+    Raises ValueError, OSError or a BatonError, each readable for users."""
     base = _make_base(settings, wake)
     role, built = make_role(base), base.built
 

@@ -1,4 +1,4 @@
-"""How many KV blocks a node has: as told, or as its memory holds."""
+"""How many KV blocks a node has: the number that is set, or what fits into memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _GRAPHS_BYTES = GIB
 
 
 def num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> int:
-    """Blocks that requests can have. On a GPU this computes the largest steps in any case: their kernels are compiled
-    by then. Raises ValueError, naming the flag, when one request does not fit."""
+    """Blocks for requests. On a GPU this always computes the largest steps, which also compiles their kernels. Raises
+    ValueError, naming the flag, if one request does not fit."""
     memory = _profile(model, probed, limits) if model.device.type == "cuda" else None
     if settings.num_gpu_blocks_override is not None:
         return settings.num_gpu_blocks_override  # EngineConfig checks it
@@ -32,7 +32,7 @@ def num_blocks(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
 def _pool_bytes(
     settings: NodeSettings, limits: EngineConfig, block_bytes: int, memory: ProfiledMemory | None
 ) -> tuple[int, str]:
-    """Bytes of the pool, and the flag that would make it larger. On a CPU no more than the node could ever fill."""
+    """Bytes of the pool, and the flag that would enlarge it. On a CPU at most what the node could ever fill."""
     told = settings.kv_cache_memory_bytes
     if told is not None:
         return told, f"--kv-cache-memory-bytes ({told})"
@@ -47,7 +47,7 @@ def _pool_bytes(
 
 
 def _profile(model: PreTrainedModel, probed: Probe, limits: EngineConfig) -> ProfiledMemory:
-    """Compute the largest steps over a few blocks, which are held until another runner takes the model over."""
+    """Compute the largest steps over a few blocks, which stay allocated until another runner takes over the model."""
     with out_of_memory("--max-num-batched-tokens, --max-num-seqs: lower them, a step does not fit the GPU"):
         runner = TorchModelRunner(model, profile_config(limits), probed)
 

@@ -1,4 +1,4 @@
-"""Settings that cannot work on this machine, told within a second: before torch is imported and weights load."""
+"""Reports settings that cannot work on this machine within a second, before torch is imported and weights load."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from node.errors import StartupError
 from node.settings import NodeSettings
 
 _PACKAGES = {"ucx": ("ucxx", "node"), "nixl": ("nixl", "nixl")}
-"""What a transport imports, and the extra that brings it."""
+"""The package that a transport imports, and the extra that installs it."""
 
 
 def check(settings: NodeSettings) -> None:
-    """Raise StartupError, one line that names the flag."""
+    """Raise StartupError with one line that names the flag."""
     require_free("--listen", settings.listen)
     require_free("--metrics-port", settings.metrics_listen)
     _check_admin_key(settings)
@@ -29,7 +29,7 @@ def check(settings: NodeSettings) -> None:
 
 
 def require_free(flag: str, listen: HostPort) -> None:
-    """Tell a busy port now, not after the model was loaded. Raises StartupError."""
+    """Report a busy port now, not after the model is loaded. Raises StartupError."""
     try:
         kind, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(kind, socket.SOCK_STREAM) as probe:
@@ -50,12 +50,12 @@ def _check_admin_key(settings: NodeSettings) -> None:
 
 
 def _check_model(settings: NodeSettings) -> None:
-    """A hub's model is looked at once it is here."""
+    """A local folder only: a hub's model is checked after its download."""
     folder = local_folder(settings.model)
     if folder is None:
         return
     problem = why_no_checkpoint(folder)
-    if settings.load_format != "dummy":  # which needs config.json alone
+    if settings.load_format != "dummy":  # dummy needs config.json only
         problem = problem or why_no_tokenizer(folder) or why_no_weights(folder)
     if problem:
         raise StartupError(f"--model {settings.model}: {problem}")
@@ -76,7 +76,7 @@ def _check_transport(settings: NodeSettings) -> None:
 
 
 def _check_pool(settings: NodeSettings) -> None:
-    """On a CPU, where memory that there is not is only missed once it is written to."""
+    """On a CPU, where allocating more memory than there is fails only when it is written to."""
     told = settings.kv_cache_memory_bytes
     if told is None or (settings.device != "cpu" and num_gpus()):
         return
@@ -86,7 +86,7 @@ def _check_pool(settings: NodeSettings) -> None:
 
 
 def num_gpus() -> int:
-    """GPUs that CUDA shows to this process, asked of its driver, which torch will ask too."""
+    """GPUs visible to this process, according to the CUDA driver, as for torch."""
     count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,4 +1,4 @@
-"""What a node knows of requests that are over, for as long as a message about them may come."""
+"""What a node remembers of requests that are over, for as long as a message about them may arrive."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ V = TypeVar("V")
 
 
 class Remembered(Generic[K, V]):
-    """A dict whose entries are forgotten, each at its own time, within a second after it.
+    """A dict whose entries expire, each within a second after its own time.
 
-    Keys are filed by the second in which they are to be forgotten, each once: so an entry costs its place in the dict
-    and a pointer, every operation O(1) amortized, and looking for what is over nothing.
+    Each key is filed once, by the second in which it expires. So an entry costs its place in the dict and a pointer,
+    every operation is O(1) amortized, and finding the expired entries is free.
     """
 
     def __init__(self) -> None:
         self._values: dict[K, V] = {}
         self._by_second: dict[int, list[K]] = {}
-        self._seconds: list[int] = []  # the same, as a heap
-        self._longer: dict[K, int] = {}  # of keys that were kept once more: until when
+        self._seconds: list[int] = []  # the keys of `_by_second`, as a heap
+        self._longer: dict[K, int] = {}  # expiry of keys that were kept again
 
     def __len__(self) -> int:
         return len(self._values)
@@ -33,7 +33,7 @@ class Remembered(Generic[K, V]):
         return self._values.get(key)
 
     def keep(self, key: K, value: V, until: float) -> None:
-        """Remember it until then, in seconds of the caller's clock; longer if the key was to be kept longer already."""
+        """Keep the key until then, in seconds of the caller's clock, or longer if an earlier call said so."""
         second = math.ceil(until)
         if key in self._values:
             self._longer[key] = max(second, self._longer.get(key, second))
@@ -42,7 +42,7 @@ class Remembered(Generic[K, V]):
         self._values[key] = value
 
     def expire(self, now: float) -> list[K]:
-        """Forget what is over, and return its keys."""
+        """Drop expired entries and return their keys."""
         gone: list[K] = []
         while self._seconds and self._seconds[0] <= now:
             second = heapq.heappop(self._seconds)

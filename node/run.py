@@ -1,7 +1,7 @@
 """The life of a node's process: load, serve, drain, exit.
 
 exit code 0    stopped by SIGTERM, SIGINT or SIGHUP, all requests finished
-          1    could not start, or the engine failed, or requests were left at --drain-timeout
+          1    could not start, or the engine failed, or requests were left after --drain-timeout
           2    bad settings
 128 + signal   a second signal, at once
 """
@@ -35,15 +35,15 @@ from node.shell import Node, NodeParts, RoleSide
 log = logging.getLogger(__name__)
 
 MakeParts = Callable[[NodeSettings, Callable[[], None]], NodeParts]
-"""Loads the model and makes the role around it; the second argument wakes the engine's thread."""
+"""Loads the model and builds the role on it; the second argument wakes the engine's thread."""
 ImportParts = Callable[[], MakeParts]
-"""Imports torch and transformers, which takes seconds: not before a bad flag or port is told."""
+"""Imports torch and transformers, which takes seconds: called after bad flags and ports have been reported."""
 
 
 def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_parts: ImportParts) -> NoReturn:
     """Serve until a signal, and exit.
 
-    Without the interpreter's teardown: all that has to be closed is closed by then, and unloading torch and
+    Skips the interpreter's teardown: everything that must be closed is closed by then, and unloading torch and
     transformers would take seconds.
     """
     configure_logging(settings.logging_level(), settings.name(role))
@@ -53,7 +53,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     except StartupError as error:
         sys.stderr.write(f"{settings.prog}: {' '.join(str(error).split())}\n")
         code = 1
-    except KeyboardInterrupt:  # while the model was being loaded
+    except KeyboardInterrupt:  # while the model was loading
         code = 128 + signal.SIGINT
     logging.shutdown()
     sys.stdout.flush()
@@ -66,10 +66,10 @@ def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> i
     loop = NodeLoop(turn_timeout_s=settings.step_timeout)
     try:
         parts = _make_parts_that_stay(import_parts, settings, loop.wake)
-    except (ValueError, OSError, BatonError) as error:  # what --model, sizes and the transport can be wrong about
+    except (ValueError, OSError, BatonError) as error:  # what a wrong --model, size or transport raises
         log.debug("start failed", exc_info=error)
         raise StartupError(str(error)) from error
-    except ModuleNotFoundError as error:  # the base install is the router's
+    except ModuleNotFoundError as error:  # the base install is for the router only
         raise StartupError(f"{error}: a node needs the extra, pip install 'baton-serve[node]'") from error
     try:
         return uvloop.run(_serve(settings, side, parts, loop))
@@ -78,12 +78,12 @@ def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> i
 
 
 def _make_parts_that_stay(import_parts: ImportParts, settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
-    """The parts. Garbage of making them is collected once, at the end, and what is left never looked at again; what
-    was imported is not even looked at then.
+    """Make the parts, and exempt them from garbage collection. Their garbage is collected once, at the end, without
+    the imported modules' objects; what is left is frozen.
 
-    A full collection looks at 500,000 objects of torch and transformers, for a third of a second that the start would
-    take longer, or in which no step is launched. Those during the imports would take a fifth of their time; the
-    garbage that they leave for good is 7 MiB.
+    A full collection of the 500,000 objects of torch and transformers takes a third of a second, by which the start
+    would take longer, or during which no step is launched. Collections during the imports would take a fifth of the
+    imports' time; the garbage that is never collected instead is 7 MiB.
     """
     gc.disable()
     try:
@@ -134,7 +134,7 @@ async def _drain(node: Node) -> bool:
 
 
 def _signals() -> asyncio.Future[int]:
-    """Done at the first SIGTERM, SIGINT or SIGHUP; a second one kills."""
+    """Completes at the first SIGTERM, SIGINT or SIGHUP; a second one kills the process."""
     aio = asyncio.get_running_loop()
     first: asyncio.Future[int] = aio.create_future()
 

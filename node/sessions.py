@@ -1,9 +1,9 @@
-"""Routers' sessions: the one way to place work on a node, and the way its answers go back.
+"""Routers' sessions: the only way to place work on a node, and the way its updates go back.
 
 router                      node
   | <- Auth, both ways ------> |   where there is a cluster secret (`baton.cluster_secret`)
   | -- Subscribe ------------> |   version and incarnation are checked
-  | <------------ Subscribed - |   the role has SessionOpened before any work
+  | <------------ Subscribed - |   the role gets SessionOpened before any work
   | -- Prefill, Abort -------> |
   | <-- Updates, Load -------- |   Load at least every HEARTBEAT_S
   x                            |   end of the stream: SessionLost, all work of the epoch ends
@@ -49,10 +49,10 @@ from node.loop import Turn
 log = logging.getLogger(__name__)
 
 MAX_UPDATES = 100_000
-"""Waiting for one router, some minutes of tokens: it does not read, and is cut off."""
+"""Queued for one router, some minutes of tokens: with more, it does not read and its session is ended."""
 UPDATES_PER_MESSAGE = 8192
 LOAD_PERIOD_S = 0.1
-"""A changed load is told so often at most; an unchanged one every HEARTBEAT_S."""
+"""The shortest interval between reports of a changed load; an unchanged one is sent every HEARTBEAT_S."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -67,7 +67,7 @@ class _Session(Stream[Update]):
 class Sessions:
     """All sessions of a node. Asyncio thread only.
 
-    `post` queues an event for the role and returns its number; `limits`: what a message to this node keeps to.
+    `post` queues an event for the role and returns its number; `limits`: on messages to this node.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Sessions:
         self._closing = False
 
     def deliver(self, turn: Turn) -> None:
-        """Queue a turn's updates, each for its router; cut off a router that does not read."""
+        """Queue a turn's updates, each for its router; end the session of a router that does not read."""
         self._load = turn.load
         self._metrics.set_load(turn.load)
         by_epoch: defaultdict[int, list[Update]] = defaultdict(list)
@@ -104,12 +104,12 @@ class Sessions:
                 session.put(*updates)
 
     def _meant(self, epoch: int, turn: Turn) -> _Session | None:
-        """The epoch's session, unless an older one was meant: its work is over, the role just does not know yet."""
+        """The epoch's session, unless the turn's outputs are for an earlier one, whose end the role had not seen."""
         session = self._by_epoch.get(epoch)
         return session if session and turn.num_handled >= session.opened else None
 
     def close(self) -> None:
-        """End all sessions, each after what waits for its router; new ones too."""
+        """End all sessions, each once its queued updates are sent, and new ones likewise."""
         self._closing = True
         for session in self._by_epoch.values():
             session.close(STOPPED)
@@ -132,7 +132,7 @@ class Sessions:
             await context.abort(grpc.StatusCode.ABORTED, reason)
 
     async def _subscribe(self, context: Context) -> int:
-        """The epoch of a subscriber that fits. Ends the call for any other."""
+        """The epoch of a valid subscriber. Aborts the call of any other."""
         try:
             async with asyncio.timeout(HELLO_S):
                 epoch, said = await self._admit(context)
@@ -154,7 +154,7 @@ class Sessions:
         return said.router_epoch
 
     async def _admit(self, context: Context) -> tuple[str | None, wire.RouterToNode | None]:
-        """The epoch that the router has proved, if it must, and what it says then. Raises NotTrusted,
+        """The epoch that the router has proved (None without a secret) and its next message. Raises NotTrusted,
         InvalidRequest."""
 
         async def say(message: Auth) -> None:
@@ -178,7 +178,7 @@ class Sessions:
         return session
 
     def _close(self, session: _Session, reason: str) -> None:
-        """Once for each session: an old one may have been replaced before its call ends."""
+        """Takes effect once for each session: an old one may have been replaced before its call ends."""
         if self._by_epoch.get(session.epoch) is session:
             del self._by_epoch[session.epoch]
             self._post(SessionLost(session.epoch))
@@ -204,8 +204,8 @@ class Sessions:
                 raise InvalidRequest(f"a second {type(said).__name__}")
 
     def _refuse(self, session: _Session, attempt_id: AttemptId | None, error: InvalidRequest) -> None:
-        """A message about one request of this router that makes no sense is that request's end, in whatever state it
-        is; any other ends the session."""
+        """An invalid message about a request of this router ends that request, in whatever state it is; any other
+        invalid message ends the session."""
         if attempt_id is None or attempt_id.router_epoch != session.epoch:
             raise error
         log.info("refused error=%s", error.message, extra={"request_id": attempt_id.request_id})
@@ -213,7 +213,7 @@ class Sessions:
         self._post(FromRouter(session.epoch, Abort(attempt_id)))
 
     async def _write(self, session: _Session, context: Context) -> str:
-        """Updates as they come, and the load."""
+        """Send updates as they come, and the load."""
         told: Load | None = None
         told_at = 0.0
         while True:
@@ -233,7 +233,7 @@ class Sessions:
 
 
 def _log(update: Update) -> None:
-    """A line for each turn in a request's life, so that its id can be followed from node to node."""
+    """Log each stage of a request's life, so that its id can be followed from node to node."""
     match update.kind:
         case Started(num_cached_tokens, queue_s):
             text = f"started cached_tokens={num_cached_tokens} queue_ms={queue_s * 1e3:.1f}"

@@ -1,4 +1,4 @@
-"""Settings of a node, of either role. Names that vLLM has are vLLM's."""
+"""Settings of a node, of either role. They have vLLM's names where vLLM has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1024**3
 METRICS_PORT_OFFSET = 1000
 
 _BATCHED_TOKENS = 2048
-"""On a decode node a step of so many tokens, of a prompt it computes itself, is what others' next tokens wait for."""
+"""On a decode node, this bounds how long a prompt that it computes itself delays the next tokens of its requests."""
 
 
 _GPU_LAYER_GROUPS = 4
@@ -31,9 +31,9 @@ class NodeSettings(ClusterSettings):
     saturating_num_tokens: ClassVar[int | None] = None
     """See EngineConfig."""
     captured_prompt_tokens: ClassVar[int] = 512
-    """The most tokens of prompts that have CUDA graphs."""
+    """The most tokens of a step of prompts alone with a CUDA graph."""
     captured_mixed_tokens: ClassVar[int] = 1024
-    """The most tokens of prompts that have CUDA graphs beside decodes."""
+    """The most tokens of prompts beside decodes in a step with a CUDA graph."""
 
     model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
@@ -163,22 +163,22 @@ class NodeSettings(ClusterSettings):
         return self.node_id or f"{role.value}-{self.listen.port or os.getpid()}"
 
     def layer_groups(self, on_gpu: bool) -> int:
-        """--kv-layer-groups, or its default there: a CPU's blocks are all written by the time that anybody can look."""
+        """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once."""
         return self.kv_layer_groups or (_GPU_LAYER_GROUPS if on_gpu else 1)
 
     def batched_tokens(self, on_gpu: bool) -> int:
-        """--max-num-batched-tokens, or its default there."""
+        """--max-num-batched-tokens, or the device's default."""
         return self.max_num_batched_tokens or (self.gpu_batched_tokens if on_gpu else _BATCHED_TOKENS)
 
     @property
     def metrics_listen(self) -> HostPort:
-        """Port 0 where the default port would be none."""
+        """Port 0 if --listen has port 0 or the default port would be above 65535."""
         port = self.metrics_port
         if port is None:
             port = self.listen.port + METRICS_PORT_OFFSET if self.listen.port else 0
         return HostPort(self.listen.host, port if port <= 65535 else 0)
 
     def advertised(self, port: int) -> HostPort:
-        """The address for others when this node listens on `port`."""
+        """The address at which others reach this node when it listens on `port`."""
         chosen = self.advertise or self.listen
         return HostPort(chosen.host, chosen.port or port) if self.advertise else HostPort(chosen.host, port)

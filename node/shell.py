@@ -1,4 +1,4 @@
-"""A node that serves: gRPC server, engine thread and metrics page around one role."""
+"""A serving node: gRPC server, engine thread and metrics page around one role."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from node.status import Health, NodeStatus, admin_pages
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.5
-"""For last words to leave, once the server takes no more calls."""
+"""Time for the last messages to be sent, once the server accepts no more calls."""
 THREAD_STOP_S = 10.0
 AUDIT_S = 30.0
-"""For a look into the books, which waits for the turn that runs."""
+"""Timeout of an audit, which waits for the current turn."""
 
 
 class Peers(Protocol):
@@ -53,7 +53,7 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoleSide:
-    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and keeps its streams."""
+    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams."""
 
     service: str
     serve: Callable[[grpc.aio.Server, Sessions, Hello, PeerTransport, Post, Trust], Peers]
@@ -61,10 +61,10 @@ class RoleSide:
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a node is made of, but for its network. `info.address` is filled in once the port is known.
+    """The parts of a node except its network. `info.address` is filled in once the port is known.
 
-    `warm_up` is called first on the role's thread; it may take seconds, and raises ValueError. `count` is called
-    there too, `count_free_slots` on any.
+    `warm_up` is called on the role's thread, before any request; it may take seconds, and raises ValueError. `count` is
+    called there too, `count_free_slots` on any thread.
     """
 
     role: Role
@@ -81,7 +81,7 @@ class NodeParts:
 class Node:
     """Serves from `start` to `stop`. `loop` is the engine's thread, which the parts' transport wakes.
 
-    `failure` gets the exception when the engine's thread dies: then nothing works any more and the process must end.
+    `failure` gets the exception if the engine's thread or the delivery of its outputs fails: the process must end then.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Node:
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Raises StartupError for an address that cannot be had or an engine that fails meanwhile, and what `warm_up`
+        """Raises StartupError if an address cannot be bound or the engine fails meanwhile, and what `warm_up`
         raises."""
         for doubt in self._settings.doubts(self._settings.listen):
             log.warning(doubt)
@@ -127,7 +127,7 @@ class Node:
         self._why_not = None
 
     async def drain(self) -> bool:
-        """Take no more work, and wait for what is here, at most --drain-timeout. False: some is left."""
+        """Refuse new work and wait for the work that is here, at most --drain-timeout. False: some is left."""
         self._why_not = "stopping"
         await self._health.stopping()
         self._loop.post(Draining())
@@ -139,19 +139,19 @@ class Node:
         return True
 
     async def _until_idle(self) -> None:
-        """The role itself is asked, again after each turn that ends idle: what was told last may be older than the work
-        that came just now."""
+        """Query the role itself, again after each turn that ends idle: the last turn's state may be older than work
+        that has just arrived."""
         while True:
             self._idle.clear()
             if await asyncio.wrap_future(self._loop.run_engine_call(lambda: self._parts.role.idle)):
                 return
-            with contextlib.suppress(TimeoutError):  # a turn that ends as it began is not told
+            with contextlib.suppress(TimeoutError):  # a turn that changes nothing is not delivered
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._idle.wait()
 
     async def stop(self) -> bool:
         """End all streams, the engine's thread and the metrics page. False: the thread did not end in time."""
-        await asyncio.to_thread(self._loop.stop, GRACE_S)  # what it has said by now is the last that anybody is told
+        await asyncio.to_thread(self._loop.stop, GRACE_S)  # outputs so far are the last to be sent
         self._sessions.close()
         await self._peers.close()
         await self._server.stop(GRACE_S)
@@ -161,7 +161,7 @@ class Node:
         return ended
 
     async def _warm_up(self) -> None:
-        """Raises what it raises; StartupError when the engine's thread dies or hangs in it."""
+        """Run `warm_up` and raise what it raises; StartupError if the engine's thread dies or hangs in it."""
         warm_up = asyncio.wrap_future(self._loop.run_engine_call(self._parts.warm_up))
         ends: list[asyncio.Future[Any]] = [warm_up, self.failure]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -194,8 +194,8 @@ class Node:
             raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
 
     def _deliver(self, turn: Turn) -> None:
-        """All that one turn of the engine's thread has to tell. An exception here must not pass in silence: what was
-        not sent is lost."""
+        """Distribute the results of one turn. An exception must not go unnoticed here, because outputs that were not
+        sent are lost."""
         try:
             self._carry(turn)
         except Exception as error:  # the process's boundary: `failure` ends it

@@ -1,4 +1,4 @@
-"""What a node tells whoever asks: its description, its tokenizer, its KV memory, health and reflection."""
+"""The services that report on a node: its description, tokenizer, KV memory, health and reflection."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _BLOCKS_PER_PIECE = 100
 
 
 class NodeStatus(node_pb2_grpc.NodeStatusServicer):
-    """`tokenizer` is the text of a tokenizer.json, whose digest `info` carries. `gate` decides who gets an audit. Where
-    the node takes KV bytes is said in its Hello alone."""
+    """`tokenizer` is the text of a tokenizer.json, whose digest is in `info`. `gate` controls access to audits. The
+    transports' addresses are left out: they are sent in the Hello only."""
 
     def __init__(self, info: NodeInfo, tokenizer: bytes, books: Books, gate: AdminGate) -> None:
         endpoints = tuple(replace(endpoint, address=b"") for endpoint in info.endpoints)
@@ -64,7 +64,7 @@ class NodeStatus(node_pb2_grpc.NodeStatusServicer):
 
 
 def admin_pages(books: Books) -> dict[str, Page]:
-    """What only an operator may see, and only so often."""
+    """Pages for operators only, with a bounded cost to the engine."""
 
     async def integrity() -> tuple[HTTPStatus, str]:
         said = await asyncio.wrap_future(books.integrity())
@@ -78,7 +78,7 @@ def admin_pages(books: Books) -> dict[str, Page]:
 
 
 def _message_pieces(audit: KvAudit) -> Iterator[node_pb2.KvAudit]:
-    """Messages that merge into the whole: thousands of blocks take half a second to convert."""
+    """Messages that merge into the whole audit: converting thousands of blocks takes half a second."""
     yield wire.write_kv_audit(replace(audit, blocks=()))
     rest = replace(audit, holders=(), slots=())
     for first in range(0, len(audit.blocks), _BLOCKS_PER_PIECE):
@@ -86,7 +86,7 @@ def _message_pieces(audit: KvAudit) -> Iterator[node_pb2.KvAudit]:
 
 
 def _host(peer: str) -> str:
-    """The address in gRPC's name of a peer (`ipv4:127.0.0.1:80`, `ipv6:%5B::1%5D:80`); empty for what has none."""
+    """The address in gRPC's name of a peer (`ipv4:127.0.0.1:80`, `ipv6:%5B::1%5D:80`); empty if it has none."""
     kind, _, address = peer.partition(":")
     return unquote(address).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
@@ -104,5 +104,5 @@ class Health:
         await asyncio.gather(*(self._servicer.set(n, health_pb2.HealthCheckResponse.SERVING) for n in self._names))
 
     async def stopping(self) -> None:
-        """From now on NOT_SERVING, whatever else is set."""
+        """Report NOT_SERVING from now on, whatever else is set."""
         await self._servicer.enter_graceful_shutdown()

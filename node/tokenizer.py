@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, as routers get them: they need no model folder, and run no code of its."""
+"""A model's tokenizer and chat template, as sent to routers, which need no model folder and run none of its code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TokenizerFiles:
 
 
 def read_tokenizer(path: Path) -> TokenizerFiles:
-    """The tokenizer of the checkpoint in `path`, converted to a fast one where it is not. Raises UnsupportedModel."""
-    if problem := why_no_tokenizer(path):  # transformers would make up an empty one for some models
+    """The tokenizer of the checkpoint in `path`, converted to a fast one if necessary. Raises UnsupportedModel."""
+    if problem := why_no_tokenizer(path):  # for some models, transformers would make up an empty one
         raise UnsupportedModel(f"{path}: {problem}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -40,12 +40,12 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
 
 
 def _chat_template(template: object) -> str:
-    """The one template, or the default one of several."""
+    """The only template, or the default one of several."""
     if isinstance(template, dict):
         template = template.get("default")
     return template if isinstance(template, str) else ""
 
 
 def _is_text(token: object) -> bool:
-    """Lists of further special tokens are no chat template's business."""
+    """Excludes lists of additional special tokens, which chat templates do not use."""
     return not isinstance(token, (list, tuple))
