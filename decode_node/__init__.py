@@ -1,6 +1,6 @@
 """The decode role: takes over computed prompts and generates their tokens by continuous batching.
 
-`core` is the state machine that runs on the engine's thread. `reservations` keeps the promises to prefill nodes, and
-`leases` defines one such promise; `running` keeps the requests that generate. `handoffs` and `server` carry their
-messages, and `main` is the process. May import `engine`, `kv_transfer`, `baton`; never another role.
+`core` is the state machine that runs on the engine's thread. `reservations` keeps the leases granted to prefill nodes,
+and `leases` defines a lease; `running` keeps the requests that generate. `handoffs` and `server` carry their messages,
+and `main` is the process. May import `engine`, `kv_transfer`, `baton`; never another role.
 """

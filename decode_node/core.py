@@ -1,9 +1,9 @@
 """The decode node as a state machine: leases and parts in, tokens out.
 
-In a turn of its loop (`node.core`) it takes what arrived, grants what fits, adopts what is complete, and
-launches a step if there is room for one and it is time (`engine.pace`). Adoption puts a request into the very next
-step, so the batch that runs has no gap; the router hears of it when that step begins. A Prefill sent here directly runs
-on the same engine, with no lease. `reservations` has what waits for KV, `running` what generates.
+In a turn of its loop (`node.core`) it takes what arrived, grants Reserves that fit, adopts requests whose KV is here,
+and launches a step if there is room for one and it is due (`engine.pace`). Adoption puts a request into the very next
+step, so the running batch has no gap; the router gets Adopted when that step begins. A Prefill sent here directly runs
+on the same engine, without a lease. `reservations` keeps requests that wait for KV, `running` those that generate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from node.intake import make_sequence
 
 
 class DecodeCore(RoleCore):
-    """Owner of engine and receiver. `max_waiting` bounds each queue."""
+    """Owns engine and receiver. `max_waiting` bounds each queue."""
 
     role: ClassVar[NodeRole] = NodeRole.DECODE
 
@@ -48,13 +48,13 @@ class DecodeCore(RoleCore):
         )
         self._running = RunningRequests(engine, self._outbox, self._fences)
         self._peers: dict[str, PeerOpened] = {}  # prefill nodes whose streams are up
-        self._launch_at: float | None = None  # when the next step is to be launched, if that is waited for
+        self._launch_at: float | None = None  # when to launch the next step, while a launch is delayed
 
     # ---- the turn ----
 
     def prepare(self, now: float) -> None:
         super().prepare(now)
-        self._running.tell_adopted(self.engine.computing or self._plan.chunks)  # who computes nothing begins at once
+        self._running.tell_adopted(self.engine.computing or self._plan.chunks)  # an idle device begins the plan at once
 
     def _take_transfers(self, now: float) -> None:
         for event in self.receiver.poll():
@@ -95,7 +95,7 @@ class DecodeCore(RoleCore):
 
     def _computed(self, result: StepResult, now: float) -> bool:
         self._running.tell_adopted(self.engine.computing)
-        # A step that retired may have made room for a Reserve, also when nothing is left to be computed.
+        # A step that retired may have made room for a Reserve, even if nothing is left to compute.
         return result.again or (result.num_tokens > 0 and self._reservations.num_waiting > 0)
 
     def next_deadline(self) -> float | None:
@@ -107,7 +107,7 @@ class DecodeCore(RoleCore):
     def _handle_peer(self, event: PeerOpened | PeerClosed | FromPeer, now: float) -> None:
         match event:
             case FromPeer(peer, _) if peer not in self._peers:
-                pass  # its stream has ended: nobody is there to be answered
+                pass  # its stream has ended: no answer can be sent
             case FromPeer(peer, Reserve() as reserve):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):
@@ -169,7 +169,7 @@ class DecodeCore(RoleCore):
         return not len(self._running) and not len(self._reservations)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where blocks, slots, leases and sequences disagree."""
+        """Raise AssertionError if blocks, slots, leases and sequences disagree."""
         self.engine.check_integrity(self._reservations.holdings())
         self.receiver.check_integrity()
 

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class HandoffServer:
     """Serves one stream for each prefill incarnation. Asyncio thread only.
 
-    A second stream of one incarnation takes the first one's place: the peer gave that up before we noticed. `hello` is
-    what this node says of itself, `limits` what a message to it keeps to.
+    A second stream of an incarnation replaces the first, which the peer has given up although this node did not notice.
+    `hello` describes this node, `limits` are on messages to it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HandoffServer:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one stream of a peer at a time
 
     def deliver(self, turn: Turn) -> None:
-        """Send a turn's messages; those for a stream that is gone, or was another when the role spoke, are dropped."""
+        """Send a turn's messages; drop those for a stream that has since ended or been replaced."""
         for output in turn.outputs:
             match output:
                 case ToPrefill(peer, message) if turn.num_handled >= self._opened.get(peer, turn.num_handled + 1):
@@ -103,7 +103,7 @@ class HandoffServer:
         return said
 
     async def _admit(self, context: Context) -> tuple[str | None, wire.FromPrefill | None]:
-        """The incarnation that the peer has proved, if it must, and what it says then. Raises NotTrusted,
+        """The incarnation that the peer has proved (None without a secret) and its next message. Raises NotTrusted,
         InvalidRequest."""
 
         async def say(message: Auth) -> None:
@@ -140,7 +140,7 @@ class HandoffServer:
             await context.abort(grpc.StatusCode.ABORTED, reason)
 
     async def _connect(self, theirs: Hello) -> BatonError | None:
-        """Check the peer and connect the transport to it; what stands against it, if anything."""
+        """Check the peer and connect the transport to it; returns the error that refuses it, if any."""
         try:
             check_target(self._hello, theirs)
             check_hello(self._hello, theirs)

@@ -1,4 +1,4 @@
-"""What a decode node has promised to prefill nodes: who waits for room, and who has it."""
+"""A decode node's leases, and the Reserves that wait for one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kv_transfer.slot_copies import Mark
 class LeaseState(enum.Enum):
     """A lease from Grant to its end.
 
-        GRANTED --Commit--> COMMITTED --no part missing--> (gone: Adopted, the engine owns the blocks)
+        GRANTED --Commit--> COMMITTED --all parts landed--> (gone: Adopted, the engine owns the blocks)
            |                    |
-           `--------------------+--- Release, Abort, deadline, peer or router lost: blocks go back at once;
-                                     slots when their parts have come or failed
+           `--------------------+--- Release, Abort, deadline, peer or router lost: blocks are freed at once;
+                                     slots when their parts have arrived or failed
 
-    Parts may all be in before the Commit. No byte of the network touches a pool block, so ending a lease in any state
-    is safe at once: from `KvReceiver.withdraw` on, what arrives for it goes no further than its slot.
+    All parts may land before the Commit. The network never writes to a pool block, so a lease can end at once in any
+    state: from `KvReceiver.withdraw` on, parts that arrive for it stay in their slots.
     """
 
     GRANTED = "granted"
@@ -37,9 +37,9 @@ class Waiting:
 
 @dataclass(slots=True)
 class Lease:
-    """Room for one request's KV. `table` holds the prefix found here, the blocks to be filled, and the one that the
-    first step writes into; `spares` those of further samples. All are the lease's until adoption or its end. `parts`:
-    what the prefill node sends; `marks`: each rank's work before it, some of which may use these blocks yet."""
+    """Room for one request's KV. `table` holds the prefix found here, the blocks to fill, and the one that the first
+    step writes to; `spares` those of further samples. The lease owns them until adoption or its end. `parts`: what the
+    prefill node sends; `marks`: each rank's earlier work, some of which may still use these blocks."""
 
     serial: int
     reserve: Reserve
@@ -56,8 +56,8 @@ class Lease:
     credits: int = 0
     arrived: set[int] = field(default_factory=set)
     transfer_bytes: int = 0
-    last_arrived: float = 0.0  # when the last of them came, but for the time until the engine heard of it
-    landed: float = 0.0  # when it heard, with the copy queued
+    last_arrived: float = 0.0  # when the last part arrived, plus the delay until the engine knew
+    landed: float = 0.0  # when the engine knew, with the copy queued
     commit: Commit | None = None
     committed: float = 0.0
 
@@ -71,17 +71,17 @@ class Lease:
 
     @property
     def num_open(self) -> int:
-        """Parts that the peer may send and that have not come."""
+        """Parts that the peer may send and that have not landed."""
         return self.credits - len(self.arrived)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, whose KV was here already."""
+        """Prompt tokens whose KV was here already."""
         return self.num_held * self.block_size
 
     def adopted(self, begun: float) -> Adopted:
-        """What the router is told when the first step with the request begins, at `begun`. What happened before
-        the Commit came was hidden behind the prompt's computing, and takes no time here."""
+        """The update for the router when the first step with the request begins, at `begun`. Transfers before the
+        Commit arrived were hidden behind the prompt's computation and count as no time."""
         assert self.commit is not None
         arrived, in_place = max(self.committed, self.last_arrived), max(self.committed, self.landed)
         return Adopted(
@@ -95,7 +95,7 @@ class Lease:
 
     @property
     def written(self) -> list[int]:
-        """The blocks that parts fill."""
+        """The blocks that the parts fill."""
         return self.table[self.num_held : max((part.first + part.num_blocks for part in self.parts), default=0)]
 
     def is_last_of_rank(self, part: int) -> bool:
@@ -104,11 +104,11 @@ class Lease:
         return all(self.parts[later].target != target for later in range(part + 1, len(self.parts)))
 
     def blocks_of(self, part: Piece) -> list[int]:
-        """The pool blocks that a part fills, all or some layers of them."""
+        """The pool blocks of which a part fills all or some layers."""
         return self.table[part.first : part.first + part.num_blocks]
 
     def fits(self, commit: Commit) -> bool:
-        """Whether the commit is for what was reserved: this work, as many computed tokens, no more samples."""
+        """Whether the commit matches the Reserve: same attempt, as many computed tokens, no more samples."""
         lengths = {len(sample.output_tokens) for sample in commit.samples}
         if commit.attempt_id != self.reserve.attempt_id:
             return False

@@ -13,7 +13,7 @@ from node.shell import NodeParts
 
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
-    """Load the model and make the role around it. Raises ValueError, OSError or a BatonError for a person."""
+    """Load the model and build the role on it. Raises ValueError, OSError or a BatonError, each readable for users."""
     return assemble(settings, wake, _make_role)
 
 

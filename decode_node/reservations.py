@@ -1,8 +1,8 @@
-"""The decode node's promises: a queue of Reserves, leases with blocks and slots, parts, commits.
+"""The decode node's reservations: a queue of Reserves, leases with blocks and slots, parts, commits.
 
-Nothing here runs a model. A lease that is committed and has all its parts is handed out by `take_adoptable`, blocks and
-all; everything else ends here, exactly once, with its blocks back in the pool at once and its slots as soon as their
-parts have come or failed. Blocks that parts go into are loading until then: the receiver writes them when it likes.
+Nothing here runs a model. A committed lease with all its parts is handed out, blocks included, by `take_adoptable`; any
+other ends here, exactly once, with its blocks freed at once and its slots as soon as their parts have arrived or
+failed. During a lease, blocks that parts go into are marked as loading: the receiver may write to them at any time.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from node.outbox import Outbox
 from node.remembered import Remembered
 
 MIN_OPEN_PARTS = 2
-"""Slots that one lease may hold at a time, even if few are left. It may always hold as many as are free beside, so that
-a prompt alone has half of them, and a slow one does not keep all of them from the others (the dynamic threshold of
-Choudhury and Hahne, 1998)."""
+"""Slots that a lease may always hold at a time, even if few are free. Beyond these, it may hold as many as are free
+besides, so that a single prompt gets half of all slots, and a slow one does not starve the others (the dynamic
+threshold of Choudhury and Hahne, 1998)."""
 
 LEASE_OVER = RequestCancelled("the lease is over")
 
 
 class Reservations:
-    """Uses the engine's blocks and the receiver's slots; tells prefill nodes and routers through `outbox`.
+    """Uses the engine's blocks and the receiver's slots; sends to prefill nodes and routers through `outbox`.
 
-    Work is here once, as a Reserve that waits or as a lease. A turn costs what an event has touched, however many they
-    are. No deadline is beyond `max_deadline_s`."""
+    Each attempt is here once, as a waiting Reserve or as a lease. The cost of a turn depends on what its events
+    touched, not on the number of attempts. No deadline is beyond `max_deadline_s`."""
 
     def __init__(
         self, engine: Engine, receiver: ReceiverRanks, outbox: Outbox, *, max_waiting: int, max_deadline_s: float
@@ -58,16 +58,16 @@ class Reservations:
         self._outbox = outbox
         self._max_waiting = max_waiting
         self._max_deadline_s = max_deadline_s
-        self._planners: dict[str, PartPlanner] = {}  # of prefill nodes whose streams are up
+        self._planners: dict[str, PartPlanner] = {}  # by prefill node whose stream is up
         self._queue: OrderedDict[AttemptId, Waiting] = OrderedDict()
         self._leases: dict[int, Lease] = {}  # by serial
-        self._lease_of: dict[AttemptId, Lease] = {}  # the same
-        self._deadlines = Deadlines[AttemptId]()  # of both
-        self._short: dict[int, Lease] = {}  # leases with parts that no slot is posted for
-        self._may_post = False  # a part of theirs has come
-        self._num_free_slots = 0  # when they were last looked at
-        self._ready: list[Lease] = []  # committed, with nothing missing; or they ended since
-        # Of leases that ended: whose they were, and what a repeated Commit is answered, for as long as it may come.
+        self._lease_of: dict[AttemptId, Lease] = {}  # the same leases
+        self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
+        self._short: dict[int, Lease] = {}  # leases with parts for which no receive is posted
+        self._may_post = False  # a part has landed since slots were last shared out
+        self._num_free_slots = 0  # when slots were last shared out
+        self._ready: list[Lease] = []  # committed and complete; some may have ended since
+        # Of leases that ended: the peer, and the answer to a repeated Commit, for as long as one may arrive.
         self._outcomes = Remembered[int, tuple[str, BatonError | None]]()
         self._last_serial = 0
 
@@ -75,15 +75,15 @@ class Reservations:
         return len(self._queue) + len(self._leases)
 
     def __contains__(self, attempt_id: AttemptId) -> bool:
-        """Whether it waits or has a lease."""
+        """Whether the attempt waits or has a lease."""
         return attempt_id in self._queue or attempt_id in self._lease_of
 
     def attempts(self) -> list[AttemptId]:
-        """All of it."""
+        """All attempts here."""
         return [*self._queue, *self._lease_of]
 
     def holdings(self) -> list[Holding]:
-        """The blocks that each lease holds, and those of them that its parts go into."""
+        """The blocks that each lease owns, and those of them that its parts are written to."""
         return [
             Holding(
                 kind="lease",
@@ -115,11 +115,11 @@ class Reservations:
         self._planners[peer] = self._receiver.planner(layout, part_blocks)
 
     def peer_closed(self, peer: str) -> None:
-        """Its stream is down, and nothing of the peer's is here."""
+        """The prefill node's stream is down, and its Reserves and leases have been ended."""
         self._planners.pop(peer, None)
 
     def reserve(self, peer: str, reserve: Reserve, now: float) -> None:
-        """Into the queue; the peer's stream is up. Raises what the prefill node shall be refused with."""
+        """Queue a Reserve; the peer's stream must be up. Raises the BatonError with which to refuse it."""
         config, total = self._engine.config, self._blocks.num_total
         if len(self._queue) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests wait for room on the decode node")
@@ -138,14 +138,14 @@ class Reservations:
         self._deadlines.set(reserve.attempt_id, deadline)
 
     def grant_waiting(self, now: float) -> None:
-        """First come, first served; preempted requests, which are older, before all of them. Then new slots."""
+        """Grant Reserves in order of arrival, after all preempted requests, which are older. Then share out slots."""
         while self._queue and not self._engine.has_preempted and self._grant(next(iter(self._queue.values())), now):
             self._queue.popitem(last=False)
         if self._short:
             self._share_slots()
 
     def _share_slots(self) -> None:
-        """Slots for leases that are short of them, if some are free or parts have come since."""
+        """Post receives for leases that are short of slots, if parts have landed or slots were freed since."""
         if not self._may_post and self._receiver.num_free_slots == self._num_free_slots:
             return
         for lease in list(self._short.values()):
@@ -154,18 +154,18 @@ class Reservations:
         self._may_post, self._num_free_slots = False, self._receiver.num_free_slots
 
     def _num_blocks(self, reserve: Reserve) -> int:
-        """All full blocks, and one for each sample to write into."""
+        """All full blocks, and one per sample to write to."""
         return reserve.num_tokens // self._blocks.block_size + reserve.num_samples
 
     def _room(self, waiting: Waiting) -> list[int] | None:
-        """The prefix blocks that are here already, if the rest fits too."""
+        """The prefix blocks that are cached here, if the rest fits. None: there is no room."""
         engine, reserve = self._engine, waiting.reserve
         seqs = engine.num_running + engine.num_waiting + engine.num_reserved_seqs + reserve.num_samples
         if seqs > engine.config.max_num_seqs:
             return None
         held = self._blocks.match(reserve.block_hashes[: reserve.num_tokens // self._blocks.block_size])
         fresh = self._num_blocks(reserve) - len(held)
-        # Those that run need their next blocks soon: a grant that took the last ones would only cause a preemption.
+        # Running sequences need new blocks soon: a grant that took the last ones would only cause a preemption.
         spare = engine.num_running if engine.num_running or self._leases else 0
         return held if self._blocks.can_allocate(fresh + spare, keep=held) else None
 
@@ -202,7 +202,7 @@ class Reservations:
         return True
 
     def _post_receives(self, lease: Lease) -> bool:
-        """Post receives into free slots, in part order. True: the lease has more credits than before."""
+        """Post receives into free slots, in the order of parts. True: the lease has more credits than before."""
         before = lease.credits
         receiver = self._receiver
         while lease.credits < lease.num_parts and lease.num_open < max(MIN_OPEN_PARTS, receiver.num_free_slots):
@@ -218,7 +218,7 @@ class Reservations:
     # ---- parts, commit ----
 
     def part_landed(self, part: PartLanded, now: float) -> None:
-        """Of a lease that has ended meanwhile it landed before that, and means nothing."""
+        """Record a part. If its lease has ended, the part landed before the end and is ignored."""
         if lease := self._leases.get(part.lease):
             lease.arrived.add(part.part)
             lease.transfer_bytes += part.num_bytes
@@ -235,7 +235,7 @@ class Reservations:
             self._end(lease, PeerLost(f"part {part} did not arrive: {reason}"))
 
     def commit(self, peer: str, commit: Commit, now: float) -> None:
-        """Make the lease's request this node's, and answer; a repeat gets the same answer."""
+        """Take over the lease's request, and answer; a repeat gets the same answer."""
         self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.attempt_id, self._commit(peer, commit, now)))
 
     def _commit(self, peer: str, commit: Commit, now: float) -> BatonError | None:
@@ -250,7 +250,7 @@ class Reservations:
             self._end(lease, error)
             return error
         lease.state, lease.commit, lease.committed = LeaseState.COMMITTED, commit, now
-        # The same deadline, said again later: it may be earlier by what the Reserve took to come, and never later.
+        # The Commit restates the deadline. If the Reserve took longer to arrive, this one is earlier and more exact.
         lease.deadline = min(lease.deadline, now + commit.deadline_s)
         self._deadlines.set(commit.attempt_id, lease.deadline)
         self._note_if_ready(lease)
@@ -261,7 +261,7 @@ class Reservations:
             self._ready.append(lease)
 
     def take_adoptable(self) -> list[Lease]:
-        """Leases whose KV is all here and whose request is this node's. The caller owns their blocks now."""
+        """Committed leases with all their KV. The caller owns their blocks from now on."""
         ready, self._ready = [lease for lease in self._ready if lease.serial in self._leases], []
         for lease in ready:
             self._blocks.finish_load(lease.written)
@@ -271,7 +271,7 @@ class Reservations:
     # ---- ends ----
 
     def release(self, peer: str, release: Release) -> None:
-        """The prefill node has no use for it; it tells the router itself, and hears that no credit will follow."""
+        """The prefill node, which informs the router itself, gives up the lease. Refuse: no credit will follow."""
         waiting, lease = self._queue.get(release.attempt_id), self._lease_of.get(release.attempt_id)
         if waiting and waiting.peer == peer:
             self._leave_queue(waiting)
@@ -280,7 +280,7 @@ class Reservations:
             self._outbox.to_prefill(peer, Refuse(release.attempt_id, LEASE_OVER))
 
     def end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
-        """End what waits or is leased for the work; the prefill node is told, and drains its granted parts."""
+        """End the attempt's Reserve or lease; the prefill node gets a Refuse, and drains its granted parts."""
         if waiting := self._queue.get(attempt_id):
             self._leave_queue(waiting)
             self._outbox.to_prefill(waiting.peer, Refuse(attempt_id, error))
@@ -288,7 +288,7 @@ class Reservations:
             self._end(lease, error)
 
     def end_peer(self, peer: str, name: str, reason: str) -> None:
-        """The prefill node is gone: nobody will complete its leases. name: for people."""
+        """The prefill node is gone: end its Reserves and leases. name: for the error message."""
         holders: list[Waiting | Lease] = [*self._queue.values(), *self._leases.values()]
         for holder in holders:
             if holder.peer == peer:
@@ -320,7 +320,7 @@ class Reservations:
         self._blocks.release([*lease.table, *lease.spares])
 
     def _forget(self, lease: Lease, outcome: BatonError | None) -> None:
-        """Nothing is landed for it any more. Its peer may repeat the Commit until its deadline."""
+        """Remove a lease for which nothing lands any more. Its peer may repeat the Commit until the deadline."""
         del self._leases[lease.serial], self._lease_of[lease.reserve.attempt_id]
         self._short.pop(lease.serial, None)
         self._deadlines.discard(lease.reserve.attempt_id)

@@ -1,7 +1,7 @@
-"""The requests that generate on a decode node: from their adoption, or their own prompt, to their one end.
+"""The requests that generate on a decode node, from adoption or a local prompt to their end.
 
-What of a request is in the engine is here: its deadline, the sequence of each of its samples, and what the router has
-yet to hear of its adoption.
+For each request in the engine: its deadline, the sequence of each of its samples, and the Adopted that the router has
+yet to get.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from node.outbox import Outbox
 
 @dataclass(slots=True)
 class Running:
-    """A request in this node's engine: the sequence of each live sample (one for all until a local prompt forks)."""
+    """A request in this node's engine and the sequence of each live sample (one for all until a local prompt forks)."""
 
     attempt_id: AttemptId
     received: float
@@ -30,8 +30,8 @@ class Running:
 
 
 class RunningRequests:
-    """Releases the sequences that the engine was given, or adopted; tells routers through `outbox`. `fences` know which
-    samples were stopped."""
+    """Releases the sequences that were added to the engine or adopted; sends to routers through `outbox`. `fences` know
+    the stopped samples."""
 
     def __init__(self, engine: Engine, outbox: Outbox, fences: Fences) -> None:
         self._engine = engine
@@ -48,7 +48,7 @@ class RunningRequests:
         return attempt_id in self._running
 
     def attempts(self) -> list[AttemptId]:
-        """All of it."""
+        """All attempts here."""
         return [*self._running]
 
     def next_deadline(self) -> float | None:
@@ -57,11 +57,11 @@ class RunningRequests:
     # ---- in ----
 
     def add(self, sequence: Sequence, now: float, deadline: float) -> None:
-        """A prompt of its own, which the engine has: one sequence for all samples."""
+        """Add a local prompt, which the engine has already: one sequence for all samples."""
         self._add(Running(sequence.attempt_id, now, dict.fromkeys(sequence.samples, sequence)), deadline)
 
     def adopt(self, lease: Lease, now: float) -> None:
-        """Into the next step's batch: all KV is here. The engine takes over the lease's blocks."""
+        """Put a request whose KV is all here into the next step. The engine takes over the lease's blocks."""
         commit, attempt_id = lease.commit, lease.reserve.attempt_id
         assert commit is not None
         stopped = self._fences.stopped(attempt_id)
@@ -100,7 +100,7 @@ class RunningRequests:
             self._outbox.to_router(sequence.attempt_id, Started(sequence.num_cached_tokens, queue_s))
 
     def tell_adopted(self, chunks: Iterable[Chunk]) -> None:
-        """Whose first step this is, which begins now."""
+        """Report the adopted requests among these chunks of a step that begins now, which is their first."""
         if self._adopted:
             for attempt_id in self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}:
                 self._outbox.to_router(attempt_id, self._adopted.pop(attempt_id).adopted(self._engine.clock()))
@@ -108,7 +108,7 @@ class RunningRequests:
     def sampled(self, token: SampledToken) -> None:
         running = self._running[token.sequence.attempt_id]
         running.sequences[token.sample] = token.sequence
-        # stopped while its prompt stood for several samples
+        # stopped before its prompt forked
         if token.sample in self._fences.stopped(running.attempt_id):
             self._drop_sample(running, token.sample)
             return
@@ -121,7 +121,7 @@ class RunningRequests:
     # ---- ends ----
 
     def stop_samples(self, attempt_id: AttemptId, samples: Iterable[int]) -> None:
-        """Those that have sequences of their own; the others end when they fork."""
+        """End the samples that have sequences of their own; the others end when they fork."""
         running = self._running.get(attempt_id)
         for sample in samples:
             sequence = running.sequences.get(sample) if running else None
@@ -129,7 +129,7 @@ class RunningRequests:
                 self._drop_sample(running, sample)
 
     def end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
-        """Nothing happens if it is not here."""
+        """A no-op if it is not here."""
         if running := self._running.get(attempt_id):
             self._forget(attempt_id)
             for sequence in running.sequences.values():

@@ -30,7 +30,7 @@ class DecodeNode(node_pb2_grpc.DecodeNodeServicer):
 def serve(
     server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post, trust: Trust
 ) -> HandoffServer:
-    """Register the service; the streams from prefill nodes."""
+    """Register the service and return the streams from prefill nodes."""
     handoffs = HandoffServer(hello, transport, post, trust, sessions.limits)
     node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)  # type: ignore[no-untyped-call]
     return handoffs

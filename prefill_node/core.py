@@ -1,8 +1,8 @@
 """The prefill node as a state machine: prompts in, KV parts and first tokens out.
 
-In a turn of its loop (`node.core`) it takes what the transport did, sends what is ready, and launches a step.
-The end of a group of a step's layers makes a turn like an event. What becomes of a prompt from its intake on, and of
-its KV, is the business of `outgoing`.
+In a turn of its loop (`node.core`) it handles the transport's events, sends what is ready, and launches a step.
+The end of a step's layer group triggers a turn, as an event does. `outgoing` handles prompts and their KV from intake
+on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefill_node.parts_out import PartsOut
 
 
 class PrefillCore(RoleCore):
-    """Owner of engine and sender. `layer_groups`, `whole_tokens`: see PartsOut."""
+    """Owns engine and sender. `layer_groups`, `whole_tokens`: see PartsOut."""
 
     role: ClassVar[NodeRole] = NodeRole.PREFILL
 
@@ -115,7 +115,7 @@ class PrefillCore(RoleCore):
         self._outgoing.end_attempt(attempt_id, error)
 
     def _stop_samples(self, abort: Abort, now: float) -> None:
-        """The decode node drops them: what is done here, the prompt, is the same without."""
+        """Nothing to do: the decode node drops them, and the prompt is computed all the same."""
 
     # ---- its books ----
 
@@ -124,7 +124,7 @@ class PrefillCore(RoleCore):
         return self._outgoing.idle
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where blocks, slots and handoffs disagree."""
+        """Raise AssertionError if blocks, slots and handoffs disagree."""
         self.engine.check_integrity()
         self.sender.check_integrity()
         self._outgoing.check_integrity()

@@ -1,4 +1,4 @@
-"""One request on its way through a prefill node, and the decode node that it goes to."""
+"""A request on its way through a prefill node, and the decode node that it goes to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kv_transfer.parts import Piece
 
 
 def needs_decode_node(prefill: Prefill) -> bool:
-    """Whether its samples may have tokens to come after the one that is sampled here."""
+    """Whether its samples may have more tokens after the one that is sampled here."""
     return bool(prefill.samples) and prefill.sampling.max_tokens - len(prefill.samples[0].output_tokens) > 1
 
 
 class HandoffState(enum.Enum):
-    """What the request still waits for here. Grant and prompt may come in either order.
+    """What the request still waits for here. The grant may come before or after the prompt is computed.
 
     COMPUTING --prompt computed, granted--> SENDING --Commit accepted, all parts sent--> (gone: HandedOff)
         |                                      |
-        +--- all samples ended on the first token: End, Release
+        +--- all samples ended with the first token: End, Release
         `--- abort, deadline, refused, peer lost: End(error), Release; granted parts are drained
     """
 
@@ -31,30 +31,30 @@ class HandoffState(enum.Enum):
 
 @dataclass(slots=True)
 class Handoff:
-    """`results` is what the prompt's last chunk sampled: news for the router, held back until D has granted. `parts`
-    are known from the grant on, and derived by D from the same numbers; the blocks from `grouped_from_block` on go by
-    `layer_groups`."""
+    """`results`: what the prompt's last chunk sampled, held back from the router until D has granted or every sample
+    has ended. `parts` are known from the grant on; D derives them from the same numbers. The blocks from
+    `grouped_from_block` on travel by `layer_groups`."""
 
     message: Prefill
     sequence: Sequence
     received: float
     deadline: float
     started: float = 0.0
-    reserved: bool = False  # D was asked, and has to be told of the end
+    reserved: bool = False  # a Reserve was sent, so an end without handoff needs a Release
     state: HandoffState = HandoffState.COMPUTING
     grouped_from_block: int = 0
     layer_groups: int = 1
     grant: Grant | None = None
     parts: tuple[Piece, ...] = ()
     credits: int = 0
-    next_part: int = 0  # parts below it are gathered, or queued to be, and on their way
+    next_part: int = 0  # parts below it are on their way: gathered, or their gather is queued
     num_sent: int = 0  # parts that have left
-    gathered: float = 0.0  # when the last of them was in its slot
-    sent: float = 0.0  # when the last of them had left
+    gathered: float = 0.0  # when the last sent part was in its slot
+    sent: float = 0.0  # when the last sent part had left
     results: list[Tokens | SampleEnd] = field(default_factory=list)
-    computed: float | None = None  # when the prompt was
-    accepted: bool = False  # D took the commit
-    prefill_s: float = 0.0  # first chunk scheduled to first token
+    computed: float | None = None  # when the prompt was computed
+    accepted: bool = False  # D accepted the Commit
+    prefill_s: float = 0.0  # from scheduling of the first chunk to the first token
 
     @property
     def attempt_id(self) -> AttemptId:
@@ -65,7 +65,7 @@ class Handoff:
         return self.message.decode
 
     def goes_to(self, peer: DecodePeer) -> bool:
-        """Whatever address its router knows that by."""
+        """Compared by incarnation: routers may know the peer by different addresses."""
         return self.target is not None and self.target.incarnation == peer.target.incarnation
 
     @property
@@ -92,12 +92,12 @@ class Handoff:
         return self.grant is not None and self.num_sent == len(self.parts)
 
     def part_sent(self, now: float, flight_s: float) -> None:
-        """A part has left, `flight_s` after it was in its slot, or began to be stored in that at D."""
+        """A part has left, `flight_s` after it was in its slot, or its stores into D's slot began."""
         self.num_sent += 1
         self.gathered, self.sent = max(self.gathered, now - flight_s), now
 
     def commit(self, grant: Grant, now: float, age_s: float) -> Commit:
-        """What makes the request the decode node's, `age_s` after its prompt was computed."""
+        """The Commit that gives the request to the decode node, `age_s` after its prompt was computed."""
         prefill = self.message
         assert prefill.decode is not None
         return Commit(
@@ -113,14 +113,14 @@ class Handoff:
         )
 
     def handed_off(self) -> HandedOff:
-        """The last word. What was done before the prompt's end took no time that anybody waited for."""
+        """The final update. Transfers before the prompt was computed are hidden behind it and count as no time."""
         assert self.computed is not None
         gathered, sent = max(self.computed, self.gathered), max(self.computed, self.sent)
         return HandedOff(self.prefill_s, gathered - self.computed, sent - gathered)
 
     def ready_part(self, block_size: int, num_layers: int) -> Piece | None:
-        """The next part, if D has a slot for it and its KV is computed: all of these blocks, or the first `num_layers`
-        layers of all blocks."""
+        """The next part, if D has a slot for it and its KV is computed: in all layers of its blocks, or because the
+        first `num_layers` layers of all blocks are."""
         if self.next_part >= min(self.credits, len(self.parts)):
             return None
         part, sequence = self.parts[self.next_part], self.sequence
@@ -131,8 +131,8 @@ class Handoff:
 
 @dataclass(slots=True)
 class Drain:
-    """A dead lease with parts that D has posted receives for: each is sent as a header without blocks, because a
-    posted receive is never cancelled. `closed`: D has said that the lease is over, so no credit can follow."""
+    """A dead lease with parts for which D has posted receives: each is sent as a header without blocks, because a
+    posted receive is never cancelled. `closed`: D has ended the lease, so no credit can follow."""
 
     attempt_id: AttemptId
     next_part: int
@@ -147,19 +147,19 @@ class Drain:
 
 @dataclass(slots=True)
 class DecodePeer:
-    """A decode node as this prefill node sees it over one stream. Its leases come in increasing order, so that a repeat
-    is recognised, and what belonged to an earlier stream too."""
+    """A decode node over one stream, as seen by this prefill node. Lease numbers increase, which identifies repeats and
+    leases of earlier streams."""
 
     target: DecodeTarget
-    lost: bool = False  # its transport is gone, its stream about to be closed
+    lost: bool = False  # its transport is gone, its stream is about to be closed
     first_lease: int = 0  # 0: none yet
     last_lease: int = 0
     leases: dict[int, Handoff] = field(default_factory=dict)
     drains: dict[int, Drain] = field(default_factory=dict)
-    drained: dict[AttemptId, set[int]] = field(default_factory=dict)  # the leases of the drains, by their work
+    drained: dict[AttemptId, set[int]] = field(default_factory=dict)  # leases of the drains, by attempt
 
     def forget_drain(self, lease: int) -> None:
-        """No credit of it is left, and none can follow."""
+        """Forget a drain that has no credits left and can get no more."""
         attempt_id = self.drains.pop(lease).attempt_id
         leases = self.drained[attempt_id]
         leases.discard(lease)

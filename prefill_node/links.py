@@ -1,4 +1,4 @@
-"""Streams to decode nodes: opened by the first Reserve for one, closed when idle, and never half alive."""
+"""Streams to decode nodes: opened by the first Reserve for a node, closed when idle or broken in either direction."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ IDLE_S = 60.0
 
 
 class DecodeLinks:
-    """One stream for each decode incarnation that this node hands over to. Asyncio thread only.
+    """One stream for each decode incarnation to which this node hands off. Asyncio thread only.
 
-    Messages wait in order while a stream is being opened. Each stream's end is told to the role once, as PeerClosed;
-    what the role said before it heard that is dropped, and only a Reserve opens a new stream.
-    `hello` is what this node says of itself, `limits` what a message to it keeps to.
+    Messages queue in order while a stream is being opened. Each stream's end is reported to the role once, as
+    PeerClosed; messages that the role sent before it handled that are dropped, and only a Reserve opens a new stream.
+    `hello` describes this node, `limits` are on messages to it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DecodeLinks:
         self._silence_s = silence_s
         self._links: dict[str, HandoffStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed: dict[str, int] = {}  # peer -> number of its PeerClosed, until the role has heard it
+        self._closed: dict[str, int] = {}  # peer -> number of its PeerClosed, until the role has handled it
 
     def deliver(self, turn: Turn) -> None:
         """Send a turn's messages."""
@@ -76,7 +76,7 @@ class DecodeLinks:
                     link.end(reason)
 
     async def close(self) -> None:
-        """End all streams. The role hears of each."""
+        """End all streams. The role gets a PeerClosed for each."""
         for link in self._links.values():
             link.end(STOPPED)
         await asyncio.gather(*self._tasks)
@@ -109,7 +109,7 @@ class DecodeLinks:
             log.info("handoff over peer=%s address=%s reason=%s", link.peer, target.address, reason)
 
     async def _talk(self, link: HandoffStream, target: DecodeTarget) -> str:
-        """Open the stream and use it to its end; returns why it ended, or could not be opened."""
+        """Open the stream and run it to its end; returns why it ended or could not be opened."""
         async with open_channel(target.address, self._trust.tls) as channel:
             call = node_pb2_grpc.DecodeNodeStub(channel).Handoff()  # type: ignore[no-untyped-call]
             try:
@@ -130,7 +130,7 @@ class DecodeLinks:
             return await link.carry(call.read, call.write, self._post, self._silence_s, self._idle_s)
 
     async def _introduce(self, call: Any, target: DecodeTarget) -> Hello:
-        """Exchange Hellos. Raises the BatonError that either side has against the other."""
+        """Exchange Hellos. Raises a BatonError if either side refuses the other."""
         hello = Hello(
             incarnation=self._hello.incarnation,
             node_id=self._hello.node_id,

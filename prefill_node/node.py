@@ -12,11 +12,11 @@ from node.shell import NodeParts
 from prefill_node.core import PrefillCore
 
 WHOLE_TOKENS = 512
-"""A last chunk of so few is not worth several parts: 64 MiB of an 8B model's KV take 0.2 ms over NVLink."""
+"""A last chunk of at most so many tokens travels in one go: 64 MiB of an 8B model's KV take 0.2 ms over NVLink."""
 
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
-    """Load the model and make the role around it. Raises ValueError, OSError or a BatonError for a person."""
+    """Load the model and build the role on it. Raises ValueError, OSError or a BatonError, each readable for users."""
     return assemble(settings, wake, _make_role)
 
 

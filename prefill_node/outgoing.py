@@ -1,8 +1,8 @@
 """The prefill node's requests, each on its way to a decode node: Reserve, Grant, parts, Commit, and one exit.
 
-Nothing here runs a model. Decode memory is asked for when a prompt's first chunk is scheduled (so a queue here holds
-nothing there), and is granted while that chunk is computed; parts leave as their blocks are computed and D has slots
-(`parts_out`); the first token leaves once D has granted; the Commit makes the request D's.
+Nothing here runs a model. Memory on D is reserved when a prompt's first chunk is scheduled (so queued prompts hold
+nothing there), and granted while that chunk is computed. Parts leave as their blocks are computed and D has slots
+(`parts_out`). The first token goes to the router once D has granted, and the Commit gives the request to D.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from prefill_node.parts_out import PartsOut
 
 
 class Outgoing:
-    """From a prompt's intake on, also while it waits in the engine's queue. Releases the sequences that the engine was
-    given; tells decode nodes and routers through `outbox`. A turn costs what an event or a step has touched, however
-    many prompts are here."""
+    """Tracks prompts from intake on, also while they wait in the engine's queue. Releases their sequences in the
+    engine; sends to decode nodes and routers through `outbox`. The cost of a turn depends on what its events and steps
+    touched, not on the number of prompts."""
 
     def __init__(self, engine: Engine, parts: PartsOut, outbox: Outbox) -> None:
         self._engine = engine
@@ -46,8 +46,8 @@ class Outgoing:
         self._outbox = outbox
         self._handoffs: dict[AttemptId, Handoff] = {}
         self._deadlines = Deadlines[AttemptId]()
-        self._touched: dict[AttemptId, None] = {}  # those that something has happened to since they moved on
-        self._starved: dict[AttemptId, None] = {}  # those with a part that no slot was free for
+        self._touched: dict[AttemptId, None] = {}  # handoffs with news since they last moved on
+        self._starved: dict[AttemptId, None] = {}  # handoffs with a part for which no slot was free
         self._peers: dict[str, DecodePeer] = {}
         self._draining: dict[tuple[str, int], None] = {}  # peer, lease: drains likewise touched or starved
 
@@ -60,18 +60,18 @@ class Outgoing:
 
     @property
     def idle(self) -> bool:
-        """Nothing is here, and no decode node waits for parts of a dead lease."""
+        """Whether nothing is here, and no decode node waits for parts of a dead lease."""
         return not self._handoffs and not any(peer.drains for peer in self._peers.values())
 
     def attempts(self) -> list[AttemptId]:
-        """All of it."""
+        """All attempts here."""
         return [*self._handoffs]
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
     def holdings(self) -> list[Holding]:
-        """The engine's, each with the lease on the decode node that its blocks are for, where there is one."""
+        """The engine's holdings, each with its lease on the decode node, if there is one."""
         return [self._with_lease(holding) for holding in self._engine.holdings()]
 
     def _with_lease(self, holding: Holding) -> Holding:
@@ -95,7 +95,7 @@ class Outgoing:
             self._check_nothing_is_missed(handoff)
 
     def _check_nothing_is_missed(self, handoff: Handoff) -> None:
-        """Whoever could send a part is going to."""
+        """Every handoff that could send a part will be visited by `move_on`."""
         block_size = self._engine.config.block_size
         if handoff.attempt_id not in self._touched.keys() | self._starved.keys():
             assert not handoff.ready_part(block_size, 0), f"{handoff.attempt_id} could go on, and does not"
@@ -103,7 +103,7 @@ class Outgoing:
     # ---- what the engine did ----
 
     def started(self, sequence: Sequence, now: float) -> None:
-        """The prompt's first chunk is scheduled: D is asked for room, if anything is left for D to do."""
+        """The prompt's first chunk is scheduled: send D a Reserve, if there will be anything to decode."""
         handoff = self._handoffs[sequence.attempt_id]
         handoff.started = now
         self._outbox.to_router(sequence.attempt_id, Started(sequence.num_cached_tokens, now - handoff.received))
@@ -128,14 +128,14 @@ class Outgoing:
         self._outbox.to_decode(prefill.decode, reserve)
 
     def sampled(self, token: SampledToken) -> None:
-        # The clock's time, not the turn's: on a CPU the turn has computed it.
+        # The clock's time, not the turn's: on a CPU the step was computed within the turn.
         self._handoffs[token.sequence.attempt_id].sampled(token, self._engine.clock())
 
     def advanced(self, sequence: Sequence) -> None:
         """A chunk of the prompt is computed."""
         self._touch(sequence.attempt_id)
 
-    # ---- what the decode node says ----
+    # ---- messages from decode nodes ----
 
     def hear(self, incarnation: str, message: object) -> None:
         peer = self._peers.get(incarnation)
@@ -172,7 +172,7 @@ class Outgoing:
         peer.first_lease = peer.first_lease or grant.lease
         handoff = self._handoffs.get(grant.attempt_id)
         if handoff is None or handoff.grant or not handoff.reserved or not handoff.goes_to(peer):
-            # It ended while the grant was under way; or nobody asked for it.
+            # The request ended while the grant was in flight, or the grant answers no Reserve.
             self._drain(peer, grant.lease, Drain(grant.attempt_id, 0, grant.credits, grant.num_parts))
             self._outbox.to_decode(peer.target, Release(grant.lease, grant.attempt_id))
             return
@@ -191,14 +191,14 @@ class Outgoing:
         self._parts.open(incarnation, layout, part_blocks)
 
     def peer_closed(self, incarnation: str, reason: str) -> None:
-        """Its stream is down. Another one may follow, with new leases."""
+        """The decode node's stream is down. Another one may follow, with new leases."""
         self._parts.close(incarnation)
         if incarnation in self._peers:
             self._end_peer(incarnation, reason)
             del self._peers[incarnation]
 
     def is_lost(self, incarnation: str) -> bool:
-        """Whether its transport is gone and its stream about to be closed."""
+        """Whether the decode node's transport is gone and its stream is about to be closed."""
         peer = self._peers.get(incarnation)
         return peer is not None and peer.lost
 
@@ -212,12 +212,12 @@ class Outgoing:
     def part_failed(self, peer: str, lease: int, part: int, reason: str) -> None:
         known = self._peers.get(peer)
         if known is None or not known.first_lease or lease < known.first_lease:
-            return  # its stream is down, and everything with it has failed already
+            return  # from a stream that is down: everything on it has failed already
         error = PeerLost(f"part {part} did not reach decode node {known.target.address}: {reason}")
         if handoff := known.leases.get(lease):
             self._finish(handoff, End(error))
         else:
-            # The request is the decode node's, which may wait for this part for ever: have it see a broken stream.
+            # The lease has ended here, but D's posted receive would wait for this part for ever: break the stream.
             self._outbox.add(ClosePeer(peer, error.message))
 
     def peer_lost(self, incarnation: str, reason: str) -> None:
@@ -229,7 +229,7 @@ class Outgoing:
     # ---- moving on ----
 
     def move_on(self, now: float) -> None:
-        """Whatever an event or a step has made possible."""
+        """Do what an event or a step has made possible."""
         layers = self._engine.layers_computed()
         for sequence in layers:
             self._touch(sequence.attempt_id)
@@ -253,12 +253,12 @@ class Outgoing:
         self._draining[peer.target.incarnation, lease] = None
 
     def _use_up_credits(self) -> None:
-        """Of dead leases."""
+        """Send empty parts for the credits of dead leases."""
         for incarnation, lease in list(self._draining):
             peer = self._peers.get(incarnation)
             if peer and (drain := peer.drains.get(lease)):
                 if not self._parts.drain(incarnation, lease, drain):
-                    return  # nor would there be a slot for any other
+                    return  # no slot is free for the others either
                 if drain.over:
                     peer.forget_drain(lease)
             del self._draining[incarnation, lease]
@@ -285,7 +285,7 @@ class Outgoing:
     # ---- ends ----
 
     def end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
-        """Nothing happens if it is not here."""
+        """A no-op if it is not here."""
         if handoff := self._handoffs.get(attempt_id):
             self._finish(handoff, End(error))
 
@@ -300,7 +300,7 @@ class Outgoing:
             self._finish(handoff, End(PeerLost(f"decode node {peer.target.address}: {reason}")))
 
     def _finish(self, handoff: Handoff, last_word: End | HandedOff) -> None:
-        """The one exit of a handoff: frees its blocks, and tells the router."""
+        """The only exit of a handoff: frees its blocks and sends the router its final update."""
         del self._handoffs[handoff.attempt_id]
         self._deadlines.discard(handoff.attempt_id)
         self._touched.pop(handoff.attempt_id, None)

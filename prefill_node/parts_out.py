@@ -12,8 +12,8 @@ from prefill_node.handoff import Drain, Handoff
 
 
 class PartsOut:
-    """A prompt's last chunk travels by `layer_groups` groups of layers if it has more than `whole_tokens` tokens.
-    `planners`: of what goes to a decode node, by its incarnation, while its stream is up."""
+    """A prompt's last chunk travels in `layer_groups` groups of layers if it has more than `whole_tokens` tokens.
+    `planners`: of the parts for each decode node whose stream is up, by its incarnation."""
 
     def __init__(self, engine: Engine, sender: SenderRanks, layer_groups: int, whole_tokens: int) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class PartsOut:
         self.planners[incarnation] = self._sender.planner(layout, part_blocks)
 
     def close(self, incarnation: str) -> None:
-        """Its stream is down."""
+        """The decode node's stream is down."""
         self.planners.pop(incarnation, None)
 
     def is_open(self, incarnation: str) -> bool:
@@ -35,15 +35,15 @@ class PartsOut:
         return incarnation in self.planners
 
     def tail(self, sequence: Sequence) -> tuple[int, int]:
-        """From which block on it travels by groups of layers, and by how many. Asked when its first chunk is
-        scheduled."""
+        """The block from which on the prompt travels in groups of layers, and the number of groups. Called when its
+        first chunk is scheduled."""
         last_chunk = self._start_of_last_chunk(sequence)
         if sequence.num_tokens - last_chunk > self._whole_tokens:
             return last_chunk // self._engine.config.block_size, self._layer_groups
         return 0, 1
 
     def plan(self, handoff: Handoff, grant: Grant) -> tuple[Piece, ...]:
-        """What the decode node that granted expects, if it says so itself."""
+        """The handoff's parts, as the decode node that granted should expect them."""
         assert handoff.target is not None
         end = num_blocks_for(handoff.sequence.num_tokens, self._engine.config.block_size)
         tail = handoff.grouped_from_block, handoff.layer_groups
@@ -55,8 +55,8 @@ class PartsOut:
         return self._sender.num_free_slots > 0
 
     def send(self, handoff: Handoff, num_layers: int) -> bool:
-        """Gather and push what is computed and has a slot at both ends. num_layers: of the prompt's last chunk, that
-        are computed. False: for one part more no slot is free here."""
+        """Gather and push the parts that are computed and have a slot at both ends. num_layers: how many layers of the
+        prompt's last chunk are computed. False: no slot is free here for the next part."""
         if handoff.grant is None or handoff.target is None:
             return True
         blocks, grant, peer = self._engine.blocks, handoff.grant, handoff.target.incarnation
@@ -73,7 +73,7 @@ class PartsOut:
         return True
 
     def drain(self, peer: str, lease: int, drain: Drain) -> bool:
-        """Use up the credits of a dead lease. False: for one part more no slot is free here."""
+        """Use up the credits of a dead lease. False: no slot is free here for the next part."""
         while drain.next_part < drain.credits:
             if not self._sender.drain(peer, lease, drain.next_part, self.planners[peer]):
                 return False
@@ -81,8 +81,8 @@ class PartsOut:
         return True
 
     def _start_of_last_chunk(self, sequence: Sequence) -> int:
-        """The token that it begins with, as far as can be told when the first is scheduled: if nobody else takes of the
-        budget. Otherwise more or less of the prompt travels by groups of layers, which is as right and not as quick."""
+        """The first token of the last chunk, estimated when the first is scheduled: exact if no other prompt takes of
+        the budget. Otherwise more or less of the prompt travels in groups of layers: as correct, but slower."""
         rest = sequence.num_tokens - sequence.num_launched_tokens
         if not rest:
             return sequence.num_computed_tokens

@@ -26,7 +26,7 @@ class PrefillNode(node_pb2_grpc.PrefillNodeServicer):
 def serve(
     server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post, trust: Trust
 ) -> DecodeLinks:
-    """Register the service; the streams to decode nodes."""
+    """Register the service and return the streams to decode nodes."""
     node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillNode(sessions), server)  # type: ignore[no-untyped-call]
     return DecodeLinks(hello, transport, post, trust, sessions.limits)
 

@@ -13,10 +13,10 @@ class PrefillSettings(NodeSettings):
     prog: ClassVar[str] = "baton-prefill"
 
     gpu_batched_tokens: ClassVar[int] = 8192
-    """For chunks of long prompts: their attention is quicker in large pieces."""
+    """For chunks of long prompts, whose attention is faster in large pieces."""
     saturating_num_tokens: ClassVar[int | None] = 1024
-    """Prompts that queue get no quicker together: from here on matmuls are at a GPU's peak (1024 tokens of an 8B model
-    take an H200 23.5 ms, 2048 take it 46.6), and the first would wait for the second."""
+    """From here on, batching more queued prompts gains nothing: matmuls run at the GPU's peak (an H200 takes 23.5 ms
+    for 1024 tokens of an 8B model and 46.6 ms for 2048), and the first prompt would wait for the second."""
     captured_prompt_tokens: ClassVar[int] = 2048
-    """What it launches meanwhile keeps KV waiting that could leave."""
+    """Without a graph, a step takes the engine's thread so long to launch that finished KV is sent late."""
     captured_mixed_tokens: ClassVar[int] = 0
