@@ -1,7 +1,7 @@
-"""How a child of the supervisor begins: `python -m deploy.child PARENT_PID MODULE ARGUMENT...`.
+"""The start of a supervisor's child: `python -m deploy.child PARENT_PID MODULE ARGUMENT...`.
 
-It asks the kernel to be killed when its parent dies, by whatever cause, and then becomes MODULE. The kernel watches the
-thread that started the child, so the supervisor starts children from its main thread. (Doing this between fork and exec
+It has the kernel kill it when its parent dies for whatever reason, and then runs MODULE. The kernel watches the thread
+that started the child, so the supervisor starts children from its main thread. (Doing this between fork and exec
 instead would run Python in a forked copy of a process with threads.)
 """
 
@@ -25,11 +25,11 @@ def main() -> None:
 
 
 def die_with(parent: int) -> bool:
-    """Have the kernel kill this process when its parent dies. False: it has died already. Raises OSError."""
+    """Have the kernel kill this process when its parent dies. False: the parent is dead already. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    return os.getppid() == parent  # else it died before the kernel was asked
+    return os.getppid() == parent  # else it died before the call
 
 
 if __name__ == "__main__":

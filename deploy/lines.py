@@ -1,4 +1,4 @@
-"""Lines of several processes on one stream, each behind its process's name."""
+"""Lines of several processes on one stream, each prefixed with its process's name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
-COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # as terminals number them; red is for nobody
+COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # ANSI codes, without red
 RESET = "\x1b[0m"
 
 
 class NamedLines:
-    """Writes `NAME | LINE`. Names are coloured where `stream` is a terminal and NO_COLOR is not set."""
+    """Writes `NAME | LINE`. Names are coloured if `stream` is a terminal and NO_COLOR is not set."""
 
     def __init__(self, stream: TextIO, names: Sequence[str]) -> None:
         self._stream = stream
@@ -24,6 +24,6 @@ class NamedLines:
             self._heads[name] = f"\x1b[{COLOURS[i % len(COLOURS)]}m{head}{RESET}" if coloured else head
 
     def __call__(self, name: str, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody reads: no reason to stop serving
+        with contextlib.suppress(BrokenPipeError):  # the reader is gone: no reason to stop serving
             self._stream.write(f"{self._heads[name]} {line}\n")
             self._stream.flush()

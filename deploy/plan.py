@@ -1,7 +1,7 @@
 """Which processes make up a cluster on this machine: a pure function of settings, machine and ports.
 
-On a CPU the nodes share the cores. On GPUs each node gets one, in turn; it sees the others too, behind its own, since
-UCX reaches a peer's memory only on a device that it sees, and makes the first one current.
+On a CPU the nodes share the cores. GPUs are assigned to the nodes round robin, one each. A node sees the others too,
+after its own, since UCX reaches a peer's memory only on a visible device, and makes the first one current.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deploy.settings import OwnSettings
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One process: a Python module with its arguments, and what its environment has beyond ours."""
+    """One process: a Python module with its arguments, and its additions to our environment."""
 
     name: str
     module: str
@@ -42,7 +42,7 @@ class NodePorts:
 
 
 def this_machine() -> Machine:
-    """What we may use of it."""
+    """The cores and GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         gpus = [str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
@@ -72,13 +72,13 @@ def plan(
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without our own settings: they are read here and handed on as flags."""
+    """The environment without baton's settings, which are read here and handed on as flags."""
     return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """What a node is told of the GPU that it gets; nothing on a CPU."""
+    """Arguments and environment of a node for the GPU that it gets; empty on a CPU."""
 
     arguments: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)

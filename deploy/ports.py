@@ -1,8 +1,8 @@
-"""Ports that stay ours while no process of ours listens on them.
+"""Ports that stay reserved while no process of ours listens on them.
 
-A socket that is bound but does not listen keeps its port: the kernel gives it to nobody who asks for any free one. With
-SO_REUSEADDR on both sides a child process may listen there all the same. So a port is chosen once, without a race, and
-a child that died finds it again.
+A socket that is bound but does not listen keeps its port: the kernel does not hand it out as a free one. With
+SO_REUSEADDR on both sockets, a child process may listen there all the same. So a port is chosen once, without a race,
+and a restarted child gets it again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from baton.address import HostPort
 
 
 class PortTaken(Exception):
-    """Somebody listens there, or the address is not this machine's. The text names it."""
+    """Another process listens there, or the address is not this machine's. The message names the address."""
 
 
 class HeldPort:
-    """Holds `address`, whose port 0 becomes a free one, until `close` or the end of its context. Raises PortTaken."""
+    """Holds `address`, with a free port for port 0, until `close` or the end of its context. Raises PortTaken."""
 
     def __init__(self, address: HostPort) -> None:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""Whether a router answers requests, and why not."""
+"""Whether a router is ready to answer requests, and if not, why."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from baton.channels import CHANNEL_OPTIONS
 
 RECONNECT_MS = 100
 WHOLE_CLUSTER = "baton.v1.Cluster"
-"""The name under which the router's health service says whether all kinds of nodes are there."""
+"""The name under which the router's health service reports whether all kinds of nodes are there."""
 ASK_TIMEOUT_S = 5.0
 
 
 async def wait_until_serving(grpc_address: HostPort) -> None:
-    """Until the router says that requests will be answered, and nothing is missing: it tells, nobody asks again and
-    again. Sets no deadline.
+    """Wait until the router reports that requests will be answered and nothing is missing, without polling or a
+    deadline.
 
-    A router that is not up yet, or that dies meanwhile, is waited for.
+    Also waits for a router that is not up yet, or that dies meanwhile.
     """
     options = [
         *CHANNEL_OPTIONS,
@@ -43,7 +43,7 @@ async def wait_until_serving(grpc_address: HostPort) -> None:
 
 
 def why_not_ready(http_address: HostPort) -> str | None:
-    """The router's own words. None: it is ready, and nothing is missing."""
+    """The reason, as the router states it. None: it is ready, and nothing is missing."""
     connection = http.client.HTTPConnection(http_address.host, http_address.port, timeout=ASK_TIMEOUT_S)
     try:
         connection.request("GET", "/ready")

@@ -1,4 +1,4 @@
-"""Settings of `baton-up`: its own, and those that it hands on to nodes and router under the same names."""
+"""Settings of `baton-up`: its own, and those that it passes on to nodes and router under the same names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OwnSettings(Settings):
     ready_timeout: float = Field(600.0, gt=0, description="seconds until all must be ready to answer requests")
 
     def node_flags(self) -> list[str]:
-        """Flags for every node: the model, and what else was set here by flag, environment or file."""
+        """Flags for every node: the model, and the settings given here by flag, environment or file."""
         return [f"--model={self.model}", *_flags(self, _HANDED_ON_TO_NODES)]
 
     def router_flags(self) -> list[str]:
@@ -54,7 +54,7 @@ class OwnSettings(Settings):
         return list(_flags(self, _HANDED_ON_TO_ROUTER))
 
     def router_env(self) -> dict[str, str]:
-        """What the router is told by its environment: command lines are for all to read."""
+        """Secrets for the router, which go into its environment because every user can read command lines."""
         keys = [key.get_secret_value() for key in getattr(self, _SECRET, ())]
         return {env_name(_SECRET): " ".join(keys)} if keys else {}
 
@@ -63,7 +63,7 @@ _PER_PROCESS = {"listen", "advertise", "metrics_port", "node_id"}
 
 
 _BETWEEN_MACHINES = {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"}
-"""A cluster on one machine is asked, also by `baton-up` itself, without TLS."""
+"""A cluster on one machine serves without TLS, also to `baton-up` itself."""
 
 
 def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:

@@ -1,12 +1,12 @@
-"""Keeps child processes running: starts them, passes on their lines, restarts the dead, stops them all.
+"""Keeps child processes running: starts them, passes on their lines, restarts those that died, stops them all.
 
 A child's life here, until the supervisor stops:
 
     start --> runs --> died: reported --> waits 0.5 s, 1 s, 2 s, ... 30 s --> start
-                                          (0.5 s again after a minute of health)
+                                          (0.5 s again after it ran for a minute)
 
-What exits with an error of its own accord before all were ready once cannot start at all (its flags, the model): that
-ends the whole, with the child's last line in view, instead of being tried again for ever.
+A child that exits with an error code before the cluster was ready for the first time cannot start at all (wrong flags
+or model): this ends the cluster, with the child's last line in view, instead of restarting it for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Write = Callable[[str, str], None]
 OURS = "baton-up"
 MAX_LINE_BYTES = 64 * 1024
 LAST_LINES_S = 1.0
-"""For the lines of a process that ended, should a process of its own hold the pipe open."""
+"""Time to read the last lines of a process that ended, in case a process that it started holds the pipe open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ DEFAULT_BACKOFF = Backoff()
 
 
 class Supervisor:
-    """Lives on the event loop of the main thread: the kernel ends children with the thread that started them.
+    """Runs on the event loop of the main thread: the kernel kills children when the thread that started them ends.
 
-    `cannot_start` is called with the name and exit code of such a child, until `proven` is set.
+    Until `proven` is set, `cannot_start` is called with the name and exit code of a child that exits with an error.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Supervisor:
         self.write(OURS, text)
 
     async def stop(self, names: Sequence[str], timeout_s: float) -> None:
-        """Ask the children of these names to end (SIGTERM), and kill what is left after `timeout_s`."""
+        """Terminate the children of these names (SIGTERM), and kill those that are left after `timeout_s`."""
         keepers = [keeper for keeper in self._keepers if keeper.child.name in names]
         for keeper in keepers:
             keeper.terminate()
@@ -94,7 +94,7 @@ class Supervisor:
 
 
 class _Keeper:
-    """One child, over all its lives."""
+    """One child, across restarts."""
 
     def __init__(self, child: Child, supervisor: Supervisor) -> None:
         self.child = child
@@ -116,7 +116,7 @@ class _Keeper:
         self._stop.set()
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it ended, and asyncio does not know yet
-                os.killpg(self._process.pid, number)  # a group of its own: with whatever it started
+                os.killpg(self._process.pid, number)  # its process group: includes whatever it started
 
     async def _run(self) -> None:
         backoff = self._supervisor.backoff
@@ -126,7 +126,7 @@ class _Keeper:
             try:
                 code = await self._live()
                 ended = _how_it_ended(code)
-            except OSError as error:  # no process, descriptor or memory to be had now
+            except OSError as error:  # out of processes, descriptors or memory
                 code, ended = 0, f"could not be started: {error.strerror}"
             if self._stop.is_set():
                 return
@@ -140,7 +140,7 @@ class _Keeper:
             wait_s = min(2 * wait_s, backoff.last_s)
 
     async def _live(self) -> int:
-        """One life, from start to end; its exit code, negative for a signal."""
+        """Run the process once, from start to end; its exit code, negative for a signal."""
         child = self.child
         command = [sys.executable, "-P", "-m", "deploy.child", str(os.getpid()), child.module, *child.arguments]
         self._process = process = await asyncio.create_subprocess_exec(
@@ -151,7 +151,7 @@ class _Keeper:
             env={**clean_environment(os.environ), **child.env},
             process_group=0,  # Ctrl-C is for us: we end them in order
         )
-        if self._stop.is_set():  # while it was being started
+        if self._stop.is_set():  # stopped while the process was being started
             self.kill()
         assert process.stdout
         lines = asyncio.create_task(self._pass_on(process.stdout))
@@ -172,7 +172,7 @@ class _Keeper:
             self._supervisor.write(self.child.name, rest.decode(errors="replace"))
 
     async def _pause(self, seconds: float) -> None:
-        """Until then, or until the supervisor stops."""
+        """Sleep for so long, or until the child is to stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stop.wait()

@@ -23,7 +23,7 @@ from deploy.supervisor import OURS, Supervisor
 EXIT_FAILED = 1
 EXIT_KILLED = 130
 STOP_MARGIN_S = 5.0
-"""What a process may take to end, beyond the time that its requests have left."""
+"""Time for a process to end, beyond the drain timeout of its requests."""
 NODE_HOST = "127.0.0.1"
 
 
@@ -46,7 +46,7 @@ def _hold(address: HostPort, name: str) -> HeldPort:
 
 
 class _Cluster:
-    """One run of the command. Holds all ports until the process ends, for children that start again."""
+    """One run of the command. Holds all ports until the process ends, for children that are restarted."""
 
     def __init__(self, settings: OwnSettings, http_port: HeldPort, grpc_port: HeldPort) -> None:
         self._settings = settings
@@ -58,7 +58,7 @@ class _Cluster:
         self._children = plan(settings, this_machine(), http_port.address, grpc_port.address, ports)
 
     async def serve(self) -> int:
-        """Until told to end; the exit code."""
+        """Serve until the command ends; returns the exit code."""
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = loop.create_future()
         self._kill = asyncio.Event()
@@ -96,11 +96,11 @@ class _Cluster:
             self._end(EXIT_FAILED, f"the router does not tell its health: {error.code().name} {error.details()}")
         else:
             self._supervisor.proven = True
-            with contextlib.suppress(BrokenPipeError):  # nobody reads: no reason not to serve
+            with contextlib.suppress(BrokenPipeError):  # the reader is gone: no reason not to serve
                 print(f"ready http://{self._http} grpc {self._grpc}", flush=True)
 
     async def _shut_down(self) -> bool:
-        """The router first, which gives running requests their time; then the nodes. False: killed meanwhile."""
+        """Stop the router first, which drains running requests, then the nodes. False: killed meanwhile."""
         killed = asyncio.create_task(self._kill.wait())
         stopped = asyncio.create_task(self._stop_in_order())
         await asyncio.wait([stopped, killed], return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +119,7 @@ class _Cluster:
 
 
 def _reachable(address: HostPort) -> HostPort:
-    """Where to find what listens on `address`, from this machine."""
+    """The address at which this machine reaches a listener on `address`."""
     if not address.is_wildcard:
         return address
     return HostPort("::1" if ":" in address.host else "127.0.0.1", address.port)

@@ -1,4 +1,4 @@
-"""The program behind `make demo`. Exits with 1, saying why, when anything is not as it should be."""
+"""The program behind `make demo`. Exits with 1 and a reason if any check fails."""
 
 from __future__ import annotations
 

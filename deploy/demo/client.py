@@ -1,4 +1,4 @@
-"""Requests as any client makes them, through the `openai` package, and the account that comes with each answer."""
+"""Requests as any client makes them, through the `openai` package, and the timings that come with each answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer with its account. `timings` is baton's addition to the API: milliseconds, nodes, cached tokens."""
+    """An answer with its statistics. `timings` is baton's addition to the API: milliseconds, nodes, cached tokens."""
 
     name: str
     text: str
@@ -26,13 +26,13 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the decode node: all but the first token, over the time from that to the end."""
+        """The decode node's rate: all tokens but the first, over the time from the first to the end."""
         decoding_s = (self.timings["total_ms"] - self.timings["first_token_ms"]) / 1e3
         return (self.num_tokens - 1) / decoding_s if decoding_s > 0 else 0.0
 
 
 class Client:
-    """Asks one cluster."""
+    """Sends requests to one cluster."""
 
     def __init__(self, url: str) -> None:
         self._openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0)
@@ -60,7 +60,7 @@ class Client:
     async def ask_and_leave(
         self, sample: Sample, num_chunks: int, num_tokens: int, meanwhile: Callable[[], Any]
     ) -> Any:
-        """Ask for `num_tokens` tokens, go away after some chunks, and give what `meanwhile` gave just before."""
+        """Ask for `num_tokens` tokens, await `meanwhile` after `num_chunks` chunks, disconnect, return its result."""
         messages: Any = sample.messages
         stream = await self._openai.chat.completions.create(
             model=MODEL, messages=messages, stream=True, max_tokens=num_tokens, extra_body={"ignore_eos": True}

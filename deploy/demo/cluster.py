@@ -1,4 +1,4 @@
-"""A cluster of baton-up's for the length of the demo, and what its nodes' metrics say."""
+"""A cluster run by baton-up for the duration of the demo, and metrics of its nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS_LINE = re.compile(r"^(\S+) +\| .* ready .*metrics=(http://\S+)", re.MULT
 
 
 class DemoFailed(Exception):
-    """Something is not as it should be. The text says what."""
+    """A check of the demo failed. The message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where it is reached. `metrics`: by node, the page with its numbers."""
+    """The cluster's addresses. `metrics`: URL of each node's metrics page."""
 
     http: str
     grpc: str
@@ -58,7 +58,7 @@ class Cluster:
 
 @asynccontextmanager
 async def running_cluster() -> AsyncIterator[Cluster]:
-    """Start `baton-up` on free ports, and stop it at the end. Raises DemoFailed, with its last lines, if it ends."""
+    """Run `baton-up` on free ports. Raises DemoFailed if it does not get ready; prints its last lines on errors."""
     with tempfile.NamedTemporaryFile(prefix="baton-demo-", suffix=".log") as log:
         process = await _start(log.fileno())
         try:
@@ -77,7 +77,7 @@ async def _start(log: int) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=log,
-        process_group=0,  # Ctrl-C ends the demo, and the demo ends it
+        process_group=0,  # Ctrl-C stops the demo, which stops the cluster
     )
 
 
@@ -106,7 +106,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 def _metrics_pages(log: Path) -> dict[str, str]:
-    """By node, as each told when it was ready."""
+    """By node, from the log line that each writes when it is ready."""
     return dict(METRICS_LINE.findall(log.read_text(errors="replace")))
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows. Each scene checks what it shows, and raises DemoFailed when that is not as it should be."""
+"""What the demo shows. Each scene checks its results and raises DemoFailed if they are wrong."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CANCEL_OF_TOKENS = 3000
 BLOCKS_TIMEOUT_S = 10.0
 BLOCKS_PERIOD_S = 0.1
 CACHED_SHARE = 0.9
-"""Of a repeated prompt, at least: all its full blocks but the last one, which has to be computed for its logits."""
+"""Least share of a repeated prompt found in the cache: all full blocks but the last, which is needed for its logits."""
 EIGHT = ("sums", "sums3", "sort_numbers", "sort_words", "reverse", "count_items", "fill_json", "small_talk")
 SEED = 7
 
 
 class Show:
-    """The scenes in their order. `replies` collects every finished request for the account at the end."""
+    """The scenes, in order. `replies` collects every finished request for the table at the end."""
 
     def __init__(self, console: Console, cluster: Cluster, client: Client) -> None:
         self._console = console
@@ -107,7 +107,7 @@ class Show:
         return reply
 
     async def _blocks(self, node: str, wanted: Callable[[Blocks], bool]) -> Blocks:
-        """The node's blocks as soon as they are as wanted; a page of metrics has to be asked for."""
+        """Poll the node's metrics page until its blocks are as wanted. Raises DemoFailed after BLOCKS_TIMEOUT_S."""
         deadline = time.monotonic() + BLOCKS_TIMEOUT_S
         while not wanted(blocks := await self._cluster.blocks(node)):
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The account: one row for each request."""
+"""The summary: one row for each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CACHED = ("cached_tokens", "decode_cached_tokens")
 
 
 def account(replies: Sequence[Reply]) -> Table:
-    """Each phase measured by the process that did the work; fits a terminal of 80 columns."""
+    """A table with each phase as measured by the process that did the work; fits a terminal of 80 columns."""
     caption = "phases in ms; transfer: what of it computing did not hide\n"
     caption += "cached: prompt tokens found on the prefill + the decode node"
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), header_style="bold", caption=caption, caption_justify="left")

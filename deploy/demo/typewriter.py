@@ -1,4 +1,4 @@
-"""Text that is shown while it comes, in whole words and within the width of the terminal."""
+"""Shows text as it arrives, in whole words and within the width of the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class Typewriter:
-    """Writes words behind an indent. A word is written once the next one begins, so that it never breaks."""
+    """Writes words after an indent. A word is written once the next one begins, so that it is never broken."""
 
     def __init__(self, console: Console, indent: int) -> None:
         self._console = console
