@@ -39,7 +39,7 @@ from node.settings import GIB, NodeSettings
 from node.tokenizer import TokenizerFiles, read_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel  # engine.model must be the first to import transformers
+    from transformers import PreTrainedModel  # models are imported after engine.model, which makes it faster
 
 log = logging.getLogger(__name__)
 
