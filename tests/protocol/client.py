@@ -56,13 +56,14 @@ class Client:
         """Nothing is kept from it but what waits for a decode node; and that is."""
         if self.end is not None:
             return
-        working = {s.index: attempt_id for attempt_id in self.life.attempts.values() for s in attempt_id.unfinished}
+        working = {s.index: attempt for attempt in self.life.attempts.values() for s in attempt.unfinished}
+        unplaced = {s.index for task in self.life.unplaced for s in task.samples if not s.ended}
         for sample in self.life.samples:
-            attempt_id, have, told = working.get(sample.index), len(sample.tokens), len(self.got[sample.index])
-            if sample.index in self.stopped:
+            attempt, have, told = working.get(sample.index), len(sample.tokens), len(self.got[sample.index])
+            if sample.index in self.stopped or (self.waits and sample.index in unplaced):
                 continue
-            if not self.waits or not attempt_id or attempt_id.state is AttemptState.DECODING:
+            if not self.waits or not attempt or attempt.state is AttemptState.DECODING:
                 assert told == have, "accepted tokens are kept back for no reason"
             else:
-                before = self._before.setdefault(attempt_id.id, {s.index: len(s.tokens) for s in attempt_id.samples})
+                before = self._before.setdefault(attempt.id, {s.index: len(s.tokens) for s in attempt.samples})
                 assert told <= before[sample.index], "a token did not wait for the decode node"
