@@ -1,8 +1,8 @@
 """Turns sequences into tokens: model, KV cache, scheduler, sampler and the step that ties them together.
 
 One thread owns an `Engine`. It takes sequences (`add`, or `adopt` for those prefilled elsewhere), and each step
-computes one batch. Below it, `Scheduler` chooses what to compute, `BlockManager` says who has which KV block and
-`PrefixCache` what is in it (all pure Python, without tensors), and a `ModelRunner` computes (`model/`, the only place
-with torch). A `KvTier`, if there is one, is told what leaves the pool. May import `baton` and `baton_kernels`; knows
-nothing of peers, leases or wires.
+computes one batch. Below it, `Scheduler` chooses what to compute, `BlockManager` tracks which KV block belongs to whom
+and `PrefixCache` what is in it (all pure Python, without tensors), and a `ModelRunner` runs the model (`model/`, the
+only place with torch). A `KvTier`, if there is one, receives the blocks that are evicted from the pool. May import
+`baton` and `baton_kernels`; knows nothing of peers, leases or the network.
 """

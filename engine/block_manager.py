@@ -1,13 +1,13 @@
 """Which KV block belongs to whom: counters per block, from which its state follows. No tensor is touched here.
 
     LOADING     writer                     its content comes from elsewhere: parts of a lease, or what a tier kept
-    IN_FLIGHT   else readers > 0           a gather is at work on it
+    IN_FLIGHT   else readers > 0           a gather is reading it
     OWNED       else ref > 0               a block table or a lease holds it
     CACHED      else it has a hash         evictable, least recently used first
     FREE        else
 
-Block 0 is the null block: graph padding may write there, nobody may own it, and no count includes it. Hashes are the
-prefix cache's (`engine.prefix_cache`). Every operation is O(1) per block named. Misuse is a bug of ours and fails an
+Block 0 is the null block: graph padding may write to it, it never has an owner, and no count includes it. The prefix
+cache keeps the hashes (`engine.prefix_cache`). Every operation is O(1) per block named. Misuse is a bug and fails an
 assertion.
 """
 
@@ -35,8 +35,8 @@ class BlockState(enum.Enum):
 
 
 class Allocation(NamedTuple):
-    """Blocks that are the caller's now, and those of them that were evicted for it. An evicted block's content is there
-    until the caller, or whoever it hands the block to, writes: who wants to keep it takes it before that."""
+    """Blocks that now belong to the caller, and those of them that were evicted for it. The content of an evicted block
+    stays until the caller, or a later owner of the block, writes; whatever is to be kept must be copied before that."""
 
     blocks: list[int]
     evicted: list[Evicted]
@@ -50,7 +50,7 @@ class BlockManager:
         assert block_size >= 1
         self.block_size = block_size
         self.now = 0.0
-        """The caller's clock in seconds, which it sets before it changes anything: for `since_s` alone."""
+        """The time by the caller's clock, in seconds; the caller sets it before any change. Used for `since_s` only."""
         self._ref = [0] * num_blocks
         self._readers = [0] * num_blocks
         self._since_s = [0.0] * num_blocks
@@ -92,11 +92,11 @@ class BlockManager:
         return BlockState.FREE if self._cache.hash_of(block) is None else BlockState.CACHED
 
     def hash_of(self, block: int) -> BlockHash | None:
-        """What the block was sealed, or is being loaded, as; None while it may be written by a step."""
+        """The hash under which the block was sealed or is being loaded; None: none, so a step may write to it."""
         return self._cache.hash_of(block)
 
     def num_owners(self, block: int) -> int:
-        """Block tables and leases that hold it."""
+        """How many block tables and leases hold it."""
         return self._ref[block]
 
     def counters(self, block: int) -> tuple[int, int, int]:
@@ -104,13 +104,13 @@ class BlockManager:
         return self._ref[block], self._readers[block], int(block in self._loading)
 
     def since_s(self, block: int) -> float:
-        """When (`now`) it came into the state that it is in."""
+        """When (by `now`) it entered its current state."""
         return self._since_s[block]
 
     # ---- references ----
 
     def can_allocate(self, n: int, keep: Sequence[int] = ()) -> bool:
-        """Whether `allocate(n)` succeeds, also after `acquire(keep)`."""
+        """Whether `allocate(n)` succeeds, even after `acquire(keep)`."""
         num_evictable = self.num_cached - sum(map(self._cache.is_evictable, keep))
         return n <= len(self._free) + num_evictable
 
@@ -130,7 +130,8 @@ class BlockManager:
         return Allocation(blocks, evicted)
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest prefix of `hashes` that is here, neither loading nor in flight. Changes nothing."""
+        """The blocks of the longest prefix of `hashes` that is cached and neither loading nor in flight. Changes
+        nothing."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._cache.find(block_hash)
@@ -144,11 +145,11 @@ class BlockManager:
         return self._cache.find(block_hash)
 
     def is_loading(self, block_hash: BlockHash) -> bool:
-        """Whether a block is being loaded as that: soon it is a hit, or no block has the hash."""
+        """Whether a block with that hash is being loaded; after the load it is a hit, or no block has the hash."""
         return self.find(block_hash) in self._loading
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of the sealed blocks, as `match` found them."""
+        """Add a reference to each of these sealed blocks, as returned by `match`."""
         for block in blocks:
             assert self._cache.hash_of(block) is not None, f"block {block} is not sealed"
             assert block not in self._in_flight, f"block {block} is in flight"
@@ -159,9 +160,9 @@ class BlockManager:
             self._ref[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each block of a table: from its end, so that leaves are evicted before their parents.
+        """Drop a reference to each block of a table, from its end, so that leaves are evicted before their parents.
 
-        A block still pinned settles when its last pin goes.
+        A block that is still pinned or loading becomes free or cached when that ends.
         """
         for block in reversed(blocks):
             assert self._ref[block] > 0, f"block {block} has no owner"
@@ -174,10 +175,10 @@ class BlockManager:
     ) -> tuple[list[list[int]], list[tuple[int, int]]]:
         """Split one table into 1 + len(spare_blocks) tables, and say which blocks to copy, as (source, destination).
 
-        `table` covers the computed tokens and the one after: `num_computed_tokens // block_size` full blocks, which
-        all forks share, and one more, which the next step of each fork writes. The first fork keeps that one, each
-        other takes a spare; when it is partly filled its content must be copied. `table` and the spares, all
-        allocated by the caller, become the forks'.
+        `table` covers the computed tokens and the next one: `num_computed_tokens // block_size` full blocks, which all
+        forks share, and one more, which the next step of each fork writes. The first fork keeps that one, and each
+        other fork takes a spare; if it is partly filled, its content must be copied. The caller has allocated `table`
+        and the spares; they become the forks'.
         """
         num_full = num_computed_tokens // self.block_size
         assert len(table) == num_full + 1, f"{len(table)} blocks for {num_computed_tokens} tokens and the next"
@@ -189,7 +190,7 @@ class BlockManager:
 
     def seal(self, block: int, block_hash: BlockHash) -> bool:
         """Put a full block whose KV is complete into the prefix cache. False: another block has the hash, and this one
-        stays without. A block that has the hash already stays as it is."""
+        gets none. A block that already has the hash is left as it is."""
         assert self._ref[block] > 0, f"block {block} has no owner"
         assert block not in self._loading, f"block {block} is loading"
         if (known := self._cache.hash_of(block)) is not None:
@@ -197,7 +198,7 @@ class BlockManager:
             return True
         return self._cache.add(block, block_hash)
 
-    # ---- pins: for the time of a gather, or of a load ----
+    # ---- pins: during a gather or a load ----
 
     def pin_read(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -217,11 +218,11 @@ class BlockManager:
                 self._settle(block)
 
     def begin_load(self, blocks: Sequence[int], hashes: Sequence[BlockHash] = ()) -> None:
-        """From now on the content of these blocks comes from elsewhere, whenever it does, until `finish_load` or
-        `fail_load`. Each has one owner, who may leave meanwhile.
+        """Mark blocks as loading: their content arrives from elsewhere, at any time until `finish_load` or `fail_load`.
+        Each has one owner, which may release it meanwhile.
 
-        hashes: one for each block, none of which another block has; or none at all. A block that has one is found by
-        `is_loading` from now on and by `match` when it is loaded: so others can wait for it.
+        hashes: one for each block, none of which another block has; or none at all. `is_loading` finds a block that has
+        one from now on, and `match` once it is loaded, so that sequences can wait for it.
         """
         assert not hashes or len(hashes) == len(blocks), f"{len(hashes)} hashes for {len(blocks)} blocks"
         for block in blocks:
@@ -236,23 +237,24 @@ class BlockManager:
             assert added, f"block {block} would be loaded as what another block is"
 
     def finish_load(self, blocks: Sequence[int]) -> None:
-        """The content is there, for all that is launched from now on."""
+        """The content is there for everything launched from now on."""
         for block in blocks:
             assert block in self._loading, f"block {block} is not loading"
             self._loading.remove(block)
             self._settle(block)
 
     def fail_load(self, blocks: Sequence[int]) -> None:
-        """Nothing comes any more: the blocks are nobody's hit, and whoever waited for them computes their tokens."""
+        """The content will not arrive: the blocks lose their hashes, and sequences that waited for them compute their
+        tokens."""
         for block in blocks:
             if self._cache.hash_of(block) is not None:
                 self._cache.remove(block)
         self.finish_load(blocks)
 
-    # ---- inside ----
+    # ---- internal ----
 
     def _settle(self, block: int) -> None:
-        """File the block where its state says, after its last owner or pin went."""
+        """Free the block, or make it evictable if it has a hash, once it has no owner, pin or load."""
         if self._readers[block] or block in self._loading:
             return
         self._since_s[block] = self.now
@@ -269,8 +271,8 @@ class BlockManager:
         read: Iterable[Sequence[int]] = (),
         written: Iterable[Sequence[int]] = (),
     ) -> None:
-        """Assert that every counter equals a recount from all block tables, leases and open pins (of blocks, each as
-        often as it is pinned), and that every block is filed in exactly one place."""
+        """Assert that every counter equals a recount from all block tables, leases and open pins (each block as often
+        as it is pinned), and that every block is filed in exactly one place."""
         owners, pins_r, pins_w = (Counter(itertools.chain.from_iterable(all_)) for all_ in (owned, read, written))
         num_free = Counter(self._free)
         self._cache.check_integrity()
@@ -289,6 +291,6 @@ class BlockManager:
         assert (state is BlockState.CACHED) == self._cache.is_evictable(block), f"block {block} is {state.name}"
         assert times_free == (state is BlockState.FREE), f"block {block} is {state.name}, and {times_free} x free"
         if state is BlockState.LOADING:
-            # One whose owner has let go goes on alone; nobody can come to share the block meanwhile.
+            # Its owner may have released it, but no other can acquire it during the load.
             assert self._ref[block] <= 1, f"block {block} is shared and loading"
             assert not self._readers[block], f"block {block} is read and loading"

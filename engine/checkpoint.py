@@ -1,4 +1,4 @@
-"""Which folder `--model` means, and what it lacks: told from its files, before torch and transformers are imported."""
+"""Which folder `--model` means and what it lacks: found from its files, before torch and transformers are imported."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 EMBEDDED = {"baton-tiny": Path(__file__).parent / "checkpoints" / "baton-tiny"}
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-"""Files of which a tokenizer has one."""
+"""A tokenizer has at least one of these files."""
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that is meant, which may not exist; None: the hub's model of that id. `/x`, `./x`, `../x`, `~/x` and
-    `a/b/c` are no ids."""
+    """The folder that `name` means, which may not exist; None: `name` is the id of a model on the hub. `/x`, `./x`,
+    `../x`, `~/x` and `a/b/c` are not ids."""
     if name in EMBEDDED:
         return EMBEDDED[name]
     try:
         folder = Path(name).expanduser()
-    except RuntimeError:  # of a user who is not known
+    except RuntimeError:  # `~name` of an unknown user
         return Path(name)
     return None if _HUB_ID.fullmatch(name) and not folder.is_dir() else folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object of the checkpoint's config.json. Raises ValueError: what stands against loading a model from there."""
+    """The checkpoint's config.json, parsed. Raises ValueError with the reason why no model can be loaded from there."""
     if not folder.exists():
         raise ValueError("there is no such folder")
     if not folder.is_dir():
@@ -45,7 +45,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def why_no_checkpoint(folder: Path) -> str | None:
-    """What stands against loading a model from there; None: nothing so far."""
+    """Why no model can be loaded from there; None: no reason found so far."""
     try:
         read_config(folder)
     except ValueError as problem:

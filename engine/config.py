@@ -1,4 +1,4 @@
-"""What an engine is told once, at its start."""
+"""The settings of an engine, fixed at its start."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from baton.layout import num_blocks_for
 class EngineConfig:
     """Sizes of one engine. Raises ValueError, naming the flag, when they cannot work together.
 
-    `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` bounds a
-    step's tokens of prompts, beside which each sequence that generates has one; `max_num_seqs` bounds the sequences
-    that share one. `async_scheduling`: launch a step before the one before it has retired, for a runner that computes
-    on a device of its own. `saturating_num_tokens`: no further prompt joins a step with so many tokens of prompts,
-    which keep the device busy, so that it would only make the others' first tokens later; the budget above is for
-    chunks of long prompts, whose attention gains from it (DistServe, section 4.3, has the idea). None: the budget alone
-    bounds a step. `num_speculative_tokens`: most draft tokens of a sequence that a step checks beside its last token.
+    `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` bounds the
+    prompt tokens of a step; the tokens of decodes come on top. `max_num_seqs` bounds the running sequences.
+    `async_scheduling`: launch a step before the previous one has retired, for a runner that computes on a device of its
+    own. `saturating_num_tokens`: a step with this many prompt tokens takes no further prompt, since it keeps the device
+    busy and another prompt would only delay the first tokens of the others; the budget above is for chunks of long
+    prompts, whose attention gains from it (idea from DistServe, section 4.3). None: only the budget bounds a step.
+    `num_speculative_tokens`: the most draft tokens of a sequence that a step verifies after its last token.
     """
 
     num_blocks: int

@@ -1,16 +1,17 @@
 """The engine: sequences in, one batch per step, tokens out.
 
-With `async_scheduling` a step is launched before the one before it has retired, so that a GPU never waits for Python:
+With `async_scheduling` a step is launched before the previous one has retired, so that a GPU never waits for Python:
 
     schedule N+1 -> launch N+1 -> wait for N -> retire N: tokens out -> schedule N+2 ...
                     (N runs)                    (N+1 runs)
 
-A caller that has other things to do does not wait for N, but computes again when it is done (`compute(wait=False)`).
-One to whom newcomers come launches N+1 not before `launch_at`: until then they can join it.
+A caller with other work does not wait for N, but calls `compute(wait=False)` again when N is done. To let new requests
+join N+1, it launches N+1 no earlier than `launch_at`.
 
-A sequence whose token N samples goes on in N+1 without the host knowing the token. If that token ends it, or N chose
-none, its part of N+1 was in vain and is dropped; its blocks are settled when N+1 retires, since N+1 writes into one of
-them. One that does not run ahead is not in N+1: what it computes next is decided when N has retired (see `propose`).
+A sequence whose token N samples continues in N+1 before the host knows the token. If that token ends the sequence, or N
+chose none, its part of N+1 is dropped; the blocks of an ended sequence are released when N+1 retires, since N+1 writes
+into one of them. A sequence that does not run ahead is not in N+1: its next step is decided when N has retired (see
+`propose`).
 """
 
 from __future__ import annotations
@@ -39,21 +40,22 @@ __all__ = ["Choice", "Chunk", "Engine", "LaunchedStep", "ModelRunner", "Plan", "
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A launched step. `released`: block tables of sequences that ended since, the engine's until it retires."""
+    """A launched step. `released`: block tables of sequences that have ended since, which the engine holds until the
+    step retires."""
 
     chunks: list[Chunk]
     step: LaunchedStep
-    leaves_prompts: bool  # which the next step goes on with
+    leaves_prompts: bool  # unfinished, so that the next step continues them
     released: list[tuple[Sequence, list[int]]] = field(default_factory=list)
 
 
 class Engine:
-    """Runs sequences to their ends. Owned by one thread; nothing here blocks but the model.
+    """Runs sequences to their end. Owned by one thread; nothing here blocks but the model.
 
     A sequence's blocks belong to it from its admission until it finishes, is preempted or is released. With
     `hand_off` it is parked after its prompt and keeps them until `release`. Blocks that others `allocate`, as a role
-    does for its leases, are theirs until they release them to `blocks`, or `adopt` takes them over. `tier` is told of
-    each block that is evicted while its content is there.
+    does for its leases, are theirs until they release them to `blocks`, or `adopt` takes them over. `tier` gets each
+    evicted block while its content is still there.
     """
 
     def __init__(
@@ -76,13 +78,13 @@ class Engine:
         self._pace = Pace()
         self._decided = 0.0  # when the turn of the last plan began
         self.num_preemptions = 0
-        """Sequences that lost their blocks to others, each as often as it did."""
+        """How often sequences were preempted."""
 
-    # ---- what it is doing ----
+    # ---- state ----
 
     @property
     def num_reserved_seqs(self) -> int:
-        """Places in the batch promised to leases: waiting sequences are admitted to the others only."""
+        """Places in the batch reserved for leases; waiting sequences are admitted only to the others."""
         return self._scheduler.num_reserved_seqs
 
     @property
@@ -95,8 +97,8 @@ class Engine:
 
     @property
     def only_launches(self) -> bool:
-        """Whether `compute` ends as soon as a device has something to do, which waits for it until then: what can wait
-        is told afterwards. Else it is the step itself."""
+        """Whether `compute` returns once a step is launched. The device idles until the launch, so callers defer what
+        can wait until after it. If False, `compute` takes as long as the step itself."""
         return self.config.async_scheduling
 
     @property
@@ -111,13 +113,13 @@ class Engine:
 
     @property
     def computing(self) -> list[Chunk]:
-        """Of the oldest launched step, which the device computes now, for all that the engine knows."""
+        """The chunks of the oldest launched step, which the device is computing as far as the engine knows."""
         return self._in_flight[0].chunks if self._in_flight else []
 
     @property
     def launch_at(self) -> float | None:
-        """When to launch one more step, by the engine's clock: until then whoever comes can join it. None: at once, or
-        not before the oldest has retired. At once also where prompts wait: who comes later is behind them."""
+        """When to launch the next step, by the engine's clock; requests that arrive before can join it. None: at once,
+        or not before the oldest has retired. At once also if sequences wait for room: later ones are behind them."""
         if not self.has_room or not self.num_running or self._oldest_is_done:
             return None
         if self.num_waiting > self._scheduler.num_awaiting_load:
@@ -126,12 +128,13 @@ class Engine:
 
     @property
     def device_busy_since(self) -> float | None:
-        """Since when the oldest launched step is being computed, by the engine's clock. None: none is in flight."""
+        """When the device started the oldest launched step, by the engine's clock. None: none is in flight."""
         return self._pace.busy_since
 
     def layers_computed(self) -> dict[Sequence, int]:
-        """Of each sequence whose last token a launched step computes: how many layers have its KV, and so that of all
-        earlier tokens, since steps are computed in order. Not in it: nobody knows of any."""
+        """For each sequence whose last token a launched step computes: how many layers have its KV, and so that of all
+        earlier tokens, since steps are computed in order. Sequences for which no layer is known to be done are left
+        out."""
         computed: dict[Sequence, int] = {}
         for launched in self._in_flight:
             if num_layers := launched.step.num_layers_done():
@@ -140,14 +143,14 @@ class Engine:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether somebody who has run already waits for blocks: a moment to promise none to newcomers."""
+        """Whether a preempted sequence waits for blocks; new requests should be promised none meanwhile."""
         return self._scheduler.num_preempted > 0
 
     # ---- in ----
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises InvalidRequest, with the numbers, when it can never run. That its token ids are the
-        model's is for whoever read them to see (`wire.Limits`)."""
+        """Queue a sequence. Raises InvalidRequest, with the numbers, when it can never run. Token ids must be within
+        the vocabulary, which is checked where they are read (`wire.Limits`)."""
         self._require_possible(seq)
         self._sequences[seq] = None
         self._scheduler.add(seq)
@@ -155,10 +158,10 @@ class Engine:
     def adopt(self, seq: Sequence, outputs: dict[int, tuple[int, ...]], spare_blocks: list[int]) -> list[Sequence]:
         """Take over a sequence whose KV was computed elsewhere; its samples run from the next step on.
 
-        outputs: per unfinished sample its output tokens, all of one length, of which the last has no KV yet; so KV of
+        outputs: the output tokens of each unfinished sample, all of one length; the last token has no KV yet, so KV of
             N = len(prompt) + len(output) - 1 tokens is in the blocks.
         seq.block_table: N // block_size + 1 blocks, the last with room for the next token; spare_blocks: one for each
-            sample but the first. All become the engine's. Names that it has taken are its blocks' (`set_block_hashes`).
+            sample but the first. All become the engine's. Hashes set by `set_block_hashes` are used for its blocks.
         Returns one running sequence per sample, in the order of `outputs`; `seq` itself is finished.
         """
         num_computed = len(seq.prompt_tokens) + len(next(iter(outputs.values()))) - 1
@@ -175,9 +178,10 @@ class Engine:
         return children
 
     def release(self, seq: Sequence) -> None:
-        """End a sequence in whatever state, and give its blocks back. Once more does nothing.
+        """End a sequence in any state, and give its blocks back. Idempotent.
 
-        The blocks are settled once no launched step names them.
+        The blocks are released once no launched step uses them.
+
         """
         if seq.state is SequenceState.FINISHED:
             return
@@ -193,31 +197,32 @@ class Engine:
         seq.move_to(SequenceState.FINISHED)
 
     def allocate(self, n: int) -> list[int]:
-        """`n` blocks, the caller's, to be written from now on. Raises CacheExhausted: all or nothing."""
+        """`n` blocks that belong to the caller and may be written from now on. All or nothing: raises
+        CacheExhausted."""
         blocks, evicted = self.blocks.allocate(n)
         self._store(evicted)
         return blocks
 
     def _store(self, evicted: list[Evicted]) -> None:
-        """What was evicted is about to be written over."""
+        """Pass evicted blocks to the tier before they are overwritten."""
         if evicted and self._tier:
             self._tier.store(evicted)
 
     def reserve_seqs(self, n: int) -> None:
-        """Promise `n` places in the batch. The caller gives them back with `unreserve_seqs`, before `adopt`."""
+        """Reserve `n` places in the batch. The caller gives them back with `unreserve_seqs`, before `adopt`."""
         self._scheduler.reserve_seqs(n)
 
     def unreserve_seqs(self, n: int) -> None:
         self._scheduler.unreserve_seqs(n)
 
     def leave_lane(self, seq: Sequence) -> None:
-        """What the sequence's lane stands for has come: its blocks do not count to the lane's share any more."""
+        """Stop counting the sequence's blocks against its lane's share: the other node has room for it."""
         self._scheduler.leave_lane(seq)
 
     def propose(self, seq: Sequence, draft_tokens: Seq[int]) -> None:
-        """Have the sequence's next step check whether these tokens follow its own: those that do are its next tokens,
-        with one more, all of them at once. Of a long guess the beginning is taken, and none of it where the blocks are
-        short. `seq.takes_drafts` must hold."""
+        """Have the sequence's next step verify these draft tokens: those accepted, and one more, are its next tokens,
+        all at once. Of a long draft only the beginning is used, and none of it if blocks are short. `seq.takes_drafts`
+        must hold."""
         assert seq.takes_drafts
         room = min(
             self.config.num_speculative_tokens,
@@ -229,11 +234,11 @@ class Engine:
     # ---- step ----
 
     def schedule(self, now: float) -> Plan:
-        """Decide the next step, to be computed by `compute` before anything else is asked of the engine. Without room
-        for one it is empty.
+        """Decide the next step, which the caller must pass to `compute` before any other call. Without room for a step
+        it is empty.
 
-        now: when the caller's turn began, by the engine's clock. The two are apart so that what was decided can be told
-        while it is computed.
+        now: when the caller's turn began, by the engine's clock. `schedule` and `compute` are separate so that the
+        caller can report what was decided while it is computed.
         """
         self._decided = now
         if not self.has_room:
@@ -247,8 +252,8 @@ class Engine:
         return plan
 
     def compute(self, plan: Plan, wait: bool = True) -> StepResult:
-        """Launch the plan's step, and retire the oldest one in flight once there are more than the engine may be ahead,
-        or nothing is left to launch. wait: for that one; else it retires only if it is done."""
+        """Launch the plan's step. Then retire the oldest one in flight, if more are in flight than the engine may be
+        ahead, or if the plan is empty. wait: wait for that step; otherwise it retires only if it is done."""
         result = StepResult()
         if plan.chunks:
             self._store(plan.evicted)
@@ -265,7 +270,7 @@ class Engine:
         return result
 
     def retire(self) -> StepResult:
-        """Retire the oldest step in flight if it is done. Nothing is launched, and nothing waited for."""
+        """Retire the oldest step in flight if it is done. Launches nothing and does not wait."""
         result = StepResult()
         if self._oldest_is_done:
             self._retire(self._in_flight.popleft(), result)
@@ -276,7 +281,7 @@ class Engine:
         return bool(self._in_flight) and self._in_flight[0].step.is_done()
 
     def _retire(self, retired: InFlight, result: StepResult) -> None:
-        """Wait for a step, and enter what it brought. Sequences that ended since it was launched have no part in it."""
+        """Wait for a step, and apply its output, except to sequences that have ended since it was launched."""
         waited = retired.step.wait()
         self._pace.retired(self.clock())
         for chunk, choices in zip(retired.chunks, waited, strict=True):
@@ -287,9 +292,9 @@ class Engine:
             self.blocks.release(table)
 
     def _apply_output(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
-        """Sequences get their tokens, full blocks their names."""
+        """Append the sequence's tokens, and seal its full blocks."""
         seq = chunk.sequence
-        if chunk.start != seq.num_computed_tokens:  # behind a step that chose nothing
+        if chunk.start != seq.num_computed_tokens:  # the step before it chose no token
             self._settle(chunk, seq.num_computed_tokens)
             return
         if seq.hand_off or chunk.start < len(seq.prompt_tokens):
@@ -324,8 +329,8 @@ class Engine:
         return sampled
 
     def _settle(self, chunk: Chunk, num_computed: int) -> None:
-        """Of what the chunk computed, so much is KV of the sequence's tokens; the last of these counts as computed only
-        once its logits have chosen. The rest will be written over."""
+        """Count the sequence's first `num_computed` tokens as computed, and seal its full blocks. Its last token counts
+        only once its logits have chosen. Any KV of the chunk beyond that will be overwritten."""
         seq, block_size = chunk.sequence, self.config.block_size
         self._seal(seq, seq.block_table, chunk.start // block_size, num_computed // block_size)
         seq.num_computed_tokens = num_computed
@@ -354,7 +359,7 @@ class Engine:
     # ---- forks ----
 
     def _fork(self, seq: Sequence, sampled: list[SampledToken]) -> list[SampledToken]:
-        """Each sample becomes a sequence of its own; finished ones hold nothing, the others share the prompt's KV."""
+        """Each sample becomes a sequence of its own; finished ones hold no blocks, the others share the prompt's KV."""
         table, seq.block_table = seq.block_table, []
         self.release(seq)
         num_computed = seq.num_computed_tokens
@@ -370,8 +375,8 @@ class Engine:
         return owned
 
     def _place_forks(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
-        """Run as many of the children as find a block and a place now; the others wait as if preempted."""
-        room = 1 if num_computed % self.config.block_size == 0 else 0  # blocks that the first one needs as well
+        """Run as many of the children as there are blocks and places for; the others wait as if preempted."""
+        room = 1 if num_computed % self.config.block_size == 0 else 0  # new blocks for the first one
         num_running = min(len(children), max(self._scheduler.num_free_seqs, 1))
         while num_running and not self.blocks.can_allocate(num_running - 1 + room):
             num_running -= 1
@@ -397,7 +402,7 @@ class Engine:
     # ---- checks ----
 
     def _seal(self, seq: Sequence, table: list[int], first: int, end: int) -> None:
-        """Name blocks [first, end) of the table, which hold the sequence's KV in full."""
+        """Seal blocks [first, end) of the table, which are full of the sequence's KV."""
         if first == end:
             return
         names = seq.block_hashes(end, self.config.block_size)
@@ -418,7 +423,7 @@ class Engine:
             raise InvalidRequest(f"the prompt needs {needed} KV blocks of {self.blocks.num_total}", "prompt")
 
     def holdings(self) -> list[Holding]:
-        """Who has blocks here: sequences, those that ended while a launched step names their blocks among them."""
+        """The sequences that hold blocks, including ended ones whose blocks a launched step still uses."""
         held = [(seq, seq.block_table) for seq in self._sequences if seq.block_table]
         held += [released for launched in self._in_flight for released in launched.released]
         return [
@@ -429,14 +434,14 @@ class Engine:
         ]
 
     def check_integrity(self, others: Iterable[Holding] = ()) -> None:
-        """Assert that no block is lost: the engine's own holdings, and the role's `others`, are all."""
+        """Assert that no block is lost: the engine's own holdings and the role's `others` account for all."""
         self._scheduler.check_integrity()
         recount(self.blocks, [*self.holdings(), *others])
         for seq in self._sequences:
             self._check_writable(seq)
 
     def _check_writable(self, seq: Sequence) -> None:
-        """What the sequence's next step writes is its own alone."""
+        """Assert that the blocks which the sequence's next step may write are neither sealed nor shared."""
         if seq.state is SequenceState.RUNNING:
             for block in seq.block_table[seq.num_computed_tokens // self.config.block_size :]:
                 assert self.blocks.hash_of(block) is None, f"{seq.attempt_id} would write the sealed block {block}"

@@ -1,4 +1,4 @@
-"""Who has which blocks: what a recount of the block manager's counters is made from, and what an audit shows."""
+"""Which blocks each holder has: the input of a recount of the block manager's counters, and of an audit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from engine.block_manager import BlockManager, BlockState
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Blocks that somebody has, each as often as it is listed; the fields are those of `KvHolder`, but for the epoch.
+    """The blocks of one holder, each held as often as it is listed; the fields are those of `KvHolder`, except the
+    epoch.
 
-    `since_s` is a time of the role's clock.
+    `since_s` is a time by the role's clock.
     """
 
     kind: str
@@ -34,7 +35,7 @@ class Holding:
 
 
 def recount(blocks: BlockManager, holdings: Iterable[Holding]) -> None:
-    """Assert that the block manager counts what these hold, and nothing else."""
+    """Assert that the block manager counts exactly what these hold."""
     held: dict[KvUse, list[Sequence[int]]] = {use: [] for use in KvUse}
     for holding in holdings:
         held[holding.use].append(holding.blocks)
@@ -42,7 +43,7 @@ def recount(blocks: BlockManager, holdings: Iterable[Holding]) -> None:
 
 
 def list_blocks(blocks: BlockManager, holdings: Sequence[Holding], now: float) -> tuple[KvBlock, ...]:
-    """Every block that is not free, or that somebody believes to have. Also of books that do not agree."""
+    """Every block that is not free or that a holding lists, even if the two disagree."""
     holders: defaultdict[int, list[int]] = defaultdict(list)
     for index, holding in enumerate(holdings):
         for block in holding.blocks:

@@ -1,8 +1,8 @@
-"""Which waiting sequence is next, and how much of the pool may be held by those that wait for somebody else.
+"""Which waiting sequence is next, and how much of the pool sequences may hold while they wait for another node.
 
-A sequence that is handed off keeps its blocks until another node has room for it, which may take as long as it likes.
-So each has a lane, of all that wait for the same node, and what a lane's admitted sequences hold until they `leave` it
-is bounded by an equal share of the pool, where there are several lanes. A lane that has its share waits, and does not
+A sequence to hand off keeps its blocks until another node has room for it, however long that takes. So all sequences
+for the same node form a lane, and if there are several lanes, the blocks that the admitted sequences of a lane hold
+until they `leave` it are bounded by an equal share of the pool. A lane that has used up its share waits, and does not
 keep the others waiting.
 """
 
@@ -16,34 +16,35 @@ from baton.layout import num_blocks_for
 from engine.sequence import Sequence
 
 KNOWN_S = 600.0
-"""A lane without sequences counts for so long after its last one came: when the next comes, its share is free."""
+"""How long a lane without sequences still counts after its last arrival, so that its share is free for the next one."""
 
 Lane = Hashable
 
 
 class Lanes:
-    """The sequences that never ran, in order of arrival, and the blocks that each lane holds. Every call costs O(lanes)
-    at most; `None` is the lane of those that wait for nobody."""
+    """The sequences that have not run yet, in order of arrival, and the blocks that each lane holds. Every call costs
+    at most O(lanes), and for `first` the sequences that it skips; `None` is the lane of sequences that wait for no
+    other node."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._queues: dict[Lane, OrderedDict[Sequence, int]] = {}  # none is empty
+        self._queues: dict[Lane, OrderedDict[Sequence, int]] = {}  # no queue is empty
         self._serials = itertools.count()
         self._num_waiting = 0
-        self._holders: dict[Sequence, int] = {}  # admitted, and still in their lanes -> blocks
+        self._holders: dict[Sequence, int] = {}  # admitted sequences still in their lanes -> blocks
         self._num_held = Counter[Lane]()
-        self._last_arrival: OrderedDict[Lane, float] = OrderedDict()  # of known lanes, the one with the oldest first
+        self._last_arrival: OrderedDict[Lane, float] = OrderedDict()  # of known lanes, oldest first
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many sequences wait."""
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
         return itertools.chain.from_iterable(self._queues.values())
 
     def add(self, seq: Sequence) -> None:
-        """Behind all others."""
+        """Queue it behind all others."""
         self._queues.setdefault(seq.lane, OrderedDict())[seq] = next(self._serials)
         self._num_waiting += 1
         if seq.lane is not None:
@@ -52,7 +53,7 @@ class Lanes:
             self._forget_old(seq.arrived_s)
 
     def remove(self, seq: Sequence) -> None:
-        """It waits no more, if it did."""
+        """Take it out of its queue, if it is in one."""
         queue = self._queues.get(seq.lane)
         if queue and queue.pop(seq, None) is not None:
             self._num_waiting -= 1
@@ -60,8 +61,8 @@ class Lanes:
                 del self._queues[seq.lane]
 
     def first(self, without: Container[Sequence] = ()) -> Sequence | None:
-        """The next to be admitted: the first of those whose lanes have room for it; `without` some, which the others of
-        their lanes go past. None: there is none."""
+        """The next sequence to admit: the earliest among the first of each lane that has room for it, without those in
+        `without`, which are skipped. None: there is none."""
         heads = list[tuple[int, Sequence]]()
         for queue in self._queues.values():
             head = next((seq for seq in queue if seq not in without), None)
@@ -70,18 +71,18 @@ class Lanes:
         return min(heads, default=(0, None))[1]
 
     def hold(self, seq: Sequence) -> None:
-        """It is admitted, and has blocks for all of its tokens."""
+        """Count its blocks against its lane's share: it is admitted, and has blocks for all of its tokens."""
         if seq.lane is not None:
             self._holders[seq] = len(seq.block_table)
             self._num_held[seq.lane] += len(seq.block_table)
 
     def leave(self, seq: Sequence) -> None:
-        """What it would have waited for has come, or it has ended. Once more does nothing."""
+        """Stop counting its blocks: the other node has room for it, or it has ended. Idempotent."""
         if num_held := self._holders.pop(seq, 0):
             self._num_held[seq.lane] -= num_held
 
     def _has_room(self, seq: Sequence) -> bool:
-        """One is always let in, however long it is."""
+        """A lane that holds no blocks always has room for one sequence, however long."""
         held = self._num_held[seq.lane]
         if not held or len(self._last_arrival) < 2:
             return True

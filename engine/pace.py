@@ -1,12 +1,12 @@
-"""When to launch the next step: late enough that newcomers join it, before the device runs dry.
+"""When to launch the next step: late enough for new requests to join it, but before the device goes idle.
 
     step N begins                                    due        N ends, N+1 begins
-    |--- newcomers join N+1 --------------------------|-- launch --|
+    |--- new requests join N+1 -----------------------|-- launch --|
                                              0.95 x expected - margin
 
-Launched as soon as N begins, N+1 is closed to who comes while N runs: he waits for the rest of N and all of N+1. Too
-early costs him that; too late leaves the device idle for as long as a turn of the loop takes, since the end of N makes
-one. So where nothing is known a step is launched at once, and what is expected is the least that it may be.
+If N+1 is launched as soon as N begins, requests that arrive while N runs cannot join it: they wait for the rest of N
+and all of N+1. If it is launched too late, the device idles for as long as a turn of the loop takes, since the end of N
+starts one. So if nothing is known, a step is launched at once, and the expected time of a step is a lower bound.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from dataclasses import astuple, dataclass
 from engine.step import Chunk
 
 SHARE = 0.95
-"""Of the expected time, after which the next step is launched; less the margin."""
+"""The share of the expected time after which the next step is launched, less the margin."""
 SLACK_S = 0.0004
-"""The margin, beside what a launch costs: the begin of a step is noticed a little late."""
+"""The margin, besides the cost of a launch: the start of a step is noticed a little late."""
 COST_FACTOR = 1.25
-"""For what a launch costs, which is the most that it was of late."""
+"""Applied to the cost of a launch, which is the recent maximum."""
 NUM_REMEMBERED = 3
-"""The shortest of so many steps is what is expected: one whose start was noticed late looks short, one whose end was,
-long."""
+"""The expected time is the shortest of this many steps. A step looks too short if its start was noticed late, and too
+long if its end was."""
 FORGETTING = 1 / 32
-"""Share by which the cost of a launch falls towards that of the latest; it rises at once."""
+"""Share by which the known cost of a launch falls towards the latest one; it rises at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step's time depends on. num_seqs: each as often as it has tokens to choose. num_context_tokens: of all
-    sequences that only generate. num_prompt_pairs: for each other chunk, its tokens times those that the last of them
-    attends to."""
+    """What a step's time depends on. num_seqs: its sequences, a decode counted once for each of its tokens.
+    num_context_tokens: of all decodes. num_prompt_pairs: for each other chunk, its tokens times the tokens that its
+    last one attends to."""
 
     num_seqs: int
     num_context_tokens: int
@@ -59,38 +59,38 @@ class StepSize:
         return self.num_prompt_tokens > 0
 
     def least_share(self, other: StepSize) -> float:
-        """At least so much of the other's time does this one take, whatever each of these costs: a step's time is a sum
-        of a constant and of their multiples, none of them negative."""
+        """A lower bound of this step's time as a share of the other's, whatever each of these costs: a step's time is a
+        constant plus a multiple of each, none of them negative."""
         mine: tuple[int, ...] = astuple(self)
         its: tuple[int, ...] = astuple(other)
         return min(1.0, *(a / b for a, b in zip(mine, its, strict=True) if b))
 
 
 class Pace:
-    """Follows steps from launch to end. All times are seconds of one clock, the caller's."""
+    """Tracks steps from launch to end. All times are in seconds, by the caller's clock."""
 
     def __init__(self) -> None:
         self.busy_since: float | None = None
-        """Since when the oldest step in flight is being computed. None: none is in flight."""
-        self._in_flight: deque[StepSize | None] = deque()  # None: not to be learned from
+        """When the device started the oldest step in flight. None: none is in flight."""
+        self._in_flight: deque[StepSize | None] = deque()  # None: its time is not to be learned
         self._decodes: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
         self._mixed: deque[tuple[StepSize, float]] = deque(maxlen=NUM_REMEMBERED)
         self._cost_s = {False: 0.0, True: 0.0}  # by whether the step has prompts
 
     def launch_at(self, has_prompts: bool) -> float | None:
-        """When to launch a step behind the oldest one in flight, if nobody joins it before. None: at once."""
+        """When to launch the step after the oldest one in flight, if no request joins it before. None: at once."""
         if self.busy_since is None or (expected_s := self._expected_s()) is None:
             return None
         wait_s = SHARE * expected_s - SLACK_S - COST_FACTOR * self._cost_s[has_prompts]
         return self.busy_since + wait_s if wait_s > 0 else None
 
     def launched(self, size: StepSize, decided: float, now: float, idle: bool) -> None:
-        """A step has been launched. decided: when its turn began. idle: the one before it, if there is one in flight,
-        was done before the device had this one."""
+        """Record a launch. decided: when its turn began. idle: the step before it, if there is one in flight, was done
+        before this one was launched."""
         kind = size.has_prompts
         due, known_s = self.launch_at(kind), self._cost_s[kind]
         cost_s = now - (decided if due is None else min(decided, due))
-        if due is not None and idle:  # it was waited for too long
+        if due is not None and idle:  # the launch waited too long
             cost_s = max(cost_s, known_s) + SLACK_S
         self._cost_s[kind] = max(cost_s, known_s + (cost_s - known_s) * FORGETTING)
         if not self._in_flight:
@@ -101,24 +101,24 @@ class Pace:
         self._in_flight.append(size)
 
     def retired(self, now: float) -> None:
-        """The oldest step has ended."""
+        """Record the end of the oldest step."""
         size = self._in_flight.popleft()
         if size is not None and self.busy_since is not None:
             self._known(size).append((size, now - self.busy_since))
         self.busy_since = now if self._in_flight else None
 
     def _learn_most(self, now: float) -> None:
-        """The only step in flight ended nobody knows when, but not after `now`."""
+        """The only step in flight has ended at an unknown time, at the latest `now`: learn that as an upper bound."""
         size, expected_s = self._in_flight[-1], self._expected_s()
         if size is not None and self.busy_since is not None and now - self.busy_since < (expected_s or 0.0):
             self._known(size).append((size, now - self.busy_since))
 
     def _known(self, size: StepSize) -> deque[tuple[StepSize, float]]:
-        """Steps of its kind, and how long each took."""
+        """The remembered steps of its kind, and how long each took."""
         return self._mixed if size.has_prompts else self._decodes
 
     def _expected_s(self) -> float | None:
-        """The least that the oldest step in flight takes, for all that is known. None: nothing is."""
+        """A lower bound of the oldest step's time, from the remembered steps. None: nothing is known."""
         if (size := self._in_flight[0]) is None:
             return None
         known = self._known(size) or self._decodes

@@ -1,8 +1,8 @@
 """Which full block holds the KV of which tokens, and which of these blocks may be evicted. No tensor is touched here.
 
-A block's hash names all tokens up to its end (`baton.block_hash`), so equal hashes mean equal KV. No two blocks have
-the same hash. Who owns a block is counted elsewhere (`engine.block_manager`), which tells when the last owner goes.
-Every operation is O(1).
+A block's hash covers all tokens up to its end (`baton.block_hash`), so equal hashes mean equal KV. No two blocks have
+the same hash. `engine.block_manager` counts the owners of a block and reports when the last one is gone. Every
+operation is O(1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.block_hash import BlockHash
 
 
 class Evicted(NamedTuple):
-    """A block that has just lost its hash to make room. Its content stays until whoever has the block now writes."""
+    """A block that has just lost its hash to make room. Its content stays until the new owner writes."""
 
     block: int
     block_hash: BlockHash
@@ -43,7 +43,7 @@ class PrefixCache:
         return self._block_of.get(block_hash)
 
     def add(self, block: int, block_hash: BlockHash) -> bool:
-        """Give a block its hash. False: another block has it, and this one stays without."""
+        """Give a block its hash. False: another block has that hash, and this one gets none."""
         assert self._hash[block] is None, f"block {block} has a hash"
         if block_hash in self._block_of:
             return False
@@ -52,7 +52,7 @@ class PrefixCache:
         return True
 
     def remove(self, block: int) -> BlockHash:
-        """Take a block's hash away; what it was."""
+        """Take a block's hash away and return it."""
         block_hash = self._hash[block]
         assert block_hash is not None, f"block {block} has no hash"
         self._hash[block] = None
@@ -60,16 +60,16 @@ class PrefixCache:
         return block_hash
 
     def retire(self, block: int) -> None:
-        """Its last owner has gone: from now on it may be evicted, after all that were used before."""
+        """Its last owner is gone: it may be evicted from now on, after all blocks used before it."""
         assert self._hash[block] is not None, f"block {block} has no hash"
         self._evictable[block] = None
 
     def revive(self, block: int) -> None:
-        """It has an owner again."""
+        """It has an owner again, so it may not be evicted."""
         del self._evictable[block]
 
     def evict(self) -> Evicted:
-        """The least recently used evictable block loses its hash and is the caller's."""
+        """Take the least recently used evictable block and its hash; the block becomes the caller's."""
         block, _ = self._evictable.popitem(last=False)
         return Evicted(block, self.remove(block))
 

@@ -1,11 +1,11 @@
-"""What the next step computes. One scheduler serves both roles; it decides and touches no tensor.
+"""Chooses what the next step computes. One scheduler serves both roles; it touches no tensor.
 
-Every sequence has `num_launched_tokens` and catches up with its tokens: a decode step is the case of its last token to
-go (vLLM's v1 scheduler made this the one rule), with the draft tokens behind it, if there are any. A token that a
-launched step is sampling counts already, if the sequence runs ahead. Sequences that generate are in every step. What
-it has of prompts beside them, of running ones first and then of waiting ones in order of arrival, is bounded by a
-budget of tokens. That is the prompts' alone: else one as long as the budget would take a step more whenever somebody
-generates.
+Each sequence has `num_launched_tokens`, which catches up with its tokens. A decode is the case where only the last
+token is left (vLLM's v1 scheduler made this the one rule), followed by the sequence's draft tokens, if any. If the
+sequence runs ahead, a token that a launched step is sampling already counts. Every step includes all sequences that
+generate and have a token to compute. Besides them it has prompt chunks, of running sequences first and then of waiting
+ones in order of arrival, within a budget of tokens. Only prompts use the budget: otherwise a prompt as long as the
+budget would take one more step whenever another sequence generates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from engine.step import Chunk
 
 @dataclass(slots=True)
 class Plan:
-    """A step, decided: block tables already cover the chunks. What was `evicted` for it stays as it is until it is
-    launched."""
+    """A step that is decided but not launched: block tables already cover its chunks. The blocks `evicted` for it keep
+    their content until it is launched."""
 
     chunks: list[Chunk] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)  # first time scheduled
@@ -38,14 +38,14 @@ class Plan:
 class Scheduler:
     """Owns the queues and the running set; allocates blocks for what it schedules.
 
-    - A waiting sequence is admitted when its lane has room and all blocks of its tokens can be had, after its prefix
-      hit. One for which there are too few blocks keeps all behind it waiting, so nobody starves; one whose lane has its
-      share keeps that lane waiting.
-    - One whose prefix hit goes on with a block that is being loaded waits until that is a hit or has failed. It has no
-      blocks meanwhile, and the others go past it.
-    - Only generating sequences ask for more blocks. When there are none, the youngest running sequence gives back all
-      of its own and is computed anew later, before anything that still waits. Sequences to hand off never do: a
-      prefill node promised their blocks to a transfer.
+    - A waiting sequence is admitted when its lane has room and blocks for all of its tokens after the prefix hit can be
+      allocated. If there are too few blocks, all sequences behind it wait too, so that none starves; if its lane has
+      used up its share, only that lane waits.
+    - A sequence waits if the block after its prefix hit is being loaded, until that block is a hit or the load has
+      failed. It holds no blocks meanwhile, and other sequences go ahead of it.
+    - Only generating sequences need more blocks. If there are none, the youngest running sequence is preempted: it
+      gives back all of its blocks and is computed again later, before any sequence that has not run yet. Sequences to
+      hand off are never preempted: a prefill node has promised their blocks to a transfer.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -53,9 +53,9 @@ class Scheduler:
         self._config = config
         self._blocks = blocks
         self._running: dict[Sequence, None] = {}
-        self._lanes = Lanes(blocks.num_total, config.block_size)  # with those that wait
-        self._preempted: list[Sequence] = []  # by arrival; all go before them
-        self._awaited: dict[Sequence, BlockHash] = {}  # of both: those that wait for a load, and what for
+        self._lanes = Lanes(blocks.num_total, config.block_size)  # the waiting sequences that have not run yet
+        self._preempted: list[Sequence] = []  # in order of arrival; admitted before those in the lanes
+        self._awaited: dict[Sequence, BlockHash] = {}  # of both: sequences that wait for a load -> the block's hash
 
     @property
     def num_running(self) -> int:
@@ -67,7 +67,7 @@ class Scheduler:
 
     @property
     def num_awaiting_load(self) -> int:
-        """Those of the waiting ones that more room would not help, when the last step was scheduled."""
+        """Waiting sequences that waited for a load, and not for room, when the last step was scheduled."""
         return len(self._awaited)
 
     @property
@@ -76,11 +76,11 @@ class Scheduler:
 
     @property
     def num_free_seqs(self) -> int:
-        """Places in the batch, less those promised."""
+        """Free places in the batch, without the reserved ones."""
         return self._config.max_num_seqs - self.num_reserved_seqs - len(self._running)
 
     def reserve_seqs(self, n: int) -> None:
-        """Promise `n` places in the batch, which nobody who waits is admitted to until `unreserve_seqs`."""
+        """Reserve `n` places in the batch; no waiting sequence is admitted to them until `unreserve_seqs`."""
         self.num_reserved_seqs += n
 
     def unreserve_seqs(self, n: int) -> None:
@@ -92,18 +92,18 @@ class Scheduler:
         self._lanes.add(seq)
 
     def add_running(self, seq: Sequence) -> None:
-        """Take in a sequence that has its blocks."""
+        """Run a sequence that already has its blocks."""
         seq.move_to(SequenceState.RUNNING)
         self._running[seq] = None
 
     def requeue(self, seq: Sequence) -> None:
-        """Queue it before those that never ran, in order of arrival; its KV, if it had any, is gone."""
+        """Queue it before those that have not run yet, in order of arrival; its KV, if it had any, is gone."""
         seq.rewind(0)
         seq.num_preemptions += 1
         bisect.insort(self._preempted, seq, key=_arrival)
 
     def remove(self, seq: Sequence) -> None:
-        """Forget it, wherever it is; its blocks are the caller's to release."""
+        """Remove it from the queue or set that it is in; the caller must release its blocks."""
         self._running.pop(seq, None)
         self._lanes.remove(seq)
         self._awaited.pop(seq, None)
@@ -111,31 +111,31 @@ class Scheduler:
             self._preempted.remove(seq)
 
     def leave_lane(self, seq: Sequence) -> None:
-        """Its blocks are not held for somebody else any more."""
+        """Stop counting its blocks against its lane's share."""
         self._lanes.leave(seq)
 
     def schedule(self, may_preempt: bool = True) -> Plan:
         """Choose the chunks of a step. Allocates, evicts and preempts; every chunk must then be launched.
 
-        Not to be preempted while a launched step names their blocks: the plan is empty when somebody would have to be
-        and `may_preempt` is False.
+        No sequence may be preempted while a launched step uses its blocks: if `may_preempt` is False and a sequence
+        would have to be preempted, the plan is empty.
         """
         plan = Plan()
         lacking = self._lacking()
         if not self._blocks.can_allocate(sum(lacking.values())):
             for seq in lacking:
-                seq.draft_tokens = ()  # a guess is worth nobody's blocks
+                seq.draft_tokens = ()  # not worth a preemption
             lacking = self._lacking()
             if not may_preempt and not self._blocks.can_allocate(len(lacking)):
                 return plan
         self._extend_tables(plan, lacking)
         budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
-        if not plan.preempted:  # their blocks are somebody's next ones: admitting now would preempt again
+        if not plan.preempted:  # running sequences need their blocks: admitting now would preempt again
             self._admit(plan, budget)
         return plan
 
     def _lacking(self) -> dict[Sequence, int]:
-        """Blocks that the next step needs and the tables have not."""
+        """How many blocks the next step needs that the tables lack, by sequence."""
         return {seq: num for seq in self._running if (num := self._num_lacking_blocks(seq)) > 0}
 
     def _extend_tables(self, plan: Plan, lacking: Iterable[Sequence]) -> None:
@@ -156,7 +156,7 @@ class Scheduler:
         return seq.num_tokens_to_go(self._config.max_model_len)
 
     def _preempt_youngest(self, plan: Plan) -> None:
-        # The one that lacks a block is never to be handed off, so there is always a victim: at worst itself.
+        # A sequence that lacks a block is never one to hand off, so there is always a victim: at worst itself.
         victim = max((seq for seq in self._running if not seq.hand_off), key=_arrival)
         del self._running[victim]
         victim.move_to(SequenceState.WAITING)
@@ -166,8 +166,8 @@ class Scheduler:
         plan.preempted.append(victim)
 
     def _schedule_running(self, plan: Plan, budget: int) -> int:
-        """Chunks of the running sequences, those with their last token to go first, which is nobody's budget. Returns
-        what is left of it."""
+        """Add chunks of the running sequences: first those with only their last token to go, which use no budget.
+        Returns the budget left."""
         prompts = list[tuple[Sequence, int]]()
         max_model_len = self._config.max_model_len
         for seq in self._running:
@@ -208,12 +208,12 @@ class Scheduler:
             budget -= self._take_chunk(plan, seq, min(self._to_go(seq), budget))
 
     def _next_waiting(self) -> Sequence | None:
-        """The next to be admitted, of those that wait for nothing but room."""
+        """The next sequence to admit, among those that do not wait for a load."""
         preempted = (seq for seq in self._preempted if seq not in self._awaited)
         return next(preempted, None) or self._lanes.first(without=self._awaited)
 
     def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
-        """The blocks that the prefix cache has of it; and, if the next one is being loaded, its hash."""
+        """Its blocks in the prefix cache, and the hash of the next block if that is being loaded."""
         block_size = self._config.block_size
         # At least one token is computed, for its logits, and never into a shared block.
         hashes = seq.block_hashes((seq.num_tokens - 1) // block_size, block_size)
@@ -222,7 +222,7 @@ class Scheduler:
         return hits, wanted if wanted is not None and self._blocks.is_loading(wanted) else None
 
     def _allocate_all(self, plan: Plan, seq: Sequence, hits: list[int]) -> bool:
-        """Blocks for all of its tokens: the hits, then fresh ones. False: too few are left."""
+        """Give it blocks for all of its tokens: the hits, then fresh ones. False: too few are left."""
         block_size = self._config.block_size
         num_fresh = num_blocks_for(seq.num_tokens, block_size) - len(hits)
         if not self._blocks.can_allocate(num_fresh, keep=hits):
@@ -234,7 +234,7 @@ class Scheduler:
         return True
 
     def _allocate(self, plan: Plan, seq: Sequence, n: int) -> None:
-        """`n` blocks more at the end of its table."""
+        """Append `n` blocks to its table."""
         blocks, evicted = self._blocks.allocate(n)
         seq.block_table += blocks
         plan.evicted += evicted
@@ -248,7 +248,7 @@ class Scheduler:
         return length
 
     def check_integrity(self) -> None:
-        """Assert that each sequence is in the one queue that its state names, and the running tables fit."""
+        """Assert that each sequence is in the one queue for its state, and that the running tables fit."""
         block_size = self._config.block_size
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
@@ -257,7 +257,7 @@ class Scheduler:
             assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.attempt_id} ran past its tokens"
             covered = len(seq.block_table) * block_size
             assert seq.num_launched_tokens <= covered, f"{seq.attempt_id}: KV outside its table"
-            most = total + self._config.num_speculative_tokens  # blocks for draft tokens stay where these were wrong
+            most = total + self._config.num_speculative_tokens  # blocks of rejected draft tokens stay
             assert covered < most + block_size, f"{seq.attempt_id}: its table is too long"
         for seq in (*self._lanes, *self._preempted):
             assert seq.state is SequenceState.WAITING

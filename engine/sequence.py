@@ -21,7 +21,7 @@ class SequenceState(enum.Enum):
            |                                                   v   v
            `---------------------released------------------> FINISHED
 
-    A waiting sequence holds no blocks; a running or parked one does; a finished one never will again.
+    A waiting sequence holds no blocks; a running or parked one does; a finished one never does again.
     """
 
     WAITING = "waiting"
@@ -42,14 +42,14 @@ _MOVES = {
 class Sequence:
     """The tokens of one sample (of several, until they fork) and how far their KV has been computed.
 
-    `tokens` is prompt + output, the prompt alone when not given; only the engine appends to it. `samples` are the
-    indexes of the request's answers that it stands for: several share one prefill, and fork when their first tokens
-    differ. `hand_off`: park after the prompt, with its blocks held, instead of generating. `arrived_s` orders
-    preemption: the youngest goes first. `lane`: what it may have to wait for with its blocks held, see `engine.lanes`.
-    `runs_ahead`: its next step may be launched before the tokens of the last one are known to the host. Not so where
-    the host has a word in what the next step computes: it may have a guess at its tokens, or masks for its logits.
-    `extensions`: what its steps carry beside tokens, by name, see `engine.model.extensions`. Where KV depends on it,
-    `cache_salt` must tell it from that of other sequences with the same tokens.
+    `tokens` is prompt + output, or the prompt alone if not given; only the engine appends to it. `samples` are the
+    indexes of the request's answers that it stands for: several share one prefill, and fork at the first token.
+    `hand_off`: park after the prompt, with its blocks held, instead of generating. `arrived_s` orders preemption: the
+    youngest goes first. `lane`: what it may have to wait for while it holds its blocks, see `engine.lanes`.
+    `runs_ahead`: its next step may be launched before the host knows the tokens of the last one. False if the host
+    takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
+    carry besides tokens, by name, see `engine.model.extensions`. If KV depends on it, `cache_salt` must differ from
+    that of other sequences with the same tokens.
     """
 
     attempt_id: AttemptId
@@ -64,12 +64,12 @@ class Sequence:
     runs_ahead: bool = True
     extensions: Mapping[str, Any] = field(default_factory=dict)
 
-    # The engine's own; read, but not written, by others (but see Engine.adopt for block_table).
+    # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
     block_table: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0  # whose KV is there
-    num_launched_tokens: int = 0  # whose KV is there or is being computed
-    num_pending_tokens: int = 0  # being sampled, not yet in `tokens`, and a later step may go on from them
-    draft_tokens: tuple[int, ...] = ()  # a guess at what follows `tokens`, for the next step to check
+    num_computed_tokens: int = 0  # tokens whose KV exists
+    num_launched_tokens: int = 0  # tokens whose KV exists or is being computed
+    num_pending_tokens: int = 0  # being sampled: not yet in `tokens`, but a later step may continue from them
+    draft_tokens: tuple[int, ...] = ()  # guesses at what follows `tokens`, for the next step to verify
     num_cached_tokens: int = 0  # prefix hit when it was first scheduled
     started_s: float | None = None  # when it was first scheduled
     num_preemptions: int = 0
@@ -94,24 +94,25 @@ class Sequence:
 
     @property
     def generates(self) -> bool:
-        """Whether its next token is one more of its own: not that of a prompt to hand off, or about to fork."""
+        """Whether its next token is appended to it: not so for a prompt to hand off, or one about to fork."""
         return not self.hand_off and len(self.samples) == 1
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether all that its next step lacks is the KV of its last token, and only the host knows what that step will
-        compute. Penalties depend on the tokens that the same step chooses before, which no sampler knows."""
+        """Whether its next step may verify draft tokens: only the KV of its last token is missing, and the step is not
+        launched ahead. Penalties rule this out, because they depend on tokens chosen earlier in the same step, which
+        the sampler does not know."""
         stands = self.num_launched_tokens == self.num_computed_tokens == len(self.tokens) - 1
         generates = self.state is SequenceState.RUNNING and self.generates
         return stands and generates and not self.runs_ahead and not self.sampling.has_penalties
 
     @property
     def in_flight(self) -> bool:
-        """Whether a launched step has yet to retire that reads or writes its blocks."""
+        """Whether a launched step that reads or writes its blocks has yet to retire."""
         return self.num_launched_tokens > self.num_computed_tokens
 
     def num_tokens_to_go(self, max_model_len: int) -> int:
-        """Tokens whose KV the next step may compute, draft tokens among them. 0: what comes next is known only when a
+        """Tokens whose KV the next step may compute, including draft tokens. 0: what comes next is known only when a
         launched step retires."""
         total = len(self.tokens) + self.num_pending_tokens
         if self.num_pending_tokens:
@@ -121,18 +122,18 @@ class Sequence:
         return total + len(self.draft_tokens) - self.num_launched_tokens
 
     def rewind(self, num_computed_tokens: int) -> None:
-        """KV of so many tokens is in its blocks, and nothing is in flight."""
+        """Reset it to KV of so many tokens in its blocks, and nothing in flight."""
         self.num_computed_tokens = self.num_launched_tokens = num_computed_tokens
         self.num_pending_tokens = 0
         self.draft_tokens = ()
 
     def move_to(self, state: SequenceState) -> None:
-        """The one way to change the state."""
+        """The only way to change the state."""
         assert state in _MOVES[self.state], f"{self.attempt_id}: {self.state.name} -> {state.name}"
         self.state = state
 
     def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
-        """Names of the first `num_blocks` full blocks. Each is computed once."""
+        """Hashes of the first `num_blocks` full blocks. Each is computed once."""
         assert num_blocks * block_size <= len(self.tokens)
         while len(self._hashes) < num_blocks:
             start = len(self._hashes) * block_size
@@ -141,13 +142,14 @@ class Sequence:
         return self._hashes[:num_blocks]
 
     def set_block_hashes(self, names: Iterable[BlockHash]) -> None:
-        """Names of its first full blocks, which somebody else computed from the same tokens: 2 to 5 ms for 32,000."""
+        """Set hashes of its first full blocks that were computed elsewhere from the same tokens; computing them takes 2
+        to 5 ms for 32,000 tokens."""
         self._hashes = list(names)
 
     def child(self, sample: int, output_tokens: tuple[int, ...], num_shared_blocks: int = 0) -> Sequence:
         """A sequence for one of the samples, with that output and no blocks.
 
-        The tokens of the first `num_shared_blocks` blocks are this sequence's own, so their names are taken over.
+        The first `num_shared_blocks` blocks have the same tokens as this sequence's, so it takes over their hashes.
         """
         child = Sequence(
             attempt_id=self.attempt_id,

@@ -1,4 +1,4 @@
-"""What goes into one step of an engine and what comes out."""
+"""The inputs and outputs of one engine step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute the KV of a sequence's tokens [start, start + length), which are its queries in the step's attention. All
-    KV before `start` exists, or is computed by a step launched earlier. The last token may be one that such a step
-    samples: then only the runner knows its value.
+    """The tokens [start, start + length) of a sequence: the step computes their KV, and they are its queries in
+    attention. All KV before `start` exists, or is computed by a step launched earlier. The last token may be one that
+    such a step samples; then only the runner knows its value.
 
-    `num_logits`: the logits of so many of its last tokens each choose the token that follows. 0: the chunk ends before
-    the sequence does. 1: its last token is the sequence's. More: behind that come the sequence's draft tokens.
-    A chunk of a sequence that only generates, a decode, has logits of all of its tokens.
+    `num_logits`: how many of its last tokens need logits, each to choose the token that follows. 0: the chunk ends
+    before the sequence's last token. 1: it ends with that token. More: the sequence's draft tokens follow that token. A
+    chunk of a sequence that only generates, a decode, has logits for all of its tokens.
     """
 
     sequence: Sequence
@@ -29,7 +29,7 @@ class Chunk:
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, length: int) -> Chunk:
-        """As the sequence stands now."""
+        """The chunk for the sequence's current tokens."""
         num_logits = start + length - len(sequence.tokens) - sequence.num_pending_tokens + 1
         return cls(sequence, start, length, num_logits if num_logits > 0 else 0)
 
@@ -39,12 +39,12 @@ class Chunk:
 
     @property
     def samples_token(self) -> bool:
-        """Whether it reaches the sequence's last token."""
+        """Whether the chunk reaches the sequence's last token."""
         return self.num_logits > 0
 
     @property
     def draft_tokens(self) -> tuple[int, ...]:
-        """What its last tokens are, if the guess is right: behind the sequence's own."""
+        """The draft tokens at its end, after the sequence's own tokens."""
         return self.sequence.draft_tokens[: self.num_logits - 1] if self.num_logits > 1 else ()
 
 
@@ -63,41 +63,42 @@ class LaunchedStep(Protocol):
         """Whether `wait` would return at once."""
 
     def num_layers_done(self) -> int:
-        """The first so many layers have all KV of the step's chunks. May be told in groups of layers, or only when the
-        step is done."""
+        """How many layers, counted from the first, have all KV of the step's chunks. May advance by groups of layers,
+        or only when the step is done."""
 
     def wait(self) -> list[list[Choice]]:
-        """Wait for its end. What each chunk chose, drawn with seed `sampling.seed + sample`:
+        """Wait for its end. Returns the choices of each chunk, drawn with seed `sampling.seed + sample`:
 
-        - [] without logits; and for a sequence that sits the step out, whose last token is computed once more then.
-        - One Choice for each of the sequence's `samples`, where there are several.
-        - Else the tokens that follow the sequence's, in order: all draft tokens that are what the logits before them
-          choose, and what the logits behind these choose; so 1 to `num_logits`.
+        - [] without logits, or if the runner skips the sequence in this step; its last token is then computed again.
+        - One Choice for each of the sequence's `samples`, if it has several.
+        - Otherwise the tokens that follow the sequence's, in order: each draft token that equals the choice before it,
+          up to the first that does not, and one more choice after these; so 1 to `num_logits`.
         """
 
 
 class ModelRunner(Protocol):
-    """Computes batches over a pool of KV blocks that it owns. Block tables say where; it never chooses.
+    """Computes batches over a pool of KV blocks that it owns. Block tables say where; the runner never picks a block.
 
-    What is launched takes effect in order of the calls; the host may be ahead of it. Whoever waits for nothing but an
-    event of its own is woken when a step, or a group of its layers, is done.
+    Launches take effect in the order of the calls; the host may run ahead of them. A runner that computes on a device
+    of its own wakes the loop of the engine's thread when a step, or a group of its layers, is done.
     """
 
     def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
-        """Begin to compute the chunks' KV, in one batch."""
+        """Start to compute the chunks in one batch."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy the KV of whole blocks, (source, destination) each."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is in no later step, unless it starts anew. Once more does nothing."""
+        """Drop the sequence's state: it is in no later step, unless it starts anew. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """Token `index` of the output of sample `sample`. `finish`: this token ended the sample (an EOS is reported too).
 
-    `sequence` is the sample's own sequence; of a hand_off prompt it is the parked one, whose tokens stay the prompt's.
+    `sequence` is the sample's own sequence; for a hand_off prompt it is the parked one, whose `tokens` stay those of
+    the prompt.
     """
 
     sequence: Sequence
@@ -111,11 +112,11 @@ class SampledToken:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the step that retired did, if one did. Each list is in batch order; of tokens that one sample got together,
-    `sampled` has the first one first. A prompt to hand off whose tokens are sampled is parked, with its blocks held
-    until `release`."""
+    """What the retired step did, if one retired. Each list is in batch order; if a sample got several tokens, `sampled`
+    has them in order. A prompt to hand off is parked once its first tokens are sampled, and holds its blocks until
+    `release`."""
 
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
     sampled: list[SampledToken] = field(default_factory=list)
-    num_tokens: int = 0  # computed by the step that retired
-    again: bool = False  # go on at once; False: nothing could be done before an event or the end of a step
+    num_tokens: int = 0  # computed by the retired step
+    again: bool = False  # compute again at once; False: nothing to do before an event or the end of a step

@@ -1,9 +1,10 @@
-"""Where KV can be kept beside the pool, seen from the engine: it tells what leaves the pool, before it is gone.
+"""A second place for KV beside the pool, as the engine sees it: it gets each evicted block before the block is
+overwritten.
 
-    block evicted  -->  KvTier.store  -->  the block is written by whoever has it now
-    block wanted   -->  Engine.allocate, BlockManager.begin_load  ... the content comes ...  finish_load or fail_load
+    block evicted  -->  KvTier.store  -->  the block is overwritten by its new owner
+    block wanted   -->  Engine.allocate, BlockManager.begin_load  ... the content arrives ...  finish_load or fail_load
 
-Sequences whose prefix is being loaded wait for it in the scheduler, and let the others past.
+Sequences whose prefix is being loaded wait in the scheduler, and other sequences go ahead of them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from engine.prefix_cache import Evicted
 
 
 class KvTier(Protocol):
-    """Memory that holds KV blocks by their hashes. Called on the engine's thread; nothing here waits for a device."""
+    """Memory that holds KV blocks by their hashes. Called on the engine's thread; no method waits for a device."""
 
     def store(self, evicted: Sequence[Evicted]) -> None:
-        """Take what you want to keep of these blocks. Whatever is launched or received after this call may write them,
-        so a copy must be ordered before that, as a launch of the runner's is."""
+        """Copy whichever of these blocks are to be kept. Anything launched or received after this call may overwrite
+        them, so a copy must be ordered before that, as a launch of the runner is."""

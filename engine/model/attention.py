@@ -2,7 +2,7 @@
 
 A batch is one row, [1, num_tokens], whatever sequences are in it. The implementation name `baton_paged` makes every
 attention module call `forward` here, and, being unknown to transformers' mask builders, makes the model build no mask.
-What to do is said by the module's own `AttentionSite`, so models of several nodes in one process do not meet.
+The module's own `AttentionSite` handles the call, so models of several nodes in one process do not interfere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROTARY = "baton_fused_rotary"
 
 @dataclass(slots=True)
 class AttentionCall:
-    """What a model asks of attention. query: [num_tokens, num_heads, head_dim]; key, value: with num_kv_heads."""
+    """One attention call of a model. query: [num_tokens, num_heads, head_dim]; key, value: with num_kv_heads."""
 
     query: Tensor
     key: Tensor
@@ -42,7 +42,7 @@ class AttentionCall:
 
 
 class AttentionSite(Protocol):
-    """Answers the calls of one attention module."""
+    """Handles the calls of one attention module."""
 
     def attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """The attention's output, [num_tokens, num_heads, head_dim]."""
@@ -82,8 +82,8 @@ AttentionInterface.register(IMPLEMENTATION, forward)
 
 @dataclass(slots=True)
 class Angles:
-    """The step's rotation, [num_tokens, rotary_dim] each, as `rope_kv_write` takes it; made from `source` by the first
-    layer that has it, for all that follow."""
+    """The step's cos and sin, [num_tokens, rotary_dim] each, as `rope_kv_write` takes them; made from `source` by the
+    first layer that gets it, and used by all that follow."""
 
     source: Tensor | None = None
     cos: Tensor | None = None
@@ -92,7 +92,7 @@ class Angles:
 
 @dataclass(frozen=True, slots=True)
 class FusedRotary:
-    """A layer that hands over its query and key unrotated: the KV write rotates them. See `rope_kv_write`."""
+    """For a layer that passes on its query and key unrotated: the KV write rotates them. See `rope_kv_write`."""
 
     angles: Angles
     interleaved: bool
@@ -120,7 +120,7 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerSite:
-    """One layer's part of the pool."""
+    """Attention over one layer's part of the pool."""
 
     step: StepContext
     key_cache: Tensor
@@ -168,7 +168,7 @@ class LayerSite:
 
 
 def attach(layers: list[nn.Module], pool: KvPool) -> StepContext:
-    """Bind the attention modules, in the order of their layers, to the pool; after `fast.apply`, if at all."""
+    """Bind the attention modules, in the order of their layers, to the pool; after `fast.apply`, if that is used."""
     step = StepContext()
     for index, module in enumerate(layers):
         keys, values = pool.layer(index)
@@ -177,7 +177,7 @@ def attach(layers: list[nn.Module], pool: KvPool) -> StepContext:
 
 
 def bind(module: nn.Module, site: AttentionSite | None) -> None:
-    """Say who answers the module's attention calls; None: nobody."""
+    """Set what handles the module's attention calls; None: nothing does."""
     if site is None:
         module.__dict__.pop(_SITE, None)
     else:
@@ -189,14 +189,14 @@ def bind(module: nn.Module, site: AttentionSite | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a first forward showed: the attention modules in the order in which they run, and what each keeps."""
+    """What a first forward showed: the attention modules in the order in which they run, and the KV that each keeps."""
 
     layers: list[nn.Module]
     kv: tuple[LayerKv, ...]
 
 
 class _ProbeSite:
-    """Attends within the probe's few tokens, and takes notes."""
+    """Attends within the probe's few tokens, and records the calls."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.calls: list[tuple[nn.Module, LayerKv]] = []
@@ -213,12 +213,12 @@ class _ProbeSite:
 
 @torch.inference_mode()
 def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
-    """Run a few tokens through the model, and find its attention. Raises UnsupportedModel when the engine would get it
-    wrong: state other than KV, attention that does not go through our function once per layer, or KV that the pool
-    cannot keep.
+    """Run a few tokens through the model, and find its attention modules. Raises UnsupportedModel when the engine would
+    compute it wrongly: state other than KV, attention that does not go through our function once per layer, or KV that
+    the pool cannot keep.
 
     RoPE that depends on the batch is made independent of it, for sequences of up to `max_model_len` tokens (see
-    `engine.model.rope`); without one, a model that has it is refused.
+    `engine.model.rope`); without `max_model_len`, a model that has such RoPE is refused.
     """
     config = model.config.get_text_config()
     _refuse_by_config(config)
@@ -255,7 +255,7 @@ def _forward_few_tokens(model: PreTrainedModel) -> None:
 
 
 def _refuse_by_config(config: Any) -> None:
-    """What a probe of four tokens cannot see."""
+    """Refuse what a probe of four tokens cannot detect."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"{config.model_type}: layers of type {', '.join(sorted(unknown))}")

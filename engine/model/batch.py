@@ -19,7 +19,7 @@ from engine.step import Chunk
 
 Int32Array = NDArray[np.int32]
 _ON_DEVICE = -1
-"""For a token that the host does not know: a launched step samples it."""
+"""Stands for a token that the host does not know, because a launched step samples it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class ModelInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """What steps find on the device, and what they carry beside tokens. block_tables: [num_rows, max_blocks] int32.
-    last_tokens: [num_rows] int32."""
+    """The state on the device that all steps share, and what they carry besides tokens. block_tables: [num_rows,
+    max_blocks] int32. last_tokens: [num_rows] int32."""
 
     block_tables: Tensor
     last_tokens: Tensor
@@ -50,17 +50,17 @@ class DeviceState:
 
 
 def singles_first(chunks: Seq[Chunk]) -> list[Chunk]:
-    """Chunks of one token before longer ones, as PagedBatch wants them: attention has a kernel of its own for those."""
+    """Chunks of one token before longer ones, as PagedBatch requires: attention has a separate kernel for them."""
     return [c for c in chunks if c.length == 1] + [c for c in chunks if c.length > 1]
 
 
 def num_singles(chunks: Seq[Chunk]) -> int:
-    """How many of the chunks, in the order of `singles_first`, are of one token."""
+    """How many of the chunks, in the order of `singles_first`, have one token."""
     return len(chunks) if chunks and chunks[-1].length == 1 else sum(chunk.length == 1 for chunk in chunks)
 
 
 def build(chunks: Seq[Chunk], rows: list[int], state: DeviceState) -> ModelInputs:
-    """Chunks in the order of `singles_first`, by one copy to the device."""
+    """The inputs for chunks in the order of `singles_first`, by one copy to the device."""
     size = BatchSize.of(chunks, state.extensions)
     packed = upload(pack(chunks, rows, size), state.block_tables.device)
     return unpack(packed, size, state, [chunk.length for chunk in chunks], [chunk.end for chunk in chunks])
@@ -68,8 +68,8 @@ def build(chunks: Seq[Chunk], rows: list[int], state: DeviceState) -> ModelInput
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """What a batch has, or has room for: `num_rows` of logits, None being those of all tokens; and what each token
-    carries beside its id."""
+    """The size or the capacity of a batch. num_rows: rows of logits; None: one for each token. extensions: what each
+    token carries besides its id."""
 
     num_seqs: int
     num_tokens: int
@@ -82,16 +82,16 @@ class BatchSize:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the arrays of `pack`."""
+        """The lengths of the arrays of `pack`."""
         carried = [extension.width * self.num_tokens for extension in self.extensions]
         return [self.num_seqs, self.num_seqs + 1, self.num_seqs, *[self.num_tokens] * 3, self.num_rows or 0, *carried]
 
 
 def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize, single_places: int | None = None) -> Int32Array:
-    """Chunks in the order of `singles_first`, with the rows of their sequences, as one array for `unpack`.
+    """Pack chunks in the order of `singles_first`, with the rows of their sequences, into one array for `unpack`.
 
-    What pads them to `size` are sequences without tokens, tokens without a row, and logits of the first token.
-    single_places: so many sequences and tokens at the beginning are for chunks of one token; None: as many as needed.
+    The padding up to `size` is sequences without context, tokens without a row, and logits of the first token.
+    single_places: how many sequences and tokens at the beginning are for chunks of one token; None: as many as needed.
     """
     arrays, packed = _views(size)
     row, start, context, token_rows, positions, host_tokens, keep, *carried = arrays
@@ -122,7 +122,8 @@ def pack(chunks: Seq[Chunk], rows: list[int], size: BatchSize, single_places: in
 
 
 def _pack_longer(chunks: Seq[Chunk], rows: list[int], first: int, arrays: list[Int32Array]) -> None:
-    """Chunks of more than one token, of which the first is sequence `first` and begins at that token."""
+    """Pack chunks of more than one token; the first one is sequence `first` of the batch, and begins at token
+    `first`."""
     row, start, context, token_rows, positions, host_tokens, *_ = arrays
     lengths = np.array([chunk.length for chunk in chunks], np.int32)
     ends = first + np.cumsum(lengths)
@@ -130,7 +131,7 @@ def _pack_longer(chunks: Seq[Chunk], rows: list[int], first: int, arrays: list[I
     row[seqs], context[seqs] = rows, [chunk.end for chunk in chunks]
     start[first + 1 : first + 1 + len(chunks)], start[first + 1 + len(chunks) :] = ends, ends[-1]
     token_rows[tokens] = np.repeat(row[seqs], lengths)
-    # A token's position is its place in the batch, moved by the same distance for all tokens of a chunk.
+    # A token's position is its index in the batch plus an offset, the same for all tokens of a chunk.
     positions[tokens] = np.arange(first, ends[-1]) + np.repeat(context[seqs] - ends, lengths)
     host_tokens[tokens] = list(itertools.chain.from_iterable(map(_host_tokens, chunks)))
 
@@ -143,7 +144,7 @@ def _host_tokens(chunk: Chunk) -> list[int]:
 def unpack(
     packed: Tensor, size: BatchSize, state: DeviceState, query_lens: list[int], context_lens: list[int]
 ) -> ModelInputs:
-    """What `pack` made, once it is on the device. query_lens, context_lens: as in PagedBatch."""
+    """The inputs from the array of `pack`, once it is on the device. query_lens, context_lens: as in PagedBatch."""
     row, start, context, token_rows, positions, host_tokens, keep, *carried = _cut(packed, size)
     ids, slots = step_inputs(
         token_rows, positions, host_tokens, state.last_tokens, state.block_tables, state.block_size
@@ -167,8 +168,8 @@ def unpack(
 
 
 def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
-    """The choices of the chunks that have logits, which are in their order: of each, one for each sample of the
-    sequence, and for the position of the token that it chooses."""
+    """The choices to make from the chunks' logits, which are in the order of the chunks: for each row of logits one
+    choice for each sample of the sequence, with the position of the token to choose."""
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
     num_logits = 0
     for chunk, row in zip(chunks, rows, strict=True):
@@ -185,8 +186,8 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
 
 
 def _starts(size: BatchSize) -> list[int]:
-    """Where each array of `pack` begins, and the end: on 16 bytes, as Triton compiles a kernel anew for a pointer that
-    is not."""
+    """Where each array of `pack` begins, and the end. All are aligned to 16 bytes, because Triton compiles a kernel
+    again for a pointer that is not."""
     return [0, *itertools.accumulate(-(-length // 4) * 4 for length in size.lengths)]
 
 

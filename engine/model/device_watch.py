@@ -1,4 +1,4 @@
-"""When has a GPU come past a point in its work? The engine's thread has better things to do than to wait for it."""
+"""Reports when a GPU has passed a point in its stream, so that the engine's thread need not wait for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 
 class DeviceWatch:
-    """Calls `wake`, on a thread of its own, after each event that it was given, in their order.
+    """Calls `wake`, on a thread of its own, after each event passed to `add`, in order.
 
-    Also after one that ends in an error of the device: whoever is woken meets it at its own next question.
+    An event that ends in a device error wakes too: the woken thread gets the error when it next queries the device.
     """
 
     def __init__(self, device: torch.device, wake: Callable[[], None]) -> None:
@@ -24,14 +24,14 @@ class DeviceWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, event: torch.cuda.Event) -> None:
-        """`event` is recorded in a stream already."""
+        """`event` must already be recorded in a stream."""
         self._events.put(event)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="device-watch", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        torch.cuda.set_device(self._device)  # a thread begins with the first, and would make a context there
+        torch.cuda.set_device(self._device)  # a thread starts on the first GPU, and would create a context there
         while True:
             with contextlib.suppress(RuntimeError):
                 self._events.get().synchronize()
@@ -39,14 +39,14 @@ class DeviceWatch:
 
 
 class SeesLayers(Protocol):
-    """Is told how far the launch of a step has come."""
+    """Called as the launch of a step passes each layer."""
 
     def written(self, layer: int) -> None:
         """All work that writes the KV of layer `layer`, counted from 0, is queued on the current stream."""
 
 
 class LayerMarks:
-    """Where in a step's work groups of layers end. ends: the layers after which a group is whole, counted from 1."""
+    """The points in a step where layer groups end. ends: the last layer of each group, counted from 1."""
 
     def __init__(self, ends: tuple[int, ...]) -> None:
         self._ends = frozenset(ends)
@@ -64,6 +64,6 @@ class LayerMarks:
             self._passed.append((layer + 1, event))
 
     def num_done(self) -> int:
-        """Layers whose KV is there."""
+        """How many layers have their KV."""
         passed = (end for end, event in self._passed if event.query())  # type: ignore[no-untyped-call]
         return max(passed, default=0)

@@ -1,10 +1,10 @@
-"""Why a model cannot be served: ends the start with one line."""
+"""Why a model cannot be served; each error ends the start with one line."""
 
 from __future__ import annotations
 
 
 class ModelError(ValueError):
-    """Root: something about --model is wrong."""
+    """Base class: something about --model is wrong."""
 
 
 class ModelNotFound(ModelError):
@@ -12,4 +12,4 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """A checkpoint that this engine would load and get wrong, or not load at all."""
+    """A checkpoint that this engine cannot load, or would compute wrongly."""

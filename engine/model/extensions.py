@@ -1,11 +1,11 @@
-"""What a step carries for each token beside its id: an adapter, a mask, positions of several axes.
+"""What a step carries for each token besides its id: an adapter, a mask, positions of several axes.
 
-One way for all of it, from the sequence to the model's forward:
+All of it takes one path, from the sequence to the model's forward:
 
     Sequence.extensions[name] -> BatchExtension.fill, into the step's one upload -> ModelInputs.extensions[name]
 
-The upload of a CUDA graph is its static input, so an extension is in the graph as well. A runner is told at its start
-which ones its model takes. A sequence keeps its values when it is preempted, and gives them to its forks.
+The upload of a CUDA graph is its static input, so graphs include extensions as well. A runner gets the extensions of
+its model at its start. A sequence keeps its values when it is preempted, and its forks inherit them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class BatchExtension(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
     def fill(self, chunk: Chunk, out: NDArray[Any]) -> None:
-        """Write what the chunk's tokens carry, which may be for a sequence without a value of this name.
-        out: [chunk.length, width], zeros, as are all tokens that pad a batch."""
+        """Write the values of the chunk's tokens; the sequence may have none under this name.
+        out: [chunk.length, width], zeros, as are the values of all padding tokens."""
 
     def argument(self, values: Tensor) -> Tensor:
-        """As the model's forward takes it, a view. values: [num_tokens, width], on the device."""
+        """The argument of the model's forward, a view of `values`. values: [num_tokens, width], on the device."""
 
 
 def torch_dtype(extension: BatchExtension) -> torch.dtype:

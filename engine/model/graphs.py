@@ -1,18 +1,17 @@
 """Steps as CUDA graphs: one launch instead of hundreds.
 
-Decodes take a graph of a ladder of batch sizes, one ladder for each number of tokens that a sequence may have. A few
-short prompts take one of a ladder of token counts, and such prompts beside decodes one with places for both. In all
-cases it is the next larger one, so that the ladder is finer where what pads a batch costs more. A prompt that is alone
-in its step, from its first token on, has one of its own where attention is faster for squares: what pads it comes
-behind it, so that no token of it attends to that. Larger prompts keep a GPU busy for longer than their launches take,
-and have faster attention when their lengths are known. How long launches take is up to the host: 1024 tokens of an 8B
-model are 23 ms of an H200's work, 2048 are 43, and either takes 22 to 38 ms of Python in a node that serves, which has
-better things to do.
+Decodes use graphs of a ladder of batch sizes, one ladder for each number of tokens that a sequence may have. A few
+short prompts use graphs of a ladder of token counts, and such prompts with decodes use graphs with places for both. A
+batch is padded to the next larger size, so a ladder is finer where padding costs more. A prompt that is alone in its
+step, from its first token on, has graphs of its own where attention is faster for squares: the padding comes after the
+prompt, so none of its tokens attends to it. Larger prompts keep a GPU busy for longer than their launches take, and
+have faster attention when their lengths are known. The time of a launch depends on the host: 1024 tokens of an 8B model
+take an H200 23 ms and 2048 take it 43, and launching either takes 22 to 38 ms of Python in a serving node.
 
-A graph of prompts is cut after each group of layers that a prefill node sends on its own, so that events between its
-pieces tell which layers are computed.
+A graph of prompts is cut after each group of layers that a prefill node sends separately, so that events between its
+pieces show which layers are computed.
 
-All graphs share one pool of memory, since no two run at once, and the larger ones are captured first.
+All graphs share one memory pool, since no two run at once, and the larger ones are captured first.
 """
 
 from __future__ import annotations
@@ -36,28 +35,31 @@ Forward = Callable[[ModelInputs, SeesLayers | None], Tensor]
 PROMPT_SIZES = (32, 64, 128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 DECODE_PLACES = 32
 MIXED_SIZES = (*(rows - DECODE_PLACES for rows in (128, 384, 512, 640, 768, 896)), 1024)
-"""Of the prompts' tokens, which may also be as many as a step's budget: most chunks of long prompts are. With the
-places for decodes whole tiles of matmuls: of an 8B model, 640 rows take an H200 13.4 ms, 672 take it 15.5, 768 16.0."""
+"""Numbers of prompt tokens; a step's budget is one more, since most chunks of long prompts are that long. Together with
+the places for decodes they fill whole tiles of matmuls: of an 8B model, 640 rows take an H200 13.4 ms, 672 take it
+15.5, 768 take it 16.0."""
 SINGLE_PROMPT_SIZES = (2048,)
-"""Of prompts that are alone: an 8B model's take an H200 45.0 ms in a graph for several, of which attention 3.8, where
-cuDNN's, for one of known length, takes 2.7."""
+"""For a prompt that is alone: 2048 tokens of an 8B model take an H200 45.0 ms in a graph for several prompts, of which
+attention takes 3.8; cuDNN's, for one prompt of known length, takes 2.7."""
 MAX_PROMPTS = 8
 MAX_PROMPT_CONTEXT = 8192
-"""Op by op, keys of a longer context are split over more programs than a graph without it could know of."""
+"""Prompts with a longer context run op by op, so that attention is planned with the context length, which a graph does
+not know."""
 
 
 def prompt_sizes(budget: int, most: int) -> list[int]:
-    """Token counts of prompts alone to capture. budget: of a step. most: the largest to capture."""
+    """Token counts to capture for prompts without decodes. budget: tokens of a step. most: the largest count to
+    capture."""
     return [size for size in PROMPT_SIZES if size <= min(budget, most)]
 
 
 def single_prompt_sizes(budget: int, most: int) -> list[int]:
-    """Token counts of prompts alone, from their first token on and one at a time, to capture, likewise."""
+    """Token counts to capture for a prompt that is alone in its step, from its first token on. Arguments as above."""
     return [size for size in SINGLE_PROMPT_SIZES if size <= min(budget, most)]
 
 
 def mixed_sizes(budget: int, most: int) -> list[int]:
-    """Token counts of prompts beside decodes to capture, likewise."""
+    """Token counts to capture for prompts with decodes. Arguments as above."""
     return sorted({size for size in (*MIXED_SIZES, budget) if size <= min(budget, most)})
 
 
@@ -69,7 +71,7 @@ def decode_capture_sizes(max_num_seqs: int) -> list[int]:
 
 class StepGraphs:
     """Graphs of `forward`. Owns their static inputs and outputs. group_ends: the layers, counted from 1, after which
-    those of prompts are cut. decode_query_lens: most tokens of each sequence, of one ladder of decodes each."""
+    graphs of prompts are cut. decode_query_lens: for each ladder of decodes, the most tokens of a sequence."""
 
     def __init__(
         self,
@@ -94,8 +96,8 @@ class StepGraphs:
         torch.cuda.synchronize()
 
     def run(self, chunks: Seq[Chunk], rows: list[int], marks: SeesLayers | None = None) -> Tensor | None:
-        """Launch a step of chunks in the order of `singles_first`. Logits, as many as the chunks have, [., vocab_size],
-        valid until the next run; None when no graph fits, and nothing was launched."""
+        """Launch a step of chunks in the order of `singles_first`. Returns as many logits as the chunks have, [.,
+        vocab_size], valid until the next run; None: no graph fits, and nothing was launched."""
         if all(chunk.length == chunk.num_logits for chunk in chunks):
             longest = max(chunk.length for chunk in chunks) if chunks[-1].length > 1 else 1
             size = _fitting(self._decode_query_lens, longest), _fitting(self._decode_sizes, len(chunks))
@@ -110,20 +112,21 @@ class StepGraphs:
             if len(prompts) == 1 and prompts[0].start == 0:
                 graphs.append(self._squares.get(_fitting(self._square_sizes, num_tokens)))
             graphs.append(self._prompts.get(_fitting(self._prompt_sizes, num_tokens)))
-        if num_decodes <= DECODE_PLACES:  # of none, too: empty places cost less than launches, or than a larger graph
+        if num_decodes <= DECODE_PLACES:  # or none: empty places cost less than launches, or a larger graph
             graphs.append(self._mixed.get(_fitting(self._mixed_sizes, num_tokens)))
         graph = min(filter(None, graphs), key=lambda graph: graph.num_tokens, default=None)
         return graph.run(chunks, rows, marks) if graph else None
 
 
 def _fitting(sizes: list[int], wanted: int) -> int:
-    """The smallest size that is not below `wanted`; 0: none is."""
+    """The smallest size that is at least `wanted`; 0: there is none."""
     index = bisect.bisect_left(sizes, wanted)
     return sizes[index] if index < len(sizes) else 0
 
 
 class _Pieces:
-    """A step as graphs that are replayed in a row. While it is captured it is told of layers, and cuts there."""
+    """A step as graphs that are replayed in a row. During the capture it implements SeesLayers, to cut after layer
+    groups."""
 
     def __init__(self, pool: Any, group_ends: tuple[int, ...]) -> None:
         self._pool = pool
@@ -132,7 +135,7 @@ class _Pieces:
         self._ends: list[int] = []
 
     def capture(self, step: Callable[[_Pieces], Tensor]) -> Tensor:
-        """On the current stream, which is not the default one."""
+        """Capture on the current stream, which must not be the default one."""
         self._begin()
         output = step(self)
         self._graphs[-1].capture_end()
@@ -157,9 +160,9 @@ class _Pieces:
 
 
 class _Capture:
-    """Captures graphs that share a pool of memory, which takes one stream for all of them.
+    """Captures graphs that share a memory pool, which requires one stream for all of them.
 
-    most_logits: of each sequence.
+    most_logits: the most that a sequence has.
     """
 
     def __init__(self, forward: Forward, state: DeviceState, group_ends: tuple[int, ...], most_logits: int) -> None:
@@ -188,8 +191,9 @@ class _Capture:
 
 
 class _DecodeGraph:
-    """Of up to `num_seqs` sequences with up to `query_len` tokens each, whose logits are all wanted. Those of one token
-    have places; longer ones follow one another, and how many tokens each has is known only on the device."""
+    """For up to `num_seqs` sequences with up to `query_len` tokens each, all with logits. If `query_len` is 1,
+    sequences have fixed places; else they follow one another, and how many tokens each has is known only on the
+    device."""
 
     def __init__(self, capture: _Capture, num_seqs: int, query_len: int) -> None:
         self._size = size = BatchSize(num_seqs, num_seqs * query_len, extensions=capture.state.extensions)
@@ -209,8 +213,8 @@ class _DecodeGraph:
 
 
 class _PromptGraph:
-    """is_square: of one prompt without context, which is taken to be as long as the graph is; else of several, and of
-    what is known of their lengths only on the device."""
+    """is_square: for one prompt without earlier context, which is treated as if it filled the graph. Else for several
+    prompts, whose lengths are known only on the device."""
 
     def __init__(self, capture: _Capture, num_tokens: int, decode_places: int = 0, is_square: bool = False) -> None:
         self._decode_places = decode_places

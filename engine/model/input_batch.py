@@ -1,4 +1,4 @@
-"""Running sequences on the device: a row each, from the first step that they are in until they are forgotten."""
+"""Running sequences on the device: each has a row, from its first step until it is forgotten."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from engine.step import Chunk
 
 
 class InputBatch:
-    """Owns the block tables on the device, `block_tables` [max_num_seqs, max_blocks] int32, and says whose a row is.
+    """Owns the block tables on the device, `block_tables` [max_num_seqs, max_blocks] int32, and assigns rows to
+    sequences.
 
-    Tables only grow while a sequence runs, so a step copies what is new. A row may go to another sequence while a
-    launched step still reads it: the copy comes after that step on the device.
+    Tables only grow while a sequence runs, so a step copies only what is new. A row may go to another sequence while a
+    launched step still reads it, because the device runs the copy after that step.
     """
 
     def __init__(self, config: EngineConfig, sampler: Sampler, device: torch.device) -> None:
@@ -32,7 +33,7 @@ class InputBatch:
         self._num_written = [0] * config.max_num_seqs
 
     def place(self, chunks: Seq[Chunk]) -> list[int]:
-        """The row of each chunk's sequence, which it gets now if it has none. Brings the tables up to date."""
+        """The row of each chunk's sequence, assigned now if it has none. Brings the tables up to date."""
         rows, index, blocks = [], list[int](), list[int]()
         for chunk in chunks:
             seq = chunk.sequence
@@ -51,7 +52,7 @@ class InputBatch:
         return rows
 
     def forget(self, seq: Sequence) -> None:
-        """Its row is free. Once more does nothing."""
+        """Free the sequence's row. Idempotent."""
         row = self._row_of.pop(seq, None)
         if row is not None:
             self._free.append(row)

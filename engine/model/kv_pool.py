@@ -15,7 +15,7 @@ from engine.model.errors import UnsupportedModel
 
 def require_served(layers: Sequence[LayerKv], model: str) -> None:
     """Raise UnsupportedModel unless this engine can keep the KV of such layers: in one pool, where every layer has K
-    and V of one shape for each token. A window narrows what is attended to, and not what is kept."""
+    and V of one shape for each token. A sliding window limits what is attended to, not what is kept."""
     for index, layer in enumerate(layers):
         if layer.state_bytes:
             raise UnsupportedModel(f"{model}: layer {index} keeps a state of {layer.state_bytes} bytes instead of KV")
@@ -30,10 +30,11 @@ def require_served(layers: Sequence[LayerKv], model: str) -> None:
 class KvPool:
     """All KV blocks of a node's rank, in one tensor that this object owns.
 
-    layers: what the rank holds of a sequence, which `require_served` takes. tensor: [num_blocks, num_layers, 2,
-    num_kv_heads, block_size, head_dim]. Block-major: a block is one contiguous piece to copy, send or checksum. Heads
-    are outside slots, so that a rank's heads are one slice. It starts as zeros, and slots after a block's last written
-    one stay zero, so that whatever an attention reads is finite.
+    layers: the KV of each layer that the rank holds; `require_served` must accept them. tensor: [num_blocks,
+    num_layers, 2, num_kv_heads, block_size, head_dim]. Block-major: a block is one contiguous piece to copy, send or
+    checksum. Heads come before slots, so that a rank's heads are one slice. It starts as zeros. Reused blocks keep old
+    KV in slots not yet written; on a CPU the runner clears a block before a chunk fills a part of it, since the
+    reference attention needs finite values there.
     """
 
     def __init__(self, layers: tuple[LayerKv, ...], num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -62,5 +63,5 @@ class KvPool:
         self.tensor[blocks] = 0
 
     def layout(self, fingerprint: str) -> KvLayout:
-        """How to describe the blocks to another node, for the model of that fingerprint."""
+        """The layout that describes the blocks to another node, for the model with that fingerprint."""
         return KvLayout(self.layers, self.block_size, fingerprint)

@@ -1,4 +1,4 @@
-"""What computes a linear layer: chosen at load, with the weights, the scales and the tolerance of its own.
+"""What computes a linear layer: chosen at load, with its own weights, scales and tolerance.
 
     Quantization.create_weights                 the module gets the parameters that the checkpoint stores
     (weights are read)
@@ -33,8 +33,8 @@ _METHOD = "baton_linear_method"
 class LinearMethod(ABC):
     """The product of one linear layer, or of several over one input.
 
-    Owns what it is computed from; a module's parameters may be the same tensors, or views of them. `dtype`: of x and of
-    the results, whatever the weights are stored in.
+    Owns its weights; a module's parameters may be the same tensors, or views of them. `dtype`: of x and of the results,
+    whatever dtype the weights are stored in.
     """
 
     in_features: int
@@ -43,20 +43,20 @@ class LinearMethod(ABC):
 
     @property
     def tolerance(self) -> Tolerance:
-        """How far `make_product` may be from `reference`, and a whole from its parts."""
+        """How far the fast product may differ from `reference`, and a concatenated one from its parts."""
         return rounding(self.dtype)
 
     @abstractmethod
     def reference(self, x: Tensor) -> Tensor:
-        """The product in plain torch: it serves until the fast one is found to agree, and where that does not."""
+        """The product in plain torch, used until the fast one is found to agree, and where it does not."""
 
     @abstractmethod
     def make_product(self) -> Product:
         """The fast product, as a function of x alone. Made once at load: a call looks nothing up."""
 
     def make_gated_product(self, activation: Activation) -> Product:
-        """[..., in_features] -> [..., out_features / 2]: the gate of a gated MLP applied to the product, whose outputs
-        are the gate's and then up's."""
+        """[..., in_features] -> [..., out_features / 2]: the activation of a gated MLP applied to the product, whose
+        outputs are those of gate and then those of up."""
         product = self.make_product()
 
         def gated(x: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ class LinearMethod(ABC):
     @classmethod
     @abstractmethod
     def can_concatenate(cls, parts: Sequence[Self]) -> bool:
-        """Whether parts of this class could be one product over one input."""
+        """Whether parts of this class can be one product over one input."""
 
     @classmethod
     @abstractmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """One product with the outputs of all parts, in their order; `can_concatenate` them. The parts go on working,
+        """One product with the outputs of all parts, in order. `can_concatenate` must hold. The parts remain usable,
         and share the memory of the whole."""
 
 
@@ -96,7 +96,7 @@ class UnquantizedLinear(LinearMethod):
         return product
 
     def make_gated_product(self, activation: Activation) -> Product:
-        """The activation is part of the kernel, where one is chosen for the shape."""
+        """The activation is part of the kernel, if one is chosen for the shape."""
         weight, bias = self.weight, self.bias
 
         def gated(x: Tensor) -> Tensor:
@@ -116,34 +116,35 @@ class UnquantizedLinear(LinearMethod):
 
 
 class Quantization(ABC):
-    """How a checkpoint stores linear layers and what computes them; one for a model. `name`: the module's, in it."""
+    """How a checkpoint stores linear layers and what computes them; one per model. `name`: the module's name in the
+    model."""
 
     @abstractmethod
     def create_weights(self, name: str, module: nn.Linear) -> None:
-        """Give the module the parameters that the files have for it: names, shapes and dtypes, on the CPU, in memory
-        that nobody has touched."""
+        """Give the module the parameters that the files have for it: names, shapes and dtypes, on the CPU, in untouched
+        memory."""
 
     @abstractmethod
     def process_weights_after_loading(self, name: str, module: nn.Linear) -> LinearMethod:
-        """What computes the module, whose parameters are now read and on their device."""
+        """The method for the module, whose parameters have been read and are on their device."""
 
 
 class Unquantized(Quantization):
     """Weights as nn.Linear has them."""
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
-        """They are there."""
+        """Nothing to do: nn.Linear has them."""
 
     def process_weights_after_loading(self, name: str, module: nn.Linear) -> LinearMethod:
         return UnquantizedLinear(module.weight, module.bias)
 
 
 QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {}
-"""By the `quant_method` of config.json's `quantization_config`, which each is made from."""
+"""By the `quant_method` of config.json's `quantization_config`, from which each is made."""
 
 
 def choose_quantization(config: Any) -> Quantization | None:
-    """That of a checkpoint with the configuration (transformers' own); None: one that is not known here."""
+    """The quantization of a checkpoint with this configuration (transformers' own); None: an unsupported one."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return Unquantized()
@@ -152,27 +153,27 @@ def choose_quantization(config: Any) -> Quantization | None:
 
 
 def create_weights(model: nn.Module, quantization: Quantization) -> None:
-    """Make all linear layers what the checkpoint stores, before anything is read."""
+    """Give all linear layers the parameters that the checkpoint stores, before anything is read."""
     for name, module in _linear_layers(model):
         quantization.create_weights(name, module)
 
 
 @torch.no_grad()
 def process_weights_after_loading(model: nn.Module, quantization: Quantization) -> None:
-    """Give all linear layers what computes them."""
+    """Attach to each linear layer the method that computes it."""
     for name, module in _linear_layers(model):
         attach(module, quantization.process_weights_after_loading(name, module))
 
 
 def attach(module: nn.Module, method: LinearMethod) -> None:
-    """Let `method` compute the module: by its reference, until `engine.model.fast` takes its fast product."""
+    """Let `method` compute the module: by its reference, until `engine.model.fast` installs its fast product."""
     module.__dict__[_METHOD] = method
     module.forward = method.reference
 
 
 def method_of(module: object) -> LinearMethod | None:
-    """What computes the module: what was attached, or, for a linear layer that transformers made and loaded, its own
-    weights; None: something else, or no module."""
+    """The method that computes the module: the attached one, or, for a linear layer that transformers made and loaded,
+    one over its weights; None: it is no linear layer, or no module."""
     if not isinstance(module, nn.Module):
         return None
     attached: LinearMethod | None = module.__dict__.get(_METHOD)
@@ -182,7 +183,8 @@ def method_of(module: object) -> LinearMethod | None:
 
 
 def fusable(modules: Iterable[nn.Module | None]) -> dict[nn.Module, LinearMethod]:
-    """The modules' methods, if they could be one: all there, of one class, which can concatenate them. Else empty."""
+    """The modules' methods, if these can become one: all modules exist, and their methods are of one class, which can
+    concatenate them. Else empty."""
     methods: dict[nn.Module, LinearMethod] = {}
     for module in modules:
         method = method_of(module)
@@ -195,7 +197,7 @@ def fusable(modules: Iterable[nn.Module | None]) -> dict[nn.Module, LinearMethod
 
 
 def fuse(methods: Iterable[LinearMethod]) -> LinearMethod:
-    """One for all, which are `fusable`."""
+    """One method for all of these, which must be `fusable`."""
     parts = list(methods)
     return type(parts[0]).concatenate(parts)
 
@@ -203,8 +205,8 @@ def fuse(methods: Iterable[LinearMethod]) -> LinearMethod:
 @torch.inference_mode(False)
 @torch.no_grad()
 def concatenate_tensors(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of all parts along their first dimension; the parts become views of it. Those that lie one after the
-    other already are not copied."""
+    """One tensor of all parts along their first dimension; the parts become views of it. Parts that are already
+    adjacent in memory are not copied."""
     first = parts[0]
     if _adjacent(parts):
         rows = sum(part.shape[0] for part in parts)
@@ -228,5 +230,5 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Exactly nn.Linear: what derives from it has a forward of its own."""
+    """Exactly nn.Linear: subclasses have their own forward."""
     return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]

@@ -3,7 +3,7 @@
     share = total x --gpu-memory-utilization
           = weights + libraries + one step's activations + CUDA graphs + staging slots + KV pool
 
-The share is this process's. What others hold on the same GPU matters only where they leave less.
+The share is this process's. What other processes hold on the same GPU matters only if they leave less than the share.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from baton.layout import num_blocks_for
 
 GIB = 1024**3
 _CONTEXT_BYTES = GIB
-"""What a process's CUDA context takes at most. It cannot be told from the memory that others hold."""
+"""The most that a process's CUDA context takes. It cannot be told apart from the memory of other processes."""
 _MOST_LIBRARIES_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledMemory:
-    """A GPU's memory, in bytes, as one largest step showed it.
+    """A GPU's memory, in bytes, as measured with the largest steps.
 
-    total: the GPU's. free: now, with the weights loaded and the step's own memory given back. weights: what torch has
-    allocated for good. libraries: what the step made others allocate for good (kernels' code, cuBLAS). activations: the
-    step's peak above the weights.
+    total: of the GPU. free: after the steps, with the weights loaded and the steps' own memory given back. weights:
+    what torch has allocated permanently. libraries: what the steps made other libraries allocate permanently (kernels'
+    code, cuBLAS). activations: the steps' peak above the weights.
     """
 
     total: int
@@ -40,9 +40,9 @@ class ProfiledMemory:
 
 
 def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 0) -> ProfiledMemory:
-    """Measure `run`, which computes the largest steps that there can be.
+    """Measure `run`, which computes the largest possible steps.
 
-    scratch_bytes: of what is allocated now, what is only for `run` and will be given back (its KV blocks).
+    scratch_bytes: the part of the memory allocated now that is only for `run` and will be given back (its KV blocks).
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -64,15 +64,15 @@ def profile(run: Callable[[], None], device: torch.device, scratch_bytes: int = 
 
 
 def grown_by_libraries(before: int, after: int) -> int:
-    """Of what was used outside of torch before and after a step: what the step's libraries took. More than they can
-    take is another process's, which began on the same GPU at the same time."""
+    """What a step's libraries took, from the memory used outside of torch before and after it. Anything beyond what
+    they can take belongs to another process that started on the same GPU at the same time."""
     return min(max(0, after - before), _MOST_LIBRARIES_BYTES)
 
 
 def kv_pool_bytes(memory: ProfiledMemory, utilization: float, kept_bytes: int) -> int:
     """Bytes for KV blocks. utilization: this process's share of the GPU. kept_bytes: for CUDA graphs and staging slots.
 
-    Raises ValueError, naming the flag, when the share is used up or others on the GPU leave less than it.
+    Raises ValueError, naming the flag, when the share is used up or other processes on the GPU leave less than it.
     """
     share = int(memory.total * utilization)
     own = memory.weights + memory.libraries
@@ -98,7 +98,7 @@ def kv_pool_bytes(memory: ProfiledMemory, utilization: float, kept_bytes: int) -
 
 
 def num_kv_blocks(pool_bytes: int, block_bytes: int, block_size: int, max_model_len: int, more_by: str) -> int:
-    """KV blocks in so many bytes. more_by: the flag that would make them more, with its value.
+    """How many KV blocks fit in `pool_bytes`. more_by: the flag that would give more, with its value.
 
     Raises ValueError when they cannot hold one request of max_model_len tokens.
     """
@@ -118,7 +118,8 @@ _HOST_ALLOCATOR = "DefaultCPUAllocator"
 
 @contextmanager
 def out_of_memory(advice: str) -> Iterator[None]:
-    """Turns torch's error, for a GPU or the host, into a ValueError of one line: the advice, and what was asked for."""
+    """Turns torch's out-of-memory error, for a GPU or the host, into a ValueError of one line: the advice, and the
+    first line of torch's message."""
     try:
         yield
     except RuntimeError as error:
@@ -128,7 +129,7 @@ def out_of_memory(advice: str) -> Iterator[None]:
 
 
 def _outside_torch(device: torch.device) -> int:
-    """Used bytes of the GPU that torch's allocator did not take: contexts, libraries, other processes."""
+    """Bytes of the GPU in use outside of torch's allocator: contexts, libraries, other processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 

@@ -1,11 +1,11 @@
 """cos and sin from a table over positions, made once by the model's own module: exact, and the same for any batch.
 
-transformers computes them anew in each forward, in about eight small kernels, and takes two kinds of frequencies from
-the longest sequence of the batch: longrope (Phi-3) has short and long factors, dynamic NTK a base that grows. There a
-neighbour would change a request's result, and keys in the cache would not fit later queries. A table has every
-position as transformers computes it for a sequence of `max_model_len` tokens:
+transformers computes them anew in each forward, in about eight small kernels, and for two types takes the frequencies
+from the longest sequence of the batch: longrope (Phi-3) has short and long factors, dynamic NTK a base that grows.
+There another sequence of the batch would change a request's result, and cached keys would not fit later queries. A
+table has every position as transformers computes it for a sequence of `max_model_len` tokens:
 
-- longrope: the long factors when max_model_len is above original_max_position_embeddings, else the short ones. So in
+- longrope: the long factors when max_model_len is above original_max_position_embeddings, else the short ones, as in
   vLLM (`Phi3LongRoPEScaledRotaryEmbedding`).
 - dynamic: the base of a sequence of max_model_len tokens; up to max_position_embeddings that is plain RoPE. vLLM
   (`DynamicNTKScalingRotaryEmbedding`) always takes max_position_embeddings * factor, which is our default
@@ -27,7 +27,7 @@ BATCH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 _CHUNK = 8192
 _SPARE_ROWS = 64
-"""A step that runs ahead may compute a token past the last position: that is dropped, and must not be an error."""
+"""A step that runs ahead may compute a token past the last position. Its result is dropped, and it must not fail."""
 
 
 def batch_dependent_types(config: Any) -> list[str]:
@@ -92,7 +92,7 @@ def _table(rotary: nn.Module, kind: str | None, max_model_len: int, like: Tensor
     pieces = []
     for start in range(0, max_model_len + _SPARE_ROWS, _CHUNK):
         rows = torch.arange(start, min(start + _CHUNK, max_model_len + _SPARE_ROWS), device=like.device)
-        # The last position goes with every piece: it is what longrope and dynamic NTK look at.
+        # Every piece includes the last position, from which longrope and dynamic NTK choose their frequencies.
         positions = torch.cat([rows.clamp(max=last), rows.new_tensor([last])])
         cos, sin = rotary(like, positions[None], **extra)
         pieces.append(torch.cat([cos[0, :-1], sin[0, :-1]], dim=-1))

@@ -31,11 +31,11 @@ from engine.step import Choice, Chunk
 class TorchModelRunner:
     """The engine's ModelRunner: one forward per step, prefill chunks and decodes flattened into one row of tokens.
 
-    Nothing here waits for a GPU but `LaunchedStep.wait`. Owns `pool`, runs `model`. The model must have been loaded by
-    `loader.load_model`; its attention modules are bound to the pool. Pass `probed` when the probe was made before, to
-    size the pool. `wake` is called, on a thread of its own, when a GPU has done a step, or a group of layers of one
-    that ends a prompt to hand off; `layer_groups`: how many such groups. `extensions`: what the model takes for each
-    token beside its id. Raises UnsupportedModel.
+    While serving, only `LaunchedStep.wait` waits for a GPU. Owns `pool`, runs `model`. The model must have been loaded
+    by `load.loader.load_model`; its attention modules are bound to the pool. Pass `probed` if the probe was made
+    before, to size the pool. `wake` is called, on a thread of its own, when a GPU is done with a step, or with a group
+    of layers of a step that ends a prompt to hand off; `layer_groups`: the number of these groups. `extensions`: what
+    the model takes for each token besides its id. Raises UnsupportedModel.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class TorchModelRunner:
     @torch.inference_mode()
     def warm_up(self) -> int:
         """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
-        In the thread that will launch, because some of that is kept per thread; before `capture`. How many it were."""
+        Must run on the thread that will launch, because some of that is kept per thread, and before `capture`. Returns
+        the number of steps."""
         layer, text = self.pool.layers[0], self.model.config.get_text_config()
         longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
         warm_up(
@@ -86,8 +87,9 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def capture(self, decode_sizes: Seq[int], most_prompt_tokens: int, most_mixed_tokens: int) -> None:
-        """Make CUDA graphs of decode steps of so many sequences, of prompts of at most so many tokens, and of prompts
-        of at most so many beside decodes. Without, all steps are launched op by op."""
+        """Capture CUDA graphs of decodes of `decode_sizes` sequences, of prompts of at most `most_prompt_tokens`
+        tokens, and of prompts of at most `most_mixed_tokens` with decodes. Without it, all steps are launched op by
+        op."""
         budget = self._config.max_num_batched_tokens
         prompts, squares = (sizes(budget, most_prompt_tokens) for sizes in (prompt_sizes, single_prompt_sizes))
         self._graphs = StepGraphs(
@@ -116,7 +118,7 @@ class TorchModelRunner:
         return step
 
     def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:
-        """Only who hands over a prompt asks for layers."""
+        """Marks for a step that ends a prompt to hand off, if its layers are sent in groups; else None."""
         if self._watch is None or not self._group_ends:
             return None
         ends = any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks)
@@ -131,7 +133,7 @@ class TorchModelRunner:
         self._input_batch.forget(sequence)
 
     def _logits(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None = None) -> Tensor:
-        """Of the last `num_logits` tokens of each chunk, in their order: [num_rows, vocab_size]."""
+        """The logits of the last `num_logits` tokens of each chunk, in order: [num_rows, vocab_size]."""
         if self._graphs is not None:
             logits = self._graphs.run(chunks, rows, marks)
             if logits is not None:
@@ -152,8 +154,8 @@ class TorchModelRunner:
         return logits
 
     def _clear_fresh_blocks(self, chunks: Seq[Chunk]) -> None:
-        """Zero each block that a chunk begins to fill and does not fill: its empty slots may hold another's KV, and the
-        reference attention wants finite memory there. The kernels read no slot past a sequence's end."""
+        """Zero each block that a chunk starts to fill but does not complete: its empty slots may hold other KV, and the
+        reference attention requires finite values there. The kernels read no slot past a sequence's end."""
         size = self._config.block_size
         fresh = [
             chunk.sequence.block_table[chunk.end // size]
@@ -166,7 +168,8 @@ class TorchModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class TorchStep:
-    """Implements `engine.step.LaunchedStep`. `done`: what the stream passes when the choices are on the host."""
+    """Implements `engine.step.LaunchedStep`. `done`: the event after which the choices are on the host; None on a
+    CPU."""
 
     chunks: list[Chunk]
     ordered: list[Chunk]
@@ -177,7 +180,7 @@ class TorchStep:
 
     @property
     def events(self) -> list[torch.cuda.Event]:
-        """In the order in which the stream comes past them."""
+        """In the order in which the stream passes them."""
         marked = self.marks.events if self.marks is not None else []
         return marked if self.done is None else [*marked, self.done]
 
@@ -204,14 +207,14 @@ class TorchStep:
 
 
 def accepted(choices: list[Choice], draft_tokens: Seq[int]) -> list[Choice]:
-    """Those that hold: the first, and each behind a draft token that is what was chosen in its place. Draws are pinned
-    to positions, so they are what the same number of steps without a guess would choose."""
+    """The choices that are valid: the first, and each one after a draft token that equals the choice made in its place.
+    Draws depend on seed and position, so these are what as many steps without draft tokens would choose."""
     held = itertools.takewhile(lambda pair: pair[0].token == pair[1], zip(choices, draft_tokens, strict=False))
     return choices[: 1 + sum(1 for _ in held)]
 
 
 def _mark(sampled: Sampled) -> torch.cuda.Event | None:
-    """Have the choices copied to the host, and mark the point in the stream."""
+    """Start to copy the choices to the host, and record an event after the copies."""
     sampled.to_host()
     if not sampled.tokens.is_cuda:
         return None

@@ -1,4 +1,4 @@
-"""From logits to tokens: what requests ask for, applied on the device, then one choice per entry; the host never waits.
+"""From logits to tokens: applies the sampling parameters on the device, then makes each choice; the host never waits.
 
 Per choice, in vLLM's order: logprobs of the raw logits; logit_bias; EOS and stop ids forbidden while there are fewer
 than min_tokens outputs; repetition, frequency and presence penalties; then the most likely token when greedy, else a
@@ -26,19 +26,19 @@ GREEDY_BELOW = 1e-5
 
 _INTS = ("seed", "top_k")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""What each choice takes to the device of its sequence's parameters, in the order of one upload."""
+"""The parameters of its sequence that each choice uploads, in the order of the upload."""
 _DRAWS, _FILTERED, _BIASED, _PENALIZED = 1, 2, 4, 8
-_PADDING = 4  # columns per row of an upload: keeps every row on 16 bytes
+_PADDING = 4  # rows of an upload have a multiple of so many columns: aligns each to 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """The choices of one step: item i of each list, or integer array, is about choice i.
+    """The choices of one step: item i of each list, or integer array, belongs to choice i.
 
-    logits_rows: whose logits. rows: the sequence's row in the sampler. samples: for which of the request's answers.
-    positions: of the new token in its sequence, which is the number of tokens before it.
-    Choices may share both rows: several samples of one prompt. Or the sequence's row: at several positions, of which
-    each follows draft tokens; `last_tokens` has any of them then, as the host goes on with the one that holds.
+    logits_rows: the row of its logits. rows: the sequence's row in the sampler. samples: for which of the request's
+    answers. positions: of the new token in its sequence, which is the number of tokens before it.
+    Several samples of one prompt share both rows. Choices after draft tokens share the sequence's row, at different
+    positions; `last_tokens` may then have any of them, since the host supplies the sequence's next token.
     """
 
     logits_rows: Seq[int] | NDArray[np.integer]
@@ -50,9 +50,9 @@ class SampleBatch:
 class Sampler:
     """Chooses tokens for batches of sequences, each of which has a row here from `begin` on for as long as it runs.
 
-    What depends on tokens that the host may not have seen is on the device: `last_tokens`, [num_rows] int32, of which
-    each row is the last token chosen for it; and how often each token occurs, [num_rows, vocab_size] int32, kept for
-    rows with penalties only. All calls belong to one thread and one stream, and none waits for the device.
+    State that depends on tokens which the host may not know yet is on the device: `last_tokens`, [num_rows] int32, the
+    last token chosen for each row; and how often each token occurs, [num_rows, vocab_size] int32, valid only for rows
+    with penalties. All calls belong to one thread and one stream, and none waits for the device.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
@@ -69,7 +69,7 @@ class Sampler:
         self._ends = [_NO_ENTRIES] * num_rows
 
     def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
-        """Give the row to a sequence with these tokens, of which none is still to come from a launched step."""
+        """Give the row to a sequence with these tokens; no launched step may still be sampling one for it."""
         p = params
         draws = p.temperature >= GREEDY_BELOW
         filtered = draws and bool(p.top_k or p.top_p < 1.0 or p.min_p)
@@ -90,9 +90,10 @@ class Sampler:
             self._count_known(row, prompt_tokens, output_tokens)
 
     def prepare(self, batch: SampleBatch) -> SamplingTensors | None:
-        """All that `launch` needs of every choice, on the device by one copy; None for no choices.
+        """All that `launch` needs for every choice, on the device by one copy; None if there are no choices.
 
-        Before the step's forward: a GPU changes between copies and kernels in about 10 us, and this is one change less.
+        Called before the step's forward: a GPU takes about 10 us to switch between copies and kernels, and this saves
+        one switch.
         """
         if not len(batch.rows):
             return None
@@ -120,7 +121,7 @@ class Sampler:
         )
 
     def launch(self, logits: Tensor, tensors: SamplingTensors | None) -> Sampled:
-        """Begin to choose. logits: [num_rows, vocab_size], bf16 or fp32 (computed with as fp32), not changed."""
+        """Start to choose. logits: [num_rows, vocab_size], bf16 or fp32 (computed in fp32), not changed."""
         assert logits.shape[1] == self._counts.shape[1]
         if tensors is None:
             return Sampled(self.last_tokens[:0])
@@ -128,7 +129,7 @@ class Sampler:
         draw = tensors.draw if tensors.feature_flags & _DRAWS else None
         tokens = sample(own, own_rows, draw, filtered=bool(tensors.feature_flags & _FILTERED))
         self.last_tokens.index_copy_(0, tensors.rows, tokens)
-        if tensors.feature_flags & _PENALIZED:  # others are counted in vain: `begin` clears a row that gets penalties
+        if tensors.feature_flags & _PENALIZED:  # harmless for other rows: `begin` clears a row that gets penalties
             places = tensors.rows * self._counts.shape[1] + tokens
             self._counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens))
         return self._told(logits, tensors, tokens)
@@ -141,7 +142,8 @@ class Sampler:
         counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def _adjusted(self, logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
-        """Logits after bias, masks and penalties, and which row is whose; the same tensor when nobody has any."""
+        """Logits after bias, masks and penalties, and the row of each choice in them; the same tensor if no choice has
+        any."""
         if not (tensors.feature_flags & (_BIASED | _PENALIZED) or tensors.too_short.any()):
             return logits, tensors.logits_rows
         own = logits.index_select(0, tensors.logits_rows).float()
@@ -171,21 +173,21 @@ class Sampler:
 
 
 class Sampled:
-    """What a launch chooses. tokens: [num_choices], int32, on the device."""
+    """The choices of a launch. tokens: [num_choices], int32, on the device."""
 
     def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
-        """logprobs: for each of `asked`, a choice and how many it wants: the chosen token's [num_asked], and of the
-        most likely [num_asked, width] logprobs and ids."""
+        """asked: (choice, number of logprobs) pairs. logprobs, for these: of the chosen token [num_asked], and of the
+        most likely tokens [num_asked, width] logprobs and ids."""
         self.tokens = tokens
         self._told = (tokens, *logprobs)
         self._asked = asked
 
     def to_host(self) -> None:
-        """Begin the copies to the host, on the current stream."""
+        """Start the copies to the host, on the current stream."""
         self._told = tuple(download(tensor) for tensor in self._told)
 
     def choices(self) -> list[Choice]:
-        """One per choice of the batch. The copies of `to_host` must be done, which is the caller's to know."""
+        """One per choice of the batch. The caller must make sure that the copies of `to_host` are done."""
         tokens, *logprobs = (tensor.tolist() for tensor in self._told)
         choices = [Choice(token) for token in tokens]
         for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
@@ -196,7 +198,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Per choice, on the device, [num_choices] each; then what the host has to know of them."""
+    """Per choice, on the device, [num_choices] each; then what the host has to know about them."""
 
     logits_rows: Tensor
     rows: Tensor
@@ -204,7 +206,7 @@ class SamplingTensors:
     penalties: list[Tensor]  # repetition, frequency, presence
 
     host_rows: NDArray[np.int64]
-    feature_flags: int  # what any of them wants
+    feature_flags: int  # what any of them needs
     too_short: NDArray[np.bool_]  # has fewer than min_tokens outputs
 
 

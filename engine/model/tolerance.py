@@ -1,4 +1,4 @@
-"""How far two ways to compute the same may be apart."""
+"""How far the results of two ways to compute the same thing may differ."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Bounds of relative differences. product: of a module's results, the largest difference over the largest value of
-    a row. logits: of the logits of a whole model, as norms of vectors; the median token's, since rounding may send one
-    to another expert."""
+    """Bounds on relative differences. product: in a module's results, the largest difference in a row over the row's
+    largest value. logits: in a model's logits, the norm of a token's difference over the norm of its logits; of the
+    median token, since rounding may route a token to another expert."""
 
     product: float
     logits: float
@@ -23,19 +23,19 @@ _ROUNDING = {
     torch.float16: Tolerance(product=4e-3, logits=0.3),
     torch.bfloat16: Tolerance(product=2e-2, logits=0.3),
 }
-"""The 16-bit products are between 2 and 4 units in the last place; a wrong formula is far above all of them, but for
-what the pieces check in fp32. Logits: a random 8B model in bf16 is 0.06 away from itself computed by other kernels of
-torch; a forgotten addition or rotation gives about 1."""
+"""The 16-bit bounds of products are between 2 and 4 units in the last place. A wrong formula is far above all of them,
+except for what the pieces check in fp32. Logits: a random 8B model in bf16 differs by 0.06 from itself computed by
+other kernels of torch; a missing addition or rotation gives about 1."""
 
 
 def rounding(dtype: torch.dtype) -> Tolerance:
-    """What the order of operations of one formula may change in results of that dtype."""
+    """How far a different order of operations may change the results of a formula in that dtype."""
     return _ROUNDING.get(dtype, _ROUNDING[torch.float32])
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: Tolerance | None = None) -> bool:
-    """Whether two results, [..., width], of one shape and dtype differ by no more than `tolerance.product`, row by row;
-    without one, by no more than rounding."""
+    """Whether two results, [..., width], have the same shape and dtype and differ in each row by at most
+    `tolerance.product`; without a tolerance, by at most rounding."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     bound = (tolerance or rounding(expected.dtype)).product

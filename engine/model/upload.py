@@ -1,7 +1,6 @@
-"""Small arrays of numbers between the host and a device, without waiting for either.
+"""Copies small arrays of numbers between the host and a device, without waiting for either.
 
-On a GPU they go through pinned memory, read and written by a kernel. That memory is kept here until the kernel is done.
-Engine's thread only.
+On a GPU, a kernel reads or writes pinned memory, which is kept here until the kernel is done. Engine's thread only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from baton_kernels.host_copy import host_copy
 
 _IN_USE: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-"""Pinned memory, and what the stream passes once nothing on the device needs it any more."""
+"""Pinned memory, each with the event after which nothing on the device needs it any more."""
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -30,14 +29,14 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def upload_to(out: Tensor, array: NDArray[np.generic]) -> None:
-    """Write the array over `out`, which is as large and on a GPU."""
+    """Write the array over `out`, which has the same size and is on a GPU."""
     pinned = torch.from_numpy(array).pin_memory()
     host_copy(pinned, out)
     _keep(pinned)
 
 
 def download(tensor: Tensor) -> Tensor:
-    """Begin to copy to the host. What it returns may be read once the device's stream has come past this point."""
+    """Start a copy to the host. The result may be read once the device's stream has passed this point."""
     if not tensor.is_cuda:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,5 +1,5 @@
-"""Steps computed before the first request: those that take the most memory, and those that make a request wait for
-nothing that is compiled, planned or loaded at first use."""
+"""Steps computed before the first request: the ones that take the most memory, to measure it, and one of each kind, so
+that no request waits for what is compiled, planned or loaded at first use."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from engine.step import Chunk
 _SAMPLING = SamplingParams(
     temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, num_logprobs=5, max_tokens=1
 )
-"""Whatever makes a sampler keep copies of its logits."""
+"""Every parameter that makes a sampler keep a copy of its logits."""
 _KINDS = (_SAMPLING, SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
 _LENGTHS = (1, 6, 14, 30, 62, 126, 300, 700, 1400, 3000)
-"""With two decodes these reach every number of rows that the matmuls of few rows have a kernel for, but for one row."""
+"""With two decodes these cover every number of rows for which the matmuls of few rows have a kernel, except one row."""
 _CONTEXT = 10_000
 
 
 def profile_config(config: EngineConfig) -> EngineConfig:
     """The same limits with as few KV blocks as one long chunk of `largest_steps` fills."""
     length = min(config.max_num_batched_tokens, config.max_model_len - 1) + 1
-    num_blocks = num_blocks_for(length, config.block_size) + 1  # and the null block
+    num_blocks = num_blocks_for(length, config.block_size) + 1  # plus the null block
     return dataclasses.replace(config, num_blocks=num_blocks, max_model_len=length)
 
 
 def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
-    """Batches with the most tokens that a step can have: of few long prompts beside decodes, of as many prompts as can
-    run at once, and of decodes beside the later half of a prompt. All use the same KV blocks, those of
-    `profile_config`: what they compute is of no use to anybody."""
+    """Batches with the most tokens that a step can have: a few long prompts with decodes, as many prompts as can run at
+    once, and decodes with the later half of a prompt. All use the same KV blocks, those of `profile_config`; their
+    results are not used."""
     longest = min(config.max_num_batched_tokens, config.max_model_len - 1)
     num_drafts = min(config.num_speculative_tokens, longest - 1)
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -54,8 +54,8 @@ def largest_steps(config: EngineConfig) -> list[list[Chunk]]:
 
 
 def first_steps(config: EngineConfig) -> list[list[Chunk]]:
-    """Batches of all the kinds that kernels are compiled for: chunks of several lengths beside decodes, at the start of
-    a prompt and after much context, with all kinds of sampling. What they compute is of no use to anybody."""
+    """Batches of all kinds that kernels are compiled for: chunks of several lengths with decodes, at the start of a
+    prompt and after a long context, with all kinds of sampling. Their results are not used."""
     num_decodes = min(2, config.max_num_seqs - 1)
     steps: list[list[Chunk]] = []
     for start in sorted({0, min(_CONTEXT, config.max_model_len // 2)}):
@@ -73,7 +73,7 @@ def first_steps(config: EngineConfig) -> list[list[Chunk]]:
 def _prompts(
     num_seqs: int, length: int, block_size: int, sampling: SamplingParams = _SAMPLING, num_drafts: int = 0
 ) -> list[Sequence]:
-    """Of so many tokens, of which the last are drafts."""
+    """Sequences of `length` tokens, of which the last `num_drafts` are draft tokens."""
     tokens, drafts = (0,) * (length - num_drafts), (0,) * num_drafts
     blocks = list(range(1, num_blocks_for(length, block_size) + 1))
     return [

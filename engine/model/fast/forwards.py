@@ -16,7 +16,7 @@ BLOCK_SIZE = 16
 
 
 def run_model(target: Target, site: AttentionSite) -> None:
-    """One prompt, its attention calls answered by `site`."""
+    """Run one prompt; `site` handles its attention calls."""
     for module in target.layers:
         bind(module, site)
     try:

@@ -1,4 +1,4 @@
-"""Linear layers: siblings over the same input as one product, and the faster product itself."""
+"""Linear layers: one product for siblings over the same input, and the faster product itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.model.tolerance import close
 
 
 def fuse_linears(target: Target, tally: Tally) -> None:
-    """The products that no other piece makes: o_proj, down_proj, lm_head."""
+    """The products that no other piece computes: o_proj, down_proj, lm_head."""
     for name, module in target.model.named_modules():
         method = method_of(module)
         if method is not None and module not in target.absorbed:
@@ -26,7 +26,7 @@ def fuse_linears(target: Target, tally: Tally) -> None:
 
 
 def fuse_qkv(target: Target, tally: Tally) -> None:
-    """q_proj, k_proj and v_proj over one input: q_proj computes all three, the others hand out their part."""
+    """q_proj, k_proj and v_proj over one input: q_proj computes all three, the others return their part."""
     for name, module in target.model.named_modules():
         siblings = fusable(getattr(module, kind, None) for kind in ("q_proj", "k_proj", "v_proj"))
         if siblings and target.absorbed.isdisjoint(siblings):
@@ -34,7 +34,7 @@ def fuse_qkv(target: Target, tally: Tally) -> None:
 
 
 def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | None:
-    """Why not, or None."""
+    """Why it was not fused, or None."""
     methods = list(siblings.values())
     x = target.inputs(methods[0].in_features)
     expected = [module(x) for module in siblings]
@@ -69,7 +69,7 @@ def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | 
 
 @dataclass(slots=True)
 class _Stash:
-    """What q_proj left for k_proj and v_proj, and of which input."""
+    """What q_proj computed for k_proj and v_proj, and from which input."""
 
     x: Tensor | None = None
     key: Tensor | None = None

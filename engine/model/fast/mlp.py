@@ -1,4 +1,4 @@
-"""Gated MLPs: gate and up as one product, the activation and the gate's product in one kernel."""
+"""Gated MLPs: gate and up as one product, the activation and the multiplication in one kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fuse_gate_up(target: Target, tally: Tally) -> None:
 def _fuse(
     target: Target, module: nn.Module, function: Any, parts: dict[nn.Module, LinearMethod], down: nn.Module
 ) -> str | None:
-    """Why not, or None."""
+    """Why it was not fused, or None."""
     activation = _recognise(function)
     if activation is None:
         return "its activation is none of " + ", ".join(ACTIVATIONS)
@@ -57,7 +57,7 @@ def _forward(gated: Product, down: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _recognise(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """In fp32: the two GELUs are nearer to each other than bf16 can tell."""
+    """Compares in fp32, because bf16 cannot tell the two GELUs apart."""
     x = torch.linspace(-8, 8, 257)
     expected = function(x)
     ones = torch.ones_like(x)

@@ -1,4 +1,4 @@
-"""RMS norms, and their fusion with the residual's addition before them."""
+"""RMS norms, and their fusion with the residual addition before them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def norm_forward(module: nn.Module, norm: RmsNorm) -> Callable[..., Tensor]:
 
 
 def _eps(module: nn.Module) -> float | None:
-    """The epsilon of what looks like an RMS norm."""
+    """The epsilon, if the module looks like an RMS norm."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if names != ["weight"] or not isinstance(eps, float) or any(True for _ in module.children()):
@@ -54,6 +54,6 @@ def _recognise(target: Target, module: nn.Module, eps: float) -> RmsNorm | None:
     expected = module(x)
     norms = [RmsNorm(eps, offset, once) for offset, once in _VARIANTS if once or weight.dtype == x.dtype]
     results = {norm: norm_forward(module, norm)(x) for norm in norms}
-    # Where to round is within the bound either way: the nearest is the one.
+    # Variants that differ only in where they round may all be within the bound: take the nearest.
     nearest = min(norms, key=lambda norm: float((results[norm].float() - expected.float()).abs().max()))
     return nearest if close(results[nearest], expected) else None

@@ -1,4 +1,4 @@
-"""What the pieces work on, and how they change it so that it can be taken back."""
+"""What the pieces work on, and their changes to it, which can be undone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """What a module was found to compute: the arguments of `rms_norm` beside x and the weight."""
+    """What a module was found to compute: the arguments of `rms_norm` besides x and the weight."""
 
     eps: float
     weight_offset: float
@@ -22,7 +22,7 @@ class RmsNorm:
 
 @dataclass(slots=True)
 class Patches:
-    """Forwards set on single modules, which are otherwise left as they are."""
+    """Forwards set on single modules, which are otherwise unchanged."""
 
     undo: list[Callable[[], None]] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class Patches:
 class Target:
     """The model, its attention modules in the order of the layers, and what earlier pieces found.
 
-    norms: what each module that is an RMS norm computes. absorbed: linear layers whose product another module makes.
+    norms: what each module that is an RMS norm computes. absorbed: linear layers whose product another module computes.
     """
 
     model: PreTrainedModel

@@ -1,4 +1,4 @@
-"""All pieces in their order, and the check of the whole after them."""
+"""All pieces in order, and the check of the whole model after them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 Piece = Callable[[Target, Tally], None]
 
-# Later pieces build on earlier ones: `linear` takes what no group took, head norms and residuals need known norms.
+# Later pieces build on earlier ones: `linear` takes layers that no group has absorbed, head norms and residuals need
+# known norms.
 PIECES: dict[str, Piece] = {
     "qkv": fuse_qkv,
     "gate_up": fuse_gate_up,
@@ -44,8 +45,8 @@ _REPORT = "baton_fused"
 def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedReport:
     """Put fast modules into the model; once, after `attention.probe` and before `attention.attach`.
 
-    What a piece cannot do exactly is left as it was and named in the log. Should the logits of a few tokens differ
-    afterwards, all of it is taken back. Never raises because of what a model is like.
+    Modules for which a piece does not agree are left unchanged and logged. If the logits of a few tokens differ
+    afterwards, all pieces are undone. Never raises because of a model's structure.
     """
     if (done := model.__dict__.get(_REPORT)) is not None:
         report: FusedReport = done
@@ -59,7 +60,7 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     _check_whole(target, probed, expected, report)
     model.__dict__[_REPORT] = report
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # the weights' former places
+        torch.cuda.empty_cache()  # the weights' former memory
     log.info("fused: %s seconds=%.2f", report, time.monotonic() - began)
     return report
 

@@ -1,7 +1,7 @@
-"""Decoder layers whose additions are part of the norms after them.
+"""Decoder layers whose residual additions are fused into the norms after them.
 
-The residual stream lies beside the layers: a layer takes what the one before adds to it, and hands on what itself adds.
-The addition is made by the next norm's kernel, in place. Two forms are known:
+The residual is kept outside of the layers: a layer receives what the previous one adds to it, and returns what it adds
+itself. The next norm's kernel makes the addition, in place. Two forms are known:
 
 - pre-norm (Llama): h += attention(norm1(h)); h += mlp(norm2(h))
 - sandwich (Gemma 2): h += norm2(attention(norm1(h))); h += norm4(mlp(norm3(h)))
@@ -39,7 +39,8 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A layer's computations: norms in the order in which they run; mlp_at: index of the MLP's output, if a tuple."""
+    """A layer's computations, its norms in the order in which they run. mlp_in_tuple: the MLP's output is the first
+    item of a tuple."""
 
     norms: list[Callable[..., Tensor]]
     attention: Forward
@@ -98,7 +99,7 @@ def _parts(target: Target, layer: nn.Module, attention: nn.Module) -> _Parts | N
 
 
 def _agrees(target: Target, layer: nn.Module, attention: nn.Module, mlp: nn.Module, fakes: _Parts) -> bool:
-    """Whether the layer's own forward, around an attention and an MLP that cost nothing, is that of the form."""
+    """Whether the layer's own forward, with cheap fakes for attention and MLP, agrees with the form."""
     x = target.inputs(target.config.hidden_size)
     residual = x.flip(-1)
     mark = target.patches.mark()
@@ -134,7 +135,7 @@ def _layer_forward(stream: _Stream, parts: _Parts, first: bool) -> Forward:
 
     def forward(hidden_states: Tensor, **kwargs: Any) -> Tensor:
         if first:
-            # The embedding's output is this forward's own: the norms may add to it in place.
+            # Nothing else uses the embedding's output: the norms may add to it in place.
             stream.residual = residual = hidden_states
             x = norm1(hidden_states)
         else:

@@ -1,8 +1,8 @@
 """RoPE: cos and sin from a table; rotation, per-head norms and the KV write in one kernel.
 
-A modeling file's `apply_rotary_pos_emb` is a global name of its attention's forward. Each fused attention module gets
-that same forward over globals of its own, in which the name leaves cos and sin for our attention function and returns
-query and key as they came. So nothing changes for other models of the process, whatever runs at the same time.
+A modeling file's `apply_rotary_pos_emb` is a global that its attention's forward calls. Each fused attention module
+gets that same forward with its own globals, where the function stores cos and sin for our attention function and
+returns query and key unchanged. So nothing changes for other models of the process, whatever runs at the same time.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ def _pairs(x: Tensor) -> Tensor:
 
 
 _FORMS: list[tuple[Form | None, bool]] = [(None, False), (None, True), (_halves, False), (_pairs, True)]
-"""How cos and sin of transformers become ours, and `interleaved`: most, Cohere, gpt-oss, GLM."""
+"""How cos and sin of transformers become ours, and `interleaved`; of most models, Cohere, gpt-oss and GLM, in this
+order."""
 
 
 def fuse_tables(target: Target, tally: Tally) -> None:
-    """cos and sin looked up (see `engine.model.rope`). RoPE that depends on the batch has its tables by now."""
+    """Look up cos and sin in tables (see `engine.model.rope`). RoPE that depends on the batch already has its
+    tables."""
     like = torch.empty(0, dtype=target.model.dtype, device=target.model.device)
     for module in rope.rotary_modules(target.model):
         if not rope.is_table(module):
@@ -51,8 +53,7 @@ def fuse_tables(target: Target, tally: Tally) -> None:
 
 
 def fuse_rotation(target: Target, tally: Tally) -> None:
-    """Attention modules that hand over exactly what apply_rotary_pos_emb returns. What their layers do is seen in a
-    forward of a few tokens."""
+    """Attention modules that pass on exactly what apply_rotary_pos_emb returns, as a forward of a few tokens shows."""
     _fuse(target, tally, _plain_candidate)
 
 
@@ -108,7 +109,7 @@ def _rotation_of(module: nn.Module) -> FunctionType | None:
 
 @dataclass(slots=True)
 class _Candidate:
-    """One attention module on its way to be fused. norms: q_norm and k_norm, with what both compute.
+    """An attention module that may be fused. norms: q_norm and k_norm, with what both compute.
 
     events: what the watched forward did, in order: "q_norm", "k_norm", and the arguments of the rotation.
     """
@@ -123,7 +124,7 @@ class _Candidate:
     events: list[Any] = field(default_factory=list)
 
     def watch(self, target: Target) -> None:
-        """Leave out the rotation and the norms, and take notes."""
+        """Skip the rotation and the norms, and record their calls."""
 
         def stash(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
             self.events.append((q, k, cos, sin))
@@ -153,7 +154,7 @@ class _Candidate:
         target.patches.undo.append(lambda: FusedRotary.set(self.module, None))
 
     def head_norm(self) -> HeadNorm | None:
-        """Of `rope_kv_write`."""
+        """The argument of `rope_kv_write`."""
         if self.norm is None:
             return None
         q_weight, k_weight = (norm.weight for norm in self.norms)
@@ -167,7 +168,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> MethodType:
-    """The module's own forward, to which `apply_rotary_pos_emb` is `rotate`."""
+    """The module's own forward, in which `apply_rotary_pos_emb` is `rotate`."""
     forward = inspect.unwrap(type(module).forward)
     scope = {**forward.__globals__, _NAME: rotate}
     copy = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -176,7 +177,7 @@ def _with_rotation(module: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor
 
 
 class _RotationProbe:
-    """Compares, in each layer, the kernel with what the layer would have done; goes on with the latter."""
+    """Compares the kernel with each layer's own rotation, and continues with the latter."""
 
     def __init__(self, watched: dict[nn.Module, _Candidate]) -> None:
         self._watched = watched
@@ -190,7 +191,7 @@ class _RotationProbe:
         return out[0].transpose(0, 1)
 
     def _compare(self, candidate: _Candidate, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """The layer's own query and key; decides on the candidate."""
+        """Returns the layer's own query and key; sets the candidate's form and refusal."""
         names, arguments = candidate.events[:-1], candidate.events[-1] if candidate.events else None
         candidate.events = []
         expected_norms = ["q_norm", "k_norm"] if candidate.norms else []

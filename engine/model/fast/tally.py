@@ -13,7 +13,7 @@ class Tally:
     refused: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, name: str, refusal: str | None) -> None:
-        """Count a candidate; `refusal` says why it was left alone, None that it was not."""
+        """Count a candidate. refusal: why it was left unchanged; None: it was fused."""
         if refusal is None:
             self.fused += 1
         else:
@@ -26,8 +26,8 @@ class Tally:
 
 @dataclass(slots=True)
 class FusedReport:
-    """The pieces in the order in which they were applied. taken_back: why the model as a whole was not the same, when
-    it was not, and all pieces were undone."""
+    """The pieces in the order in which they were applied. taken_back: why all pieces were undone, if the check of the
+    whole model failed."""
 
     pieces: dict[str, Tally] = field(default_factory=dict)
     taken_back: str | None = None

@@ -1,4 +1,4 @@
-"""A checkpoint's folder as one value: its configurations, parsed once, and what follows from its files."""
+"""A checkpoint's folder: its configurations, parsed once, and what follows from its files."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _SAMPLE_BYTES = 4096
 class Checkpoint:
     """What a model is loaded from. Made by `find` or `open`; the files must not change while it is in use.
 
-    stated, stated_generation: the objects of config.json and of generation_config.json, empty where there is none of
-    the latter. config: transformers' own of config.json; whoever builds a model takes a copy, since that writes to it.
+    stated, stated_generation: config.json and generation_config.json, parsed; the latter is empty if there is no such
+    file. config: transformers' own object for config.json; to build a model, copy it, since that writes to it.
     """
 
     path: Path
@@ -38,13 +38,13 @@ class Checkpoint:
 
     @classmethod
     def find(cls, name: str, revision: str | None = None) -> Checkpoint:
-        """That of an embedded model, of a folder, or of a hub id (downloaded once; from the cache alone when
+        """The checkpoint of an embedded model, a folder, or a hub id (downloaded once; only from the cache when
         HF_HUB_OFFLINE is set). Raises ModelNotFound, UnsupportedModel."""
         return cls.open(_resolve(name, revision))
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """That of a folder. Code that comes with it is never run. Raises UnsupportedModel."""
+        """The checkpoint in a folder. Code that comes with it is never run. Raises UnsupportedModel."""
         try:
             stated, generation = read_config(path), _read_generation_config(path)
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -54,13 +54,13 @@ class Checkpoint:
 
     @property
     def text_config(self) -> Any:
-        """The part of `config` that is about the language model."""
+        """The language model's part of `config`."""
         return self.config.get_text_config()
 
     @property
     def max_model_len(self) -> int:
-        """The context length that the configuration states, in tokens; with dynamic NTK, as far as its factor carries.
-        Raises UnsupportedModel when it states none."""
+        """The context length that the configuration states, in tokens; with dynamic NTK, times its factor. Raises
+        UnsupportedModel when it states none."""
         length = getattr(self.text_config, "max_position_embeddings", None)
         if not length:
             raise UnsupportedModel(f"{self.path}: config.json states no max_position_embeddings")
@@ -72,7 +72,7 @@ class Checkpoint:
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
-        """What generation_config.json says; its EOS ids come from config.json when it is silent."""
+        """What generation_config.json states; EOS ids come from config.json if it states none."""
         stated = self.stated_generation
         eos = stated.get("eos_token_id")
         if eos is None:
@@ -90,11 +90,11 @@ class Checkpoint:
     @cached_property
     def weights(self) -> Mapping[str, StoredTensor]:
         """Where each tensor of its safetensors files lies, by name; empty without model.safetensors or an index. Raises
-        UnsupportedModel for a file that is cut off or is none."""
+        UnsupportedModel for a file that is truncated or not safetensors."""
         return read_stored(weight_files(self.path))
 
     def fingerprint(self, *, dummy: bool = False, max_model_len: int | None = None) -> str:
-        """sha256, hex, that tells two models apart, in milliseconds for any size.
+        """A SHA-256, in hex, that tells two models apart; takes milliseconds for any size.
 
         Over config.json (without the version of the library that wrote it) and, per weight file in order of name: its
         size, its safetensors header (names, shapes, offsets), and 64 spans of 4 KiB spread evenly over its data. Two
@@ -129,13 +129,13 @@ def _resolve(name: str, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError) as error:  # what the hub's errors derive from
+    except (OSError, ValueError) as error:  # base classes of the hub's errors
         reason = str(error).splitlines()[0]
         raise ModelNotFound(f"--model {name} is neither a folder nor to be had from the hub: {reason}") from error
 
 
 def _read_generation_config(path: Path) -> dict[str, Any]:
-    """The file's object; empty when there is no file."""
+    """The file, parsed; empty if there is none."""
     file = path / "generation_config.json"
     if not file.is_file():
         return {}

@@ -32,8 +32,8 @@ def load_model(
 
     dtype: "auto" (the checkpoint's own), "float32", "float16" or "bfloat16"; on a CPU always float32, in which exact
     ties between the two best logits do not occur. load_format: "safetensors" takes the files' tensors as they are,
-    straight to the device; "auto" does so, too, and leaves to transformers what it would have to convert; "dummy" makes
-    random weights and needs no files but config.json. Code that comes with a checkpoint is never run. Raises
+    straight to the device; "auto" does so, too, but leaves a checkpoint that needs conversion to transformers; "dummy"
+    makes random weights and needs no files but config.json. Code that comes with a checkpoint is never run. Raises
     UnsupportedModel.
     """
     device = torch.device(device)
@@ -104,7 +104,7 @@ def _load_through_transformers(
     auto_class: Any = AutoModelForCausalLM
     model, info = auto_class.from_pretrained(
         checkpoint.path,
-        config=checkpoint.config,  # which it copies
+        config=checkpoint.config,  # from_pretrained copies it
         dtype=dtype or "auto",
         attn_implementation=IMPLEMENTATION,
         trust_remote_code=False,

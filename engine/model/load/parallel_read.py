@@ -1,7 +1,8 @@
-"""Bytes of files into tensors, by several threads that each read and copy, without a second copy of a whole tensor.
+"""Reads bytes of files into tensors, with several threads that each read and copy, without a second copy of a whole
+tensor.
 
-To a GPU, each thread reads spans into pinned buffers of its own and sends them off while it reads the next. One
-thread reads 3 to 6 GB/s out of the page cache, a GPU takes 50 GB/s over PCIe 5, hence the number of threads.
+For a GPU, each thread reads spans into its own pinned buffers and copies them to the device while it reads the next.
+One thread reads 3 to 6 GB/s from the page cache, a GPU takes 50 GB/s over PCIe 5, hence the number of threads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _BUFFERS_PER_WORKER = 2
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Bytes of a file that hold values of `dtype`, for `target`: one dimension, as many values, any dtype or device."""
+    """Bytes of a file that hold values of `dtype`, for `target`: one dimension, the same number of values, any dtype or
+    device."""
 
     file: Path
     offset: int
@@ -47,15 +49,15 @@ def cut_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> It
 
 @torch.no_grad()
 def read_spans(spans: list[FileSpan], loaded: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Fill all targets, which lie on one device; `loaded` is told the bytes of each span, on any thread. Raises
-    UnsupportedModel for a file that ends too early, OSError."""
+    """Fill all targets, which are on one device; `loaded` is called with the number of bytes of each span, on any
+    thread. Raises OSError, and UnsupportedModel for a file that ends too early."""
     if not spans:
         return
     device = spans[0].target.device
     spans = sorted(spans, key=lambda span: (span.file, span.offset))
     files = {file: os.open(file, os.O_RDONLY) for file in {span.file for span in spans}}
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), len(spans))
-    shared = iter(spans)  # a list's iterator: next() is one step of the interpreter
+    shared = iter(spans)  # threads may share a list's iterator: next() is atomic under the GIL
     try:
         with ThreadPoolExecutor(num_threads, "weights") as threads:
             workers = [threads.submit(_read_spans, shared, files, device, loaded) for _ in range(num_threads)]
@@ -86,7 +88,7 @@ def _read_spans(
 
 
 class _HostReadWorker:
-    """Reads straight into the target, or by way of a buffer where the dtype differs."""
+    """Reads straight into the target, or through a buffer if the dtype differs."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -109,7 +111,7 @@ class _CudaReadWorker:
     """Reads into pinned buffers in turn, each free again once its copy to the device is done."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # each thread has its own current one
+        torch.cuda.set_device(device)  # the current device is per thread
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         size = (_BUFFERS_PER_WORKER, SPAN_BYTES)
@@ -120,12 +122,12 @@ class _CudaReadWorker:
     def take(self, descriptor: int, span: FileSpan) -> None:
         turn = self._next % _BUFFERS_PER_WORKER
         self._next += 1
-        self._copied[turn].synchronize()  # at once when it was never recorded
+        self._copied[turn].synchronize()  # returns at once if never recorded
         values = self._buffers[turn][: span.num_bytes]
         _read(descriptor, span, values)
         with torch.cuda.stream(self._stream):
             stored = values.view(span.dtype)
-            if span.dtype != span.target.dtype:  # cast there: a copy between devices would cast on the host
+            if span.dtype != span.target.dtype:  # cast on the device: copy_ between devices would cast on the host
                 stored = stored.to(self._device, non_blocking=True)
             span.target.copy_(stored, non_blocking=True)
             self._copied[turn].record(self._stream)
@@ -135,7 +137,7 @@ class _CudaReadWorker:
 
 
 def _read(descriptor: int, span: FileSpan, into: Tensor) -> None:
-    """Read without the interpreter's lock. into: [num_bytes], uint8, on the host."""
+    """Read with the GIL released. into: [num_bytes], uint8, on the host."""
     buffer = memoryview(into.numpy())  # type: ignore[arg-type] # numpy types it from Python 3.12 on
     done = 0
     while done < len(buffer):

@@ -1,4 +1,4 @@
-"""Log lines while weights load, so that whoever waits for minutes knows for what."""
+"""Log lines while weights load, which may take minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PERIOD_S = 5.0
 
 
 class Loaded:
-    """Counts bytes that are in their place, from any thread."""
+    """Counts loaded bytes, from any thread."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -34,7 +34,7 @@ class Loaded:
 
 @contextmanager
 def told(model: str, loaded: Loaded | None = None, period_s: float = PERIOD_S) -> Iterator[None]:
-    """A line every `period_s` for as long as the body takes. loaded: how far it is, where that can be known."""
+    """Log a line every `period_s` while the body runs. loaded: the progress, if it can be known."""
     began = time.monotonic()
 
     def line() -> None:

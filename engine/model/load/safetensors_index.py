@@ -26,12 +26,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Those that a torch.dtype of our own choosing stands for; files may have others (F8_E4M3, ...)."""
+"""The dtypes that can be read directly; files may have others (F8_E4M3, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor's bytes lie. `dtype`: as the file spells it. `offset`: from the file's beginning."""
+    """Where one tensor's bytes are. `dtype`: as the file spells it. `offset`: from the file's beginning."""
 
     name: str
     file: Path
@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that transformers would load of a checkpoint's folder: model.safetensors, or the shards of its index;
+    """The files that transformers would load from a checkpoint's folder: model.safetensors, or the shards of its index;
     none when there is neither."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.is_file():
@@ -54,7 +54,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_stored(files: list[Path]) -> dict[str, StoredTensor]:
-    """All tensors of the files by name. Raises UnsupportedModel for a file that is cut off or none."""
+    """All tensors of the files by name. Raises UnsupportedModel for a file that is truncated or not safetensors."""
     return {tensor.name: tensor for file in files for tensor in _read_header(file)}
 
 

@@ -1,6 +1,7 @@
-"""A checkpoint's weights straight into an empty model, when its names and shapes are the model's own.
+"""Reads a checkpoint's weights straight into an empty model, if their names and shapes are the model's own.
 
-What transformers would convert, rename, guess or leave out is left to transformers: `NotDirect` says why.
+A checkpoint that needs conversion, or whose tensors are not exactly the model's, is left to transformers: `NotDirect`
+says why.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class NotDirect(Exception):
 
 
 def stored_weights(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
-    """The checkpoint's tensors by name. Raises NotDirect, UnsupportedModel for broken files."""
+    """The checkpoint's tensors by name. Raises NotDirect, and UnsupportedModel for broken files."""
     if getattr(checkpoint.config, "transformers_weights", None) is not None:
         raise NotDirect("its config.json names a weight file of its own")
     stored = checkpoint.weights
@@ -46,7 +47,8 @@ def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
 
 
 def match(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> list[tuple[StoredTensor, Tensor]]:
-    """Which stored tensor fills which of the model's. Tied tensors are one, and are stored once, or twice the same.
+    """Which stored tensor fills which of the model's. Tied tensors are one, stored once, or more often with equal
+    bytes.
 
     Raises NotDirect unless the names and shapes are exactly the model's.
     """
@@ -70,7 +72,7 @@ def match(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> list[tu
 
 
 def fill(matched: list[tuple[StoredTensor, Tensor]], model: str) -> int:
-    """Read all tensors into their targets; how many bytes that were. model: its name in the log."""
+    """Read all tensors into their targets. Returns the number of bytes. model: its name in the log."""
     spans = [span for source, target in matched for span in _spans(source, target)]
     loaded = Loaded(sum(span.num_bytes for span in spans))
     with told(model, loaded):
@@ -94,7 +96,7 @@ def _kept_in_fp32(model: PreTrainedModel) -> list[str]:
 
 
 def _refuse_converted(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
-    """Some conversions keep a tensor's name and change its values, so names alone prove nothing."""
+    """Some conversions keep a tensor's name and change its values, so equal names are not enough."""
     transforms = get_model_conversion_mapping(model)
     for name in stored:
         if any(transform.rename_source_key(name)[1] is not None for transform in transforms):
