@@ -113,19 +113,19 @@ BY_LAYERS = (KvSlice(0, 1, 0, 2), KvSlice(1, 2, 0, 2))
 DIVISIONS = {"one": (), "heads": BY_HEADS, "layers": BY_LAYERS, "heads, each twice": BY_HEADS * 2}
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        ("heads", "one"),
-        ("one", "heads"),
-        ("heads", "heads"),
-        ("layers", "one"),
-        ("one", "layers"),
-        ("heads", "layers"),
-        ("heads, each twice", "one"),
-        ("one", "heads, each twice"),
-    ],
-)
+DIVIDED = [
+    ("heads", "one"),
+    ("one", "heads"),
+    ("heads", "heads"),
+    ("layers", "one"),
+    ("one", "layers"),
+    ("heads", "layers"),
+    ("heads, each twice", "one"),
+    ("one", "heads, each twice"),
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), DIVIDED)
 def test_nodes_whose_ranks_hold_other_parts_of_the_model_hand_over_to_one_another(prefill: str, decode: str) -> None:
     """`FakeModel` compares all that D's ranks hold of a request before it computes its next token."""
     ranks = {NodeRole.PREFILL: DIVISIONS[prefill], NodeRole.DECODE: DIVISIONS[decode]}
@@ -133,8 +133,15 @@ def test_nodes_whose_ranks_hold_other_parts_of_the_model_hand_over_to_one_anothe
     handed_over = [client for client in whole.clients.values() if client.end and client.end.timings.transfer_bytes]
     assert len(handed_over) > 3
     assert all(client.got == client.want for client in handed_over if client.end and client.end.error is None)
-    for seed in (2, 3):
-        race(seed, faults=0.08, num_blocks=26, ranks=ranks)
+    race(2, faults=0.08, num_blocks=26, ranks=ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3, 23))
+@pytest.mark.parametrize(("prefill", "decode"), DIVIDED)
+def test_many_more_between_divided_models(prefill: str, decode: str, seed: int) -> None:
+    ranks = {NodeRole.PREFILL: DIVISIONS[prefill], NodeRole.DECODE: DIVISIONS[decode]}
+    race(seed, faults=0.08, num_blocks=26, ranks=ranks)
 
 
 @pytest.mark.full
