@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
     PrefixStore,
     Store,
     TCPStore,
-)  # torch.distributed does not say that it exports them
+)  # torch.distributed does not declare these as exported
 
 from baton.errors import TransferError
 from kv_transfer.native import Native, Target
