@@ -1,9 +1,9 @@
-"""Moves KV blocks between nodes: layouts, blocks and bytes, never requests.
+"""Moves KV blocks between nodes. It knows layouts, blocks and bytes, but not requests.
 
 `KvSender` gathers blocks into staging slots, `KvReceiver` scatters slots into blocks, and a `Transport` moves slots
-between processes: `ucx`, `nixl`, `nccl`, `ipc` within a host, or `memory` within a process. `parts` says what travels;
-copies run beside a GPU's steps (`SlotCopies`). The network touches only slots, at both ends, so bytes that arrive late
-reach memory that nobody reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
+between processes: `ucx`, `nixl`, `nccl`, `ipc` within a host, or `memory` within a process. `parts` defines the message
+format; copies run concurrently with a GPU's steps (`SlotCopies`). The network touches only slots, at both ends, so late
+bytes land in memory that nothing reads. May import `baton`, `baton_kernels` and torch; never `engine` or a role.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRANSPORTS = ("ucx", "ipc", "nixl", "nccl", "memory")
 
 
 def staging_for(name: str, num_slots: int, slot_bytes: int, device: torch.device | str) -> Staging:
-    """Slots of memory such as the transport of that name needs."""
+    """Slots in the kind of memory that the transport of that name needs."""
     shared = name == "ipc" and torch.device(device).type == "cpu"
     return Staging(num_slots, slot_bytes, device, allocate=shared_empty if shared else None)
 
@@ -43,10 +43,10 @@ def create(
     """The transport of that name, over `staging` as `staging_for` makes it; `wake` is called, on any thread, when
     `poll` has something.
 
-    interface: what carries the bytes, as in UCX_NET_DEVICES; None: the network interface that has the address of
-    `host`, or all for one that stands for all. secret: what both ends of a connection must prove to know, where the
+    interface: the device that carries the bytes, as in UCX_NET_DEVICES; None: the network interface with the address of
+    `host`, or all for a wildcard address. secret: both ends of a connection must prove that they know it, if the
     transport has connections of its own. Raises TransferError when the machine lacks what the transport needs,
-    ValueError for a name that is none of TRANSPORTS.
+    ValueError for a name not in TRANSPORTS.
     """
     if name in ("ucx", "nixl") and not staging.is_exportable:
         log.warning("no CUDA IPC transport=%s reason=slots are in expandable segments (PYTORCH_CUDA_ALLOC_CONF)", name)

@@ -1,4 +1,4 @@
-"""What becomes of a transport's operations and peers, on its way from the thread that sees it to whoever is to know."""
+"""Delivers a transport's events from the threads that detect them to the subscriber and to `poll`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ class EventQueue:
     """One per transport, whose threads `put` events and then `deliver` them; any thread polls. `wake` is called, with
     no lock held, when `poll` has something.
 
-    The ends of operations go to whoever has subscribed, in their order, on the thread that delivers or polls; the rest,
-    and without a subscriber all, waits for `poll`, which tells the subscriber first of what happened before.
+    Operation events go to the subscriber, in order, on the thread that delivers or polls; other events, or all if there
+    is no subscriber, wait for `poll`. `poll` first passes earlier operation events to the subscriber.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
         self._listener: Listener | None = None
-        self._lock = threading.Lock()  # over what follows
+        self._lock = threading.Lock()  # guards the next four
         self._ended: list[OperationEvent] = []  # for the subscriber
         self._events: list[TransportEvent] = []  # for `poll`
-        self._is_new = False  # there are such since `wake` was called
+        self._is_new = False  # `poll` has something new since `wake` was last called
         self._failure: Exception | None = None
-        self._telling = threading.RLock()  # who tells the subscriber, one at a time, and who is told afterwards
+        self._telling = threading.RLock()  # serializes the subscriber's calls, and orders `poll` after them
 
     def subscribe(self, listener: Listener) -> None:
-        """Before the first event."""
+        """Call before the first event."""
         assert self._listener is None
         self._listener = listener
 
@@ -46,13 +46,12 @@ class EventQueue:
             self._is_new = True
 
     def forget(self, peer: str) -> None:
-        """Drop its PeerDisconnected: it is connected anew, and nobody has heard of the end of the earlier
-        connection."""
+        """Drop the peer's PeerDisconnected: it is being reconnected before `poll` reported the earlier loss."""
         with self._lock:
             self._events = [e for e in self._events if not (isinstance(e, PeerDisconnected) and e.peer == peer)]
 
     def deliver(self) -> None:
-        """Tell of what was put."""
+        """Pass operation events to the subscriber; call `wake` if `poll` has something new."""
         with self._telling:
             self._tell()
         with self._lock:
@@ -61,7 +60,7 @@ class EventQueue:
             self.wake()
 
     def poll(self) -> list[TransportEvent]:
-        """See Transport. Called in each turn of an engine, which mostly finds nothing."""
+        """See Transport. The engine calls this in each turn and mostly finds nothing."""
         if not (self._events or self._ended or self._failure):
             return []
         with self._telling:

@@ -1,4 +1,4 @@
-"""What a rank's sender and receiver have in common: a transport and slots of their own, and a pool seen as slices."""
+"""Common base of a rank's sender and receiver: a transport and slots of its own, and a pool viewed as slices."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kv_transfer.transport import Transport
 
 
 class KvMover:
-    """One rank's, over a transport that serves nobody else.
+    """The mover of one rank, over a transport that no other mover uses.
 
-    pool_bytes: [num_blocks, bytes of a block on that rank], uint8, on the staging's device. `verify`: the node wants
-    all its parts checked. spin_wait: see SlotCopies.
+    pool_bytes: [num_blocks, bytes of a block on that rank], uint8, on the staging's device. `verify`: the node requires
+    checksums on all its parts. spin_wait: see SlotCopies.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class KvMover:
         self.transport = transport
         self.num_slots = staging.num_slots
         self.part_blocks = part_blocks_for(staging.slot_bytes, self.block_bytes)
-        """The most blocks that a part may have, or as many bytes of more."""
+        """The most whole blocks in a part; a part of smaller pieces may have more blocks, within as many bytes."""
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._staging = staging
         self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, spin_wait)
         self._digest = layout.digest()
         self._rows: dict[KvSlice, Rows] = {}
-        self._lock = threading.RLock()  # over the slots' states, and whose they are
+        self._lock = threading.RLock()  # guards the slots' states and owners
 
     def slots(self) -> list[KvSlot]:
         """For the audit."""
@@ -57,15 +57,15 @@ class KvMover:
             return self._staging.audit()
 
     def warm_up(self) -> None:
-        """Do once what parts need compiled on a GPU. Before the first part."""
+        """Compile the GPU kernels that parts need. Call once, before the first part."""
         raise NotImplementedError
 
     def check_integrity(self) -> None:
-        """Assert that each slot is free or one part's, and in flight exactly when the transport has it."""
+        """Assert that each slot is free or owned by one part, and in flight exactly while the transport has it."""
         raise NotImplementedError
 
     def _free_slots(self) -> None:
-        """Give back slots that nothing uses any more."""
+        """Free the slots that nothing uses any more."""
 
     def _rows_of(self, what: KvSlice) -> Rows:
         if (rows := self._rows.get(what)) is None:
@@ -73,12 +73,12 @@ class KvMover:
         return rows
 
     def _usual_rows(self) -> set[Rows]:
-        """Of whole blocks, and of a layer of them: what parts need compiled on a GPU is the same for all sizes."""
+        """The rows of whole blocks, and of one layer: the GPU kernels of parts do not depend on the size."""
         one_layer = self.held._replace(layer_end=self.held.layer_start + 1)
         return {self._rows_of(self.held), self._rows_of(one_layer)}
 
     def _check_slots(self, held: Collection[int], in_flight: Collection[int]) -> None:
-        """Assert that each slot is free or one part's. Under the lock."""
+        """Assert that each slot is free or owned by one part. The caller holds the lock."""
         staging = self._staging
         staging.check_integrity()
         assert all(staging.state(slot) is SlotState.HELD for slot in held)

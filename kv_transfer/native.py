@@ -1,4 +1,4 @@
-"""What moves bytes by itself: an operation under way, and a peer's slot that this process may store into."""
+"""Operations that move bytes asynchronously, and peers' slots that this process may store into."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class Native(Protocol):
-    """An operation under way. Until `query` says True its memory is read or written."""
+    """An operation under way. Its memory may be read or written until `query` returns True."""
 
     @property
     def error(self) -> str:
-        """Why it failed, once it is over; empty: it did not."""
+        """Why it failed, once it is over; empty if it succeeded."""
 
     def query(self) -> bool:
         """Whether it is over. Never raises."""
 
 
 class Done:
-    """A `Native` that is over."""
+    """A `Native` that is already over."""
 
     error = ""
 
@@ -41,27 +41,28 @@ class OnDevice:
     def query(self) -> bool:
         try:
             return bool(self._event.query())
-        except Exception as error:  # noqa: BLE001 - CUDA's errors: nothing runs on that device any more
+        except Exception as error:  # noqa: BLE001 - a CUDA error: nothing runs on that device any more
             self.error = str(error)
             return True
 
 
 def no_signal(stream: Any) -> None:
-    """Where there are no completion flags."""
+    """A `Target.signal` that does nothing, for peers without completion flags."""
 
 
 def no_announce(header: bytes) -> None:
-    """Where `push` is soon enough."""
+    """A `Target.announce` that does nothing, where `push` is early enough."""
 
 
 class Target(NamedTuple):
-    """A peer's slot, where this process stores what would be sent there.
+    """A peer's slot that this process stores into instead of sending its own.
 
-    memory: [num_bytes or more], uint8, for kernels of this process's device. `signal` has the peer told that all is
-    there once what is queued on that torch.cuda.Stream is done, or now (None, on a CPU): sooner than this process could
-    notice it. It may be called, once, behind the last store and before that counts as over; it may come to nothing,
-    never raises. `announce` has the peer told by the calling thread that the stores have begun, with the message's
-    header: sooner than `push`, which wakes another. It may be called, once, before `push`; never raises.
+    memory: [num_bytes or more], uint8, for kernels on this process's device. `signal` notifies the peer that all bytes
+    are there, once the work queued on that torch.cuda.Stream is done, or now (None, on a CPU): earlier than this
+    process could notice. Call it at most once, after the last store and before the stores count as over; it may have no
+    effect, and never raises. `announce` notifies the peer, from the calling thread, that the stores have begun, with
+    the message's header: earlier than `push`, which wakes another thread. Call it at most once, before `push`; it never
+    raises.
     """
 
     memory: Tensor

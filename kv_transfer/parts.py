@@ -1,12 +1,12 @@
-"""What travels: a part is pieces of some blocks, in one message with a header and a tag of its own.
+"""The message format: a part is pieces of some blocks, in one message with a header and a tag of its own.
 
     0                            num_pieces * piece_bytes, rounded up to 8
     | piece | piece | ...        | checksum of each piece, if asked for |
 
-A part carries the same slice (layers and heads) of each of its blocks, from one rank to another: block by block, each
-one layer by layer, K then V, head by head. A piece is what of a block lies in one run at the sender. `PartPlanner` says
-which parts a request has: both sides derive them from numbers that both know. The header repeats what the tag and the
-plan say already, since transports match by tag alone and check nothing.
+A part carries the same slice (layers and heads) of each of its blocks, from one rank to another: block by block, then
+layer by layer, K then V, head by head. A piece is a range of a block that is contiguous at the sender. `PartPlanner`
+computes a request's parts; both sides derive them from numbers that both know. The header repeats the contents of tag
+and plan, since transports match by tag alone and check nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEASE_BITS = TAG_BITS - PART_BITS
 _MAGIC = b"BTNP"
 _VERSION = 4
 _FIELDS = struct.Struct("<4sHHQIIII4H16s4x")
-"""magic, version, flags, lease, part, blocks, pieces, bytes of a piece, layers and heads, layout digest."""
+"""magic, version, flags, lease, part, blocks, pieces, bytes per piece, layers and heads, layout digest."""
 _CRC = struct.Struct("<I")
 assert _FIELDS.size + _CRC.size == HEADER_BYTES <= MAX_HEADER_BYTES
 
@@ -38,11 +38,11 @@ _CHECKED = 2
 
 CHECKSUM_BYTES = 8
 MAX_PIECES = 4096
-"""In one part, so that a slot has room for their checksums."""
+"""Limit per part, so that a slot has room for the checksums."""
 
 
 def tag_of(lease: int, part: int) -> int:
-    """The tag of a part. Leases are serials of the receiving node, so no two senders ever share a tag there.
+    """The tag of a part. The receiving node numbers the leases, so no two senders ever share a tag there.
 
     Raises TransferError for a lease of 2**39 or more, or a part of 2**23 or more.
     """
@@ -68,8 +68,8 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a part carries: from rank `source` to rank `target` the slice `what`, which has `num_bytes` in a block, of
-    each block [first, first + num_blocks) of a request's table."""
+    """The contents of a part: from rank `source` to rank `target`, the slice `what` (`num_bytes` per block) of each of
+    the blocks [first, first + num_blocks) of a request's table."""
 
     first: int
     num_blocks: int
@@ -80,21 +80,21 @@ class Piece:
 
     @property
     def end_layer(self) -> int:
-        """It is of layers below this one."""
+        """All its layers are below this one."""
         return self.what.layer_end
 
 
 class _Round(NamedTuple):
-    """One slice and its bytes for each pair of ranks, of up to `most` blocks."""
+    """For each pair of ranks a slice and its bytes per block; a part has up to `most` blocks."""
 
     most: int
     slices: tuple[tuple[KvSlice, int], ...]
 
 
 class PartPlanner:
-    """Which parts requests have between two nodes of compatible layouts, whose slots hold `part_blocks` of their ranks'
-    blocks. Parts come in rounds, with one part for each pair of ranks, in the order of `pairs`: so a part's number
-    alone says whose it is."""
+    """Plans the parts of requests between two nodes of compatible layouts, whose slots hold `part_blocks` of their
+    ranks' blocks. Parts come in rounds of one part per pair of ranks, in the order of `pairs`, so a part's number alone
+    identifies its pair."""
 
     def __init__(self, sender: KvLayout, receiver: KvLayout, part_blocks: int) -> None:
         self.pairs = pair_ranks(sender, receiver)
@@ -106,9 +106,8 @@ class PartPlanner:
         return self.pairs[part % len(self.pairs)]
 
     def plan(self, first: int, end: int, grouped_from: int = 0, num_groups: int = 1) -> tuple[Piece, ...]:
-        """The parts of blocks [first, end) of a request's table, in the order in which they are sent: all layers, as
-        many blocks at a time as fit; those from `grouped_from` on by groups of layers, all blocks of the first group
-        before any of the next."""
+        """The parts of blocks [first, end) of a request's table, in sending order: all layers, as many blocks at a time
+        as fit; from `grouped_from` on by layer groups, all blocks of one group before any of the next."""
         if num_groups == 1:
             grouped_from = end
         cut = min(max(first, grouped_from), end)
@@ -143,8 +142,8 @@ class PartPlanner:
 
 
 class PartHeader(NamedTuple):
-    """`what`, of `num_blocks` blocks, is `num_pieces` pieces of `piece_bytes`. `checked`: with checksums. `drain`: the
-    part carries nothing; the sender has no use for the credit."""
+    """The slice `what` of `num_blocks` blocks, as `num_pieces` pieces of `piece_bytes`. `checked`: with checksums.
+    `drain`: the part is empty, since the sender does not need the credit."""
 
     lease: int
     part: int
@@ -162,18 +161,18 @@ class PartHeader(NamedTuple):
 
     @property
     def checksums_at(self) -> int:
-        """Where the checksums begin: aligned to their size."""
+        """The offset of the checksums, aligned to their size."""
         return -(-self.payload_bytes // CHECKSUM_BYTES) * CHECKSUM_BYTES
 
     @property
     def message_bytes(self) -> int:
-        """What the transport moves beside this header; of a drained part one byte, since none is no message."""
+        """Bytes that the transport moves besides this header; one for a drained part, as messages cannot be empty."""
         if self.drain:
             return 1
         return self.checksums_at + self.num_pieces * CHECKSUM_BYTES if self.checked else self.payload_bytes
 
     def pack(self) -> bytes:
-        """64 bytes, the last four a checksum."""
+        """64 bytes, of which the last four are a checksum."""
         fields = _FIELDS.pack(
             _MAGIC,
             _VERSION,
@@ -207,7 +206,7 @@ class PartHeader(NamedTuple):
     def require(
         self, lease: int, part: int, num_blocks: int, what: KvSlice, payload_bytes: int, layout_digest: bytes
     ) -> None:
-        """Raise TransferError unless this heads exactly that part, and LayoutMismatch for blocks of another layout."""
+        """Raise TransferError unless this is the header of exactly that part; LayoutMismatch for another layout."""
         if self.layout_digest != layout_digest:
             raise LayoutMismatch(f"part {part} of lease {lease} has blocks of another layout", "layout_digest")
         wanted = (lease, part, num_blocks, what, payload_bytes, False)

@@ -1,7 +1,7 @@
-"""A node's movers as one: a sender, or a receiver, for each of its ranks. A node of one rank has one.
+"""Groups a node's movers: one sender, or one receiver, per rank.
 
-Every rank keeps the same blocks under the same numbers, each its own slice of them (`KvLayout.ranks`). A part goes from
-one rank of a node to one rank of another; all parts of a request are one plan (`PartPlanner`), under one lease.
+All ranks hold the same blocks under the same numbers, each its own slice of them (`KvLayout.ranks`). A part goes from
+one rank of a node to one rank of another; all parts of a request form one plan (`PartPlanner`) under one lease.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ Mover = TypeVar("Mover", bound=KvMover)
 
 
 def rank_name(peer: str, rank: int) -> str:
-    """What transports, and the events of movers, call that rank of another node."""
+    """The name of another node's rank in transports and in movers' events."""
     return f"{peer}/{rank}"
 
 
 def peer_of(name: str) -> str:
-    """The node whose rank is called that."""
+    """The node of the rank with that name."""
     return name.rpartition("/")[0]
 
 
 class _Ranks(Generic[Mover]):
-    """ranks: in their order. Engine's thread only, but for `connect`, `disconnect` and `close`, which any may call."""
+    """ranks: in rank order. Engine's thread only, except `connect`, `disconnect` and `close`, which any thread may
+    call."""
 
     def __init__(self, ranks: Sequence[Mover]) -> None:
         self.ranks = tuple(ranks)
@@ -45,12 +46,12 @@ class _Ranks(Generic[Mover]):
         self.verify = ranks[0].verify
         self.num_slots = sum(mover.num_slots for mover in ranks)
         self.part_blocks = min(mover.part_blocks for mover in ranks)
-        """The most blocks that a part of any rank may have, or as many bytes of more."""
+        """The smallest `KvMover.part_blocks` of any rank."""
         self._connected: dict[str, Sequence[Route]] = {}
 
     def connect(self, peer: str, routes: Sequence[Route], timeout_s: float) -> None:
-        """Connect ranks of this node with ranks of another. Raises TransferError, with some connected, perhaps: then
-        `disconnect`."""
+        """Connect ranks of this node with ranks of another. Raises TransferError; some ranks may then be connected, so
+        call `disconnect`."""
         self._connected[peer] = routes
         deadline = time.monotonic() + timeout_s
         for route in routes:
@@ -58,7 +59,7 @@ class _Ranks(Generic[Mover]):
             self.ranks[route.rank].transport.connect(rank_name(peer, route.peer_rank), route.address, left_s)
 
     def disconnect(self, peer: str) -> None:
-        """Harmless for one that is not connected."""
+        """Harmless for a peer that is not connected."""
         for route in self._connected.pop(peer, ()):
             self.ranks[route.rank].transport.disconnect(rank_name(peer, route.peer_rank))
 
@@ -68,12 +69,12 @@ class _Ranks(Generic[Mover]):
             mover.transport.close()
 
     def slots(self) -> list[KvSlot]:
-        """For the audit: of all ranks, numbered on."""
+        """For the audit: the slots of all ranks, numbered consecutively."""
         entries = chain.from_iterable(mover.slots() for mover in self.ranks)
         return [dataclasses.replace(entry, slot=slot, peer=peer_of(entry.peer)) for slot, entry in enumerate(entries)]
 
     def warm_up(self) -> None:
-        """Do once what parts need compiled on a GPU. Before the first part."""
+        """Compile the GPU kernels that parts need. Call once, before the first part."""
         for mover in self.ranks:
             mover.warm_up()
 
@@ -86,7 +87,7 @@ class SenderRanks(_Ranks[KvSender]):
     """The senders of a prefill node."""
 
     def planner(self, receiver: KvLayout, part_blocks: int) -> PartPlanner:
-        """Of what goes to a node of that layout."""
+        """The planner for parts to a node of that layout."""
         return PartPlanner(self.layout, receiver, part_blocks)
 
     @property
@@ -103,17 +104,17 @@ class SenderRanks(_Ranks[KvSender]):
             yield
 
     def send(self, peer: str, lease: int, part: int, piece: Piece, blocks: Sequence[int], checked: bool) -> bool:
-        """Send a piece of these blocks, as that part. See KvSender."""
+        """Send a piece of these blocks as that part. See KvSender."""
         name = rank_name(peer, piece.target)
         return self.ranks[piece.source].send(name, lease, part, blocks, piece.what, checked)
 
     def drain(self, peer: str, lease: int, part: int, planner: PartPlanner) -> bool:
-        """See KvSender. planner: that of the peer."""
+        """See KvSender. planner: the one for that peer."""
         pair = planner.pair_of(part)
         return self.ranks[pair.source].drain(rank_name(peer, pair.target), lease, part)
 
     def poll(self) -> Iterable[SenderEvent]:
-        """What became of parts since the last call, on all ranks; peers by `rank_name`."""
+        """Events of all ranks since the last call; peers are named by `rank_name`."""
         return chain.from_iterable([mover.poll() for mover in self.ranks])
 
 
@@ -121,7 +122,7 @@ class ReceiverRanks(_Ranks[KvReceiver]):
     """The receivers of a decode node."""
 
     def planner(self, sender: KvLayout, part_blocks: int) -> PartPlanner:
-        """Of what comes from a node of that layout."""
+        """The planner for parts from a node of that layout."""
         return PartPlanner(sender, self.layout, part_blocks)
 
     @property
@@ -147,7 +148,7 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         not_before: Sequence[Mark],
         is_last: bool,
     ) -> bool:
-        """Expect a piece of these blocks as that part. is_last: of the lease's parts for that rank. See KvReceiver."""
+        """Expect a piece of these blocks as that part. is_last: the lease's last part for that rank. See KvReceiver."""
         name = rank_name(peer, piece.source)
         mover = self.ranks[piece.target]
         return mover.expect(name, lease, part, blocks, piece.what, not_before[piece.target], is_last)
@@ -158,5 +159,5 @@ class ReceiverRanks(_Ranks[KvReceiver]):
             mover.withdraw(lease)
 
     def poll(self) -> Iterable[ReceiverEvent]:
-        """What happened since the last call, on all ranks; peers by `rank_name`."""
+        """Events of all ranks since the last call; peers are named by `rank_name`."""
         return chain.from_iterable([mover.poll() for mover in self.ranks])

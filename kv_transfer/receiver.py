@@ -1,4 +1,4 @@
-"""The decode side of the mover: parts from prefill nodes, through slots, into the pool."""
+"""The decode side of the mover: moves parts from prefill nodes through slots into the pool."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = ["KvReceiver", "PartFailed", "PartLanded", "PartRefused", "PartUnused"
 
 @dataclass(frozen=True, slots=True)
 class PartLanded:
-    """The part is in its blocks, or on its way there and waited for by what is queued on the engine's stream from now
-    on. `landing_s`: what that took the host."""
+    """The part is in its blocks, or its scatter is launched and work queued on the engine's stream from now on waits
+    for it. `landing_s`: the host time this took."""
 
     peer: str
     lease: int
@@ -41,7 +41,7 @@ class PartLanded:
 
 @dataclass(frozen=True, slots=True)
 class PartUnused:
-    """The sender had no use for the credit, or the part came after its lease was withdrawn. No block was touched."""
+    """The sender did not need the credit, or the part came after its lease was withdrawn. No block was touched."""
 
     peer: str
     lease: int
@@ -50,7 +50,7 @@ class PartUnused:
 
 @dataclass(frozen=True, slots=True)
 class PartRefused:
-    """What came is not what was planned, or is damaged. No block was touched."""
+    """The message does not match the plan, or is damaged. No block was touched."""
 
     peer: str
     lease: int
@@ -62,8 +62,8 @@ ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerDisconn
 
 
 class _Plan(NamedTuple):
-    """Where a part goes: over `what` of its blocks, `num_bytes` in all. land: launches that. header: what comes with it
-    from a sender whose pool has it in one run a block, if it has no checksums."""
+    """An expected part: it goes to `what` of its blocks, `num_bytes` in all. land: launches the scatter. header: the
+    header of that part without checksums, from a sender whose pool holds `what` in one piece per block."""
 
     peer: str
     lease: int
@@ -81,16 +81,16 @@ class _Plan(NamedTuple):
 
 
 class KvReceiver(KvMover):
-    """Receives one rank's parts. Engine's thread only. A peer is a rank of another node, by the name that the transport
-    has it connected by.
+    """Receives one rank's parts. Engine's thread only. A peer is a rank of another node, under the name by which the
+    transport has it connected.
 
-    A part lands as soon as it arrives, on the transport's thread, since this subscribes to it; the engine hears of it
-    afterwards, and is woken for it only if it could go on: between two threads of one interpreter a wake-up takes some
-    0.1 ms, as long as a part. What both use is under one lock: a part has either landed before its lease is withdrawn,
-    or never does.
+    A part lands as soon as it arrives, on the transport's thread, to which this subscribes. The engine gets the event
+    afterwards and is woken only if it can make progress: waking another thread of the same interpreter takes some
+    0.1 ms, as long as a part. One lock guards what both threads use: a part has either landed before its lease is
+    withdrawn, or never lands.
 
-    What the network writes, whenever it does, ends in a slot. `verify`: parts must come with checksums. Checksums that
-    come, asked for or not, are compared before a block is touched; `num_damaged_pieces` counts those that differed.
+    The network writes only into slots. `verify`: parts must have checksums. Checksums are compared before a block is
+    touched, whether required or not; `num_damaged_pieces` counts the pieces whose checksum differed.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class KvReceiver(KvMover):
     ) -> None:
         super().__init__(transport, staging, pool_bytes, layout, rank, verify, spin_wait=False)
         self.num_damaged_pieces = 0
-        # The lock is over all that follows too, and the copies.
-        self._plans: dict[int, _Plan] = {}  # by slot: those of parts that have not come
-        self._landing: list[int] = []  # slots that copies read, or read when somebody last looked; in their order
+        # The lock also guards everything below, and the copies.
+        self._plans: dict[int, _Plan] = {}  # by slot: parts that have not arrived
+        self._landing: list[int] = []  # slots that a copy reads, or did at the last check; in the order of the copies
         self._unawaited: int | None = None  # the slot of the last copy, if the engine's stream does not wait for it yet
-        self._partial: set[int] = set()  # leases whose last part is not expected yet, for want of a slot or a turn
-        self._is_called = False  # the engine has been woken, and has not polled since
+        self._partial: set[int] = set()  # leases with parts not yet expected, for lack of a slot or of a turn
+        self._is_called = False  # the engine was woken and has not polled since
         self._events: list[ReceiverEvent] = []
         self._failure: Exception | None = None
         self._wake_engine = transport.wake
@@ -124,7 +124,7 @@ class KvReceiver(KvMover):
             return self._staging.num_free
 
     def mark(self) -> Mark:
-        """All work queued on the device so far: of blocks that are taken now, what earlier owners queued."""
+        """All work queued on the device so far, which includes that of the earlier owners of newly allocated blocks."""
         return self._copies.mark()
 
     def expect(
@@ -139,16 +139,16 @@ class KvReceiver(KvMover):
     ) -> bool:
         """Post a receive for a part, before the peer may send it. False: no slot is free.
 
-        is_last: with it all parts of the lease are expected. From then on nobody is woken for those that land, until
-        none is missing; before, for each, and for each slot that becomes free.
+        is_last: now all parts of the lease are expected. From then on the engine is woken when the last missing part
+        lands; until then, for each part that lands and each slot that becomes free.
 
-        It will go over the pool's `blocks`, in order: over `what` of each, or all that this rank holds. The copy waits
-        for `not_before` and for no other work on the device. The blocks are the receiver's to write until the part's
-        event or `withdraw`.
+        The part is copied into the pool's `blocks`, in order: into `what` of each, or all that this rank holds. The
+        copy waits for `not_before` and for no other work on the device. Only the receiver may write the blocks until
+        the part's event or `withdraw`.
 
-        Each True is answered by one PartLanded, PartUnused, PartRefused or PartFailed. Refused is a part whose header
-        does not say exactly this lease, part, blocks, slice and layout, or with a checksum that is missing or wrong.
-        Raises TransferError for a lease or part that no tag can name.
+        Each True leads to exactly one PartLanded, PartUnused, PartRefused or PartFailed. A part is refused if its
+        header does not name exactly this lease, part, blocks, slice and layout, or a checksum is missing or wrong.
+        Raises TransferError for a lease or part that does not fit in a tag.
         """
         tag = tag_of(lease, part)
         what = what or self.held
@@ -173,8 +173,8 @@ class KvReceiver(KvMover):
         return True
 
     def withdraw(self, lease: int) -> None:
-        """Land nothing of the lease any more: its blocks are the caller's, for what is queued on the current stream
-        from now on. Parts that come all the same are told as PartUnused; what has landed by now is told as that."""
+        """Stop landing parts of the lease: its blocks belong to the caller again, for work queued on the current stream
+        from now on. Parts that arrive later are reported as PartUnused; those that have landed as PartLanded."""
         with self._lock:
             for slot, plan in self._plans.items():
                 if plan.lease == lease:
@@ -183,8 +183,8 @@ class KvReceiver(KvMover):
             self._await_copies()
 
     def poll(self) -> list[ReceiverEvent]:
-        """What happened since the last call. On a GPU the current stream waits for the copies of what has landed."""
-        self._is_called = True  # it is here
+        """Events since the last call. On a GPU the current stream waits for the copies of parts that have landed."""
+        self._is_called = True  # the engine is polling already
         events = self.transport.poll()
         with self._lock:
             if self._failure is not None:
@@ -195,7 +195,7 @@ class KvReceiver(KvMover):
         return told
 
     def warm_up(self) -> None:
-        """Do once what parts need compiled on a GPU, with block 0, which is nobody's. Before the first part."""
+        """Compile the GPU kernels that parts need, using the null block. Call once, before the first part."""
         if self._staging.device.type == "cuda":
             for rows in self._usual_rows():
                 self._copies.scatter(0, [0], rows, None)()
@@ -210,11 +210,11 @@ class KvReceiver(KvMover):
     # ---- any thread ----
 
     def _operations_ended(self, events: list[OperationEvent]) -> None:
-        """What the transport tells, on a thread of its own or within `poll`."""
+        """The transport's listener, called on a thread of its own or within `poll`."""
         try:
             with self._lock, self._copies.on_device():
                 self._take_in(events)
-        except Exception as error:  # noqa: BLE001 - the engine's to fail with, not the transport's
+        except Exception as error:  # noqa: BLE001 - `poll` raises it on the engine's thread
             self._failure = error
             self._wake_engine()
 
@@ -257,20 +257,20 @@ class KvReceiver(KvMover):
         self._landing.append(slot)
         self._unawaited = slot
         if plan.lease in self._partial or all(other.lease != plan.lease for other in self._plans.values()):
-            self._call_engine()  # it can expect more of the lease, or misses none; it comes when the copy is launched
+            self._call_engine()  # it can expect more parts, or has them all; it polls once the copy is launched
         plan.land()
         if self._partial:
-            self._copies.when_done(slot, self._wake_engine)  # somebody may wait for a slot
+            self._copies.when_done(slot, self._wake_engine)  # the engine may wait for a slot
         return PartLanded(*plan.name, plan.num_bytes, time.monotonic() - began)
 
     def _await_copies(self) -> None:
-        """On the engine's thread. Copies are made one after the other: whoever waits for the last waits for all."""
+        """Engine's thread only. Copies run in order, so waiting for the last one waits for all."""
         if self._unawaited is not None and not self._copies.is_done(self._unawaited):
             self._copies.make_stream_wait(self._unawaited)
         self._unawaited = None
 
     def _is_wanted(self, slot: int, plan: _Plan, data: bytes) -> bool:
-        """Whether it is to land. Raises TransferError for what is not the part, or is damaged."""
+        """Whether the part is to land. Raises TransferError if it is not the planned one, or is damaged."""
         header = PartHeader.parse(data)
         if header.drain or plan.withdrawn:
             return False
@@ -279,7 +279,7 @@ class KvReceiver(KvMover):
         return True
 
     def _check(self, slot: Tensor, header: PartHeader) -> None:
-        """Compare checksums. Waits for a GPU, some tens of microseconds: who asks for them pays for them."""
+        """Compare checksums. Waits some tens of microseconds for a GPU."""
         if not header.checked:
             if self.verify:
                 raise TransferError(f"part {header.part} of lease {header.lease} has no checksums")
@@ -297,8 +297,8 @@ class KvReceiver(KvMover):
             raise TransferError(text)
 
     def _free_slots(self) -> None:
-        """Slots that no copy reads any more are free. Whoever wants one looks; only who found none is woken. Copies are
-        done in their order."""
+        """Free the slots that no copy reads any more; copies finish in order. Called when a slot is wanted: the end of
+        a copy wakes the engine only while a lease has parts that are not expected yet."""
         num_done = len(self._landing)
         while num_done and not self._copies.is_done(self._landing[num_done - 1]):
             num_done -= 1

@@ -1,4 +1,4 @@
-"""The prefill side of the mover: blocks out of the pool, through slots, to decode nodes."""
+"""The prefill side of the mover: moves blocks from the pool through slots to decode nodes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["KvSender", "PartFailed", "PartSent", "PeerDisconnected", "SenderEven
 
 @dataclass(frozen=True, slots=True)
 class PartSent:
-    """The part left its slot, `flight_s` after it was in it, or began to be stored at the peer; whether it was
-    delivered only the decode node knows."""
+    """The part has left its slot, `flight_s` after the push, which follows the gather into the slot, or the launch of
+    the stores at the peer. Only the decode node knows whether it was delivered."""
 
     peer: str
     lease: int
@@ -56,13 +56,13 @@ class _Outgoing(NamedTuple):
 
 
 class KvSender(KvMover):
-    """Sends one rank's parts. Engine's thread only. A peer is a rank of another node, by the name that the transport
-    has it connected by.
+    """Sends one rank's parts. Engine's thread only. A peer is a rank of another node, under the name by which the
+    transport has it connected.
 
-    The pool is only read. A part is copied out of it by `send` itself, so its blocks are free afterwards for whatever
-    is queued on the current stream next. They must hold what they should already: on a GPU the copy does not wait for
-    work that is queued. The part goes to the transport by itself once the copy is done; at once if it goes where
-    `Transport.acquire_remote_slot` says.
+    The pool is only read. `send` itself starts the copy out of it, so work queued on the current stream afterwards may
+    reuse the blocks. Their contents must be complete before: on a GPU the copy does not wait for queued work. The part
+    is handed to the transport when the copy is done; at once if it is stored into a slot from
+    `Transport.acquire_remote_slot`.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class KvSender(KvMover):
     ) -> None:
         super().__init__(transport, staging, pool_bytes, layout, rank, verify, spin_wait=True)
         self.num_placed_parts = 0
-        """Gathered straight into the peer's slots."""
+        """Parts gathered directly into the peer's slots."""
         self._gathering: dict[int, _Outgoing] = {}  # by slot
-        self._placed: list[tuple[_Outgoing, Target, Native]] = []  # gathered into the peer's slots, and not pushed yet
+        self._placed: list[tuple[_Outgoing, Target, Native]] = []  # gathered into the peer's slots, not pushed yet
         self._is_batched = False
         self._flying: dict[int, _Outgoing] = {}  # by slot
 
@@ -96,11 +96,11 @@ class KvSender(KvMover):
         what: KvSlice | None = None,
         checked: bool = False,
     ) -> bool:
-        """Copy `what` of the blocks, or all that this rank holds, into a slot and have it sent. checked: with
-        checksums. False: no slot is free, nothing was done.
+        """Copy `what` of the blocks, or all that this rank holds, into a slot and send it. checked: with checksums.
+        False: no slot is free, and nothing was done.
 
-        Each True is answered by one PartSent or PartFailed. Raises TransferError for more blocks or bytes than a slot
-        holds, or a lease or part that no tag can name.
+        Each True leads to exactly one PartSent or PartFailed. Raises TransferError for more blocks or bytes than a slot
+        holds, or a lease or part that does not fit in a tag.
         """
         what = what or self.held
         rows = self._rows_of(what)
@@ -125,9 +125,9 @@ class KvSender(KvMover):
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
-        """Where a device copies, have it begin with all that is sent within before anybody hears of any: to say so
-        takes as long as a launch, and the transport's thread, once woken, would want the interpreter too, and the link
-        be idle between the parts."""
+        """On a GPU, launch the copies of all parts sent within before announcing any of them. Announcing takes as long
+        as a launch, and the woken transport thread would compete for the interpreter, so the link would idle between
+        parts."""
         self._is_batched = True
         try:
             yield
@@ -136,14 +136,14 @@ class KvSender(KvMover):
             self._push_placed()
 
     def drain(self, peer: str, lease: int, part: int) -> bool:
-        """Use up a granted part of a lease that is not needed, with a header alone. False: no slot is free."""
+        """Use up the credit of a part that is not needed, by an empty part. False: no slot is free."""
         out = self._take(peer, PartHeader(lease, part, 0, self.held, 0, 0, self._digest, drain=True))
         if out is not None:
             self._push(out)
         return out is not None
 
     def poll(self) -> list[SenderEvent]:
-        """What became of parts since the last call; their slots are free."""
+        """Events since the last call; the slots of their parts are free."""
         events: list[SenderEvent] = []
         for event in self.transport.poll():
             match event:
@@ -171,8 +171,8 @@ class KvSender(KvMover):
             self._check_slots(self._gathering, self._flying)
 
     def _take(self, peer: str, header: PartHeader) -> _Outgoing | None:
-        """A slot for the part, to be filled. None: no slot is free."""
-        tag = tag_of(header.lease, header.part)  # refuses before a slot is taken
+        """Take a slot for the part, to be filled. None: no slot is free."""
+        tag = tag_of(header.lease, header.part)  # raises before a slot is taken
         slot = self._staging.take(SlotOwner(peer, header.lease, header.part))
         if slot is None:
             return None
@@ -188,8 +188,8 @@ class KvSender(KvMover):
             self._push(out, storing)
 
     def _push(self, out: _Outgoing, storing: Native = DONE) -> None:
-        """Its slot is filled, or the peer's will be when `storing` is over: that is the slot's, which is nobody else's
-        until the transport has said what became of it. On the engine's thread, or that of the copies."""
+        """Hand the part to the transport: its slot is filled, or the peer's will be when `storing` is over. `storing`
+        belongs to the slot, which is not reused before the transport's event. On the engine's or the copies' thread."""
         with self._lock:
             del self._gathering[out.slot]
             self._staging.lend(out.slot)

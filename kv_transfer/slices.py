@@ -1,4 +1,4 @@
-"""Where a slice of the model's KV lies in the pools of ranks, and which ranks have slices for one another."""
+"""Maps slices of the model's KV to rows of the ranks' pools, and pairs the ranks that exchange slices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from baton.layout import KvLayout, KvSlice
 
 
 class Rows(NamedTuple):
-    """A slice in one rank's pool, which is seen as rows, `per_block` for each block: of rows [first, first + num) of a
-    block the bytes [offset, offset + row_bytes). In that order they are the slice's own bytes."""
+    """A slice in one rank's pool, viewed as `per_block` rows per block: the bytes [offset, offset + row_bytes) of the
+    rows [first, first + num) of a block. In that order they are the slice's bytes."""
 
     per_block: int
     first: int
@@ -27,8 +27,8 @@ class Rows(NamedTuple):
 
 
 def rows_of(layout: KvLayout, rank: int, what: KvSlice) -> Rows:
-    """`what` in that rank's pool, which holds all of it: one row of a block where it has all heads that the rank holds,
-    else one for each layer's K and V. `layout.has_equal_runs` is asked for in the second case."""
+    """`what` in that rank's pool, which holds all of it: one row per block if it has all heads that the rank holds,
+    else one for each layer's K and V. The second case requires `layout.has_equal_runs`."""
     held = layout.ranks[rank]
     assert what.overlap(held) == what
     block_bytes = layout.num_bytes(held)
@@ -50,7 +50,7 @@ def rows_of(layout: KvLayout, rank: int, what: KvSlice) -> Rows:
 
 
 class RankPair(NamedTuple):
-    """Ranks of two nodes, of which `source` sends and `target` receives `what`."""
+    """Ranks of two nodes: `source` sends and `target` receives `what`."""
 
     source: int
     target: int
@@ -58,8 +58,8 @@ class RankPair(NamedTuple):
 
 
 def pair_ranks(sender: KvLayout, receiver: KvLayout) -> tuple[RankPair, ...]:
-    """Who sends what to whom, so that each rank of the receiver gets all that it holds, once; of ranks that hold the
-    same the first one sends. The layouts are compatible."""
+    """The pairs by which each rank of the receiver gets all that it holds exactly once; of ranks that hold the same
+    slice, the first sends. The layouts must be compatible."""
     sources = {held: rank for rank, held in reversed(list(enumerate(sender.ranks)))}
     return tuple(
         RankPair(source, target, what)

@@ -1,4 +1,4 @@
-"""Copies between the pool and the slots, beside the steps that a GPU computes."""
+"""Copies between the pool and the slots, concurrent with the steps that a GPU computes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from kv_transfer.slices import Rows
 from kv_transfer.staging import Staging
 
 Mark = Any
-"""A point in the device's work, as `SlotCopies.mark` gave it."""
+"""A point in the device's work, from `SlotCopies.mark`."""
 
 
 class SlotCopies:
     """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. One thread at
-    a time. What a copy needs, each slot has once: one copy at a time.
+    a time, and one copy at a time per slot, since each slot has a single set of ids and one event.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device. A copy does not wait for steps under way;
-    steps that are launched after a gather wait for it, and after a scatter those after `make_stream_wait`. What a copy
-    returns is over when the copy is, and is the slot's: it says nothing of it any more once the slot serves another.
-    spin_wait: a part waits for it, so `when_done`'s thread spins until the copy is done, some 0.1 ms, and does not
-    sleep, since to be woken takes as long again.
+    steps launched after a gather wait for it, those launched after `make_stream_wait` wait for a scatter. The Native
+    that a copy returns is over when the copy is; it belongs to the slot, and is invalid once the slot has another copy.
+    spin_wait: `when_done`'s thread spins until a copy is done, some 0.1 ms, instead of sleeping, since a wake-up takes
+    as long again and the part waits for it.
     """
 
     def __init__(self, staging: Staging, pool_bytes: Tensor, part_blocks: int, spin_wait: bool) -> None:
@@ -66,8 +66,8 @@ class SlotCopies:
         checksums_at: int | None,
         placed: Target | None = None,
     ) -> Native:
-        """These rows of each block to the slot's beginning; their checksums, if wanted, to its byte `checksums_at`.
-        placed: what to take for the slot, as `Transport.acquire_remote_slot` gives it."""
+        """Copy these rows of each block to the start of the slot, and their checksums, if wanted, to its byte
+        `checksums_at`. placed: the peer's slot to use instead, from `Transport.acquire_remote_slot`."""
         pool, moves, num_rows = self._take_rows(slot, blocks, rows)
         memory = self._staging.memory(slot) if placed is None else placed.memory
         moves.gather(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)()
@@ -83,9 +83,9 @@ class SlotCopies:
         return launched
 
     def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move:
-        """A copy of the slot's beginning over these rows of each block, once what `not_before` marks is done. It is
-        only made ready, since nobody waits yet: to call it launches it, on any thread, also one that launches no steps.
-        The slot's last copy is done."""
+        """Prepare a copy of the slot's beginning into these rows of each block, to run once the work that `not_before`
+        marks is done. Calling the result launches the copy, on any thread, even one that launches no steps. The slot's
+        previous copy must be done."""
         _, moves, num_rows = self._take_rows(slot, blocks, rows)
         memory = self._staging.memory(slot)
         move = moves.scatter(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)
@@ -93,21 +93,21 @@ class SlotCopies:
         return partial(self._scatter, slot, move, None if is_passed else not_before)
 
     def on_device(self) -> contextlib.AbstractContextManager[object]:
-        """For a thread whose current device may be another: within, it is this one."""
+        """A context that makes this device the calling thread's current one."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.device(self._device)
 
     def make_stream_wait(self, slot: int) -> None:
-        """Have what is queued from now on on the current stream wait for the slot's last copy."""
+        """Make work queued on the current stream from now on wait for the slot's last copy."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done[slot])
 
     def is_done(self, slot: int) -> bool:
-        """Whether the slot's copy is. On any thread."""
+        """Whether the slot's last copy is done. On any thread."""
         return self._stream is None or bool(self._done[slot].query())
 
     def when_done(self, slot: int, after: Callable[[], None]) -> None:
-        """Have `after` called when the slot's copy is done: on a thread of this object's, which ends with it; on a CPU
-        within the call."""
+        """Call `after` when the slot's last copy is done: on a thread that this object owns and that ends with it; on a
+        CPU within this call."""
         if self._stream is None:
             after()
             return
@@ -125,7 +125,8 @@ class SlotCopies:
             self._stream.synchronize()
 
     def _take_rows(self, slot: int, blocks: Sequence[int], rows: Rows) -> tuple[Tensor, PoolMoves, int]:
-        """The pool as such rows, what moves them, and how many they are; their ids are the slot's."""
+        """Write the ids of these rows into the slot's entry. Returns the pool viewed as such rows, its moves, and the
+        number of ids."""
         ids = rows.of(blocks)
         self._numbers[slot][: len(ids)] = ids
         if (view := self._views.get(rows.per_block)) is None:
@@ -148,7 +149,7 @@ class SlotCopies:
 
 
 def _watch(device: torch.device, copies: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None]) -> None:
-    torch.cuda.set_device(device)  # a thread begins with the first, and would make a context there
+    torch.cuda.set_device(device)  # a new thread defaults to device 0, and would create a context there
     while (copy := copies.get()) is not None:
         done, after = copy
         done.synchronize()

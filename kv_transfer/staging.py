@@ -23,12 +23,12 @@ class SlotState(enum.Enum):
     """
 
     FREE = "free"
-    HELD = "held"  # the mover's
-    IN_FLIGHT = "in_flight"  # the transport's
+    HELD = "held"  # owned by the mover
+    IN_FLIGHT = "in_flight"  # owned by the transport
 
 
 class SlotOwner(NamedTuple):
-    """The part that has a slot."""
+    """The part that occupies a slot."""
 
     peer: str
     lease: int
@@ -39,12 +39,12 @@ NOBODY = SlotOwner("", 0, 0)
 
 
 class Staging:
-    """`num_slots` slots of `slot_bytes`, on the device of the KV pool. Owned by the mover, one thread at a time,
-    except `renew`.
+    """`num_slots` slots of `slot_bytes`, on the device of the KV pool. Owned by the mover and used by one thread at a
+    time, except `renew`.
 
-    The slots start as rows of one tensor [num_slots, slot_bytes], uint8. A slot whose transfer failed goes on with
-    other memory (`renew`): a peer that was cut off may write to, or read from, the old memory for as long as it likes.
-    allocate: makes [num_bytes], uint8, on that device, where it must be of a special kind.
+    The slots start as rows of one tensor [num_slots, slot_bytes], uint8. A slot whose transfer failed gets other memory
+    (`renew`), since a disconnected peer may write to, or read from, the old memory at any later time. allocate: returns
+    [num_bytes], uint8, on that device, if a special kind of memory is needed.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Staging:
         self._since_s = [clock()] * num_slots
         self._free = deque(range(num_slots))
         self._retired: deque[tuple[Tensor, Callable[[], bool]]] = deque()
-        self._exchange = threading.Lock()  # over the memory, which `renew` exchanges on another thread
+        self._exchange = threading.Lock()  # guards the memory, which `renew` replaces on another thread
         self._reads: Any = None
         if self.device.type == "cuda":
             self._reads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
     def is_exportable(self) -> bool:
-        """Whether other processes can map the slots (CUDA IPC): not what PyTorch allocates in expandable segments."""
+        """Whether other processes can map the slots (CUDA IPC), which PyTorch's expandable segments prevent."""
         if self.device.type != "cuda":
             return True
         address = self._memory[0].data_ptr()
@@ -89,7 +89,7 @@ class Staging:
         return self._states[slot]
 
     def take(self, owner: SlotOwner = NOBODY) -> int | None:
-        """A free slot, now the caller's, for `owner`; the one that rested longest. None: there is none."""
+        """A free slot for `owner`, now held by the caller: the one free for longest. None: no slot is free."""
         if not self._free:
             return None
         slot = self._free.popleft()
@@ -98,11 +98,11 @@ class Staging:
         return slot
 
     def lend(self, slot: int) -> None:
-        """The slot goes to the transport, until an event names it."""
+        """Pass the slot to the transport, until an event names it."""
         self._move(slot, SlotState.HELD, SlotState.IN_FLIGHT)
 
     def reclaim(self, slot: int) -> None:
-        """An event named the slot: it is the mover's again."""
+        """An event named the slot: the mover owns it again."""
         self._move(slot, SlotState.IN_FLIGHT, SlotState.HELD)
 
     def give_back(self, slot: int) -> None:
@@ -111,7 +111,7 @@ class Staging:
         self._free.append(slot)
 
     def audit(self) -> list[KvSlot]:
-        """Every slot, whose it is, and since when."""
+        """Every slot, its state and owner, and for how long."""
         now = self._clock()
         return [
             KvSlot(slot, self._states[slot].value, *self._owners[slot], now - self._since_s[slot])
@@ -119,19 +119,18 @@ class Staging:
         ]
 
     def memory(self, slot: int) -> Tensor:
-        """[slot_bytes], uint8. Ask anew for each transfer: `renew` exchanges it."""
+        """[slot_bytes], uint8. Call again for each transfer, since `renew` replaces it."""
         return self._memory[slot]
 
     def reading(self) -> contextlib.AbstractContextManager[object]:
-        """What looks at slots that arrived: within, a GPU does not wait for work queued on the current stream."""
+        """A context for reading slots that arrived: on a GPU, without waiting for work queued on the current stream."""
         return torch.cuda.stream(self._reads) if self._reads else contextlib.nullcontext()
 
     def renew(self, slot: int, is_over: Callable[[], bool] = lambda: True) -> None:
         """Give a slot in flight other memory. Called by the transport, on its thread, before it reports Failed.
 
-        The old memory rests, and may serve a slot again when `num_slots` others were retired after it and `is_over`
-        says that the native operation on it is complete. So failures cost at most as much memory again, unless
-        operations never complete.
+        The old memory is retired. It is reused once `num_slots` others were retired after it and `is_over` reports that
+        the native operation on it is complete. So failures at most double the memory, unless operations never complete.
         """
         assert self._states[slot] is SlotState.IN_FLIGHT
         with self._exchange:
@@ -152,7 +151,7 @@ class Staging:
             self._retired.clear()
 
     def check_integrity(self) -> None:
-        """Assert that each slot has exactly one owner, and memory of its own."""
+        """Assert that the free list matches the states, and that each slot has memory of its own."""
         assert len(set(self._free)) == len(self._free), "a slot is free twice"
         free = {slot for slot, state in enumerate(self._states) if state is SlotState.FREE}
         assert set(self._free) == free, f"free list {sorted(self._free)}, states say {sorted(free)}"

@@ -1,1 +1,1 @@
-"""The transports: what carries bytes between the staging slots of two processes, behind `kv_transfer.transport`."""
+"""The transports: implementations of `kv_transfer.transport`, which move bytes between two processes' slots."""

@@ -1,4 +1,4 @@
-"""This machine: which it is, and where others reach it."""
+"""This machine: its identity, and the addresses at which others reach it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def boot_id() -> str:
-    """Of this machine since it started; the same in all its containers."""
+    """Identifies this boot of this machine; the same in all its containers."""
     return _BOOT.read_text().strip()
 
 
@@ -36,8 +36,8 @@ def network_interfaces() -> tuple[str, ...]:
 
 
 def hosts_of(interface: str | None) -> tuple[str, ...]:
-    """Addresses of this machine: those of `interface` when it is a network interface, else, for None or an RDMA device,
-    all. Raises TransferError when it is neither."""
+    """Addresses of this machine: those of `interface` if it is a network interface; all for None or an RDMA device.
+    Raises TransferError for anything else."""
     names = network_interfaces()
     if interface is not None and interface.partition(":")[0] not in names + rdma_devices():
         raise TransferError(f"there is no network interface {interface}")
@@ -47,8 +47,8 @@ def hosts_of(interface: str | None) -> tuple[str, ...]:
 
 
 def address_of(host: str, interface: str | None = None) -> str | None:
-    """What to listen on, in digits: the first address of the network interface, where there is one of that name, else
-    the host's. None: all of this machine. Raises TransferError."""
+    """The numeric address to listen on: the first one of `interface` if that is a network interface, else the host's.
+    None: all addresses of this machine. Raises TransferError."""
     if interface in network_interfaces():
         if not (found := hosts_of(interface)):
             raise TransferError(f"network interface {interface} has no address")
@@ -61,7 +61,7 @@ def address_of(host: str, interface: str | None = None) -> str | None:
 
 
 def listen_on(address: str | None) -> socket.socket:
-    """At a port that is free; None: on all addresses. Raises TransferError."""
+    """Listen on a free port; None: on all addresses. Raises TransferError."""
     both = address is None and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in (address or "") else socket.AF_INET
     try:
@@ -71,15 +71,15 @@ def listen_on(address: str | None) -> socket.socket:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has that address. None: it is not to be found by it."""
+    """The network interface that has that address. None: none was found."""
     if ipaddress.ip_address(address).is_loopback:
         return "lo"
     return next((name for name in network_interfaces() if address in hosts_of(name)), None)
 
 
 def net_devices(host: str, interface: str | None = None) -> str | None:
-    """What UCX is to use, as in UCX_NET_DEVICES: `interface`, or what has the address of `host`, and RDMA devices, that
-    have addresses of their own. None: what UCX_NET_DEVICES says, or all. Raises TransferError."""
+    """The devices for UCX, as in UCX_NET_DEVICES: `interface`, or the interface with the address of `host` and the RDMA
+    devices, which have addresses of their own. None: UCX_NET_DEVICES, or all if it is unset. Raises TransferError."""
     if interface is not None or "UCX_NET_DEVICES" in os.environ or (address := address_of(host)) is None:
         return interface
     chosen = interface_of(address)
@@ -95,12 +95,12 @@ def _ipv4(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             return socket.inet_ntoa(fcntl.ioctl(any_socket, _GET_ADDRESS, request)[20:24])
-        except OSError:  # it has none
+        except OSError:  # the interface has no IPv4 address
             return None
 
 
 def _ipv6(interfaces: tuple[str, ...]) -> list[str]:
-    """Global addresses, and the loopback's: link-local ones mean nothing elsewhere."""
+    """Global addresses and the loopback's; link-local ones mean nothing on other machines."""
     found = []
     for line in _IPV6.read_text().splitlines() if _IPV6.exists() else []:
         digits, _, _, scope, _, name = line.split()

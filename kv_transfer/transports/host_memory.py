@@ -1,5 +1,5 @@
-"""Host memory that other processes of this host and user can map. It has no name that could be left behind: it is gone
-with the last process that has it mapped."""
+"""Host memory that other processes of the same host and user can map. It has no name in a file system, so nothing is
+left behind: it is freed with the last process that has it mapped."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch import Tensor
 from baton.errors import TransferError
 
 _REGION = struct.Struct("<iiQQQ")
-"""The process, its descriptor of the memory, which file that must be (device and inode), and its bytes."""
+"""The owner's process id, its descriptor of the memory, the file's device and inode, and its size in bytes."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 REGION_BYTES = _REGION.size
 CHUNK_BYTES = 4 << 20
-"""Copied at a time, half a millisecond: the thread has other work too."""
+"""Bytes per `HostCopy.advance`, which takes half a millisecond: the thread has other work too."""
 
 
 class _Region(mmap.mmap):
-    """Mapped for as long as a tensor is made of it. `fd`: what others open."""
+    """Stays mapped as long as a tensor uses it. `fd`: the descriptor that other processes open."""
 
     fd: int
 
 
 _regions: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
-"""Those that `shared_empty` made, by address."""
+"""The regions that `shared_empty` made, by address."""
 
 
 def shared_empty(num_bytes: int) -> Tensor:
@@ -37,7 +37,7 @@ def shared_empty(num_bytes: int) -> Tensor:
     fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # who maps it can rely on its length
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # processes that map it can rely on its length
         region = _Region(fd, num_bytes)
     except BaseException:
         os.close(fd)
@@ -50,7 +50,7 @@ def shared_empty(num_bytes: int) -> Tensor:
 
 
 class HostMemory:
-    """How slots of `shared_empty` are named to other processes, and theirs are mapped and written to here."""
+    """Exports slots made by `shared_empty` to other processes; maps and writes to theirs."""
 
     path = "shared memory"
 
@@ -58,8 +58,8 @@ class HostMemory:
         pass
 
     def export(self, memory: Tensor) -> tuple[bytes, int]:
-        """The region that the memory lies in, for `open` elsewhere, and where there. Raises TransferError when it was
-        not made by `shared_empty`."""
+        """The region that contains the memory, for `open` in another process, and the offset in it. Raises
+        TransferError when `shared_empty` did not make it."""
         address = memory.data_ptr()
         for start, region in list(_regions.items()):
             if start <= address < start + len(region):
@@ -69,7 +69,7 @@ class HostMemory:
         raise TransferError("the slots are in memory of this process alone")
 
     def open(self, region: bytes) -> Tensor:
-        """Map another process's region: [num_bytes], uint8. Unmapped with the last tensor that is made of it. Raises
+        """Map another process's region: [num_bytes], uint8. It is unmapped with the last tensor that uses it. Raises
         TransferError."""
         if len(region) != _REGION.size:
             raise TransferError(f"a region of memory is named by {_REGION.size} bytes, not {len(region)}")
@@ -81,7 +81,7 @@ class HostMemory:
                 if [file.st_dev, file.st_ino, file.st_size] != wanted:
                     raise OSError("it is another file")
                 if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or not file.st_size:
-                    raise OSError("its length may change")  # and to write beyond it would end this process
+                    raise OSError("its length may change")  # a write beyond it would kill this process
                 return torch.frombuffer(mmap.mmap(fd, file.st_size), dtype=torch.uint8)
             finally:
                 os.close(fd)
@@ -90,15 +90,15 @@ class HostMemory:
             raise TransferError(f"memory of process {pid} cannot be mapped: {reason}") from None
 
     def close(self, mapped: Tensor) -> None:
-        """Nobody uses it any more."""
+        """Nothing to do: the region is unmapped with its last tensor."""
 
     def copy(self, source: Tensor, target: Tensor) -> HostCopy:
-        """Begin to copy."""
+        """Start a copy."""
         return HostCopy(source, target)
 
 
 class HostCopy:
-    """A copy that is under way while `advance` is called."""
+    """A copy that makes progress only in `advance`."""
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
         self.error = ""
@@ -106,14 +106,14 @@ class HostCopy:
         self._at = 0
 
     def advance(self) -> None:
-        """Copy a piece of it."""
+        """Copy the next CHUNK_BYTES."""
         chunk = slice(self._at, self._at + CHUNK_BYTES)
         if not self.query():
             self._target[chunk].copy_(self._source[chunk])
             self._at = chunk.stop
 
     def cut(self) -> None:
-        """Have it end now."""
+        """End the copy now, as failed, unless it is complete."""
         if not self.query():
             self.error = "cut off"
 

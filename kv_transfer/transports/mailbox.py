@@ -1,4 +1,4 @@
-"""Commands from any thread for one that sleeps on descriptors."""
+"""Commands from any thread to one that sleeps on descriptors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class Mailbox:
-    """Its thread sleeps until `fileno` is readable, which it is while commands wait, then calls `run`."""
+    """`fileno` is readable while commands wait: the receiving thread sleeps on it, then calls `run`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class Mailbox:
         return bool(self._commands)
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have the thread run `command`; once the mailbox is closed, run it here."""
+        """Have the thread run `command`; once the mailbox is closed, run it on the calling thread."""
         with self._lock:
             if not self._closed:
                 if not self._commands:
@@ -39,7 +39,7 @@ class Mailbox:
         command()
 
     def run(self) -> None:
-        """Run what was posted. Nothing is read where nothing was: a thread that spins comes here every time."""
+        """Run the posted commands. Costs no system call if there are none, since a spinning thread calls it often."""
         while self._commands:
             with self._lock:
                 command = self._commands.popleft()
@@ -48,7 +48,7 @@ class Mailbox:
             command()
 
     def close(self) -> None:
-        """The thread ends: what is left runs now, what is posted from now on runs where it is posted."""
+        """The thread ends: waiting commands run now, later ones on the threads that post them."""
         with self._lock:
             self._closed = True
             os.close(self._eventfd)

@@ -1,8 +1,8 @@
-"""A transport within one process, as unforgiving as a real one: tests use it, and decide what is delivered when.
+"""A transport within one process, as strict as a real one. Tests use it and control when each message is delivered.
 
 Like UCX it matches by tag alone, reads the sender's slot when the message is delivered (not when it is pushed), keeps a
-push waiting until its receive is posted, and fails a message that is longer than its receive. Memory of a matched
-message that was cut off is written to afterwards, as a real network may.
+push waiting until its receive is posted, and fails a message that is longer than its receive. If a matched message is
+cut off, its memory is written to afterwards, as a real network may do.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Transfer:
 
 
 class MemoryHub:
-    """Where memory transports meet. `pending` are the transfers that a test may `deliver`, in any order; with `auto`
-    each is delivered as soon as both sides are there."""
+    """Connects memory transports. `pending` holds the transfers that a test may `deliver`, in any order; with `auto`
+    each is delivered as soon as its push and its receive are both there."""
 
     def __init__(self, auto: bool = False) -> None:
         self.pending: list[Transfer] = []
@@ -87,7 +87,7 @@ class MemoryHub:
             self.deliver()
 
     def kill(self, name: str) -> None:
-        """The newest transport of that name dies, as its process would: it says and hears nothing more."""
+        """Cut off the newest transport of that name, as if its process had died: it sends and receives nothing more."""
         with self._turn():
             addresses = [a for a, t in self._transports.items() if t.name == name]
             if addresses:
@@ -139,8 +139,8 @@ class MemoryHub:
         push.owner._emit(Sent(push.peer, push.tag, push.slot))
 
     def _cut(self, transport: MemoryTransport, peer: str, reason: str, told: bool) -> None:
-        """Take down the connection, at both ends. `told`: this end asked for it; else it hears PeerDisconnected too, as
-        the other end always does."""
+        """Close the connection at both ends. `told`: this end requested it and gets no PeerDisconnected; the other end
+        always gets one."""
         address = transport.links.pop(peer, None)
         if address is None:
             return
@@ -169,7 +169,7 @@ class MemoryHub:
 
 
 class MemoryTransport:
-    """A `Transport` over a hub. `wake` is called, outside of the hub's lock, when `poll` has something."""
+    """A `Transport` over a hub. `wake` is called, without the hub's lock, when `poll` has something."""
 
     def __init__(self, hub: MemoryHub, name: str, staging: Staging, wake: Callable[[], None]) -> None:
         self.hub = hub

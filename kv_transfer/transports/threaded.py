@@ -1,4 +1,4 @@
-"""What transports have in common whose work is done by a thread of their own."""
+"""Common base of the transports that do their work on a thread of their own."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _CLOSE_S = 10.0
 
 
 class TransportThread:
-    """Runs what a transport is told, and what that sets going. `kind` is for people; `events` gets what
-    happens.
+    """Runs a transport's commands and operations. `kind` names the transport in logs and errors; `events` receives its
+    events.
 
-    A subclass opens what it needs, has turns until it is stopped, and shuts; all is on the thread but `start`, `call`
-    and `stop`. Every operation ends with the thread, however that ends.
+    The thread runs a subclass's `_open`, then `_turn` until it is stopped, then `_shut`. Only `start`, `call` and
+    `stop` are for other threads. Every operation ends with the thread, however that ends.
 
-    What comes from a peer is checked where it is read, and ends that peer's link. So an exception here is a bug, or a
-    library that has had enough: told to who polls, since a node without a transport serves nobody.
+    Input from a peer is checked where it is read; invalid input ends only that peer's link. So an exception here is a
+    bug or a failed library: `poll` raises it, since a node cannot serve without its transport.
     """
 
     connect: Callable[..., None]
-    """With the peer, what its address says, and a future that is resolved once the peer can be reached."""
+    """Takes the peer, the contents of its address, and a future that is resolved once the peer can be reached."""
 
     def __init__(self, kind: str, events: EventQueue) -> None:
         self._kind = kind
@@ -49,7 +49,7 @@ class TransportThread:
     # ---- from any thread ----
 
     def start(self) -> Any:
-        """What the thread has opened. Raises TransferError."""
+        """Start the thread; returns the result of `_open`. Raises TransferError."""
         self._thread.start()
         try:
             return self._started.result(_START_S)
@@ -57,7 +57,7 @@ class TransportThread:
             raise TransferError(f"{self._kind} did not start within {_START_S:g} s") from None
 
     def call(self, command: Callable[[], None]) -> None:
-        """Have the thread run `command`; once the thread is over, run it here."""
+        """Have the thread run `command`; once the thread is over, run it on the calling thread."""
         self._mailbox.post(command)
 
     def stop(self, timeout_s: float) -> bool:
@@ -66,7 +66,7 @@ class TransportThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # ---- a subclass's own ----
+    # ---- for subclasses ----
 
     def disconnect(self, peer: str) -> None:
         raise NotImplementedError
@@ -78,26 +78,26 @@ class TransportThread:
         raise NotImplementedError
 
     def _open(self) -> Any:
-        """What `start` is to return. Raises TransferError, or anything else that stands against it."""
+        """Acquire the thread's resources; `start` returns the result. May raise TransferError or anything else."""
         raise NotImplementedError
 
     def _turn(self) -> None:
-        """What happened, then a wait for more."""
+        """Handle what has happened, then wait for more."""
         raise NotImplementedError
 
     def _shut(self, reason: str, told: bool) -> None:
-        """End all links. `told`: somebody asked for it."""
+        """End all links. `told`: this end requested it, so no PeerDisconnected."""
         raise NotImplementedError
 
     def _over(self) -> None:
-        """The thread's last: from now on whoever calls runs his command himself."""
+        """The thread's last step: from now on `call` runs commands on the calling thread."""
 
     # ---- the thread ----
 
     def _run(self) -> None:
         try:
             opened = self._open()
-        except Exception as error:  # noqa: BLE001 - told to whoever starts the thread
+        except Exception as error:  # noqa: BLE001 - `start` raises it
             self._mailbox.close()
             known = isinstance(error, TransferError)
             self._started.set_exception(error if known else TransferError(f"{self._kind} cannot start: {error}"))
@@ -129,14 +129,15 @@ class TransportThread:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Tell of what was emitted."""
+        """Deliver the emitted events."""
         if self._emitted:
             self._emitted = False
             self._events.deliver()
 
 
 class ThreadedTransport:
-    """All of a `Transport` but `connect`. A subclass makes its thread, which emits into `_emit`, and calls `_begin`."""
+    """All of a `Transport` except `connect`. A subclass makes its thread, which emits into `_events`, and calls
+    `_begin`."""
 
     _thread: TransportThread
     _info: bytes
@@ -177,12 +178,12 @@ class ThreadedTransport:
             log.error("transport thread did not end timeout_s=%g", _CLOSE_S)
 
     def _begin(self, thread: TransportThread, info: bytes) -> None:
-        """The thread runs, and `info` is what others need to reach it."""
+        """The thread is running, and `info` is the address that peers need to reach it."""
         self._thread, self._info = thread, info
         atexit.register(self.close)  # native libraries must not be torn down under a running thread
 
     def _connect(self, peer: str, timeout_s: float, *where: Any) -> None:
-        """`where`: what the thread's `connect` is told beside the peer. Raises TransferError."""
+        """`where`: arguments of the thread's `connect` between the peer and the future. Raises TransferError."""
         up: Future[None] = Future()
         self._thread.call(partial(self._open, peer, *where, up))
         try:
@@ -201,8 +202,8 @@ class ThreadedTransport:
 
 
 def resolve(up: Future[None], error: TransferError | None) -> None:
-    """Tell who connects that the peer can be reached, or why not."""
-    with contextlib.suppress(InvalidStateError):  # whoever waited has given up
+    """Complete a pending `connect`; None: the peer can be reached."""
+    with contextlib.suppress(InvalidStateError):  # it was resolved already
         if error is None:
             up.set_result(None)
         else:

@@ -1,11 +1,11 @@
-"""Completion flags: how the stores of a part signal their end to the receiver on the same host, without a thread.
+"""Completion flags: how a part's stores signal their end to a receiver on the same host, without involving a thread.
 
-For each memory that its slots have had, the receiver has a *flag*, 8 bytes of host memory that its peers map. A sender
-has the part's number written to the flag behind the last store, by its GPU in the stream's order, so that whoever reads
-the number finds the bytes. No other part has that number, and a sender that was cut off has the flag of memory that is
-retired (`Staging.renew`): what an earlier or a late part leaves in a flag says nothing about the awaited one.
+For each memory that its slots have had, the receiver has a *flag*, 8 bytes of host memory that its peers map. The
+sender's GPU writes the part's number to the flag after the last store, in stream order, so once the number is visible,
+the bytes are too. No other part has that number, and a sender that was cut off only has the flag of retired memory
+(`Staging.renew`), so what an earlier or late part leaves in a flag cannot be taken for the awaited one.
 
-A flag is sooner than the message END over TCP, which comes all the same. Where there are no flags, END is enough.
+A flag is set earlier than the message END arrives over TCP, which is sent anyway. Without flags, END is enough.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kv_transfer.transports.host_memory import HostMemory, shared_empty
 
 FLAG_BYTES = 8
 NO_FLAG = 0
-"""Stays 0 and belongs to no memory: a peer tries there whether it can write."""
+"""The index of a flag that stays 0 and belongs to no memory: a peer writes there to test whether it can."""
 
 
 def number_of(tag: int) -> int:
-    """What says that the part of that tag is there; no tag is pushed twice to one process. 0 is nobody's."""
+    """The flag value for the part of that tag; no tag is pushed twice to one process. 0 belongs to no part."""
     return tag + 1
 
 
 def open_flags(region: bytes) -> Tensor:
-    """Another process's, mapped: [num_flags * FLAG_BYTES], uint8. Raises TransferError."""
+    """Map another process's flags: [num_flags * FLAG_BYTES], uint8. Raises TransferError."""
     memory = HostMemory().open(region)
     if len(memory) % FLAG_BYTES:
         raise TransferError(f"{len(memory)} bytes are no flags")
@@ -38,12 +38,12 @@ def open_flags(region: bytes) -> Tensor:
 
 
 def _flags_of(memory: Tensor) -> memoryview:
-    """uint8 as flags, each of which is read and written at once. The view keeps the memory."""
+    """A view of uint8 memory as flags, each read and written in one access. The view keeps the memory alive."""
     return memory.numpy().data.cast("B").cast("Q")
 
 
 class CompletionFlags:
-    """A receiver's. `region`: for a `FlagWriter` elsewhere."""
+    """A receiver's flags. `region`: for a `FlagWriter` in another process."""
 
     def __init__(self, num_flags: int = mmap.PAGESIZE // FLAG_BYTES) -> None:
         memory = shared_empty(num_flags * FLAG_BYTES)
@@ -52,32 +52,32 @@ class CompletionFlags:
         self._free = iter(range(NO_FLAG + 1, num_flags))
 
     def take(self) -> int:
-        """A flag, from now on one memory's; NO_FLAG: there is none left."""
+        """A flag for one memory, never reused; NO_FLAG: none is left."""
         return next(self._free, NO_FLAG)
 
     def is_signalled(self, flag: int, tag: int) -> bool:
-        """Whether the part of that tag, which went into the flag's memory, is there."""
+        """Whether the part of that tag is all in the flag's memory."""
         return self._flags[flag] == number_of(tag)
 
 
 class FlagWriter(Protocol):
-    """A peer's flags, mapped. `num_flags`: there are no others."""
+    """A peer's flags, mapped: 0 to `num_flags` - 1."""
 
     num_flags: int
 
     def signal(self, flag: int, number: int, stream: Any) -> None:
-        """Write the number there once what is queued on that torch.cuda.Stream is done (None, on a CPU: now). On any
+        """Write the number there once the work queued on that torch.cuda.Stream is done (None, on a CPU: now). On any
         thread; never raises."""
 
     def close(self) -> None:
-        """All signals have been written. Raises TransferError."""
+        """Called when all signals have been written. Raises TransferError."""
 
 
 class HostFlagWriter:
-    """For stores of this process's own."""
+    """A `FlagWriter` for stores by this process's CPU."""
 
     def __init__(self, region: bytes) -> None:
-        """Raises TransferError, also on processors that may let others see the number before the bytes."""
+        """Raises TransferError, also on processors that may make the number visible before the bytes."""
         if platform.machine() != "x86_64":
             raise TransferError(f"{platform.machine()} does not keep the order of stores")
         self._flags = _flags_of(open_flags(region))
@@ -87,4 +87,4 @@ class HostFlagWriter:
         self._flags[flag] = number
 
     def close(self) -> None:
-        """The memory is unmapped with the last slot that may signal there."""
+        """Nothing to do: the flags are unmapped with the last reference to this writer."""

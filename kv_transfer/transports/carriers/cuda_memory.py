@@ -1,14 +1,15 @@
-"""A GPU's memory that other processes of this host can map, by CUDA IPC through the driver's own calls.
+"""GPU memory that other processes of this host can map, by CUDA IPC through driver calls.
 
-PyTorch's way of sharing keeps files with reference counts, and memory that waits for them; here a connection says when
-memory is used no more. From the driver's documentation: a handle names a whole allocation; opening it again in the same
-context gives the same address, which must be closed as often; the exporting GPU need not be visible to who opens it;
-closing leaves the original as it is; to free the original while it is open elsewhere is undefined. So slots' memory
-goes back to PyTorch only when the peers have closed their connections (`Staging.forget_retired`), or with the process.
+PyTorch's own sharing keeps files with reference counts, and memory that waits for them; here the end of a connection
+shows that memory is no longer used. From the driver's documentation: a handle names a whole allocation; opening it
+again in the same context gives the same address, which must be closed as often; the exporting GPU need not be visible
+to the process that opens it; closing does not affect the original; freeing the original while it is open elsewhere is
+undefined. So slots' memory is returned to PyTorch only when the peers have closed their connections
+(`Staging.forget_retired`), or with the process.
 
-And of `cuStreamWriteValue64`: with flags 0, a fence comes before the write that is as `__threadfence_system`, but for
-all of the stream (CUstreamWriteValue_flags), so what the stream's kernels stored at a peer is there before the value
-is; memory of `cuMemHostRegister` is named by `cuMemHostGetDevicePointer`.
+On `cuStreamWriteValue64`: with flags 0, the write follows a fence like `__threadfence_system`, but for the whole stream
+(CUstreamWriteValue_flags), so what the stream's kernels stored at a peer is visible before the value is. The device
+address of memory from `cuMemHostRegister` comes from `cuMemHostGetDevicePointer`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Driver:
-    """The calls of libcuda that are needed. They use the calling thread's current context."""
+    """The libcuda calls needed here. They use the calling thread's current context."""
 
     def __init__(self) -> None:
         try:
@@ -48,10 +49,10 @@ class _Driver:
         except OSError as error:
             raise TransferError(f"CUDA's driver cannot be loaded: {error}") from None
         self._library.cuGetErrorName.argtypes = (c_int, POINTER(c_char_p))
-        self._functions: dict[str, Any] = {}  # those called so far: to look one up takes as long as to call it
+        self._functions: dict[str, Any] = {}  # those called so far: a look-up takes as long as a call
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Where the allocation begins, and its bytes."""
+        """The start of the allocation that contains the address, and its size in bytes."""
         base, size = c_uint64(), c_size_t()
         arguments = (POINTER(c_uint64), POINTER(c_size_t), c_uint64)
         self._call("cuMemGetAddressRange_v2", arguments, byref(base), byref(size), address)
@@ -72,11 +73,11 @@ class _Driver:
         self._call("cuIpcCloseMemHandle", (c_uint64,), address)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Let the device use that memory of the host."""
+        """Make this host memory accessible to the device."""
         self._call("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint), address, num_bytes, _PORTABLE | _DEVICEMAP)
 
     def device_pointer(self, address: int) -> int:
-        """Where the device finds it."""
+        """The device's address of registered host memory."""
         on_device = c_uint64()
         arguments = (POINTER(c_uint64), c_void_p, c_uint)
         self._call("cuMemHostGetDevicePointer_v2", arguments, byref(on_device), address, 0)
@@ -86,7 +87,7 @@ class _Driver:
         self._call("cuMemHostUnregister", (c_void_p,), address)
 
     def write_value(self, stream: Any, address: int, value: int) -> None:
-        """Once all is done that is queued on that torch.cuda.Stream."""
+        """Write the value once all work queued on that torch.cuda.Stream is done."""
         arguments = (c_void_p, c_uint64, c_uint64, c_uint)
         self._call("cuStreamWriteValue64_v2", arguments, stream.cuda_stream, address, value, 0)
 
@@ -94,7 +95,7 @@ class _Driver:
         if (function := self._functions.get(name)) is None:
             function = self._library[name]
             function.argtypes, function.restype = argument_types, c_int
-            self._functions[name] = function  # now other threads may call it
+            self._functions[name] = function  # complete: other threads may call it now
         if error := function(*arguments):
             text = c_char_p()
             self._library.cuGetErrorName(error, byref(text))
@@ -102,7 +103,7 @@ class _Driver:
 
 
 class CudaMemory:
-    """How slots on this process's GPU are named to other processes, and theirs are mapped and written to here."""
+    """Exports slots on this process's GPU to other processes; maps and writes to theirs."""
 
     path = "CUDA IPC"
 
@@ -113,19 +114,20 @@ class CudaMemory:
         self._flag_writers: dict[bytes, CudaFlagWriter] = {}  # by region: those that are open
 
     def start(self) -> None:
-        """On the thread that calls the rest."""
+        """Called on the thread that calls the other methods."""
         torch.cuda.set_device(self._device)
         torch.cuda.current_stream().synchronize()  # makes the device's context current on this thread
 
     def export(self, memory: Tensor) -> tuple[bytes, int]:
-        """The allocation that the memory lies in, for `open` elsewhere, and where there. Raises TransferError."""
+        """The allocation that contains the memory, for `open` in another process, and the offset in it. Raises
+        TransferError."""
         with torch.cuda.device(self._device):
             base, size = self._driver.address_range(memory.data_ptr())
             return self._driver.get_handle(base) + _SIZE.pack(size), memory.data_ptr() - base
 
     def open(self, region: bytes) -> Tensor:
-        """Map another process's allocation: [num_bytes], uint8, to torch a tensor on this process's own device, which
-        can reach it. Raises TransferError, also where that GPU is out of its reach."""
+        """Map another process's allocation: [num_bytes], uint8, for torch a tensor on this process's own device, which
+        can access it. Raises TransferError, also if this device has no peer access to that GPU."""
         if len(region) != _HANDLE_BYTES + _SIZE.size:
             raise TransferError(f"an allocation is named by {_HANDLE_BYTES + _SIZE.size} bytes, not {len(region)}")
         handle, (size,) = region[:_HANDLE_BYTES], _SIZE.unpack(region[_HANDLE_BYTES:])
@@ -134,18 +136,18 @@ class CudaMemory:
         except TransferError as error:
             reason = f"{error.message}; has its GPU peer access to this one, and do containers have --ipc=host?"
             raise TransferError(f"memory of another GPU process cannot be mapped: {reason}") from None
-        # What torch makes of a bare pointer is on the GPU that owns the memory: a launch, or a copy's streams, would be
-        # there, with a context of its own; or no such GPU is visible.
+        # By default torch puts a bare pointer on the GPU that owns the memory: kernels and copies would run there, with
+        # another context, or that GPU is not visible at all.
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (size,), (1,))
 
     def close(self, mapped: Tensor) -> None:
-        """Nobody uses it any more. Raises TransferError."""
+        """Unmap memory that nothing uses any more. Raises TransferError."""
         self._driver.close_handle(mapped.data_ptr())
 
     def flag_writer(self, region: bytes) -> CudaFlagWriter:
-        """A peer's, the same however often it is asked for, since an earlier connection to it may be open yet; to be
-        closed as often. Raises TransferError."""
+        """The writer for a peer's flags: one per region, shared, since an earlier connection to the peer may still be
+        open. Close it as often as it is requested. Raises TransferError."""
         if (flag_writer := self._flag_writers.get(region)) is None:
             flags = open_flags(region)
             flag_writer = CudaFlagWriter(
@@ -156,7 +158,7 @@ class CudaMemory:
         return flag_writer
 
     def copy(self, source: Tensor, target: Tensor) -> CudaCopy:
-        """Begin to copy, beside all else that the device does."""
+        """Start a copy, concurrent with the device's other work."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -167,8 +169,8 @@ class CudaMemory:
 class CudaFlagWriter:
     """A `FlagWriter` whose flags the device writes.
 
-    flags: a peer's, mapped into this process for as long as the writer is open. `closed` is called by its last user.
-    Raises TransferError when the device cannot write there in a stream's order.
+    flags: a peer's, mapped into this process for as long as the writer is open. `closed` is called when its last user
+    closes it. Raises TransferError when the device cannot write there in stream order.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class CudaFlagWriter:
             raise
 
     def signal(self, flag: int, number: int, stream: Any) -> None:
-        with torch.cuda.device(self._device), contextlib.suppress(TransferError):  # END says it too
+        with torch.cuda.device(self._device), contextlib.suppress(TransferError):  # END is sent anyway
             self._driver.write_value(stream, self._on_device + flag * FLAG_BYTES, number)
 
     def close(self) -> None:
@@ -200,10 +202,10 @@ class CudaFlagWriter:
 
 
 class CudaCopy(OnDevice):
-    """A copy that the device makes."""
+    """A copy that runs on the device."""
 
     def advance(self) -> None:
-        """It does by itself."""
+        """Nothing to do: the copy advances on the device."""
 
     def cut(self) -> None:
-        """It cannot be: it ends soon."""
+        """Nothing to do: the copy cannot be cancelled, but ends soon."""

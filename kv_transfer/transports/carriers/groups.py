@@ -1,12 +1,12 @@
-"""A carrier over groups of two processes that send and receive in order, as NCCL does: tags mean nothing to it.
+"""A carrier over groups of two processes that send and receive in order and without tags, as NCCL does.
 
-A connection (`pair.py`) has one direction, and a group of its own, joined when its first message is both pushed and
-granted. The pusher names the messages over the connection (BEGIN) in the order in which it sends them, and the receiver
-posts its receives in the order in which it hears of them, so both orders are one. A receive is posted only once its
-message is on its way: nothing waits on the device for a push that may never come.
+A connection (`pair/transport.py`) has one direction and a group of its own, joined when its first message is both
+pushed and granted. The pusher announces messages over the connection (BEGIN) in the order in which it sends them, and
+the receiver posts its receives in the order of these announcements, so both orders are the same. A receive is posted
+only once its message is on the way, so nothing waits on the device for a push that may never come.
 
-Joining, and giving up a group, take as long as they take, so each lane does them on a thread of its own. A group whose
-peer was lost is never used again; the next connection has another.
+Joining and aborting a group may take long, so each lane does them on a thread of its own. A group whose peer was lost
+is never used again; the next connection has another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
     PrefixStore,
     Store,
     TCPStore,
-)  # torch.distributed does not say that it exports them
+)  # torch.distributed does not declare these as exported
 
 from baton.errors import TransferError
 from kv_transfer.native import Native, Target
@@ -42,22 +42,22 @@ _SENDER, _RECEIVER = 0, 1
 
 
 class Group(Protocol):
-    """This process and one other. `send` and `receive` do not wait; they may raise anything."""
+    """This process and one other. `send` and `receive` do not block; they may raise anything."""
 
     def send(self, memory: Tensor) -> Native: ...
 
     def receive(self, memory: Tensor) -> Native: ...
 
     def abort(self) -> None:
-        """End what is under way, and the group. May wait."""
+        """End all operations, and the group. May block."""
 
 
 MakeGroup = Callable[[Store, int], Group]
-"""Joins the group of that store as that rank of two; waits for the other. May raise anything."""
+"""Joins the group that meets at that store, as that rank of two; waits for the other. May raise anything."""
 
 
 class GroupCarrier:
-    """Groups made by `make`, which meet at a store in the sender's process, on the address (None: all) of `host`."""
+    """Groups made by `make`, which meet at a store in the sender's process, on the address `host` (None: all)."""
 
     memory = b""
 
@@ -70,7 +70,7 @@ class GroupCarrier:
         self._host = host
         self._make = make
         self._lanes: list[Lane] = []
-        self._closed: list[Lane] = []  # some may be ending their group still
+        self._closed: list[Lane] = []  # some may still be aborting their group
 
     def start(self, name: str) -> None:
         if self.device.type == "cuda":
@@ -106,7 +106,7 @@ class GroupCarrier:
 
 
 class Message:
-    """A message's turn in its lane."""
+    """A message in its lane's queue, as a `Native`."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -115,7 +115,7 @@ class Message:
 
     def query(self) -> bool:
         if self.native is None:
-            return bool(self.error)  # it never began
+            return bool(self.error)  # over if it could not begin
         if not self.native.query():
             return False
         self.error = self.native.error
@@ -123,7 +123,7 @@ class Message:
 
 
 class Lane:
-    """The messages of one direction, in order, over a group that is yet to be joined. Transport's thread only."""
+    """The messages of one direction, in order, over a group that `join` joins. Transport's thread only."""
 
     def __init__(self, make: MakeGroup, forget: Callable[[Lane], None]) -> None:
         self._make = make
@@ -131,7 +131,7 @@ class Lane:
         self._rank = _SENDER
         self._queue: deque[Message] = deque()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # over the next three
+        self._lock = threading.Lock()  # guards the next three
         self._group: Group | None = None
         self._failure = ""
         self._aborted = False
@@ -146,7 +146,7 @@ class Lane:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, open_store: Callable[[], Store], rank: int) -> None:
-        """Begin to join, with the other end."""
+        """Start to join the group with the other end."""
         self._rank = rank
         self._thread = threading.Thread(target=self._join, args=(open_store,), name="kv-group", daemon=True)
         self._thread.start()
@@ -158,7 +158,7 @@ class Lane:
         return message
 
     def advance(self) -> None:
-        """Hand to the group what waits for it."""
+        """Pass the waiting messages to the group."""
         with self._lock:
             group, failure = self._group, self._failure
         while self._queue and (group is not None or failure):
@@ -168,11 +168,11 @@ class Lane:
                 continue
             try:
                 message.native = (group.send if self._rank == _SENDER else group.receive)(message.memory)
-            except Exception as error:  # noqa: BLE001 - whatever the library raises, the connection ends with it
+            except Exception as error:  # noqa: BLE001 - any error of the library ends the connection
                 message.error = failure = str(error) or type(error).__name__
 
     def abort(self) -> None:
-        """End what is under way; what has not begun never does."""
+        """Abort the group; messages that have not begun fail."""
         with self._lock:
             if self._aborted:
                 return
@@ -196,7 +196,7 @@ class Lane:
         failure, group = "", None
         try:
             group = self._make(open_store(), self._rank)
-        except Exception as error:  # noqa: BLE001 - whatever the library raises, the connection ends with it
+        except Exception as error:  # noqa: BLE001 - any error of the library ends the connection
             failure = f"the group was not joined: {error}"
         with self._lock:
             if not self._aborted:
@@ -260,7 +260,7 @@ class GroupReceiving:
 
 
 def _serve_store(host: str | None) -> TCPStore:
-    """Torch by itself would listen on all addresses. Raises TransferError."""
+    """A store that listens on `host` (None: all); torch itself always listens on all. Raises TransferError."""
     listener = listen_on(host)
     port = listener.getsockname()[1]
     return _store(host or LOOPBACK, port, is_master=True, master_listen_fd=listener.detach())

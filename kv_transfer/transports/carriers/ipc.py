@@ -1,13 +1,13 @@
 """The transport for nodes of one host: the sender maps the receiver's slots, and stores into them.
 
-Between GPUs by CUDA IPC, over NVLink or PCIe; between CPUs over shared memory. A node exports the allocation that its
-slots are in, and peers map it once, when they connect, and unmap it when their connection ends. With it go completion
-flags (`completion_flags.py`), by which the stores themselves say that they are over.
+Between GPUs by CUDA IPC, over NVLink or PCIe; between CPUs over shared memory. A node exports the allocation that
+contains its slots; peers map it once, when they connect, and unmap it when their connection ends. With it they map
+completion flags (`completion_flags.py`), by which the stores themselves signal that they are over.
 
-**Who may still store into a slot?** Only processes that have a connection to its owner: each keeps it until nothing of
-its own is under way (`pair/transport.py`), and its stores end with it when it is killed. When the owner dies while
-somebody stores, the mapping keeps the memory until it is closed. Linux says so of shared memory; of CUDA IPC the
-documentation does not, so tests/kv_transfer/test_ipc.py asks the driver.
+**Which processes may still store into a slot?** Only those with a connection to its owner: each keeps the connection
+until its own operations are over (`pair/transport.py`), and the stores of a killed process end with it. When the owner
+dies during stores, the mapping keeps the memory alive until it is closed. Linux documents this for shared memory, but
+CUDA does not for CUDA IPC, so tests/kv_transfer/test_ipc.py tests the driver.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from kv_transfer.transports.pair.transport import PairTransport
 log = logging.getLogger(__name__)
 
 _PLACE = struct.Struct(f"<QQ{REGION_BYTES}s")
-"""Of a slot: where it is in its region, its word and the region of that; the slot's region follows."""
+"""A slot's offset in its region, its flag and the flags' region; the slot's region follows."""
 _MOST_REGIONS = 4096
-"""That a peer may name: a slot has another for each transfer that was cut off."""
+"""Most regions that a peer may name: each transfer that was cut off may add one."""
 
 
 class _Place(NamedTuple):
@@ -63,8 +63,8 @@ def _read_place(place: bytes) -> _Place:
 
 
 class IpcTransport(PairTransport):
-    """A `PairTransport` within a host. staging: of memory that can be mapped, as `kv_transfer.staging_for` makes it.
-    Raises TransferError when it is not."""
+    """A `PairTransport` within a host. staging: must be mappable, as `kv_transfer.staging_for` makes it. Raises
+    TransferError when it is not."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class IpcTransport(PairTransport):
 
 
 class Copy(Native, Protocol):
-    """`advance` is called as long as it is under way; `cut` has it end early, if it can."""
+    """`advance` is called while the copy is under way; `cut` ends it early, if possible."""
 
     def advance(self) -> None: ...
 
@@ -98,11 +98,11 @@ class Copy(Native, Protocol):
 
 
 _written_to: list[IpcSending] = []
-"""When its carrier was closed."""
+"""Sending ends that were still open when their carrier was closed; kept so that their mappings stay."""
 
 
 class IpcCarrier:
-    """Raises TransferError when the slots cannot be mapped by others."""
+    """Raises TransferError when other processes cannot map the slots."""
 
     kind = "ipc"
 
@@ -120,7 +120,7 @@ class IpcCarrier:
         else:
             self._memory, self._open_flag_writer = HostMemory(), HostFlagWriter
         self._ways: list[IpcSending] = []
-        # By address: slots keep their memory, or let it rest, until the end.
+        # By address: the memory of slots, retired or not, stays allocated until the end.
         self._places: dict[int, bytes] = {}
         self._flags, self._flag_at = CompletionFlags(), dict[int, int]()
         self.memory = self.export_slot(staging.memory(0))
@@ -130,7 +130,7 @@ class IpcCarrier:
 
     def sending(self, peer: str, memory: bytes, note: Note) -> IpcSending:
         way = IpcSending(self._memory, self._open_flag_writer, self._ways.remove)
-        way.map(memory)  # says now whether it can be mapped, and the first part need not wait for it
+        way.map(memory)  # fails early if it cannot be mapped, and saves the first part the time
         self._ways.append(way)
         log.info("kv path peer=%s path=%s flags=%s", peer, self._memory.path, way.has_flags)
         return way
@@ -143,12 +143,12 @@ class IpcCarrier:
             way.advance()
 
     def close(self) -> None:
-        """What is mapped still is being written to. It stays mapped: memory that is unmapped while a GPU's driver has
-        it registered is registered for good, and what is mapped at its address next cannot be."""
+        """Keep what is still mapped, since it is being written to. Memory that is unmapped while it is registered with
+        the GPU driver stays registered, and what is mapped at its address next cannot be registered."""
         _written_to.extend(self._ways)
 
     def export_slot(self, memory: Tensor) -> bytes:
-        """Where others find a slot's memory."""
+        """The place by which peers find a slot's memory."""
         address = memory.data_ptr()
         if address not in self._places:
             region, offset = self._memory.export(memory)
@@ -157,12 +157,12 @@ class IpcCarrier:
         return self._places[address]
 
     def is_signalled(self, memory: Tensor, tag: int) -> bool:
-        """Whether what goes into a slot's memory under that tag is there."""
+        """Whether the message of that tag is all in the slot's memory."""
         return self._flags.is_signalled(self._flag_at[memory.data_ptr()], tag)
 
 
 class IpcSending:
-    """Owns the mappings of a peer's memory, and the writers of its flags."""
+    """Owns the mappings of a peer's memory and uses of its flags' writers."""
 
     def __init__(
         self,
@@ -197,11 +197,11 @@ class IpcSending:
         return Target(self._slot(place, num_bytes), signal)
 
     def map(self, place: bytes) -> None:
-        """All that is around a slot at the peer. Raises TransferError."""
+        """Map the region and the flags of a peer's slot. Raises TransferError."""
         self.reach(place, 0, 0)
 
     def _slot(self, place: bytes, num_bytes: int) -> Tensor:
-        """Its first bytes, [num_bytes], uint8. Raises TransferError."""
+        """The first bytes of the peer's slot, [num_bytes], uint8. Raises TransferError."""
         at = _read_place(place)
         region, offset = at.region, at.offset
         if region not in self._mapped:

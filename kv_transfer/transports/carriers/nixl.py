@@ -1,8 +1,9 @@
 """The transport over NIXL: one-sided writes into granted slots, over InfiniBand, RoCE, NVLink, or TCP.
 
-Found by experiment with NIXL 1.5.1 and its own UCX, November 2026: an agent may learn of more memory of a peer by
-loading its metadata again; a write that is DONE is in the peer's memory; over TCP, bytes move only while both ends ask
-for notifications; a write cannot be taken back, so one that is cut off is awaited (`pair.py`), and its memory rests.
+Found by experiment with NIXL 1.5.1 and its own UCX, November 2026: an agent learns of a peer's additional memory by
+loading its metadata again; a write that is DONE is in the peer's memory; over TCP, bytes move only while both ends poll
+for notifications; a write cannot be cancelled, so one that is cut off is awaited (`pair/transport.py`) before its
+memory is reused.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _PLACE = struct.Struct("<QI")  # address, device
 
 
 class NixlCarrier:
-    """An agent over all slots' memory. interface, host: as for UCX (`net_devices`); NIXL has one of its own, that heeds
-    its environment alone. Raises TransferError when the package is not installed."""
+    """A NIXL agent over all slots' memory. interface, host: as for UCX (`net_devices`); NIXL bundles its own UCX, which
+    is configured by the environment only. Raises TransferError when the package is not installed."""
 
     kind = "nixl"
     memory = b""
@@ -51,7 +52,7 @@ class NixlCarrier:
         config = self._api.nixl_agent_config(enable_prog_thread=False, backends=[])  # its thread would burn a core
         self.agent = self._api.nixl_agent(name, config)
         if self._devices is not None:
-            os.environ["UCX_NET_DEVICES"] = self._devices  # the parameter `ucx_devices` changes nothing
+            os.environ["UCX_NET_DEVICES"] = self._devices  # the parameter `ucx_devices` has no effect
         self.agent.create_backend("UCX", {})
 
     def sending(self, peer: str, memory: bytes, note: Note) -> NixlSending:
@@ -75,12 +76,12 @@ class NixlCarrier:
         del self.agent
 
     def register(self, memory: Tensor) -> Any:
-        """The registration of a slot's memory: made once, kept with the memory until the end."""
+        """Register a slot's memory: once, and kept with the memory until `close`."""
         address = memory.data_ptr()
         if address not in self._registered:
             try:
                 registration = self.agent.register_memory([(address, memory.numel(), self.index, "")], self.segment)
-            except Exception as error:  # noqa: BLE001 - of no common class
+            except Exception as error:  # noqa: BLE001 - NIXL's errors have no other common class
                 raise TransferError(f"NIXL cannot register a slot: {_text(error)}") from None
             self._registered[address] = (registration, memory)
         return self._registered[address][0]
@@ -116,14 +117,14 @@ class NixlSending:
             there = agent.get_xfer_descs([(address, num_bytes, device)], carrier.segment)
             handle = agent.initialize_xfer("WRITE", here, there, self._peer)
             return _Write(agent, handle, agent.transfer(handle))
-        except Exception as error:  # noqa: BLE001 - NIXL's errors have no common class but this
+        except Exception as error:  # noqa: BLE001 - NIXL's errors have no other common class
             raise TransferError(f"NIXL cannot write: {_text(error)}") from None
 
     def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
         return None
 
     def abort(self) -> None:
-        """A write under way goes on: taken back, it could land all the same."""
+        """Nothing to do: a cancelled write could still land, so writes under way continue."""
 
     def close(self) -> None:
         self._carrier.leave(self._peer)
@@ -154,7 +155,7 @@ class _Write:
         if not self._over:
             try:
                 self._note(self._agent.check_xfer_state(self._handle))
-            except Exception as error:  # noqa: BLE001 - NIXL's errors have no common class but this
+            except Exception as error:  # noqa: BLE001 - NIXL's errors have no other common class
                 self._note(_text(error))
         return self._over
 
@@ -168,7 +169,7 @@ class _Write:
 
 
 def _load() -> tuple[Any, str]:
-    """The package, by the name that it has for the CUDA that there is, and its version."""
+    """The package, under its name for the installed CUDA version, and its version."""
     for name in _PACKAGES:
         with contextlib.suppress(ImportError):
             package = importlib.import_module(name)

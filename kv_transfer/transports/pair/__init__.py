@@ -1,1 +1,1 @@
-"""What transports share that agree on each message over one TCP connection between two processes."""
+"""Common base of the transports whose two ends agree on each message over TCP connections."""

@@ -1,4 +1,4 @@
-"""Where a transport that talks over TCP is found: its name, its port and the addresses of this machine."""
+"""The address of a transport that uses TCP: its id, its port and the addresses of its machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 
 @dataclass(frozen=True, slots=True)
 class PairAddress:
-    """`id` names one transport of one process; `kind` and `version` say what it speaks, `boot` on which machine,
-    `memory` (in hexadecimal digits) what its carrier tells those of others."""
+    """`id` identifies one transport of one process, `kind` and `version` its protocol, `boot` its machine. `memory` (in
+    hexadecimal digits) is what its carrier publishes to the carriers of peers."""
 
     id: str
     kind: str
@@ -37,8 +37,8 @@ class PairAddress:
 
     @classmethod
     def unpack(cls, address: bytes, who: str) -> PairAddress:
-        """What `pack` made at `who`. Raises TransferError when it is damaged, or makes no sense: the checksum tells
-        that it came whole, and nothing of who made it."""
+        """Unpack what `pack` made at `who`. Raises TransferError when it is damaged or invalid. The checksum detects
+        damage; it does not authenticate the sender."""
         data = address[len(_MAGIC) + _SUM_BYTES :]
         if address[: len(_MAGIC) + _SUM_BYTES] != _MAGIC + _checksum(data) or len(data) > _MOST_BYTES:
             raise TransferError(f"the address of {who} is damaged, or of another transport")
@@ -66,12 +66,12 @@ class PairAddress:
             ipaddress.ip_address(host)
 
     def require_like(self, mine: PairAddress, who: str) -> None:
-        """Raise TransferError unless both speak the same."""
+        """Raise TransferError unless both have the same kind and version."""
         if (self.kind, self.version) != (mine.kind, mine.version):
             raise TransferError(f"{mine.kind} {mine.version} != {self.kind} {self.version} of {who}")
 
     def reachable_from(self, mine: PairAddress) -> tuple[str, ...]:
-        """Addresses worth trying: those of its loopback only on the same machine, and then first."""
+        """Addresses worth trying: loopback addresses only if both are on the same machine, and then first."""
         if self.boot == mine.boot:
             return tuple(sorted(self.hosts, key=lambda host: not _is_loopback(host)))
         return tuple(host for host in self.hosts if not _is_loopback(host))

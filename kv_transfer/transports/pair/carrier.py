@@ -1,6 +1,6 @@
-"""What moves the bytes of a `PairTransport` once both ends have agreed on a message: CUDA IPC, NIXL, or NCCL.
+"""The interface of what moves the bytes of a `PairTransport` once both ends agree on a message: CUDA IPC, NIXL, NCCL.
 
-All is called on the transport's thread, and nothing waits.
+All methods are called on the transport's thread, and none blocks.
 """
 
 from __future__ import annotations
@@ -14,52 +14,53 @@ from baton.errors import TransferError
 from kv_transfer.native import Native, Target
 
 Note = Callable[[bytes], None]
-"""Sends the other end's `hear` something, ahead of what is sent next."""
+"""Sends a note to the other end's `Receiving.hear`, ahead of the next message."""
 
 
 class Sending(Protocol):
     """The pushing end of one connection."""
 
     def send(self, memory: Tensor, num_bytes: int, place: bytes) -> Native:
-        """Move the first bytes of a slot's memory, [slot_bytes], uint8, to `place`, which the other end named. Raises
-        TransferError: nothing was begun."""
+        """Start to move the first bytes of a slot's memory, [slot_bytes], uint8, to `place`, which the other end
+        exported. Raises TransferError: nothing was started."""
 
     def reach(self, place: bytes, num_bytes: int, tag: int) -> Target | None:
-        """The first bytes of the slot's memory there, granted for that tag, if kernels of this process can store to it.
-        Raises TransferError."""
+        """The first bytes of the peer's slot, granted for that tag, if kernels of this process can store to it. Raises
+        TransferError."""
 
     def abort(self) -> None:
-        """Have all that is under way end soon, if that can be had without bytes that land late."""
+        """Make operations end soon, if that is possible without bytes that land late."""
 
     def close(self) -> None:
-        """All operations are over."""
+        """Called when all operations are over."""
 
 
 class Receiving(Protocol):
     """The receiving end of one connection."""
 
     def export_slot(self, memory: Tensor) -> bytes:
-        """What the other end must know to send into a slot's memory, [slot_bytes], uint8. Raises TransferError."""
+        """The place that the other end needs to send into a slot's memory, [slot_bytes], uint8. Raises
+        TransferError."""
 
     def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
-        """The other end sends into the first bytes of that memory, in the order of these calls. None: it says when it
-        is over, and this end has no part in it. Raises TransferError."""
+        """The other end sends into the first bytes of that memory, in the order of these calls. None: this end does
+        nothing, and the other reports when it is over. Raises TransferError."""
 
     def has_come(self, memory: Tensor, tag: int) -> bool:
-        """Whether the flag is set of what goes into that memory under that tag, which has begun: all of it is there.
-        False says nothing. Called again and again."""
+        """Whether the completion flag shows that the message of that tag, which has begun, is all in that memory. False
+        proves nothing. Polled."""
 
     def hear(self, note: bytes) -> None:
-        """Raises TransferError for a note that no such carrier sends."""
+        """Handle a note. Raises TransferError for an invalid one."""
 
     def abort(self) -> None:
-        """As for the pushing end."""
+        """As `Sending.abort`."""
 
     def close(self) -> None: ...
 
 
 class OneSidedReceiving:
-    """All of a `Receiving` but `export_slot`, where the other end does it all and says when it is over."""
+    """All of a `Receiving` except `export_slot`, if the other end does the transfer and reports when it is over."""
 
     def begin(self, memory: Tensor, num_bytes: int) -> Native | None:
         return None
@@ -82,21 +83,21 @@ class Carrier(Protocol):
 
     kind: str
     version: str
-    """Both ends' must be equal."""
+    """Must be equal at both ends."""
     memory: bytes
-    """What the `sending` of others is to know of this process's memory before anything is granted."""
+    """What the `sending` of peers needs of this process's memory before the first grant."""
 
     def start(self, name: str) -> None:
-        """`name` is this process's for the others. Raises TransferError."""
+        """`name`: this process's name for its peers. Raises TransferError."""
 
     def sending(self, peer: str, memory: bytes, note: Note) -> Sending:
-        """peer, memory: the other end's name and what its carrier says. Raises TransferError: nothing can go there."""
+        """peer, memory: the other end's name and its carrier's `memory`. Raises TransferError if it is unreachable."""
 
     def receiving(self, peer: str, host: str) -> Receiving:
         """host: the other end's address."""
 
     def progress(self) -> None:
-        """Called often while something is under way with anybody."""
+        """Called often while any operation is under way."""
 
     def close(self) -> None:
-        """Touch no slot from now on."""
+        """Start nothing on any slot from now on."""

@@ -1,4 +1,4 @@
-"""Control messages between two transports: frames over a TCP connection, read and written without waiting."""
+"""Control messages between two transports: frames over a TCP connection, with non-blocking reads and writes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _READ = 1 << 16
 class Kind(enum.IntEnum):
     """
     pusher                                                   receiver
-    HELLO  (whom it takes the other for, who it is)   --->
+    HELLO  (the receiver's id, the pusher's id)       --->
                                                <---   WELCOME
-    OPEN   (this connection it is, of several)        --->
-                                               <---   PROOF   where there is a cluster secret
+    OPEN   (use this one of the connections dialled)  --->
+                                               <---   PROOF   with a cluster secret
                                                <---   GRANT   a receive is posted
-    NOTE   (the carrier's own)                        --->
-    BEGIN  (the header) the bytes move now            --->
-    END    they did, or could not                     --->
+    NOTE   (from the carrier)                         --->
+    BEGIN  (the header) the bytes are on the way      --->
+    END    the bytes are all there                    --->
     LONG   more bytes than were granted: not sent     --->
-    STRAY  bytes land there that belong to no message --->
+    STRAY  stores into this slot end in no message    --->
                                                <---   (end of stream)  nothing more is granted
     BYE    nothing more is sent                       --->
-    (end of stream)  nothing is read, or written, any more
+    (end of stream)  the pusher accesses no slot any more
     """
 
     HELLO = 1
@@ -57,11 +57,11 @@ class Frame:
 
 
 class Channel:
-    """One end of the connection; owns the socket. `lost` is set once nothing more can be heard; `dialling` is on until
-    somebody is reached. One thread, but for `send`: what another sends and the network does not take goes with that
-    thread's next call.
+    """One end of the connection; owns the socket. `lost` is set once nothing more can be received; `dialling` is set
+    until the connection is established. One thread, except `send`: if the socket does not take all that another thread
+    sends, the rest is written by the next call that writes.
 
-    What a stranger may send costs at most a MiB of memory, and then the connection.
+    A frame above 1 MiB ends the connection, so unauthenticated input costs little memory.
     """
 
     def __init__(self, connection: socket.socket, dialling: bool = False) -> None:
@@ -73,7 +73,7 @@ class Channel:
         self._inbox = bytearray()
         self._outbox = bytearray()
         self._mute = False
-        self._lock = threading.Lock()  # over the outbox, and writing
+        self._lock = threading.Lock()  # guards the outbox, and writing
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -88,7 +88,7 @@ class Channel:
     def send(
         self, kind: Kind, tag: int = 0, num_bytes: int = 0, payload: bytes = b"", more_follows: bool = False
     ) -> None:
-        """more_follows: leave it to the next call to write both."""
+        """more_follows: the next call writes both frames."""
         with self._lock:
             if not self._mute:
                 self._outbox += _HEAD.pack(len(payload), kind, tag, num_bytes) + payload
@@ -96,13 +96,13 @@ class Channel:
                     self._write()
 
     def flush(self) -> None:
-        """Write what the network takes."""
+        """Write as much as the socket takes."""
         if self._outbox:
             with self._lock:
                 self._write()
 
     def hang_up(self) -> None:
-        """Say nothing more; go on hearing."""
+        """Send nothing more, but keep receiving."""
         with self._lock:
             self._mute = True
             self._outbox.clear()
@@ -112,8 +112,8 @@ class Channel:
             self.lost = True
 
     def receive(self) -> list[Frame]:
-        """The frames that are here; of more than a MiB the first, so that who sends without end keeps nobody else from
-        being heard."""
+        """The frames that have arrived, from about 1 MiB at most, so that one busy sender does not starve other
+        connections."""
         try:
             while len(self._inbox) <= _MOST + _HEAD.size:
                 data = self.socket.recv(_READ)
@@ -143,7 +143,7 @@ class Channel:
                 del self._outbox[: self.socket.send(self._outbox)]
         except BlockingIOError:
             pass
-        except OSError:  # the reader learns of it too
+        except OSError:  # `receive` notices it too
             self._outbox.clear()
             self._mute = True
 

@@ -1,7 +1,7 @@
-"""How two transports meet: one dials all addresses of the other at once, and opens the first that answers.
+"""How two transports connect: one dials all addresses of the other at once, and opens the first that answers.
 
-Where there is a cluster secret, HELLO and WELCOME carry nonces, and OPEN and PROOF what proves that each end knows it
-(`baton.cluster_secret`): a connection is nobody's before.
+With a cluster secret, HELLO and WELCOME carry nonces, and OPEN and PROOF prove that each end knows the secret
+(`baton.cluster_secret`). Until then, a connection belongs to no link.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_ANSWER = "none of its addresses answers"
 
 @dataclass(eq=False, slots=True)
 class Dial:
-    """One of the peer's addresses being tried. `proofs`: of both ends, once the peer has sent its nonce."""
+    """A connection attempt to one of the peer's addresses. `proofs`: both ends', once the peer has sent its nonce."""
 
     channel: Channel
     link: Link
@@ -37,7 +37,7 @@ class Dial:
 
 @dataclass(eq=False, slots=True)
 class PendingPeer:
-    """Somebody who called, and has not opened the connection yet. `proofs`: of both ends, once he has given a name."""
+    """An accepted connection that the peer has not opened yet. `proofs`: both ends', once the peer has sent HELLO."""
 
     channel: Channel
     host: str
@@ -49,8 +49,8 @@ End = Dial | PendingPeer | Outbound | Inbound
 
 
 class Connector:
-    """Transport's thread only. What becomes of it is told: `opened(link, channel)` or `failed(link, reason)` for who is
-    dialled, `called(remote, channel, host)` for who dials."""
+    """Transport's thread only. Reports results by callbacks: `opened(link, channel)` or `failed(link, reason)` for a
+    peer that is dialled, `called(remote, channel, host)` for one that dials."""
 
     def __init__(
         self,
@@ -77,25 +77,25 @@ class Connector:
                 dial = Dial(channel, link, self._nonce())
                 self._ends.put(dial)
                 if not ipaddress.ip_address(self._bound).is_unspecified:
-                    channel.socket.bind((self._bound, 0))  # it is where the other end may find what else is here
+                    channel.socket.bind((self._bound, 0))  # the peer may look for a carrier's services at this address
                 if channel.socket.connect_ex((host, link.theirs.port)) not in (0, errno.EINPROGRESS):
                     self._ends.close(dial)
         self._fail_if_vain(link, _NO_ANSWER)
 
     def give_up(self, link: Link) -> None:
-        """Dial it no more."""
+        """Stop dialling it."""
         for dial in self._dials(link):
             self._ends.close(dial)
 
     def accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # the connection is closed already
             connection, (host, *_) = self._listener.accept()
             self._ends.put(PendingPeer(Channel(connection), host.removeprefix("::ffff:")))
         for end in self._ends.of(PendingPeer)[:-_STRANGERS]:
             self._ends.close(end)
 
     def answered(self, dial: Dial) -> None:
-        """The address is reachable, or not."""
+        """The attempt is over: the address is reachable or not."""
         channel = dial.channel
         if error := channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.lose(dial, os.strerror(error))
@@ -132,14 +132,14 @@ class Connector:
                 self.lose(end, "another process listens there, or the cluster secret differs")
 
     def _nonce(self) -> bytes:
-        """Empty without a secret, as are the proofs."""
+        """Empty without a secret, like the proofs."""
         return b"" if self._secret is None else new_nonce()
 
     def _proofs(self, caller: str, callee: str, *nonces: bytes) -> Proofs:
         return Proofs(b"", b"") if self._secret is None else self._secret.proofs(DATA, caller, callee, *nonces)
 
     def _is_meant(self, hello: bytes) -> bool:
-        """Whether it is for this process, and from one that a secret is to be proved to likewise, or not."""
+        """Whether the HELLO is for this process, and includes a nonce exactly if there is a secret here."""
         num_bytes = 2 * _ID_BYTES + (0 if self._secret is None else NONCE_BYTES)
         whom, who = hello[:_ID_BYTES], hello[_ID_BYTES : 2 * _ID_BYTES]
         return len(hello) == num_bytes and whom == self._here.id.encode() and who.isalnum()

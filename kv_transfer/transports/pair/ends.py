@@ -1,6 +1,6 @@
-"""The two ends of a connection that carries one direction: who pushes dialled it, who receives accepted it.
+"""The two ends of a one-way connection: the pusher dialled it, the receiver accepted it.
 
-State only: `Links` hears frames, `Messages` reports what becomes of operations.
+State only: `Links` handles frames, `Messages` reports the ends of operations.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kv_transfer.transports.pair.carrier import Receiving, Sending
 from kv_transfer.transports.pair.channel import Channel
 
 DEATH_S = 1.0
-"""How long after its connection broke a process may go on writing: a copy on its GPU outlives it a little."""
+"""How long a process may go on writing after its connection broke: a copy on its GPU briefly outlives it."""
 
 
 @dataclass(eq=False, slots=True)
 class Push:
-    """Waits for the grant of its tag; then `native` is under way. If the grant was placed, that is `storing`;
-    `signals`: whose last store tells the peer."""
+    """Waits for the grant of its tag; then `native` is under way. For a placed grant that is `storing`; `signals`: its
+    last store sets the peer's completion flag."""
 
     tag: int
     slot: int
@@ -35,7 +35,7 @@ class Push:
 
 @dataclass(eq=False, slots=True)
 class Expect:
-    """`granted`: the peer may write into the slot at any time. `begun`: it does, and has sent the message's header."""
+    """`granted`: the peer may write into the slot at any time. `begun`: it has sent the header and is writing."""
 
     tag: int
     slot: int
@@ -48,9 +48,9 @@ class Expect:
 
 @dataclass(eq=False, slots=True)
 class Grant:
-    """`target`: the peer's slot, where kernels of this process reach it. Somebody stores there from `placed` on, and
-    the peer may have been told (`announced`); what that is, and so when it is over, is known once the part is pushed
-    (`storing`)."""
+    """`target`: the peer's slot, if kernels of this process can reach it. Once `placed`, the mover stores into it, and
+    the peer may have been notified (`announced`). The stores, and so when they are over, are known once the part is
+    pushed (`storing`)."""
 
     num_bytes: int
     place: bytes
@@ -81,7 +81,7 @@ class Outbound:
 
 @dataclass(eq=False, slots=True)
 class Inbound:
-    """The receiving end. The peer's end of stream says that it writes no more; without a BYE before, it died."""
+    """The receiving end. The peer's end of stream means that it writes no more; without a BYE before, it died."""
 
     channel: Channel
     receiving: Receiving
@@ -92,13 +92,13 @@ class Inbound:
     leaving: list[Native] = field(default_factory=list)
 
     def end(self) -> None:
-        """Nothing more is heard of the peer."""
+        """Nothing more can be received from the peer."""
         self.broke_at = time.monotonic()
         self.over = self.said_bye
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody writes into what was granted here."""
+        """Whether nothing writes into the slots granted here any more."""
         if not self.over and self.broke_at:
             self.over = time.monotonic() - self.broke_at > DEATH_S
         return self.over and all(native.query() for native in self.leaving)
@@ -106,11 +106,11 @@ class Inbound:
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """A peer: both directions, of which either may come first."""
+    """A peer's connections in both directions, of which either may be established first."""
 
     peer: str
     address: bytes
-    theirs: PairAddress  # what the address says
+    theirs: PairAddress  # the address, unpacked
     waiting: list[Future[None]] = field(default_factory=list)
     out: Outbound | None = None
     inward: Inbound | None = None
@@ -123,19 +123,19 @@ class Link:
 
     @property
     def under_way(self) -> list[tuple[Push | Expect, Native]]:
-        """What the carrier has."""
+        """Operations that this end has started."""
         operations: list[Push | Expect] = [*self.pushes.values(), *self.expects.values()]
         return [(operation, operation.native) for operation in operations if operation.native is not None]
 
     @property
     def coming(self) -> list[Expect]:
-        """What the other end alone has under way, and may have ended."""
+        """Receives that only the other end carries out, which may be complete."""
         return [expect for expect in self.expects.values() if expect.begun and expect.native is None]
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a part's bytes arrive without a copy of the carrier's here, which takes no longer than a kernel, and
-        somebody waits for this end to notice."""
+        """Whether a part moves without an operation of this end's carrier, which takes no longer than a kernel, and a
+        request waits for this end to notice its completion."""
         return bool(self.coming) or any(push.placed and not push.signals for push in self.pushes.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Slots at peers that kernels of this process can store to, between the thread that hears of them and who uses them."""
+"""Granted slots at peers that kernels of this process can store to, shared by the transport's thread and the mover."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GrantTable:
     put --acquire--> stored to --[announce]--> --push--> (an operation of its link)
                        |                        |
                       cut ---------------------' --push_cut--> (over with the stores)
-                       its link is gone; the connection is not, until that
+                       its link is gone; its connection stays until then
     """
 
     def __init__(self) -> None:
@@ -27,8 +27,8 @@ class GrantTable:
     # ---- any thread ----
 
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int, wait_s: float) -> Target | None:
-        """It, now the caller's alone, who stores its first `num_bytes`. None: it is not here within `wait_s`, or is too
-        small."""
+        """The granted slot, now the caller's alone to store its first `num_bytes`. None: it is not granted within
+        `wait_s`, is too small, or cannot be reached."""
         key = peer, tag
         with self._changed:
             if key not in self._grants:
@@ -43,7 +43,7 @@ class GrantTable:
             )
 
     def _announce(self, peer: str, tag: int, grant: Grant, num_bytes: int, header: bytes) -> None:
-        """Say BEGIN, unless its link has been cut: the connection's last words are said then."""
+        """Send BEGIN, unless the link was cut: then the connection's last messages are sent already."""
         with self._changed:
             if (peer, tag) not in self._cut:
                 grant.announced = True
@@ -57,12 +57,12 @@ class GrantTable:
             self._changed.notify_all()
 
     def withdraw(self, peer: str, tag: int) -> None:
-        """Offer it no more."""
+        """Stop offering it."""
         with self._changed:
             self._grants.pop((peer, tag), None)
 
     def cut(self, peer: str, grants: dict[int, Grant]) -> dict[int, Grant]:
-        """The link is gone that these belong to, by tag: no more of them is offered. Those that are stored to."""
+        """The link of these grants (by tag) is gone: stop offering them. Returns those that are placed."""
         with self._changed:
             for tag in grants:
                 self._grants.pop((peer, tag), None)
@@ -71,7 +71,8 @@ class GrantTable:
         return placed
 
     def push_cut(self, peer: str, tag: int, storing: Native) -> bool:
-        """It is pushed: it is over when `storing` is. False: its link is not gone, or it was not placed."""
+        """The part of a cut grant is pushed: it is over when `storing` is. False: its link is not gone, or it was not
+        placed."""
         with self._changed:
             grant = self._cut.pop((peer, tag), None)
         if grant is not None:

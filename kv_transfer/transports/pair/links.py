@@ -1,12 +1,12 @@
-"""The links of a `PairTransport`: a peer's two connections, from the first dial until nothing is under way on either.
+"""The links of a `PairTransport`: a peer's two connections, from the first dial until all operations on both are over.
 
     dialled              --> Link.out    --.
     called --> unclaimed --> Link.inward --+--> leaving --> closed
                   `------------------------'
 
-`Links` owns the links by peer, who called before `connect` named it, and the connections that are leaving. It answers
-who connects, and emits PeerDisconnected. What goes over the connections, and all other events, are of
-`messages.py`.
+`Links` owns the links by peer, the connections from peers that `connect` has not named yet (unclaimed), and those that
+are leaving. It completes `connect` calls and emits PeerDisconnected. `messages.py` handles the messages on the
+connections and emits all other events.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kv_transfer.transports.pair.poller import Ends
 from kv_transfer.transports.threaded import resolve
 
 _UNCLAIMED = 256
-"""Who calls and is not named by `connect` is a stranger, or early by a moment."""
+"""Most unclaimed connections: their peers are unknown, or dialled slightly before `connect` named them."""
 
 
 class Links:
-    """Transport's thread only, but for `is_open`. `ends` waits for the listener too."""
+    """Transport's thread only, except `is_open`. `ends` waits for the listener too."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class Links:
         self._messages = messages
         self._emit = emit
         self._links: dict[str, Link] = {}
-        self._unclaimed: dict[str, Inbound] = {}  # who called before `connect` named it
+        self._unclaimed: dict[str, Inbound] = {}  # by id of the peer, which `connect` has not named yet
         self._leaving: list[Outbound | Inbound] = []
         self._left_at = 0.0
 
     # ---- any thread ----
 
     def is_open(self, peer: str) -> bool:
-        """Whether what is pushed can go there."""
+        """Whether the connection for pushes to the peer is open."""
         link = self._links.get(peer)
         return link is not None and link.out is not None
 
@@ -75,7 +75,7 @@ class Links:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether a connection stays until what is under way on it is over."""
+        """Whether a connection of an ended link still has operations under way."""
         return bool(self._leaving)
 
     @property
@@ -84,7 +84,7 @@ class Links:
         return max(self._left_at, self._messages.moved_at)
 
     def collect(self) -> None:
-        """Report and close what is over."""
+        """Report operations that are over, and close connections that are."""
         for link in list(self._links.values()):
             self._or_drop(link, self._messages.collect)
         for end in [end for end in self._leaving if end.is_over]:
@@ -118,7 +118,7 @@ class Links:
         self._or_drop(link, self._messages.submit, operation)
 
     def leave(self, reason: str, told: bool) -> None:
-        """End them all, but for what is under way. `told`: somebody asked for it."""
+        """End all links; operations under way keep their connections. `told`: this end requested it."""
         for link in list(self._links.values()):
             self._drop(link, reason, told)
         while self._unclaimed:
@@ -130,7 +130,7 @@ class Links:
         self._links[link.peer] = link
         self._connector.dial(link)
         if self._links.get(link.peer) is not link:
-            return  # nobody can be dialled; who called waits for the next link
+            return  # no address can be dialled; an unclaimed connection waits for the next link
         if inward := self._unclaimed.pop(link.remote, None):
             self._attach(link, inward)
 
@@ -138,7 +138,7 @@ class Links:
         self._drop(link, reason, told=True)
 
     def _open(self, link: Link, channel: Channel) -> None:
-        """The peer was reached: what is pushed goes this way."""
+        """The peer was reached: pushes use this connection."""
         memory = bytes.fromhex(link.theirs.memory)
         try:
             sending = self._carrier.sending(link.remote, memory, lambda note: channel.send(Kind.NOTE, payload=note))
@@ -153,11 +153,11 @@ class Links:
         link.waiting = []
 
     def _take_in(self, remote: str, channel: Channel, host: str) -> None:
-        """The peer calls. If it did before, it has begun anew, and that way is over."""
+        """The peer has dialled. A connection that it dialled earlier is superseded and ends."""
         inward = Inbound(channel, self._carrier.receiving(remote, host), remote)
         self._ends.put(inward)
         if (link := self._link_to(remote)) is not None and link.inward is not None:
-            self._attend(link.inward)  # its end may be here already
+            self._attend(link.inward)  # its end of stream may have arrived already
         if (link := self._link_to(remote)) is not None and link.inward is not None:
             if any(expect.granted for expect in link.expects.values()):
                 self._drop(link, "the peer connected anew", told=False)
@@ -183,24 +183,24 @@ class Links:
     def _link_of(self, end: Outbound | Inbound) -> Link | None:
         return next((link for link in self._links.values() if end in (link.out, link.inward)), None)
 
-    # ---- heard ----
+    # ---- received ----
 
     def attend(self, descriptor: int) -> None:
-        """Somebody calls, or a connection is ready."""
+        """A peer dials, or a connection is ready."""
         if descriptor == self._listener.fileno():
             self._connector.accept()
         elif end := self._ends.at(descriptor):
             self._attend(end)
 
     def _attend(self, end: End) -> None:
-        """Read and write what its connection is ready for."""
+        """Read from the connection, and write to it, as far as it is ready."""
         channel, descriptor = end.channel, end.channel.fileno()
         if isinstance(end, Dial) and channel.dialling:
             self._connector.answered(end)
             return
         channel.flush()
         for frame in channel.receive():
-            now = self._ends.at(descriptor)  # by the frame before, it may have become another, or none
+            now = self._ends.at(descriptor)  # the previous frame may have replaced or closed the end
             if now is not None and now.channel is channel:
                 self._hear(now, frame)
         now = self._ends.at(descriptor)
@@ -229,7 +229,7 @@ class Links:
                 if link := self._link_of(end):
                     self._or_drop(link, self._messages.hear, end, frame)
             case _:
-                end.channel.lost = True  # nobody who speaks this protocol
+                end.channel.lost = True  # a protocol violation
 
     def _lose(self, end: End) -> None:
         if isinstance(end, Dial | PendingPeer):
@@ -241,15 +241,16 @@ class Links:
             self._part_with(end)
             return
         if (link := self._link_of(end)) and link.inward is not None:
-            self._attend(link.inward)  # what it said, and did, before it died counts
+            self._attend(link.inward)  # what the peer sent and completed before it died counts
         if link := self._link_of(end):
             self._drop(link, "the peer is gone", told=False)
 
     # ---- left ----
 
     def _part_with(self, inward: Inbound) -> None:
-        """The peer sends nothing more this way. That ends the link if it may have begun to; else this was the way of an
-        earlier link that it gave up, and it calls again, or the other way ends too."""
+        """The peer sends nothing more on this connection. That ends the link if a message may have begun. Else the
+        connection belonged to an earlier link that the peer dropped: it dials again, or its other connection ends
+        too."""
         link = self._link_of(inward)
         if link is None:
             if self._unclaimed.get(inward.remote) is inward:
@@ -265,14 +266,14 @@ class Links:
         self._leave(inward)
 
     def _or_drop(self, link: Link, act: Callable[..., None], *args: object) -> None:
-        """Do it. What fails takes the connection with it: no carrier can go on after that."""
+        """Call `act`. A failure ends the link, since no carrier can continue after one."""
         try:
             act(link, *args)
         except TransferError as error:
             self._drop(link, error.message, told=False)
 
     def _drop(self, link: Link, reason: str, told: bool) -> None:
-        """End all that is under way with the peer. `told`: somebody asked for it."""
+        """End all operations with the peer. `told`: this end requested it, so no PeerDisconnected."""
         if self._links.get(link.peer) is not link:
             return
         del self._links[link.peer]
@@ -289,7 +290,7 @@ class Links:
             self._emit(PeerDisconnected(link.peer, reason))
 
     def _leave(self, end: Outbound | Inbound) -> None:
-        """Its connection stays until what is under way is over, which the other end must be told, or tell."""
+        """Keep the connection until its operations are over: a pusher then closes it, for which a receiver waits."""
         self._left_at = time.monotonic()
         if isinstance(end, Outbound):
             end.channel.send(Kind.BYE)

@@ -1,8 +1,8 @@
 """The messages of a `PairTransport`'s links, from push and expect to the one event that ends each.
 
-`Messages` owns what a link has under way (`Link.pushes`, `Link.expects`, `Outbound.grants`) and the grant_table of it,
-and emits all Sent, Arrived and Failed. What a carrier cannot do is raised, as TransferError: the link ends with it,
-which is for its owner (`links.py`) to see to.
+`Messages` owns the operations of links (`Link.pushes`, `Link.expects`, `Outbound.grants`) and the grant table, and
+emits all Sent, Arrived and Failed. When a carrier fails, it raises TransferError, and the owner of the link
+(`links.py`) ends the link.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from kv_transfer.transports.pair.grants import GrantTable
 
 _GRANT_S = 1e-3
 _MOST_GRANTS = 1 << 16
-"""Open at a time, of one peer: far more than it has slots."""
+"""Most open grants of one peer: far more than it has slots."""
 
 
 class Messages:
-    """Transport's thread only, but for `acquire_remote_slot`. mailbox: the thread's, closed once that is over."""
+    """Transport's thread only, except `acquire_remote_slot`. mailbox: the thread's, closed when the thread is over."""
 
     def __init__(self, staging: Staging, mailbox: Mailbox, emit: Callable[[TransportEvent], None]) -> None:
         self._staging = staging
         self._mailbox = mailbox
         self._emit = emit
         self._grant_table = GrantTable()
-        self._failing: list[tuple[Native, Failed]] = []  # to be told when that is over
+        self._failing: list[tuple[Native, Failed]] = []  # to emit when the stores are over
         self.moved_at = 0.0
         """When a message last made progress."""
 
     # ---- any thread ----
 
     def acquire_remote_slot(self, peer: str, tag: int, num_bytes: int) -> Target | None:
-        """As for a transport. The credit may have been faster than the grant, which is waited for, briefly."""
+        """As for a transport. Waits briefly for the grant, since the credit may arrive before it."""
         return self._grant_table.acquire_remote_slot(peer, tag, num_bytes, _GRANT_S)
 
     # ---- pushed and expected ----
@@ -59,7 +59,7 @@ class Messages:
         self._emit(Failed(peer, operation.tag, operation.slot, reason))
 
     def push_cut(self, peer: str, push: Push) -> bool:
-        """Whether its link is gone since it was placed: it fails once nothing is stored on its behalf."""
+        """Whether the link was lost after the push was placed: it then fails once its stores are over."""
         is_cut = self._grant_table.push_cut(peer, push.tag, push.storing)
         if is_cut:
             reason = "the connection was lost before all was stored"
@@ -69,7 +69,7 @@ class Messages:
     # ---- agreed with the peer ----
 
     def grant(self, link: Link, inward: Inbound) -> None:
-        """The peer can be told now what is expected of it."""
+        """The peer's connection is there: grant all that is expected on it."""
         for expect in link.expects.values():
             self._grant(inward, expect)
 
@@ -87,7 +87,7 @@ class Messages:
         """BEGIN, END or LONG."""
         expect = link.expects.get(frame.tag)
         if expect is None and frame.kind is Kind.END:
-            return  # what moves the bytes, or their flag, was faster
+            return  # the native operation, or the completion flag, was faster
         is_long = expect is not None and frame.num_bytes > expect.num_bytes
         in_turn = expect is not None and expect.granted and expect.begun == (frame.kind is Kind.END)
         if (
@@ -114,7 +114,7 @@ class Messages:
         inward.channel.send(Kind.GRANT, expect.tag, expect.num_bytes, place)
 
     def _launch(self, link: Link, tag: int) -> None:
-        """Send what is both pushed and granted."""
+        """Send the message if it is both pushed and granted."""
         push, out = link.pushes.get(tag), link.out
         if push is None or out is None or tag not in out.grants:
             return
@@ -141,7 +141,7 @@ class Messages:
     # ---- over ----
 
     def collect(self, link: Link) -> None:
-        """Report what is complete."""
+        """Report completed operations."""
         for operation, native in link.under_way:
             if native.query():
                 if native.error:
@@ -150,7 +150,7 @@ class Messages:
         self._end_what_has_come(link)
 
     def cut(self, link: Link) -> None:
-        """The link ends. What is complete counts; the rest leaves with its connections, and `fail` is to report it."""
+        """The link ends: report completed operations; the rest leave with its connections, and `fail` reports them."""
         for operation, native in link.under_way:
             if native.query() and not native.error:
                 self._end(link, operation)
@@ -159,13 +159,14 @@ class Messages:
         if out is not None:
             out.leaving = [push.native for push in link.pushes.values() if push.native is not None]
             for tag, grant in self._grant_table.cut(link.peer, out.grants).items():
-                out.channel.send(Kind.STRAY, tag)  # or the peer takes its slot for untouched
+                out.channel.send(Kind.STRAY, tag)  # or the peer would reuse a slot that is still written to
                 out.leaving.append(grant)
         if inward is not None:
             inward.leaving = [expect.native for expect in link.expects.values() if expect.native is not None]
 
     def fail(self, link: Link, reason: str) -> None:
-        """Its connections are leaving: a slot that they touch gets other memory."""
+        """Fail the link's operations; its connections are leaving, and slots that they still access get other
+        memory."""
         inward = link.inward
         for push in link.pushes.values():
             if push.native is not None and not push.placed:
@@ -177,18 +178,19 @@ class Messages:
             self._emit(Failed(link.peer, expect.tag, expect.slot, reason))
 
     def report_failed(self) -> None:
-        """Those that nothing is stored on behalf of any more."""
+        """Emit the Failed of pushes whose stores are over."""
         for item in [item for item in self._failing if item[0].query()]:
             self._failing.remove(item)
             self._emit(item[1])
 
     def report_all_failed(self) -> None:
-        """The thread is over."""
+        """Emit all pending Failed: the thread is over."""
         for _, failed in self._failing:
             self._emit(failed)
 
     def _end_what_has_come(self, link: Link) -> None:
-        """Whose END may be under way yet, or never come: a peer that died behind its last store has sent it all."""
+        """End receives whose completion flag is set. Their END may be late, or never come: a peer that died after its
+        last store has sent everything."""
         for expect in link.coming:
             assert link.inward is not None
             if link.inward.receiving.has_come(self._staging.memory(expect.slot), expect.tag):
@@ -206,8 +208,8 @@ class Messages:
             self._emit(Arrived(link.peer, operation.tag, operation.slot, operation.header))
 
     def _fail_after(self, storing: Native, failed: Failed) -> None:
-        """The slot is the mover's again once nothing is stored on its behalf, which the connection that is leaving
-        waits for too; or when this thread is over."""
+        """Return the slot to the mover once the stores for it are over, for which the leaving connection waits too, or
+        when this thread is over."""
         if storing.query() or self._mailbox.is_closed:
             self._emit(failed)
         else:

@@ -1,4 +1,4 @@
-"""Who there is a connection with, the epoll that waits for all of them, and for how long it does."""
+"""The connections of a transport's thread, the epoll that waits for them, and how long it waits."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ E = TypeVar("E", bound=HasChannel)
 K = TypeVar("K")
 
 _SPIN_S = 2e-3
-"""A part that is stored straight into its slot takes 0.05 to 0.4 ms on an H200."""
+"""A part that is stored directly into its slot takes 0.05 to 0.4 ms on an H200."""
 _PAUSE_S = 20e-6
-"""With what Linux adds to a sleep, 75 us and more: a tenth of what 256 MiB take over NVLink."""
+"""With what Linux adds to a sleep, 75 us and more: a tenth of the time that 256 MiB take over NVLink."""
 _EAGER_S = 5e-3
 _REST_S = 0.1
 
 
 def pause_s(idle_s: float, is_urgent: bool) -> float:
-    """How long to wait until the next look at what is under way and wakes nobody, `idle_s` after its last progress.
-    is_urgent: it takes about as long as a kernel. Not at all while that can be, so that no sleep is part of what a
-    request waits for; then briefly, then for a tenth of the time that it has been idle."""
+    """How long to wait before polling operations that wake no thread, `idle_s` after their last progress. is_urgent:
+    one takes about as long as a kernel. Zero while such an operation may be running, so that no sleep adds to a
+    request's latency; then briefly, then a tenth of the time since the last progress."""
     if is_urgent and idle_s <= _SPIN_S:
         return 0.0
     return _PAUSE_S if idle_s <= _EAGER_S else min(max(idle_s / 10, 1e-3), _REST_S)
 
 
 class Ends(Generic[E]):
-    """Owns the channels. `others` are waited for too, for reading."""
+    """Owns the channels. Also waits for `others` to become readable."""
 
     def __init__(self, *others: HasFileno) -> None:
         self._ends: dict[int, E] = {}  # by descriptor
@@ -48,7 +48,7 @@ class Ends(Generic[E]):
             self._poll.register(other, select.EPOLLIN)
 
     def put(self, end: E) -> None:
-        """Its channel is somebody's already, whom it succeeds, or new."""
+        """Add the end, or replace the one that has its channel."""
         self._ends[end.channel.fileno()] = end
 
     def at(self, descriptor: int) -> E | None:
@@ -69,7 +69,7 @@ class Ends(Generic[E]):
         self._poll.close()
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
-        """(descriptor, mask) of what each connection wants and can have now."""
+        """(descriptor, mask) of each connection that is ready for what it waits for."""
         for descriptor, end in self._ends.items():
             mask, before = end.channel.wants, self._masks.get(descriptor, 0)
             if mask == before:

@@ -1,8 +1,8 @@
-"""The thread of a `PairTransport`: its commands and its loop. Links (`links.py`), their messages
-(`messages.py`) and the carrier are touched by nobody else.
+"""The thread of a `PairTransport`: its commands and its loop. Only this thread uses the links (`links.py`), their
+messages (`messages.py`) and the carrier, except where they say otherwise.
 
-It sleeps in epoll while nothing is under way. While something is, it looks again and again, since the carriers have no
-descriptor that could wake it, and less often the longer nothing comes of it (`pause_s`).
+It sleeps in epoll while no operation is under way. Otherwise it polls, since the carriers have no descriptor that could
+wake it, and less often the longer there is no progress (`pause_s`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kv_transfer.transports.pair.poller import Ends, pause_s
 from kv_transfer.transports.threaded import TransportThread, resolve
 
 _FINISH_S = 1.0
-"""How long the end waits for operations that were cut off."""
+"""How long shutdown waits for operations that were cut off, unless DEATH_S is longer."""
 
 
 class PairThread(TransportThread):
@@ -86,7 +86,7 @@ class PairThread(TransportThread):
             raise
 
     def _turn(self, deadline: float | None = None) -> None:
-        """What happened, then a wait for more, until `deadline` at most."""
+        """Handle what has happened, then wait for more, until `deadline` at most."""
         self._mailbox.run()
         for descriptor, _ in self._ready:
             self._links.attend(descriptor)

@@ -1,5 +1,5 @@
-"""Transports that need a word before the bytes: CUDA IPC and NIXL write where they were told, NCCL in the order that
-both ends keep.
+"""Transports whose two ends agree on a message before its bytes move: CUDA IPC and NIXL write to a granted place, NCCL
+sends in an order that both ends keep.
 
     prefill node                                             decode node
                                                              expect(peer, tag, slot)
@@ -9,18 +9,19 @@ both ends keep.
                              ==== bytes, by a `Carrier` ====>
     Sent                      ---- END tag ------------>     Arrived
 
-Where the carrier reaches the other's memory, the mover may store the bytes there itself after GRANT
-(`acquire_remote_slot`): `push` comes with what stores them, BEGIN goes at once, and END when that is over. The last
-store may signal (`Target.signal`): after BEGIN and the signal all is there, and END says nothing new.
+If the carrier can reach the peer's memory, the mover may store the bytes there itself after GRANT
+(`acquire_remote_slot`): the stores are passed to `push`, BEGIN is sent at once, and END when the stores are over. The
+last store may set a completion flag (`Target.signal`): after BEGIN and the flag all bytes are there, and END is
+redundant.
 
-The words go over TCP, a connection for each direction, dialled by who pushes. A connection belongs to one life of both
-processes, so its end is how a peer's death is noticed, at once; a peer that hangs is noticed by nobody, and is for
-heartbeats and deadlines to end.
+Control messages go over TCP, on one connection per direction, dialled by the pusher. A connection belongs to one
+incarnation of both processes, so its end reveals a peer's death at once. A hung peer is never noticed: heartbeats and
+deadlines must detect it.
 
-**When is a slot untouched?** A slot that was granted, or is being read, gets other memory when its operation is cut off
-(`Staging.renew`). STRAY says of a grant, before BYE, that its slot is stored to though no message will come of that.
-The old memory may serve again when nothing is under way with it at either end: the pusher closes its connection only
-then, and a receiver hangs up and waits for that. A late write lands in memory that nobody reads.
+**When is a slot no longer accessed?** A slot that was granted, or is being read, gets other memory when its operation
+is cut off (`Staging.renew`). STRAY, sent before BYE, marks a granted slot that is being stored to although no message
+will follow. The old memory may be reused when neither end has an operation on it: the pusher closes its connection only
+then, and a receiver hangs up and waits for that. A late write lands in memory that nothing reads.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from kv_transfer.transports.threaded import ThreadedTransport
 
 
 class PairTransport(ThreadedTransport):
-    """A `Transport` over a carrier, on a thread of its own. The staging outlives it.
+    """A `Transport` over a carrier, on a thread of its own. The staging must outlive it.
 
-    host: where the words are taken, which "0.0.0.0" and "::" are all addresses of this machine; interface: the network
-    interface that they go over instead, unless it is an RDMA device. secret: what both ends of a connection must prove
-    to know. Raises TransferError when there is no such interface or address, or the carrier cannot start.
+    host: where to listen for control messages; "0.0.0.0" and "::" mean all addresses of this machine. interface: the
+    network interface to use instead, unless it is an RDMA device. secret: both ends of a connection must prove that
+    they know it. Raises TransferError when there is no such interface or address, or the carrier cannot start.
     """
 
     def __init__(

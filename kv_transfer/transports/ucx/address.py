@@ -1,5 +1,6 @@
-"""How a UCX worker's address travels: UCX aborts the process when given a damaged one, so it is checked before, here
-for its way and in `form` for what it is. With it goes which machine the worker is on, since UCX does not say."""
+"""The wire format of a UCX worker's address. UCX aborts the process when given a damaged one, so addresses are checked
+first: here for transmission errors, in `form` for their structure. The format also includes the worker's machine, which
+UCX does not report."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def pack_address(version: Version, machine: str, worker_address: bytes) -> bytes
 
 
 def unpack_address(version: Version, machine: str, address: bytes, who: str) -> tuple[bytes, bool]:
-    """The worker address in what `pack_address` made at `who`, and whether it is on this machine. Raises TransferError
-    when it is damaged, or when that UCX has another major or minor version than this: their wire formats may differ."""
+    """The worker address that `pack_address` packed at `who`, and whether it is on this machine. Raises TransferError
+    when it is damaged, or when the major or minor versions of UCX differ, since their wire formats may too."""
     if len(address) <= _HEAD.size or not address.startswith(_MAGIC):
         raise TransferError(f"what {who} sent is no UCX address")
     _, *numbers, where, checksum = _HEAD.unpack_from(address)

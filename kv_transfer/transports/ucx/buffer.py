@@ -1,4 +1,4 @@
-"""A slot's memory as UCX is given it."""
+"""A slot's memory as a buffer for UCX."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ucxx._lib.arr import Array
 
 
 class _DeviceBytes:
-    """Bytes of a GPU's memory, in the words of the CUDA array interface. Torch's own take 7 us to say and read, these
-    1.5, of 25 that a part costs the thread of UCX."""
+    """GPU memory described by the CUDA array interface. Torch's own takes 7 us to build and read, this one 1.5, of the
+    25 us that a part costs the UCX thread."""
 
     def __init__(self, memory: Tensor, num_bytes: int) -> None:
         self._memory = memory
@@ -24,5 +24,5 @@ class _DeviceBytes:
 
 
 def buffer_of(memory: Tensor, num_bytes: int) -> Any:
-    """The first bytes of a slot's memory, [slot_bytes], uint8, which lives as long as the buffer."""
+    """The first bytes of a slot's memory, [slot_bytes], uint8, which the buffer keeps alive."""
     return Array(_DeviceBytes(memory, num_bytes) if memory.is_cuda else memory.numpy()[:num_bytes])

@@ -1,12 +1,12 @@
-"""The form of a UCX worker's address.
+"""The structure of a UCX worker's address.
 
-UCX reads an address without looking where it ends, and aborts the process over what is none. So an address of a peer
-is walked through before, as `ucp_address_unpack` does (src/ucp/wireup/address.c of UCX 1.21, version 1, with a
-worker's uuid). That keeps out what is no address; one that is well made, and false, is its maker's word still.
+UCX reads an address without bounds checks, and aborts the process on an invalid one. So a peer's address is parsed
+here first, as `ucp_address_unpack` does (src/ucp/wireup/address.c of UCX 1.21, version 1, with a worker's uuid). That
+rejects malformed addresses; a well-formed but false one still passes.
 
     header, uuid                        8 and 64 bits
     for each device     md index        1 bit: it has no transports; 7 bits
-                        length          1 bit: it is the last; 2 bits: a byte follows, and another; 5 bits
+                        length          1 bit: it is the last; 2 bits, for each of which a byte follows; 5 bits
                         address
       for each transport    name, attributes        16 and 128 bits
                             length                  1 bit: it is the last; 1 bit: endpoints follow; 6 bits
@@ -25,11 +25,11 @@ _TRANSPORT_BYTES = 2 + 16
 _HAS_ENDPOINTS = 0x40
 _LENGTH = 0x3F
 _MOST_TRANSPORTS = 64
-"""Half of what UCX has room for; an address of ours has a handful."""
+"""Half of UCX's own limit; addresses here have a handful."""
 
 
 def is_worker_address(address: bytes) -> bool:
-    """Whether it is all of a worker's address, and nothing else, in the form that is known here."""
+    """Whether this is exactly one complete worker address, in the format known here."""
     try:
         return address[0] == _HEADER and _end_of(address) == len(address)
     except (IndexError, ValueError):
@@ -37,7 +37,7 @@ def is_worker_address(address: bytes) -> bool:
 
 
 def _end_of(address: bytes) -> int:
-    """Where it is over. Raises IndexError or ValueError for what has another form."""
+    """The offset of its end. Raises IndexError or ValueError for any other structure."""
     at, num_transports, is_last = _START, 0, False
     while not is_last:
         has_transports, length = not address[at] & _NO_TRANSPORTS, address[at + 1]

@@ -1,6 +1,6 @@
-"""Which way UCX takes to a peer, and what stands in the way of a faster one.
+"""Which path UCX takes to a peer, and why it takes no faster one.
 
-UCX chooses by itself and says nothing, and a copy over NVLink is 400 times as fast as one through the host's TCP stack.
+UCX chooses silently, and a copy over NVLink is 400 times as fast as one through the host's TCP stack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kv_transfer.transports.host import rdma_devices
 SHARED_MEMORY = frozenset({"mm", "posix", "shm", "sm", "sysv", "xpmem"})
 _SHM = Path("/dev/shm")
 _SHM_BYTES = 256 << 20
-"""Docker's default is 64 MiB, less than a few processes' queues."""
+"""Docker's default is 64 MiB, less than the queues of a few processes need."""
 _TRANSPORTS = 1 << 3  # UCP_EP_ATTR_FIELD_TRANSPORTS
 _MOST = 64
 
@@ -40,8 +40,8 @@ class _Attributes(ctypes.Structure):
 
 
 def path_of(endpoint: int) -> tuple[str, ...]:
-    """What carries the messages of a connected endpoint, given by its address in memory: ("cuda_ipc/cuda", "tcp/eth0").
-    Empty when UCX does not say."""
+    """The transports and devices of a connected endpoint, which is given by its address in memory: ("cuda_ipc/cuda",
+    "tcp/eth0"). Empty when UCX does not report them."""
     entries = (_Entry * _MOST)()
     attributes = _Attributes(
         field_mask=_TRANSPORTS, entries=entries, num_entries=_MOST, entry_size=ctypes.sizeof(_Entry)
@@ -56,7 +56,7 @@ def path_of(endpoint: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a way may depend on, here. `tls`: UCX_TLS. `resources`: what UCX found, as in `path_of`."""
+    """What the path depends on at this end. `tls`: UCX_TLS. `resources`: what UCX found, as in `path_of`."""
 
     on_gpu: bool
     exportable: bool
@@ -67,7 +67,7 @@ class Machine:
 
 
 def look(on_gpu: bool, exportable: bool, context_info: str) -> Machine:
-    """This machine. exportable: the slots' memory may be mapped by other processes. context_info: UCX's own words."""
+    """This machine. exportable: other processes can map the slots' memory. context_info: UCX's own description."""
     lines = [line.split() for line in context_info.splitlines()]
     try:
         stat = os.statvfs(_SHM)
@@ -85,10 +85,10 @@ def look(on_gpu: bool, exportable: bool, context_info: str) -> Machine:
 
 
 def slowness(machine: Machine, path: tuple[str, ...], same_host: bool) -> str | None:
-    """Why KV takes a slow way to a peer, for a person; None: it takes a fast one, or one that was asked for."""
+    """Why KV takes a slow path to a peer, for people; None: the path is fast, or there is no reason to report."""
     taken, found = _names(path), _names(machine.resources)
     if not path or taken - {"tcp", "self"} - SHARED_MEMORY - {"cma", "cuda_copy"}:
-        return None  # a GPU's link, or RDMA
+        return None  # a GPU link, or RDMA
     if not same_host:
         return _no_rdma(machine, found)
     if machine.on_gpu:

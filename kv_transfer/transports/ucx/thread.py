@@ -1,9 +1,9 @@
-"""The thread that owns everything of UCX: context, worker, endpoints, requests.
+"""The thread that owns all UCX objects: context, worker, endpoints, requests.
 
-It sleeps in epoll on the worker's descriptor and on one of its own, so it costs nothing while nothing moves and answers
-within tens of microseconds; UCX has no other thread of ours to race with. The low-level objects of `ucxx` are used, and
-not its asyncio interface, because that ends a request for the caller before it is over for UCX (it cancels whatever is
-dropped), which is how late bytes come about, and because it would need a thread more.
+It sleeps in epoll on the worker's descriptor and on one of its own, so it costs nothing while idle and reacts within
+tens of microseconds; no other thread of this process calls UCX. It uses the low-level objects of `ucxx` rather than its
+asyncio interface, which ends a request for the caller before it is over for UCX (it cancels dropped requests), so that
+bytes may arrive late, and which would need one more thread.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from kv_transfer.transports.ucx.path import look, path_of, slowness
 log = logging.getLogger(__name__)
 
 _HEADER_TAG = 1 << (TAG_BITS + 1)
-"""Beside the tag of the message that the header is of."""
+"""Combined with the tag of the message that the header belongs to."""
 _HELLO_TAG = 1 << TAG_BITS
 _HELLO_BYTES = 16 << 10
-"""Large enough to need an answer (UCX sends 8 KiB and more by rendezvous), so that once it has left, the peer is alive
-and both sides know each other fully. Without that, UCX does not notice the death of a peer that a part waits for."""
+"""Large enough to need an answer (UCX sends 8 KiB and more by rendezvous), so once it is sent, the peer is alive and
+both sides have completed the handshake. Without that, UCX does not notice the death of a peer that a part waits for."""
 _BURST = 64
-"""Progress calls between two looks at commands and completions: one call moves up to a few hundred KiB."""
+"""Progress calls between two checks of commands and completions: one call moves up to a few hundred KiB."""
 _CLOSE_NS = 10**9
 _FINISH_S = 1.0
-"""How long the end waits for messages that are half sent."""
+"""How long shutdown waits for partly sent messages."""
 
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """A push or an expect under way: a header, which is a message of its own with its length before it, and the slot's
-    bytes. UCX uses `buffers` until all `requests` are completed, which is when the operation is over, failed or not;
-    one that is given up before keeps them, as the slot's old memory keeps it (`Staging.renew`)."""
+    """A push or an expect under way: a header, which is a message of its own preceded by its length, and the slot's
+    bytes. UCX uses `buffers` until all `requests` are completed: then the operation is over, failed or not. One that is
+    abandoned earlier keeps them alive, and the slot's retired memory keeps the operation (`Staging.renew`)."""
 
     tag: int
     slot: int
@@ -56,7 +56,7 @@ class Operation:
     buffers: tuple[Any, Any]
     requests: list[Any] = field(default_factory=list)
     error: str = ""
-    """Why not all of it was begun."""
+    """Why not all requests were started."""
 
     @property
     def is_over(self) -> bool:
@@ -70,12 +70,12 @@ class Operation:
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """A peer's endpoint. `hello` goes to the peer first: once it has left, the peer is connected.
+    """A peer's endpoint. `hello` is sent first: once it is complete, the peer is connected.
 
     An endpoint is closed only when it is not sending, or has failed. Closing one in mid-send over TCP, while the peer
-    closes its own, corrupts UCX 1.21's memory: the process dies soon after. So a link that was disconnected in mid-send
-    is parked: its slots have other memory already, and what is under way goes on, out of the old one, until UCX has
-    completed it or the peer is gone. The peer may be connected anew meanwhile, by another endpoint.
+    closes its own, corrupts UCX 1.21's memory: the process dies soon after. So a link that is disconnected in mid-send
+    is parked: its slots already have other memory, and the sends continue from the old memory until UCX has completed
+    them or the peer is gone. Meanwhile the peer may be reconnected through another endpoint.
     """
 
     peer: str
@@ -92,12 +92,12 @@ class Link:
         return not (self.hello.completed and all(o.is_over for o in self.operations if o.is_push))
 
     def closed(self) -> None:
-        """UCX's callback: the peer is gone. Within `progress`, so nothing is done about it here."""
+        """UCX's close callback: the peer is gone. It runs within `progress`, so it only sets a flag."""
         self.lost = True
 
 
 class UcxThread(TransportThread):
-    """What it opens is the worker's address."""
+    """`start` returns the worker's address."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class UcxThread(TransportThread):
         super().__init__("ucx", events)
         self._staging = staging
         self._options = options
-        self._interface = interface  # that must be there
+        self._interface = interface  # must exist
         self._links: dict[str, Link] = {}
         self._parked: list[Link] = []  # disconnected, with sends that UCX has not completed
 
@@ -160,7 +160,7 @@ class UcxThread(TransportThread):
         return bytes(self._worker.address.tobytes())
 
     def _listen(self) -> None:
-        """Take in the next peer's hello, which would otherwise stay with UCX for good."""
+        """Post a receive for the next peer's hello, which UCX would otherwise keep forever."""
         self._hearing = self._worker.tag_recv(Array(self._heard), ucx.UCXXTag(_HELLO_TAG))
 
     def _turn(self) -> None:
@@ -194,7 +194,7 @@ class UcxThread(TransportThread):
         self._links[peer] = link
 
     def _collect(self, link: Link) -> None:
-        """Report what is complete."""
+        """Report completed operations."""
         if link.waiting and link.hello.completed:
             if reason := _error(link.hello):
                 self._drop(link, reason, told=True)
@@ -213,14 +213,14 @@ class UcxThread(TransportThread):
                 self._emit(Arrived(link.peer, operation.tag, operation.slot, operation.header))
 
     def _tell_path(self, link: Link) -> None:
-        """What UCX chose, and why it is slow if it is, which nobody would look for in UCX's own output."""
+        """Log the path that UCX chose and, if it is slow, the reason, which UCX's own output does not make obvious."""
         path = path_of(link.endpoint.handle)
         log.info("kv path peer=%s path=%s", link.peer, ",".join(path))
         if reason := slowness(self._machine, path, link.same_host):
             log.warning("kv goes a slow way peer=%s path=%s reason=%s", link.peer, ",".join(path), reason)
 
     def _submit(self, peer: str, tag: int, slot: int, num_bytes: int, header: bytes | None) -> None:
-        """header: of a push, its length before it. None: an expect."""
+        """header: of a push, preceded by its length. None: an expect."""
         link = self._links.get(peer)
         if link is None:
             self._emit(Failed(peer, tag, slot, "not connected"))
@@ -235,17 +235,17 @@ class UcxThread(TransportThread):
                 operation.requests.append(verb(buffer, ucx.UCXXTag(its_tag)))
         except ucx.UCXError as error:
             operation.error = str(error)
-            self._drop(link, operation.error, told=False)  # the peer may have half of it
+            self._drop(link, operation.error, told=False)  # the peer may have received half of it
 
     def _fail(self, peer: str, operation: Operation, reason: str) -> None:
         self._staging.renew(operation.slot, lambda: operation.is_over)
         self._emit(Failed(peer, operation.tag, operation.slot, reason))
 
     def _drop(self, link: Link, reason: str, told: bool) -> None:
-        """End all that is under way with the peer. `told`: somebody asked for it."""
+        """End all operations with the peer. `told`: this end requested it, so no PeerDisconnected."""
         if self._links.pop(link.peer, None) is not link:
             return
-        self._collect(link)  # what is complete counts
+        self._collect(link)  # completed operations are reported as such
         if link.lost or not link.is_sending:
             _close_endpoint(link)
         else:
@@ -286,24 +286,24 @@ class UcxThread(TransportThread):
 def _close_endpoint(link: Link) -> None:
     link.endpoint.remove_close_callback()
     link.endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
-    link.endpoint = link.hello = None  # the close callback refers to the link: a circle that keeps the worker alive
+    link.endpoint = link.hello = None  # the close callback refers to the link: this cycle would keep the worker alive
 
 
 def _keep_forever(*things: object) -> None:
-    """Have no destructor run, not even at exit: it would close endpoints that are sending."""
+    """Keep destructors from running, even at exit: they would close endpoints that are sending."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _require_devices(wanted: str, resources: str) -> None:
-    """UCX only warns of a device that it does not find, and does without."""
+    """Raise TransferError for a missing device: UCX only warns, and goes on without it."""
     for name in filter(None, wanted.split(",")):
         if name != "all" and not name.startswith("^") and f"/{name}" not in resources:
             raise TransferError(f"there is no network interface {name}, or UCX cannot use it")
 
 
 def _error(request: Any) -> str:
-    """What went wrong with a completed request; empty: nothing."""
+    """The error of a completed request; empty if it succeeded."""
     try:
         request.check_error()
     except ucx.UCXError as error:

@@ -2,33 +2,33 @@
 
 Found by experiment with ucxx 0.52 and UCX 1.21, November 2026:
 
-**When is a slot untouched?** In host memory, sent with UCX_RNDV_SCHEME=am, bytes are written and read by this process
-alone, within `progress` of our one thread, and never after the request has completed natively: fragments for a request
-that is over are dropped. Seen with 64 to 512 MiB cut off half-way by either side, over TCP and shared memory, the other
-side going on to send, rewriting its buffer, stopped and continued, or killed. So host memory is always sent this way;
-it is as fast as what UCX would choose. (With `get_zcopy` or `put_zcopy` the request of a killed peer never completed.)
-Over NVLink or RDMA one side accesses the other's memory by itself, and native completion, or a message to oneself,
-says nothing about the other side. So a slot whose operation failed always gets other memory (`Staging.renew`): late
-bytes hit memory that nobody reads, and a late read finds the old bytes.
+**When is a slot no longer accessed?** Host memory is sent with UCX_RNDV_SCHEME=am: only this process reads and writes
+the bytes, within `progress` of this one thread, and never after the request has completed natively, since fragments for
+a completed request are dropped. Tested with 64 to 512 MiB cut off half-way by either side, over TCP and shared memory,
+while the other side kept sending, rewrote its buffer, was stopped and continued, or was killed. So host memory is
+always sent this way; it is as fast as UCX's own choice. (With `get_zcopy` or `put_zcopy` the request of a killed peer
+never completed.) Over NVLink or RDMA one side accesses the other's memory directly, and native completion, or a message
+to oneself, says nothing about the other side. So a slot whose operation failed always gets other memory
+(`Staging.renew`): late bytes land in memory that nothing reads, and a late read finds the old bytes.
 
-**Endpoints are not closed in mid-send**, but parked: see `ucx_thread.Link`.
+**Endpoints are not closed in mid-send**, but parked: see `Link` in `thread.py`.
 
-**A header is a message of its own**, from host memory, small enough to be eager, which goes ahead of its part's bytes.
-UCX matches by tag alone, whatever the endpoint, and one whose receive was given up stays in the worker: no tag is used
-twice, so it never becomes another part's.
+**A header is a message of its own**, from host memory, small enough to be eager, sent ahead of its part's bytes. UCX
+matches by tag alone, regardless of the endpoint, and a message whose receive was abandoned stays in the worker; since
+no tag is used twice, it never matches another part.
 
-**Shared memory is off unless UCX_TLS names it**, which is UCX's own choice where errors must be handled. All senders
-share one queue into a process; one that is killed while it writes there blocks it for good, and for all of them (5 of
-20 kills in mid-message); one that is stopped blocks it meanwhile. TCP within a machine moves 1 GB/s and more.
+**Shared memory is off unless UCX_TLS names it**, which is UCX's own default where errors must be handled. All senders
+share one queue into a process; one that is killed while writing there blocks it permanently for all of them (5 of 20
+kills in mid-message), and one that is stopped blocks it meanwhile. TCP within a machine moves 1 GB/s and more.
 
-**A new endpoint may meet an old one.** UCX seems to pair the n-th endpoint of one side with the n-th of the other.
-Where the peer alone had opened one and closed it, as after a hang, ours fails with "Connection reset by remote peer",
-up to 0.8 s later; each further try takes the next. Without them two nodes were out of step for 8 s and 14 connections,
-each of which was a handoff that failed. So `connect` tries again.
+**A new endpoint may be paired with a stale one.** UCX seems to pair the n-th endpoint of one side with the n-th of the
+other. If only the peer had opened and closed one, as after a hang, the new endpoint here fails with "Connection reset
+by remote peer", up to 0.8 s later; each retry uses the next one. Without retries two nodes were out of step for 8 s and
+14 connections, each of them a failed handoff. So `connect` retries.
 
-**Who is gone?** Over TCP a peer's death is noticed at once; over shared memory within the keepalive interval, once its
-parent has reaped it, and its disconnecting not at all. A peer that hangs is noticed by nobody: heartbeats and deadlines
-must decide, and call `disconnect`.
+**How is a dead peer detected?** Over TCP its death is noticed at once; over shared memory within the keepalive interval
+after its parent has reaped it, and a disconnect not at all. A hung peer is never noticed: heartbeats and deadlines must
+detect it, and call `disconnect`.
 
 Not fork-safe: neither this process nor its children may use UCX after a fork; start processes by spawn or exec.
 """
@@ -61,19 +61,18 @@ _STALE = "Connection reset by remote peer"
 
 _KEEPALIVE = "500ms"  # UCX's default is 20 s
 _HOOK_GRACE = "5ms"
-"""How long UCX, when it hooks a function such as mmap, waits for threads to get out of its first bytes. It was 5 ms
-until 1.21 made it 50, against threads that do nothing but call mmap. There are eight such functions, and up to fifteen
-of CUDA: loading takes 0.4 s or more instead of 0.04 (openucx/ucx#11211). Ours are asleep meanwhile."""
+"""How long UCX, when it hooks a function such as mmap, waits for threads to leave the function's first bytes. UCX 1.21
+raised it from 5 to 50 ms, for threads that do nothing but call mmap. With eight such functions, and up to fifteen of
+CUDA, loading takes 0.4 s or more instead of 0.04 (openucx/ucx#11211). The threads here sleep meanwhile."""
 
 
 class UcxTransport(ThreadedTransport):
-    """A `Transport` over UCX, on a thread of its own. The staging outlives it.
+    """A `Transport` over UCX, on a thread of its own. The staging must outlive it.
 
-    interface, host: of the devices that it uses (`net_devices`). Raises TransferError when UCX cannot be used.
+    interface, host: select its devices (`net_devices`). Raises TransferError when UCX cannot be used.
 
-    UCX takes whoever connects to its port for a peer, and what it is given for another worker's address: the checksum
-    in that is no signature, and its form (`form`) is easily had. So addresses are to come from peers that have
-    proved who they are.
+    UCX accepts any process that connects to its port, and uses any worker address that it is given: the checksum is no
+    signature, and the structure (`form`) is easy to imitate. So accept addresses only from authenticated peers.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class UcxTransport(ThreadedTransport):
 
 
 def _options(staging: Staging, devices: str | None) -> dict[str, str]:
-    """What UCX is told; but for RNDV_SCHEME and `devices`, what the operator set as UCX_... goes before."""
+    """Options for UCX; except for RNDV_SCHEME and `devices`, UCX_... variables set by the operator take precedence."""
     options = {"KEEPALIVE_INTERVAL": _KEEPALIVE}
     if SHARED_MEMORY & set(os.environ.get("UCX_TLS", "").split(",")):
         options["MM_ERROR_HANDLING"] = "y"
@@ -123,7 +122,7 @@ def _load(
     interface: str | None,
     events: EventQueue,
 ) -> tuple[UcxThread, Version]:
-    """The native library is loaded with the first transport, since it must not be there before a fork."""
+    """Load the native library with the first transport, since it must not be loaded before a fork."""
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # ucxx itself sets some that go unused
     os.environ.setdefault("UCX_MEM_BISTRO_GRACE_DURATION", _HOOK_GRACE)
     try:
