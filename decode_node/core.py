@@ -24,6 +24,7 @@ from kv_transfer.ranks import ReceiverRanks, peer_of
 from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerDisconnected
 from node.core import RoleCore
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened
+from node.grammars import Grammars
 from node.intake import make_sequence
 
 
@@ -40,8 +41,15 @@ class DecodeCore(RoleCore):
         incarnation: str,
         max_waiting: int = 4096,
         max_deadline_s: float = 3600.0,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(engine, incarnation=incarnation, max_waiting=max_waiting, max_deadline_s=max_deadline_s)
+        super().__init__(
+            engine,
+            incarnation=incarnation,
+            max_waiting=max_waiting,
+            max_deadline_s=max_deadline_s,
+            grammars=grammars,
+        )
         self.receiver = receiver
         self._reservations = Reservations(
             engine, receiver, self._outbox, max_waiting=max_waiting, max_deadline_s=max_deadline_s
@@ -83,7 +91,8 @@ class DecodeCore(RoleCore):
     def _move_on(self, now: float) -> None:
         self._reservations.grant_waiting(now)
         for lease in self._reservations.take_adoptable():
-            self._running.adopt(lease, now)
+            assert lease.commit is not None
+            self._running.adopt(lease, self._matcher(lease.reserve.attempt_id, lease.commit.sampling), now)
 
     def _schedule(self, now: float) -> Plan:
         due = self.engine.launch_at
@@ -111,6 +120,7 @@ class DecodeCore(RoleCore):
             case FromPeer(peer, Reserve() as reserve):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):
+                self._compile_ahead(commit.sampling)  # while the last parts travel
                 self._reservations.commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
                 self._reservations.release(peer, release)
@@ -145,7 +155,8 @@ class DecodeCore(RoleCore):
     # ---- requests ----
 
     def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
-        return make_sequence(prefill, hand_off=False, now=now)
+        matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
+        return make_sequence(prefill, hand_off=False, now=now, matcher=matcher)
 
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
         self._running.add(sequence, now, deadline)

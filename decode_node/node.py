@@ -28,5 +28,6 @@ def _make_role(base: Base) -> RoleParts:
         incarnation=base.incarnation,
         max_waiting=settings.max_waiting,
         max_deadline_s=settings.request_timeout,
+        grammars=base.grammars,
     )
     return RoleParts(core, receiver, count_damaged=lambda: receiver.num_damaged_pieces)

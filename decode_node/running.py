@@ -16,6 +16,7 @@ from decode_node.leases import Lease
 from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.step import Chunk, SampledToken
+from engine.token_matcher import TokenMatcher
 from node.fences import Fences
 from node.outbox import Outbox
 
@@ -60,8 +61,9 @@ class RunningRequests:
         """Add a local prompt, which the engine has already: one sequence for all samples."""
         self._add(Running(sequence.attempt_id, now, dict.fromkeys(sequence.samples, sequence)), deadline)
 
-    def adopt(self, lease: Lease, now: float) -> None:
-        """Put a request whose KV is all here into the next step. The engine takes over the lease's blocks."""
+    def adopt(self, lease: Lease, matcher: TokenMatcher | None, now: float) -> None:
+        """Put a request whose KV is all here into the next step. The engine takes over the lease's blocks. matcher:
+        that of a sample without output."""
         commit, attempt_id = lease.commit, lease.reserve.attempt_id
         assert commit is not None
         stopped = self._fences.stopped(attempt_id)
@@ -82,6 +84,7 @@ class RunningRequests:
             block_table=lease.table,
             num_computed_tokens=lease.reserve.num_tokens,
             num_cached_tokens=lease.num_cached_tokens,
+            matcher=matcher,
         )
         sequence.set_block_hashes(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
         adopted = self._engine.adopt(sequence, outputs, lease.spares[:needed])

@@ -34,6 +34,7 @@ from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import Choice, Chunk, LaunchedStep, ModelRunner, SampledToken, StepResult
 from engine.tier import KvTier
+from engine.token_matcher import TokenMatcher
 
 __all__ = ["Choice", "Chunk", "Engine", "LaunchedStep", "ModelRunner", "Plan", "SampledToken", "StepResult"]
 
@@ -122,7 +123,7 @@ class Engine:
         or not before the oldest has retired. At once also if sequences wait for room: later ones are behind them."""
         if not self.has_room or not self.num_running or self._oldest_is_done:
             return None
-        if self.num_waiting > self._scheduler.num_awaiting_load:
+        if self.num_waiting > self._scheduler.num_not_ready:
             return None
         return self._pace.launch_at(bool(self._in_flight) and self._in_flight[-1].leaves_prompts)
 
@@ -305,7 +306,10 @@ class Engine:
             if sampled and sampled[-1].finish:
                 self.release(seq)
         elif choices:
-            sampled = [self._check_stop(seq, *drawn) for drawn in zip(seq.samples, choices, strict=True)]
+            sampled = [
+                self._check_stop(seq, sample, choice, seq.matcher and seq.matcher.fork())
+                for sample, choice in zip(seq.samples, choices, strict=True)
+            ]
             self._settle(chunk, chunk.end)
             sampled = self._park(seq, sampled) if seq.hand_off else self._fork(seq, sampled)
         else:
@@ -322,7 +326,7 @@ class Engine:
         if chunk.num_logits > 1:
             seq.draft_tokens = ()  # checked
         for choice in choices:
-            sampled.append(self._check_stop(seq, seq.samples[0], choice))
+            sampled.append(self._check_stop(seq, seq.samples[0], choice, seq.matcher))
             seq.tokens.append(choice.token)
             if sampled[-1].finish:
                 break
@@ -337,18 +341,23 @@ class Engine:
         if num_computed != chunk.end == seq.num_launched_tokens:
             seq.rewind(num_computed)
 
-    def _check_stop(self, seq: Sequence, sample: int, choice: Choice) -> SampledToken:
-        """Whether the token ends its sample, and why."""
+    def _check_stop(self, seq: Sequence, sample: int, choice: Choice, matcher: TokenMatcher | None) -> SampledToken:
+        """Whether the token ends its sample, and why. matcher: the sample's own, which accepts the token."""
         index, token, sampling = seq.num_output_tokens, choice.token, seq.sampling
         finish: FinishReason | None = None
         stop_token_id: int | None = None
+        if matcher is not None:
+            matcher.accept(token)
         if token in self.config.eos_token_ids and not sampling.ignore_eos:
             finish = FinishReason.STOP
         elif token in sampling.stop_token_ids:
             finish, stop_token_id = FinishReason.STOP, token
+        elif matcher is not None and matcher.finished:
+            finish = FinishReason.STOP
         elif index + 1 >= sampling.max_tokens or seq.num_tokens + 1 >= self.config.max_model_len:
             finish = FinishReason.LENGTH
-        return SampledToken(seq, sample, index, token, choice.logprobs, finish, stop_token_id)
+        error = matcher.error if matcher is not None else None
+        return SampledToken(seq, sample, index, token, choice.logprobs, finish, stop_token_id, error)
 
     def _park(self, seq: Sequence, sampled: list[SampledToken]) -> list[SampledToken]:
         self._scheduler.remove(seq)

@@ -43,6 +43,7 @@ class Scheduler:
       used up its share, only that lane waits.
     - A sequence waits if the block after its prefix hit is being loaded, until that block is a hit or the load has
       failed. It holds no blocks meanwhile, and other sequences go ahead of it.
+    - Likewise, a sequence waits while its matcher is being compiled.
     - Only generating sequences need more blocks. If there are none, the youngest running sequence is preempted: it
       gives back all of its blocks and is computed again later, before any sequence that has not run yet. Sequences to
       hand off are never preempted: a prefill node has promised their blocks to a transfer.
@@ -55,7 +56,8 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}
         self._lanes = Lanes(blocks.num_total, config.block_size)  # the waiting sequences that have not run yet
         self._preempted: list[Sequence] = []  # in order of arrival; admitted before those in the lanes
-        self._awaited: dict[Sequence, BlockHash] = {}  # of both: sequences that wait for a load -> the block's hash
+        # Of both: sequences that wait for a load -> the block's hash; for their matchers -> None.
+        self._awaited: dict[Sequence, BlockHash | None] = {}
 
     @property
     def num_running(self) -> int:
@@ -66,8 +68,9 @@ class Scheduler:
         return len(self._lanes) + len(self._preempted)
 
     @property
-    def num_awaiting_load(self) -> int:
-        """Waiting sequences that waited for a load, and not for room, when the last step was scheduled."""
+    def num_not_ready(self) -> int:
+        """Waiting sequences that waited for a load or their matcher, and not for room, when the last step was
+        scheduled."""
         return len(self._awaited)
 
     @property
@@ -188,11 +191,14 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> None:
         if self._awaited:
-            self._awaited = {seq: wanted for seq, wanted in self._awaited.items() if self._blocks.is_loading(wanted)}
+            self._awaited = {seq: wanted for seq, wanted in self._awaited.items() if self._still_awaits(seq, wanted)}
         while self._has_room(budget) and self.num_waiting and self.num_free_seqs > 0:
             seq = self._next_waiting()
             if seq is None:
                 return
+            if seq.awaits_matcher:
+                self._awaited[seq] = None
+                continue
             hits, wanted = self._match(seq)
             if wanted is not None:
                 self._awaited[seq] = wanted
@@ -207,8 +213,11 @@ class Scheduler:
                 plan.started.append(seq)
             budget -= self._take_chunk(plan, seq, min(self._to_go(seq), budget))
 
+    def _still_awaits(self, seq: Sequence, wanted: BlockHash | None) -> bool:
+        return seq.awaits_matcher if wanted is None else self._blocks.is_loading(wanted)
+
     def _next_waiting(self) -> Sequence | None:
-        """The next sequence to admit, among those that do not wait for a load."""
+        """The next sequence to admit, among those that wait neither for a load nor for their matcher."""
         preempted = (seq for seq in self._preempted if seq not in self._awaited)
         return next(preempted, None) or self._lanes.first(without=self._awaited)
 

@@ -10,6 +10,7 @@ from typing import Any
 from baton.block_hash import BlockHash, next_hash, root_hash
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
+from engine.token_matcher import TokenMatcher
 
 
 class SequenceState(enum.Enum):
@@ -48,7 +49,8 @@ class Sequence:
     youngest goes first. `lane`: what it may have to wait for while it holds its blocks, see `engine.lanes`.
     `runs_ahead`: its next step may be launched before the host knows the tokens of the last one. False if the host
     takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
-    carry besides tokens, by name, see `engine.model.extensions`. If KV depends on it, `cache_salt` must differ from
+    carry besides tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted
+    the output so far, and the sequence then does not run ahead. If KV depends on it, `cache_salt` must differ from
     that of other sequences with the same tokens.
     """
 
@@ -63,6 +65,7 @@ class Sequence:
     lane: Hashable = None
     runs_ahead: bool = True
     extensions: Mapping[str, Any] = field(default_factory=dict)
+    matcher: TokenMatcher | None = None
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
     block_table: list[int] = field(default_factory=list)
@@ -79,6 +82,8 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.prompt_tokens)
+        if self.matcher is not None:
+            self.runs_ahead = False
 
     @property
     def num_tokens(self) -> int:
@@ -100,11 +105,17 @@ class Sequence:
     @property
     def takes_drafts(self) -> bool:
         """Whether its next step may verify draft tokens: only the KV of its last token is missing, and the step is not
-        launched ahead. Penalties rule this out, because they depend on tokens chosen earlier in the same step, which
-        the sampler does not know."""
+        launched ahead. Penalties and matchers rule this out, because they depend on tokens chosen earlier in the same
+        step, which the sampler does not know."""
         stands = self.num_launched_tokens == self.num_computed_tokens == len(self.tokens) - 1
         generates = self.state is SequenceState.RUNNING and self.generates
-        return stands and generates and not self.runs_ahead and not self.sampling.has_penalties
+        depends = self.sampling.has_penalties or self.matcher is not None
+        return stands and generates and not self.runs_ahead and not depends
+
+    @property
+    def awaits_matcher(self) -> bool:
+        """Whether what its output must match is still being compiled."""
+        return self.matcher is not None and not self.matcher.ready
 
     @property
     def in_flight(self) -> bool:
@@ -113,7 +124,9 @@ class Sequence:
 
     def num_tokens_to_go(self, max_model_len: int) -> int:
         """Tokens whose KV the next step may compute, including draft tokens. 0: what comes next is known only when a
-        launched step retires."""
+        launched step retires, or it waits for its matcher."""
+        if self.awaits_matcher:
+            return 0
         total = len(self.tokens) + self.num_pending_tokens
         if self.num_pending_tokens:
             num_output = total - len(self.prompt_tokens)
@@ -161,6 +174,7 @@ class Sequence:
             arrived_s=self.arrived_s,
             runs_ahead=self.runs_ahead,
             extensions=self.extensions,
+            matcher=self.matcher and self.matcher.fork(output_tokens[self.num_output_tokens :]),
             num_cached_tokens=self.num_cached_tokens,
             started_s=self.started_s,
         )

@@ -96,6 +96,7 @@ class ModelRunner(Protocol):
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """Token `index` of the output of sample `sample`. `finish`: this token ended the sample (an EOS is reported too).
+    `error`: why its matcher accepts no further token; the request must then end with that.
 
     `sequence` is the sample's own sequence; for a hand_off prompt it is the parked one, whose `tokens` stay those of
     the prompt.
@@ -108,6 +109,7 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
     finish: FinishReason | None = None
     stop_token_id: int | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

@@ -14,12 +14,14 @@ from collections.abc import Sequence as Seq
 from typing import ClassVar
 
 from baton.audit import KvAudit, KvSlot
-from baton.errors import BatonError, NodeUnavailable, Overloaded, RequestCancelled
+from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, RequestCancelled
 from baton.messages import Abort, AttemptId, End, Load, NodeRole, Prefill
+from baton.sampling import SamplingParams
 from engine.engine import Engine, Plan
 from engine.holdings import Holding
 from engine.sequence import Sequence
 from engine.step import StepResult
+from engine.token_matcher import TokenMatcher
 from node.audit import make_audit, verdict
 from node.events import (
     Draining,
@@ -33,6 +35,7 @@ from node.events import (
     SessionOpened,
 )
 from node.fences import Fences
+from node.grammars import Grammars
 from node.outbox import Outbox
 
 
@@ -40,13 +43,24 @@ class RoleCore(ABC):
     """Implements `node.events.Role`. Owned by the engine's thread, and owner of the engine.
 
     At most `max_waiting` prompts queue; no request gets more than `max_deadline_s`. The cost of a turn depends on what
-    its events and steps touched, not on the number of requests.
+    its events and steps touched, not on the number of requests. `grammars`: compiles what answers must match; without
+    it, requests with structured outputs are refused.
     """
 
     role: ClassVar[NodeRole]
 
-    def __init__(self, engine: Engine, *, incarnation: str, max_waiting: int, max_deadline_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        incarnation: str,
+        max_waiting: int,
+        max_deadline_s: float,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.engine = engine
+        self._grammars = grammars
+        self._compiling: list[tuple[AttemptId, TokenMatcher]] = []
         self._incarnation = incarnation
         self._max_waiting = max_waiting
         self._max_deadline_s = max_deadline_s
@@ -62,8 +76,9 @@ class RoleCore(ABC):
         self._take_transfers(now)
         self._end_overdue(now)
         self._fences.expire(now)
+        self._end_not_compiled()
         if not self.engine.has_room:
-            self._take_results(self.engine.retire())
+            self._take(self.engine.retire())
         self._move_on(now)
         self._plan = self._schedule(now)
         if not self.engine.only_launches:
@@ -73,8 +88,14 @@ class RoleCore(ABC):
         result = self.engine.compute(self._plan, wait=False)
         if self.engine.only_launches:
             self._tell_started(self._plan.started, now)
-        self._take_results(result)
+        self._take(result)
         return self._computed(result, now)
+
+    def _take(self, result: StepResult) -> None:
+        self._take_results(result)
+        for token in result.sampled:
+            if token.error is not None:
+                self._end_attempt(token.sequence.attempt_id, InternalError(token.error))
 
     @property
     def device_busy_since(self) -> float | None:
@@ -82,6 +103,32 @@ class RoleCore(ABC):
 
     def _schedule(self, now: float) -> Plan:
         return self.engine.schedule(now)
+
+    # ---- what answers must match ----
+
+    def _matcher(self, attempt_id: AttemptId, sampling: SamplingParams, output: Seq[int] = ()) -> TokenMatcher | None:
+        """The matcher of a sample with that output, if it has one. Raises InvalidRequest."""
+        if sampling.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("this node has no structured outputs", "structured_outputs")
+        matcher = self._grammars.matcher(sampling.structured_outputs, output)
+        self._compiling.append((attempt_id, matcher))
+        return matcher
+
+    def _compile_ahead(self, sampling: SamplingParams) -> None:
+        """Begin to compile what `_matcher` will be asked for."""
+        if sampling.structured_outputs is not None and self._grammars is not None:
+            self._grammars.matcher(sampling.structured_outputs)
+
+    def _end_not_compiled(self) -> None:
+        """End requests for whose matchers nothing can be compiled."""
+        compiling, self._compiling = self._compiling, []
+        for attempt_id, matcher in compiling:
+            if not matcher.ready:
+                self._compiling.append((attempt_id, matcher))
+            elif (error := matcher.error) is not None:
+                self._end_attempt(attempt_id, InvalidRequest(error, "structured_outputs"))
 
     # ---- events in ----
 

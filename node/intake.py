@@ -5,9 +5,10 @@ from __future__ import annotations
 from baton.errors import InvalidRequest
 from baton.messages import Prefill
 from engine.sequence import Sequence
+from engine.token_matcher import TokenMatcher
 
 
-def make_sequence(prefill: Prefill, *, hand_off: bool, now: float) -> Sequence:
+def make_sequence(prefill: Prefill, *, hand_off: bool, now: float, matcher: TokenMatcher | None = None) -> Sequence:
     """The sequence that computes prompt and output so far. Raises InvalidRequest if the output is complete already;
     `Engine.add` checks whether the tokens fit."""
     output = prefill.samples[0].output_tokens
@@ -22,4 +23,5 @@ def make_sequence(prefill: Prefill, *, hand_off: bool, now: float) -> Sequence:
         hand_off=hand_off,
         cache_salt=prefill.cache_salt,
         arrived_s=now,
+        matcher=matcher,
     )

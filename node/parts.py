@@ -16,6 +16,7 @@ from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport
 from node.build import Built, build, count, describe, new_incarnation
 from node.core import RoleCore
+from node.grammars import Grammars
 from node.handoff_stream import PeerTransport
 from node.settings import NodeSettings
 from node.shell import NodeParts
@@ -49,6 +50,7 @@ class Base:
     staging: Staging
     transport: Transport
     incarnation: str
+    grammars: Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +93,6 @@ def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
         staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)
     interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
     transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
-    return Base(settings, built, staging, transport, new_incarnation())
+    config = built.engine.config
+    grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake)
+    return Base(settings, built, staging, transport, new_incarnation(), grammars)

@@ -21,6 +21,7 @@ from kv_transfer.ranks import SenderRanks, peer_of
 from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
 from node.core import RoleCore
 from node.events import FromPeer, PeerClosed, PeerOpened
+from node.grammars import Grammars
 from node.intake import make_sequence
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
@@ -42,8 +43,15 @@ class PrefillCore(RoleCore):
         max_deadline_s: float = 3600.0,
         layer_groups: int = 1,
         whole_tokens: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(engine, incarnation=incarnation, max_waiting=max_waiting, max_deadline_s=max_deadline_s)
+        super().__init__(
+            engine,
+            incarnation=incarnation,
+            max_waiting=max_waiting,
+            max_deadline_s=max_deadline_s,
+            grammars=grammars,
+        )
         self.sender = sender
         self._outgoing = Outgoing(engine, PartsOut(engine, sender, layer_groups, whole_tokens), self._outbox)
 
@@ -100,7 +108,8 @@ class PrefillCore(RoleCore):
             raise InvalidRequest("a prefill node needs a decode node for more than one token", "decode")
         if prefill.decode and self._outgoing.is_lost(prefill.decode.incarnation):
             raise PeerLost(f"decode node {prefill.decode.address} is being disconnected")
-        sequence = make_sequence(prefill, hand_off=True, now=now)
+        matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
+        sequence = make_sequence(prefill, hand_off=True, now=now, matcher=matcher)
         if prefill.decode and needs_decode_node(prefill):
             sequence.lane = prefill.decode.incarnation
         return sequence

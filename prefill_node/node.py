@@ -33,5 +33,6 @@ def _make_role(base: Base) -> RoleParts:
         max_deadline_s=settings.request_timeout,
         layer_groups=min(built.layer_groups, built.layout.num_layers),
         whole_tokens=WHOLE_TOKENS if built.graph_sizes else 0,
+        grammars=base.grammars,
     )
     return RoleParts(core, sender)

@@ -205,6 +205,8 @@ def _generation_request(
         if request.logprobs < 0:
             raise InvalidRequest(f"logprobs must be 0 or more, not {request.logprobs}", "logprobs")
         sampling["num_logprobs"] = request.logprobs
+    if request.HasField("structured_outputs"):
+        sampling["structured_outputs"] = wire.read_structured(request.structured_outputs)
     timeouts = [left_s] if left_s is not None else []
     timeouts += [request.timeout_s] if request.HasField("timeout_s") else []
     return GenerationRequest(

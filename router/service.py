@@ -14,6 +14,7 @@ from router.answer import Answer
 from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
 from router.generation_request import GenerationRequest, check_prompt, encode, sampling_params
+from router.grammars import GrammarChecker
 from router.life import RoutedRequest
 from router.models import Models, ServedModel
 from router.offload import Offload, Pauses
@@ -48,8 +49,10 @@ class Service:
         self._max_num_samples = max_num_samples
         self._tells_timings = tells_timings
         self._serial = itertools.count()
+        self._grammars = GrammarChecker()
 
     def close(self) -> None:
+        self._grammars.close()
         self.offload.close()
 
     def admit(self, model: ServedModel, sizes: Sequence[int], n: int = 1) -> Admitted:
@@ -104,6 +107,8 @@ class Service:
 
         The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
+        if (structured := wanted.sampling.get("structured_outputs")) is not None:
+            await self._grammars.check(structured)
         prompts = await self.tokenize(model, wanted.prompts, wanted.add_special_tokens)
         admitted.resize(sum(map(len, prompts)))
         stops = StopStrings(wanted.stop)

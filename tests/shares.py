@@ -9,7 +9,7 @@ CLUSTERS = {
     "fragile": ("test_client_leaves.py", "test_first_token.py", "test_leaks.py", "test_node_loss.py"),
     "house": (
         *("test_benchmarks.py", "test_grpc_client.py", "test_openai_client.py"),
-        "test_parity.py",
+        *("test_parity.py", "test_structured_outputs.py"),
     ),
 }
 """Fixtures of the session, and the files of `tests/e2e` that use them."""

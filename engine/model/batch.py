@@ -16,6 +16,7 @@ from engine.model.extensions import BatchExtension, torch_dtype
 from engine.model.sampler import SampleBatch
 from engine.model.upload import upload
 from engine.step import Chunk
+from engine.token_matcher import TokenMatcher
 
 Int32Array = NDArray[np.int32]
 _ON_DEVICE = -1
@@ -171,18 +172,21 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
     """The choices to make from the chunks' logits, which are in the order of the chunks: for each row of logits one
     choice for each sample of the sequence, with the position of the token to choose."""
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
+    matchers = list[tuple[int, TokenMatcher]]()
     num_logits = 0
     for chunk, row in zip(chunks, rows, strict=True):
         position, of_sequence = chunk.start + chunk.length - chunk.num_logits, chunk.sequence.samples
         for logits_row in range(num_logits, num_logits + chunk.num_logits):
             position += 1
+            if (matcher := chunk.sequence.matcher) is not None:
+                matchers += [(len(own) + index, matcher) for index in range(len(of_sequence))]
             for sample in of_sequence:
                 logits_rows.append(logits_row)
                 own.append(row)
                 samples.append(sample)
                 positions.append(position)
         num_logits += chunk.num_logits
-    return SampleBatch(logits_rows, own, samples, positions)
+    return SampleBatch(logits_rows, own, samples, positions, matchers)
 
 
 def _starts(size: BatchSize) -> list[int]:

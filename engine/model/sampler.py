@@ -1,8 +1,8 @@
 """From logits to tokens: applies the sampling parameters on the device, then makes each choice; the host never waits.
 
 Per choice, in vLLM's order: logprobs of the raw logits; logit_bias; EOS and stop ids forbidden while there are fewer
-than min_tokens outputs; repetition, frequency and presence penalties; then the most likely token when greedy, else a
-draw (see `baton_kernels.sampling`).
+than min_tokens outputs; repetition, frequency and presence penalties; tokens forbidden that the sequence's matcher does
+not accept; then the most likely token when greedy, else a draw (see `baton_kernels.sampling`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
 from baton_kernels.sampling import IN_PROMPT, DrawParams, penalize, sample
+from baton_kernels.token_mask import BITS, apply_token_masks
 from engine.model.upload import download, upload
 from engine.step import Choice
+from engine.token_matcher import TokenMatcher
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: dividing by them would overflow."""
@@ -37,6 +39,7 @@ class SampleBatch:
 
     logits_rows: the row of its logits. rows: the sequence's row in the sampler. samples: for which of the request's
     answers. positions: of the new token in its sequence, which is the number of tokens before it.
+    matchers: (choice, matcher) for the choices that have one.
     Several samples of one prompt share both rows. Choices after draft tokens share the sequence's row, at different
     positions; `last_tokens` may then have any of them, since the host supplies the sequence's next token.
     """
@@ -45,6 +48,7 @@ class SampleBatch:
     rows: Seq[int] | NDArray[np.integer]
     samples: Seq[int] | NDArray[np.integer]
     positions: Seq[int] | NDArray[np.integer]
+    matchers: Seq[tuple[int, TokenMatcher]] = ()
 
 
 class Sampler:
@@ -118,6 +122,7 @@ class Sampler:
             host_rows=rows,
             feature_flags=int(np.bitwise_or.reduce(self._feature_flags[rows], initial=0)),
             too_short=positions < self._may_end_from[rows],
+            matchers=batch.matchers,
         )
 
     def launch(self, logits: Tensor, tensors: SamplingTensors | None) -> Sampled:
@@ -144,7 +149,7 @@ class Sampler:
     def _adjusted(self, logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
         """Logits after bias, masks and penalties, and the row of each choice in them; the same tensor if no choice has
         any."""
-        if not (tensors.feature_flags & (_BIASED | _PENALIZED) or tensors.too_short.any()):
+        if not (tensors.feature_flags & (_BIASED | _PENALIZED) or tensors.too_short.any() or tensors.matchers):
             return logits, tensors.logits_rows
         own = logits.index_select(0, tensors.logits_rows).float()
         rows = tensors.host_rows.tolist()
@@ -156,7 +161,18 @@ class Sampler:
             own.view(-1).scatter_add_(0, upload(places, own.device), upload(values, own.device))
         if tensors.feature_flags & _PENALIZED:
             penalize(own, self._counts, tensors.rows, *tensors.penalties)
+        if tensors.matchers:
+            self._constrain(own, tensors.matchers)
         return own, torch.arange(own.shape[0], device=own.device)
+
+    def _constrain(self, own: Tensor, matchers: Seq[tuple[int, TokenMatcher]]) -> None:
+        """Forbid what the matchers do not accept. own: [num_choices, vocab_size]. On a GPU, the forward runs while the
+        host fills the masks."""
+        masks = np.zeros((len(matchers), -(-own.shape[1] // BITS)), np.int32)
+        for mask, (_, matcher) in zip(masks, matchers, strict=True):
+            matcher.fill(mask)
+        choices = np.array([choice for choice, _ in matchers], np.int64)
+        apply_token_masks(own, upload(choices, own.device), upload(masks, own.device))
 
     def _told(self, logits: Tensor, tensors: SamplingTensors, tokens: Tensor) -> Sampled:
         num_logprobs = self._num_logprobs[tensors.host_rows]
@@ -208,6 +224,7 @@ class SamplingTensors:
     host_rows: NDArray[np.int64]
     feature_flags: int  # what any of them needs
     too_short: NDArray[np.bool_]  # has fewer than min_tokens outputs
+    matchers: Seq[tuple[int, TokenMatcher]]
 
 
 _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, and what to add to their logits

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest
+from baton.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 """As in OpenAI's API."""
@@ -73,6 +74,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     num_logprobs: int = _within(-1, -1, MAX_LOGPROBS, f"must be at most {MAX_LOGPROBS}")
+    structured_outputs: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         for name, valid in RANGES.items():

@@ -25,6 +25,7 @@ from router.http.fields import (
 )
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
+from router.structured_output import GUIDED, structured_output_of
 
 
 class ChatMessage(BaseModel):
@@ -77,6 +78,12 @@ class GenerationFields(BaseModel):
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     timeout: float | None = Field(None, description="seconds until the request is given up")
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="as structured_outputs.json")
+    guided_regex: str | None = Field(None, description="as structured_outputs.regex")
+    guided_choice: list[str] | None = Field(None, description="as structured_outputs.choice")
+    guided_grammar: str | None = Field(None, description="as structured_outputs.grammar")
 
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
@@ -89,8 +96,11 @@ class GenerationFields(BaseModel):
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
 
     def sampling(self, **translated: int | None) -> dict[str, Any]:
-        """What is said of SamplingParams, by name. translated: those whose fields have other names here."""
+        """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises
+        InvalidRequest."""
         said = {name: getattr(self, name) for name in NAMES if name in GenerationFields.model_fields} | translated
+        guided = {name: getattr(self, name) for name in GUIDED}
+        said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
         return {name: value for name, value in said.items() if value is not None}
 
     def shared(self) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class House:
 
     `chunk_64` and `chunk_2048`: prompts go in chunks of so many tokens, and are handed to the same decode node, so that
     a test can have a prompt cached on either side alone; `chunk_2048` leaves first tokens to the decode node. `small`:
-    in front of the decode node whose pool holds one request of full length and no more.
+    in front of the decode node whose pool holds one request of full length and no more. `alone`: in front of the other
+    decode node, which then computes prompts too.
     """
 
     cluster: Cluster
@@ -28,6 +29,7 @@ class House:
     chunk_64: Router
     chunk_2048: Router
     small: Router
+    alone: Router
 
     def wait_whole(self) -> None:
         for node in self.nodes:
@@ -47,7 +49,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         small = cluster.node("decode", "decode-small", "--num-gpu-blocks-override=256")
         late = "--first-token=decode"
         routers = [cluster.router([narrow], [decode]), cluster.router([wide], [decode], late)]
-        routers.append(cluster.router([wide], [small]))
+        routers += [cluster.router([wide], [small]), cluster.router([], [decode])]
         for router in routers:
             router.wait_ready()
         yield House(cluster, (narrow, wide, decode, small), *routers)

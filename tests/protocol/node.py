@@ -111,8 +111,9 @@ class Node:
             senders = [KvSender(*parts, model.layout, rank) for rank, parts in enumerate(self._ranks())]
             self.movers: Any = SenderRanks(senders)
             whole_tokens = 6 if ahead else 0
-            groups = {"layer_groups": 2, "whole_tokens": whole_tokens}
-            return PrefillCore(engine, self.movers, incarnation=self.incarnation, **groups)
+            return PrefillCore(
+                engine, self.movers, incarnation=self.incarnation, layer_groups=2, whole_tokens=whole_tokens
+            )
         receivers = []
         for rank, parts in enumerate(self._ranks()):
             receiver = KvReceiver(*parts, model.layout, rank, verify=not ahead)

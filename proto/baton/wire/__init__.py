@@ -34,6 +34,7 @@ from baton.wire.values import (
     read_error,
     read_finish_reason,
     read_logprobs,
+    read_structured,
     unpack_tokens,
     write_attempt_id,
     write_error,
@@ -69,4 +70,5 @@ __all__ = [
     "read_logprobs",
     "write_finish_reason",
     "read_finish_reason",
+    "read_structured",
 ]

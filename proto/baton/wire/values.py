@@ -21,6 +21,7 @@ from baton.sampling import (
     FinishReason,
     SamplingParams,
 )
+from baton.structured_output import StructuredKind, StructuredOutput
 from baton.v1 import common_pb2, node_pb2
 from baton.wire.limits import (
     ANY,
@@ -193,7 +194,13 @@ def read_indexes(wire: Sequence[int]) -> tuple[int, ...]:
 
 def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
     given = {name: getattr(params, name) for name in NAMES}
-    return common_pb2.SamplingParams(**{**given, "stop_token_ids": sorted(params.stop_token_ids)})
+    structured = params.structured_outputs
+    others = {
+        "stop_token_ids": sorted(params.stop_token_ids),
+        "structured_outputs": structured
+        and common_pb2.StructuredOutput(kind=structured.kind.value, text=structured.text),
+    }
+    return common_pb2.SamplingParams(**{**given, **others})
 
 
 def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> SamplingParams:
@@ -209,8 +216,22 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
         text = f"token ids of logit_bias must be in [0, {limits.vocab_size}), not {biased}"
         raise InvalidRequest(text, "logit_bias")
     given = {name: getattr(wire, name) for name in NAMES}
-    lists = {"logit_bias": dict(wire.logit_bias), "stop_token_ids": frozenset(wire.stop_token_ids)}
-    return SamplingParams(**{**given, **lists})
+    others = {
+        "logit_bias": dict(wire.logit_bias),
+        "stop_token_ids": frozenset(wire.stop_token_ids),
+        "structured_outputs": read_structured(wire.structured_outputs) if wire.HasField("structured_outputs") else None,
+    }
+    return SamplingParams(**{**given, **others})
+
+
+def read_structured(wire: common_pb2.StructuredOutput) -> StructuredOutput:
+    """Raises InvalidRequest."""
+    try:
+        kind = StructuredKind(wire.kind)
+    except ValueError:
+        text = f"structured_outputs: {wire.kind[:64]!r} is no known kind"
+        raise InvalidRequest(text, "structured_outputs") from None
+    return StructuredOutput(kind, wire.text)
 
 
 def write_finish_reason(reason: FinishReason) -> node_pb2.FinishReason:

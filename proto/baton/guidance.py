@@ -1,0 +1,39 @@
+"""Structured outputs in the form that llguidance compiles (https://github.com/guidance-ai/llguidance)."""
+
+from __future__ import annotations
+
+import json
+
+from llguidance import LLMatcher, LLParserLimits
+
+from baton.errors import InvalidRequest
+from baton.structured_output import StructuredKind, StructuredOutput
+
+LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
+"""Of what is compiled, for all processes alike: a router must not accept what a node refuses."""
+
+
+def guidance_grammar(structured: StructuredOutput) -> str:
+    """The grammar that llguidance compiles. Raises InvalidRequest."""
+    match structured.kind:
+        case StructuredKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        case StructuredKind.JSON:
+            try:
+                return LLMatcher.grammar_from_json_schema(structured.text)
+            except ValueError as error:
+                raise InvalidRequest(f"structured_outputs: {error}", "structured_outputs") from None
+        case StructuredKind.REGEX:
+            return LLMatcher.grammar_from_regex(structured.text)
+        case StructuredKind.CHOICE:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choices())))
+        case StructuredKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(structured.text)
+
+
+def why_invalid(structured: StructuredOutput) -> str | None:
+    """Why it cannot be compiled. May take seconds of CPU for a hostile one, and keeps no lock meanwhile."""
+    try:
+        return LLMatcher.validate_grammar(guidance_grammar(structured), None, limits=LIMITS) or None
+    except InvalidRequest as error:
+        return error.message

@@ -1,0 +1,142 @@
+"""Constrained answers match what they must, and are the same on every way: handed off or not, whole, streamed, n."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import PATIENCE_S, Router
+from tests.e2e.conftest import House
+
+pytestmark = pytest.mark.timeout(300)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 10, "maximum": 99},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    assert person.keys() == {"name", "age", "kind"}
+    return len(person["name"]) <= 8 and 10 <= person["age"] <= 99 and person["kind"] in ("cat", "dog")
+
+
+Case = tuple[dict[str, Any], Callable[[str], Any]]
+PEOPLE: Case = ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, is_person)
+CASES: dict[str, Case] = {
+    "schema": PEOPLE,
+    "choice": ({"structured_outputs": {"choice": ["yes", "no", "may\nbe"]}}, lambda t: t in ("yes", "no", "may\nbe")),
+    "regex": ({"guided_regex": "[0-9]{3}-[a-f]{2}"}, re.compile("[0-9]{3}-[a-f]{2}").fullmatch),
+    "grammar": (
+        {"structured_outputs": {"grammar": 'start: "(" start ")" | "x" start | "y"'}},
+        re.compile(r"[(x]*y\)*").fullmatch,
+    ),
+}
+
+
+class Asker:
+    """Completions of one router."""
+
+    def __init__(self, router: Router) -> None:
+        self._client = httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=PATIENCE_S)
+
+    async def post(self, **fields: Any) -> httpx.Response:
+        body = {"prompt": "Once upon a time", "max_tokens": 120, "temperature": 1.0, "seed": 7, **fields}
+        return await self._client.post("/v1/completions", json=body)
+
+    async def ask(self, **fields: Any) -> list[dict[str, Any]]:
+        answer = await self.post(**fields)
+        assert answer.status_code == 200, answer.text
+        choices: list[dict[str, Any]] = answer.json()["choices"]
+        return choices
+
+    async def stream(self, **fields: Any) -> str:
+        answer = await self.post(**fields, stream=True)
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+@pytest.fixture
+async def handed_off(house: House) -> AsyncIterator[Asker]:
+    asker = Asker(house.chunk_2048)
+    yield asker
+    await asker.close()
+
+
+@pytest.fixture
+async def alone(house: House) -> AsyncIterator[Asker]:
+    """The decode node of `handed_off`, which computes prompts too."""
+    asker = Asker(house.alone)
+    yield asker
+    await asker.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_an_answer_matches_and_is_the_same_on_every_way(handed_off: Asker, alone: Asker, case: str) -> None:
+    fields, matches = CASES[case]
+    together = await handed_off.ask(**fields, n=3)
+    for sample, choice in enumerate(together):
+        single = {**fields, "seed": 7 + sample}
+        assert choice["finish_reason"] == "stop", choice
+        assert matches(choice["text"]), choice["text"]
+        assert (await alone.ask(**single))[0]["text"] == choice["text"]
+        assert await handed_off.stream(**single) == choice["text"]
+    (greedy,) = await handed_off.ask(**fields, temperature=0, max_tokens=400)
+    assert greedy["finish_reason"] == "length" or matches(greedy["text"]), greedy["text"]
+
+
+async def test_json_objects_and_free_answers_run_beside_each_other(handed_off: Asker, alone: Asker) -> None:
+    wanted = {"response_format": {"type": "json_object"}, "max_tokens": 200}
+    (free,) = await alone.ask(temperature=0)
+    (guided,) = await alone.ask(**wanted)
+    for asker in (handed_off, alone):
+        assert (await asker.ask(**wanted)) == [guided]
+        assert (await asker.ask(temperature=0)) == [free]
+    if guided["finish_reason"] == "stop":
+        assert isinstance(json.loads(guided["text"]), dict)
+    assert guided["text"].startswith("{")
+
+
+async def test_parameters_that_forbid_tokens_agree_with_the_grammar(handed_off: Asker, alone: Asker) -> None:
+    """EOS is forbidden by min_tokens, and the grammar ends all the same."""
+    fields, matches = PEOPLE
+    extra = {**fields, "min_tokens": 100, "repetition_penalty": 1.2, "top_p": 0.8, "logprobs": 2}
+    first, second = (await handed_off.ask(**extra))[0], (await alone.ask(**extra))[0]
+    assert first == second
+    assert matches(first["text"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "frob"),
+        ({"guided_regex": "(a"}, "regex"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "exclude each other"),
+        ({"structured_outputs": {"grammar": "start: x"}}, "unknown name"),
+        ({"structured_outputs": {"frob": 1}}, "frob"),
+        ({"guided_choice": []}, "choice"),
+        ({"response_format": {"type": "xml"}}, "xml"),
+        # Takes minutes to compile.
+        ({"guided_json": {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(20)]}}, "within 1 s"),
+    ],
+)
+async def test_what_cannot_be_compiled_is_refused(handed_off: Asker, fields: dict[str, Any], param: str) -> None:
+    answer = await handed_off.post(**fields)
+    assert answer.status_code == 400, answer.text
+    assert param in answer.json()["error"]["message"]
+    assert (await handed_off.ask(**PEOPLE[0]))[0]["finish_reason"] == "stop"
