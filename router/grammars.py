@@ -50,12 +50,13 @@ class GrammarChecker:
         if reason := self._known[structured]:
             raise InvalidRequest(f"structured_outputs: {structured.kind.value}: {reason}", "structured_outputs")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """The process ends, at once."""
-        if self._process is not None and self._process.returncode is None:
+        process, self._process = self._process, None
+        if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        self._process = None
+                process.kill()
+            await process.wait()
 
     def _keep(self, structured: StructuredOutput, reason: str | None) -> None:
         self._known[structured] = reason
@@ -66,18 +67,8 @@ class GrammarChecker:
         """Why it does not compile, or None."""
         process = await self._start()
         assert process.stdin is not None
-        assert process.stdout is not None
-        line = b""
-        try:
-            process.stdin.write(json.dumps([structured.kind.value, structured.text]).encode() + b"\n")
-            async with asyncio.timeout(TIME_LIMIT_S):
-                await process.stdin.drain()
-                line = await process.stdout.readline()
-        except (TimeoutError, ConnectionError):
-            pass
-        finally:
-            if not line:  # it works on, has died, or this was cancelled: its next answer would be to this question
-                self.close()
+        process.stdin.write(json.dumps([structured.kind.value, structured.text]).encode() + b"\n")
+        line = await self._read(process, TIME_LIMIT_S)
         if not line:
             log.info("structured outputs not compiled in time kind=%s chars=%d", structured.kind, len(structured.text))
             return f"it cannot be compiled within {TIME_LIMIT_S:g} s"
@@ -90,13 +81,21 @@ class GrammarChecker:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "router.grammar_worker"), stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES
             )
-            assert self._process.stdout is not None
-            try:
-                async with asyncio.timeout(_START_S):
-                    ready = await self._process.stdout.readline()
-            except TimeoutError:
-                ready = b""
-            if not ready:
-                self.close()
+            if not await self._read(self._process, _START_S):
                 raise InternalError("the process that compiles structured outputs does not start")
         return self._process
+
+    async def _read(self, process: Process, timeout_s: float) -> bytes:
+        """Its next line. Empty: none came in time, and the process is ended, since it would answer the next question
+        with it; likewise if this is cancelled."""
+        assert process.stdout is not None
+        line = b""
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            pass
+        finally:
+            if not line:
+                await asyncio.shield(self.close())
+        return line

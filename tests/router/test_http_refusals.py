@@ -51,7 +51,7 @@ DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
         ("chat/completions", {**CHAT, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "max_tokens"),
         ("chat/completions", {**CHAT, "stream_options": {}}, 400, "stream_options", "stream"),
         ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "xml"}}, 400, "response_format", "supported"),
         ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities", "not supported"),
         ("chat/completions", {**CHAT, "timeout": 0}, 400, "timeout", "above 0"),
         ("chat/completions", {**CHAT, "seed": 1.5}, 400, "seed", "integer"),

@@ -1,0 +1,105 @@
+"""How clients say what answers must match, and the process that tries whether it compiles."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.structured_output import MAX_STRUCTURED_CHARS, StructuredKind, StructuredOutput
+from router.grammars import GrammarChecker
+from router.structured_output import structured_output_of
+
+SCHEMA = {"type": "integer"}
+AS_JSON = StructuredOutput(StructuredKind.JSON, '{"type":"integer"}')
+HOSTILE = {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(20)]}
+
+
+def of(
+    response_format: dict[str, Any] | None = None, structured: dict[str, Any] | None = None, **guided: Any
+) -> StructuredOutput | None:
+    return structured_output_of(response_format, structured, guided)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutput(StructuredKind.JSON_OBJECT)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, AS_JSON),
+        ({"structured": {"json": SCHEMA}}, AS_JSON),
+        ({"structured": {"json": '{"type":"integer"}', "regex": None}}, AS_JSON),
+        ({"structured": {}}, None),
+        ({"structured": {"json_object": True}}, StructuredOutput(StructuredKind.JSON_OBJECT)),
+        ({"structured": {"json_object": False}}, None),
+        ({"structured": {"choice": ["a"]}}, StructuredOutput(StructuredKind.CHOICE, '["a"]')),
+        ({"guided_json": SCHEMA, "guided_regex": None}, AS_JSON),
+        ({"guided_regex": "a+"}, StructuredOutput(StructuredKind.REGEX, "a+")),
+        ({"guided_grammar": "start: A"}, StructuredOutput(StructuredKind.GRAMMAR, "start: A")),
+    ],
+)
+def test_all_forms_are_understood(said: dict[str, Any], meant: StructuredOutput | None) -> None:
+    assert of(**said) == meant
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "says"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
+        ({"response_format": {"type": 3}}, "response_format", "unknown"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "exclude each other"),
+        ({"structured": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "one of"),
+        ({"structured": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        ({"structured": {"json": 3}}, "structured_outputs", "must be an object"),
+        ({"structured": {"regex": ""}}, "structured_outputs", "not empty"),
+        ({"guided_choice": ["a", ""]}, "structured_outputs", "non-empty"),
+        ({"guided_regex": "a" * (MAX_STRUCTURED_CHARS + 1)}, "structured_outputs", str(MAX_STRUCTURED_CHARS)),
+    ],
+)
+def test_mistakes_are_named(said: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        of(**said)
+    assert refused.value.param == param
+    assert says in refused.value.message
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker()
+    yield checker
+    await checker.close()
+
+
+async def test_a_hostile_schema_is_refused_in_time_and_the_next_is_served(checker: GrammarChecker) -> None:
+    await checker.check(AS_JSON)  # starts the process
+    first = checker._process
+    hostile = StructuredOutput(StructuredKind.JSON, json.dumps(HOSTILE))
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(InvalidRequest, match="within 1 s"):
+        await checker.check(hostile)
+    with pytest.raises(InvalidRequest, match="within 1 s"):
+        await checker.check(hostile)  # remembered
+    assert asyncio.get_running_loop().time() - began < 1.9
+    assert first is not None
+    assert await asyncio.wait_for(first.wait(), 10) == -signal.SIGKILL
+    await asyncio.gather(*(checker.check(StructuredOutput(StructuredKind.REGEX, "a" * n)) for n in range(1, 9)))
+    assert checker._process is not first
+
+
+async def test_a_process_that_dies_is_started_again_and_answers_are_remembered(checker: GrammarChecker) -> None:
+    await checker.check(AS_JSON)
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGKILL)
+    await asyncio.wait_for(checker._process.wait(), 10)
+    await checker.check(AS_JSON)
+    assert checker._process.returncode is not None, "what is known needs no process"
+    with pytest.raises(InvalidRequest, match="regex"):
+        await checker.check(StructuredOutput(StructuredKind.REGEX, "(a"))
