@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,22 @@ async def test_a_node_hangs(fragile: Fragile, victim: Role, state: State) -> Non
     async with Client(fragile.pair) as client:
         again = await client.complete([7] * 100, max_tokens=4, ignore_eos=True)
         assert again.timings["attempts"] == 1
+
+
+async def test_a_constrained_answer_goes_on_where_its_decode_node_died(fragile: Fragile) -> None:
+    """The next nodes rebuild what it must match from its tokens."""
+    fields: dict[str, Any] = {"guided_regex": "([0-9]{3}-){150}", "max_tokens": 400}
+    async with Client(fragile.all) as client:
+        whole = await client.complete([7] * 20, **fields)
+        request = client.begin([7] * 20, stream=True, **fields)
+        await request.until(5)
+        busy = [node for node in fragile.decode if node.metric("baton:num_requests_running")]
+        busy[0].kill()
+        answer = await request.end()
+    assert answer.timings["attempts"] == 2
+    assert answer.texts[0] == whole.texts[0]
+    assert answer.finishes == whole.finishes
+    assert re.fullmatch("([0-9]{3}-)*[0-9]{0,3}", answer.texts[0])
 
 
 def check_right(held: Held, answer: Answer) -> None:
