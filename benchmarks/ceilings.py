@@ -1,7 +1,7 @@
-"""What the machine gives at best: `python -m benchmarks.ceilings`.
+"""The machine's performance ceilings: `python -m benchmarks.ceilings`.
 
 Read bandwidth bounds a decode step, which reads weights and KV once; matmul speed bounds prefill. Both are measured in
-the same run as what is held against them, since clocks and neighbours differ from day to day.
+the same run as the results compared with them, since clocks and other load on the machine vary from day to day.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from baton.settings import Settings, parse
 GIB = 1024**3
 GRAIN_BYTES = 64 * 1024
 READ_SHAPES = ((1024, 8, 4), (2048, 4, 4), (2048, 8, 8), (4096, 4, 8))
-"""Of the kernel that reads: int32 to load at a time, how many times, by how many warps."""
+"""Configurations of the read kernel: int32 per load, number of loads, warps."""
 NUM_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of one machine at one time. Copying counts bytes read and bytes written. Matmuls: one at a time by a GPU that has
-    rested, and one after the other for as long as its power limit takes to lower its clocks."""
+    """Of one machine at one time. Copying counts bytes read and bytes written. Matmuls: the fastest on an idle GPU, and
+    sustained, i.e. back to back for long enough that its power limit lowers its clocks."""
 
     read_bytes_per_s: float
     copy_bytes_per_s: float
@@ -61,7 +61,7 @@ class CeilingsSettings(Settings):
 
 
 def measure(device: torch.device, num_bytes: int = 4 * GIB, matmul_size: int = 8192) -> Ceilings:
-    """Takes seconds on a GPU, most of them to compile, and `num_bytes` twice of its memory."""
+    """Takes seconds on a GPU, mostly for compilation, and twice `num_bytes` of its memory."""
     read_s, copy_s = _memory_s(device, num_bytes)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(matmul_size, matmul_size, dtype=dtype, device=device) for _ in range(2))
@@ -77,7 +77,7 @@ def measure(device: torch.device, num_bytes: int = 4 * GIB, matmul_size: int = 8
 
 
 def best_s(call: Callable[[], object], device: torch.device, tries: int = NUM_TRIES) -> float:
-    """Seconds of the fastest of `tries` calls, after one that does not count."""
+    """Seconds of the fastest of `tries` calls, after one warm-up call."""
     call()
     if device.type != "cuda":
         stamps = [time.perf_counter()]
@@ -95,7 +95,7 @@ def best_s(call: Callable[[], object], device: torch.device, tries: int = NUM_TR
 
 
 def _sustained_s(call: Callable[[], object], device: torch.device, call_s: float) -> float:
-    """Mean seconds of a call over half a second of them, after as long that does not count. On a CPU that of one."""
+    """Mean seconds per call over half a second of calls, after as long a warm-up. On a CPU: `call_s`."""
     if device.type != "cuda":
         return call_s
     num_calls = max(1, int(0.5 / call_s))
@@ -111,7 +111,7 @@ def _sustained_s(call: Callable[[], object], device: torch.device, call_s: float
 
 
 def _memory_s(device: torch.device, num_bytes: int) -> tuple[float, float]:
-    """Seconds to read so many bytes, and to copy them."""
+    """Seconds to read `num_bytes` bytes, and to copy them."""
     source = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     copy_s = best_s(partial(target.copy_, source), device)
@@ -124,7 +124,7 @@ def _read_on_cpu_s(source: Tensor) -> float:
 
 
 def _read_s(source: Tensor) -> float:
-    """By the fastest of the kernel's shapes. Asserts that each has read all of it."""
+    """Seconds of the fastest of READ_SHAPES. Asserts that each one read all of the data."""
     from benchmarks.read_kernel import read_kernel
 
     fastest = float("inf")

@@ -1,4 +1,4 @@
-"""Whether the answers are right: a fast wrong answer is worth nothing."""
+"""Checks that answers are correct: a fast wrong answer is worth nothing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from tools import tiny_tasks
 NUM_COMPARED = 8
 NUM_RECALLED = 8
 MAX_FORGOTTEN = 1
-"""Of NUM_RECALLED: the model itself is right in more than 99 of 100."""
+"""Wrong answers tolerated among NUM_RECALLED: the model itself is right in more than 99 of 100."""
 RECALL_TOKENS = (100, 1500)
 TINY = "baton-tiny"
 
 
 class WrongAnswers(Exception):
-    """The text says which."""
+    """An answer is wrong; the text describes it."""
 
 
 async def check_concurrency(load: Load, concurrency: int, tolerance: float) -> dict[str, Any]:
-    """Greedy tokens of requests one at a time against those of the same requests among others. Raises WrongAnswers."""
+    """Compare greedy tokens of requests sent one at a time with those of the same requests among others. Raises
+    WrongAnswers."""
     bodies = [load.body(-number, logprobs=2) for number in range(1, NUM_COMPARED + 1)]
     alone = await load.send("/v1/completions", bodies, 1)
     crowd = [load.body(-number) for number in range(1, max(NUM_COMPARED, concurrency) + 1)]
@@ -39,13 +40,13 @@ async def check_concurrency(load: Load, concurrency: int, tolerance: float) -> d
 
 
 def _margin_where_different(alone: Streamed, together: Streamed) -> float | None:
-    """How far apart the two best tokens were at the first difference. None: there is none."""
+    """The difference of the two best logprobs at the first differing token. None: all tokens are equal."""
     pairs = zip(alone.tokens, together.tokens, alone.margins, strict=True)
     return next((margin for ours, theirs, margin in pairs if ours != theirs), None)
 
 
 async def check_recall(load: Load, model: str, concurrency: int) -> dict[str, Any]:
-    """Facts in long texts, asked for all at once; for the embedded model, which was trained to recall them. Raises
+    """Ask concurrently for facts in long texts; only for the embedded model, which is trained to recall them. Raises
     WrongAnswers."""
     if model != TINY:
         return {}

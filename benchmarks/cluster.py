@@ -1,4 +1,4 @@
-"""A cluster on this machine for the length of a measurement, with the addresses of its nodes."""
+"""Runs a cluster on this machine for the duration of a measurement, and provides the addresses of its nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCAL = HostPort("127.0.0.1", 0)
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """`prefill` and `decode`: of the nodes' gRPC services; `more_http`: of further routers."""
+    """`prefill`, `decode`: the nodes' gRPC services; `more_http`: further routers."""
 
     http: HostPort
     prefill: list[HostPort]
@@ -36,11 +36,11 @@ class Addresses:
 
 @asynccontextmanager
 async def running_cluster(flags: str, *more_routers: str) -> AsyncIterator[Addresses]:
-    """What `baton-up` with these flags would start, ready to answer, on ports of its own; and further routers of the
-    same nodes, as a busy cluster has, each with flags of its own after these.
+    """A cluster as `baton-up` with these flags would start it, ready to answer, on free ports; plus further routers of
+    the same nodes, as a busy cluster has, each with its own additional flags.
 
-    A child that ends is started again, as under `baton-up`. Raises RuntimeError, after the children's last lines, when
-    the cluster cannot start.
+    A child that exits is restarted, as under `baton-up`. If the cluster cannot start, prints the children's last lines
+    and raises RuntimeError.
     """
     routers = {
         f"router-{i}": parse(UpSettings, shlex.split(f"{flags} {own}")) for i, own in enumerate(("", *more_routers))

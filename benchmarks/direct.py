@@ -1,4 +1,4 @@
-"""A client of the nodes' own services, with open streams, as the router is one: the shortest way to a first token."""
+"""A client of the nodes' own services that, like the router, keeps streams open: the shortest path to a first token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 class Direct:
-    """One request at a time, prefilled and handed off. To be used as `async with`."""
+    """Sends one request at a time, which is prefilled and handed off. Use with `async with`."""
 
     def __init__(self, prefill: HostPort, decode: HostPort) -> None:
         self._epoch = secrets.randbits(63)
@@ -43,7 +43,7 @@ class Direct:
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingParams, cache_salt: str
     ) -> tuple[float, tuple[int, ...]]:
-        """Seconds to the first token, and all tokens. Returns when both nodes are done with it. Raises BatonError."""
+        """Seconds to the first token, and all tokens. Returns when both nodes have finished. Raises BatonError."""
         self._count += 1
         attempt_id = AttemptId(self._epoch, f"direct-{self._count}", 0)
         sent = time.perf_counter()
@@ -78,7 +78,7 @@ class Direct:
 
 
 class _Session:
-    """One node's stream. What it says of requests goes to `updates`, with the time."""
+    """A session with one node. Its updates are put into `updates` with their time of arrival."""
 
     def __init__(self, address: HostPort, stub: Any, epoch: int, updates: asyncio.Queue[tuple[float, Update]]) -> None:
         self._address = address
@@ -115,7 +115,7 @@ class _Session:
 
 
 async def generate_alone(decode: HostPort, prompt: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
-    """All tokens of a prompt that a decode node computes itself, with no other node. Raises BatonError."""
+    """All tokens for a prompt that a decode node computes by itself. Raises BatonError."""
     epoch = secrets.randbits(63)
     updates: asyncio.Queue[tuple[float, Update]] = asyncio.Queue()
     session = _Session(decode, node_pb2_grpc.DecodeNodeStub, epoch, updates)

@@ -1,9 +1,9 @@
 """A prefill and a decode node against the same GPUs as single nodes: `python -m benchmarks.disaggregation --node "..."`
 
 Both sets of nodes, one after the other, get the same requests at the same times over HTTP (`benchmarks.serve`, which
-checks answers first and times an empty round trip and requests that have the cluster to themselves). Then prompts of
-several lengths come one at a time: what the handoff adds to them, by its parts, and their first tokens through either
-set. For an 8B shape on H200s what vLLM does with the same requests stands beside it.
+first checks answers and times an empty round trip and requests on the idle cluster). Then prompts of several lengths
+are sent one at a time: they measure the handoff by its parts, and the time to the first token with either set. For an
+8B shape on H200s, vLLM's figures for the same requests are shown as well.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from benchmarks.tables import Table
 from benchmarks.vllm_serving import COLUMNS, Figures, Reference, references
 
 AT_ONCE = "--first-token prefill"
-"""Of a second router, for prompts that come one at a time: as first tokens come by default."""
+"""Flags of a second router, for prompts sent one at a time: the default, where no first token waits for the handoff."""
 NUM_ALONE = 7
 ALONE_OUTPUT = 8
 GOAL_HANDOFF_MS = {2048: 5.0, 8192: 8.0, 32768: 15.0}
 GOAL_FIRST_TOKEN = 1.03
-"""Of a prompt that is alone, through the pair, over that of a single node."""
+"""The time to the first token of a prompt on the idle pair, relative to that on a single node."""
 
 _WORKLOAD = re.compile(r"(\d+)/(\d+)@([\d.]+)x(\d+):([\d.]+):([\d.]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests as they come by chance: tokens in and out, how many a second, how many; limits in milliseconds for the
-    first token and for the longest gap between two."""
+    """Requests at random times: tokens in and out, requests per second, total number; limits in milliseconds for the
+    first token and for the longest gap between two tokens."""
 
     input_len: int
     output_len: int
@@ -55,7 +55,7 @@ class Workload:
 
     @classmethod
     def parse(cls, text: str) -> Workload:
-        """Of IN/OUT@RATExCOUNT:TTFT:GAP. Raises ValueError."""
+        """Parse IN/OUT@RATExCOUNT:TTFT:GAP. Raises ValueError."""
         if not (match := _WORKLOAD.fullmatch(text)):
             raise ValueError(f"must be IN/OUT@RATExCOUNT:TTFT:GAP, not {text!r}")
         sizes = [int(match[i]) for i in (1, 2, 4)]
@@ -98,8 +98,8 @@ def workloads_of(text: str) -> list[Workload]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one set. `serving`: what `benchmarks.serve` says, by workload. `alone`: milliseconds by name, medians, of
-    prompts by their tokens; `at_once`: those of first tokens that wait for no handoff."""
+    """Results of one set. `serving`: those of `benchmarks.serve`, one per workload. `alone`: median milliseconds by
+    name, for each prompt length; `at_once`: times to first tokens that do not wait for the handoff."""
 
     serving: list[dict[str, Any]]
     alone: dict[int, dict[str, float]]
@@ -107,7 +107,7 @@ class Measured:
 
 
 async def run(settings: DisaggregationSettings) -> dict[str, Any]:
-    """Check, measure, print the tables; what the JSON line says."""
+    """Check, measure, print the tables; returns the content of the JSON line."""
     sets = {"pair": settings.pair, "singles": settings.singles}
     workloads = workloads_of(settings.workloads)
     measured = {name: await _measure(settings, workloads, flags) for name, flags in sets.items()}
@@ -176,7 +176,7 @@ async def _one_at_a_time(settings: DisaggregationSettings, address: HostPort, le
 
 
 def figures_of(line: Mapping[str, Any]) -> Figures:
-    """Out of what `benchmarks.serve` says."""
+    """The figures in a result of `benchmarks.serve`."""
     names = (
         *(f"ttft_ms_p{p}" for p in (50, 90, 99)),
         *("tpot_ms_mean", "tpot_ms_p99"),
@@ -187,7 +187,7 @@ def figures_of(line: Mapping[str, Any]) -> Figures:
 
 
 def cells_behind(name: str, ours: Figures, told: Sequence[Reference]) -> list[str]:
-    """The figures in which a set is not better than those of vLLM that it is to be compared with."""
+    """The figures in which a set is not better than the vLLM reference for that set."""
     return [
         f"{name}: {column} {mine:.2f}, {reference.name} {theirs:g}"
         for reference in told
@@ -202,8 +202,8 @@ def _text(value: float) -> str:
 
 
 def _alone(measured: Mapping[str, Measured]) -> dict[int, dict[str, float]]:
-    """By tokens: the handoff with its parts, and the first tokens through both sets, those of the pair told by the
-    decode node and at once, each also over that of a single node."""
+    """By prompt length: the handoff with its parts, and the times to the first token with both sets. For the pair, the
+    token comes from the decode node or at once; each is also given relative to a single node."""
     pair, singles = measured["pair"], measured["singles"]
     rows = dict[int, dict[str, float]]()
     for length, row in pair.alone.items():
@@ -215,7 +215,7 @@ def _alone(measured: Mapping[str, Measured]) -> dict[int, dict[str, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 1, before anything is measured, when an answer is wrong."""
+    """Exits with 1 if an answer is wrong, or a request or the cluster fails."""
     settings = parse(DisaggregationSettings, argv)
     try:
         line = asyncio.run(run(settings))

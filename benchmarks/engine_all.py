@@ -18,7 +18,7 @@ class AllBenchSettings(DecodeBenchSettings, PrefillBenchSettings, ThroughputBenc
 
 
 SECTIONS: dict[str, Section] = {
-    # Decode first: it fills the pool with random KV, in which no prompt of the others finds anything.
+    # Decode first: it fills the pool with random KV, which no prompt of the other sections matches.
     "decode": engine_decode.measure,
     "prefill": engine_prefill.measure,
     "throughput": engine_throughput.measure,

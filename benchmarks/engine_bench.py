@@ -1,4 +1,4 @@
-"""What the benchmarks of the engine have in common: flags, the engine as a node builds it, and its step loop."""
+"""The common part of the engine's benchmarks: flags, the engine as a node builds it, and its step loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from node.settings import NodeSettings
 
 QUICK_CEILING_BYTES = 4 * 1024 * 1024
 QUICK_MATMUL_SIZE = 256
-MIN_TOKEN = 5  # below: often tokens with a meaning
+MIN_TOKEN = 5  # lower ids are often special tokens
 
 
 class EngineBenchSettings(NodeSettings):
@@ -46,7 +46,7 @@ class EngineBenchSettings(NodeSettings):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One engine to be measured, and what it is held against. `runner`: the engine's."""
+    """The engine to be measured, and what it is compared with. `runner`: the engine's."""
 
     settings: EngineBenchSettings
     built: Built
@@ -68,7 +68,7 @@ class Bench:
         return tuple(Random(f"{next(self.numbers)}").choices(range(MIN_TOKEN, vocab_size), k=length))
 
     def sequence(self, prompt: tuple[int, ...], sampling: SamplingParams) -> EngineSequence:
-        """One that no other shares blocks with."""
+        """A sequence that shares no blocks with any other."""
         number = next(self.numbers)
         attempt_id = AttemptId(0, f"bench-{number}", 0)
         return EngineSequence(
@@ -77,12 +77,12 @@ class Bench:
 
 
 def step(engine: Engine) -> StepResult:
-    """One turn of the loop, as a node has it."""
+    """One turn of a node's loop."""
     return engine.compute(engine.schedule(time.monotonic()))
 
 
 def drain(engine: Engine) -> Iterator[StepResult]:
-    """Steps to the end of all sequences."""
+    """Run steps until all sequences have ended."""
     while True:
         result = step(engine)
         yield result
@@ -92,8 +92,8 @@ def drain(engine: Engine) -> Iterator[StepResult]:
 
 
 def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
-    """The engine, after its ceilings are measured; and the seconds that building it took. Raises ValueError with one
-    line for a person."""
+    """Measure the ceilings, then build the engine; also returns the seconds that building took. Raises ValueError with
+    a readable line."""
     device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
     note("measuring ceilings")
     sizes = (QUICK_CEILING_BYTES, QUICK_MATMUL_SIZE) if settings.quick else ()
@@ -108,7 +108,7 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
     build_s = time.monotonic() - began
     if device.type == "cuda":
         gc.collect()
-        gc.freeze()  # a pass over all that the imports and the model made takes longer than many steps of a GPU
+        gc.freeze()  # a collection over all objects of imports and model takes longer than many GPU steps
     runner = TimedRunner(built.runner)
     return (
         Bench(

@@ -1,9 +1,9 @@
-"""Whether the engine's tokens are those of plain transformers: a fast wrong answer is worth nothing.
+"""Checks that the engine's tokens are those of plain transformers: a fast wrong answer is worth nothing.
 
 Many prompts of mixed lengths go through the engine at once, greedily, with logprobs: prompts in chunks, then decode
-steps of the whole batch. A second model of the same weights, with transformers' own eager attention in the same dtype,
-then reads prompt and answer of some of them in one forward each, and tells for each token the logits that it would have
-chosen from. Random weights do: their tokens mean nothing, but follow from the logits all the same.
+steps of the whole batch. A second model with the same weights and transformers' own eager attention in the same dtype
+then computes reference logits for each token of some answers, with one forward pass over prompt and answer. Random
+weights suffice: their tokens mean nothing, but still follow from the logits.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LONG_TOKENS = (1000, 2500)  # more than one chunk
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is still the same answer. `min_agreement`: share of tokens that are the reference's argmax. The rest is in
-    standard deviations of the reference's logits: how far a token's logit may be below the best one, and a logprob from
-    the reference's. A wrong token is 4 below; two attentions in bf16 are 0.3 apart at most, and agree in 8 of 10 tokens
-    of random weights, whose best logits are close together."""
+    """Tolerances for an answer to be correct. `min_agreement`: share of tokens that are the reference's argmax. The
+    others are in standard deviations of the reference's logits: how far a token's logit may be below the best one, and
+    a logprob from the reference's. A wrong token is 4 below; two attentions in bf16 differ by at most 0.3, and agree on
+    8 of 10 tokens with random weights, whose best logits are close together."""
 
     min_agreement: float
     max_shortfall: float
@@ -51,7 +51,7 @@ LIMITS = {
 
 @dataclass(slots=True)
 class Answer:
-    """One sequence's greedy tokens, and what the engine said of each."""
+    """One sequence's greedy tokens, and the engine's logprobs for each."""
 
     prompt: tuple[int, ...]
     tokens: list[int]
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of the engine's tokens with the reference; see `Limits`."""
+    """How well the engine's tokens agree with the reference; see `Limits`."""
 
     num_sequences: int
     num_compared_tokens: int
@@ -70,7 +70,7 @@ class Agreement:
 
 
 def check(bench: Bench, reference: Any) -> dict[str, Any]:
-    """How well the engine agrees with a model of transformers. Raises WrongAnswers."""
+    """Compare the engine with a transformers model. Raises WrongAnswers."""
     answers = _ask(bench)
     chosen = answers[:2] + Random(1).sample(answers[2:], min(len(answers) - 2, MAX_COMPARED - 2))
     found = compare(chosen, reference, len(answers))
@@ -92,7 +92,7 @@ def judge(found: Agreement, limits: Limits) -> None:
 
 
 def _ask(bench: Bench) -> list[Answer]:
-    """Two long prompts and many short ones, as many as run at once."""
+    """Answers to two long prompts and many short ones, as many as run at once."""
     config = bench.engine.config
     total = min(MAX_SEQUENCES, config.max_num_seqs)
     rng = Random(0)
@@ -115,7 +115,7 @@ def _ask(bench: Bench) -> list[Answer]:
 
 @torch.inference_mode()
 def compare(answers: list[Answer], reference: Any, num_sequences: int) -> Agreement:
-    """Each answer against the reference's logits for the same tokens before it."""
+    """Compare each token of the answers with the reference's logits given the same preceding tokens."""
     agreed, num_tokens, shortfall, error = 0, 0, 0.0, 0.0
     for answer in answers:
         logits = _logits(reference, answer)
@@ -130,7 +130,7 @@ def compare(answers: list[Answer], reference: Any, num_sequences: int) -> Agreem
 
 
 def _logits(reference: Any, answer: Answer) -> Tensor:
-    """The reference's, for each token of the answer: [num_tokens, vocab_size], fp32."""
+    """The reference's logits for each token of the answer: [num_tokens, vocab_size], fp32."""
     ids = torch.tensor([[*answer.prompt, *answer.tokens[:-1]]], device=reference.device)
     output = reference(input_ids=ids, use_cache=False, logits_to_keep=len(answer.tokens))
     logits: Tensor = output.logits[0].float()
@@ -138,7 +138,7 @@ def _logits(reference: Any, answer: Answer) -> Tensor:
 
 
 def _logprob_errors(logits: Tensor, answer: Answer) -> Tensor:
-    """The largest difference among the logprobs that came with each token: [num_tokens]."""
+    """The largest error among the logprobs reported for each token: [num_tokens]."""
     told = [((token, said.logprob), *said.top) for token, said in zip(answer.tokens, answer.logprobs, strict=True)]
     width = min(map(len, told))
     ids = torch.tensor([[token for token, _ in row[:width]] for row in told], device=logits.device)
@@ -147,7 +147,7 @@ def _logprob_errors(logits: Tensor, answer: Answer) -> Tensor:
 
 
 def reference_of(bench: Bench) -> Any:
-    """The same weights in a model of transformers' own making."""
+    """A plain transformers model with the same weights."""
     checkpoint = bench.built.checkpoint
     if bench.settings.load_format == "dummy":
         model = build_skeleton(checkpoint.config, bench.dtype, "eager")

@@ -1,7 +1,7 @@
 """Decode ms/step through the engine's own step loop, sampling included: `python -m benchmarks.engine_decode`.
 
-Sequences come in as they come to a decode node, with their KV computed elsewhere (here: random numbers), so no time is
-spent on prompts. A step's time is that between the ends of two consecutive turns of the loop. The floor is the time to
+Sequences are adopted as on a decode node, with their KV computed elsewhere (here: random numbers), so no time is spent
+on prompts. The time of a step is that between the ends of two consecutive turns of the loop. The floor is the time to
 read the weights and the KV once, at the read bandwidth of the same run.
 """
 
@@ -32,7 +32,7 @@ QUICK_CELLS = "1x20,3x40"
 QUICK_STEPS = 24
 WARM_STEPS = 20
 TRACED_STEPS = 12
-FILL_BLOCKS = 1024  # at a time: torch counts elements in 32 bits here and there
+FILL_BLOCKS = 1024  # at a time: some torch operations count elements in 32 bits
 GREEDY = "greedy"
 SAMPLINGS = {
     GREEDY: SamplingParams(temperature=0.0, ignore_eos=True),
@@ -67,7 +67,7 @@ def parse_cells(text: str) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`step_s`: of each step. `host_ms`: mean per step of its parts on the host."""
+    """`step_s`: the time of each step. `host_ms`: mean times of a step's parts on the host."""
 
     batch: int
     context: int
@@ -97,7 +97,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def fill_pool(bench: Bench) -> None:
-    """Random normal KV in all blocks."""
+    """Fill all blocks with normally distributed random KV."""
     pool = bench.built.pool_bytes.view(bench.dtype)
     with torch.inference_mode():
         for start in range(0, len(pool), FILL_BLOCKS):
@@ -107,8 +107,8 @@ def fill_pool(bench: Bench) -> None:
 
 
 def adopt(bench: Bench, cell: Cell, num_steps: int, sampling: str) -> list[Sequence]:
-    """A batch at its context. Sequences' blocks end at different tokens, so that they do not all need their next block
-    in the same step."""
+    """Adopt a batch at its context. Contexts differ slightly, so that the sequences do not all need their next block in
+    the same step."""
     engine, (batch, context) = bench.engine, cell
     block_size = engine.config.block_size
     params = replace(SAMPLINGS[sampling], max_tokens=num_steps + 2 * WARM_STEPS)
@@ -156,12 +156,13 @@ def _measure_cell(bench: Bench, cell: Cell, sampling: str, num_steps: int) -> Me
 
 
 def _mean_context(running: list[Sequence], num_steps: int) -> float:
-    """Tokens whose KV a sequence's query reads, its own included, over the next `num_steps` retired steps."""
+    """Mean number of tokens whose KV a sequence's query reads, including its own, over the next `num_steps` steps."""
     return statistics.fmean(seq.num_tokens for seq in running) + (num_steps - 1) / 2
 
 
 def _judged(bench: Bench, measured: Measured) -> dict[str, Any]:
-    """For the JSON line, beside the floor and vLLM's figure. The mean counts: it is what throughput is made of."""
+    """The entry of the JSON line, with the floor and vLLM's figure. The mean is compared, as it determines
+    throughput."""
     itemsize = bench.dtype.itemsize
     read = bench.shape.step_bytes(measured.batch, measured.mean_context, itemsize)
     floor_ms = read / bench.ceilings.read_bytes_per_s * 1e3
@@ -182,7 +183,7 @@ def _judged(bench: Bench, measured: Measured) -> dict[str, Any]:
 
 
 def _trace(bench: Bench, cell: Cell, file: Path) -> dict[str, float] | None:
-    """Profile a few steps; what the GPU did in them. None without one."""
+    """Profile a few steps and summarize the GPU's activity. None without a GPU."""
     from torch.profiler import ProfilerActivity, profile
 
     running = adopt(bench, cell, TRACED_STEPS, GREEDY)

@@ -1,4 +1,4 @@
-"""Where the host's time goes in a step: a model runner that takes the time of another one's calls."""
+"""Measures the host's time in a step: a model runner that times the calls of another."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.step import Choice, Chunk, LaunchedStep, ModelRunner
 
 @dataclass(slots=True)
 class HostTimes:
-    """Seconds since the last `clear`, of all steps together. `launch`: the runner readies and launches a step.
-    `wait`: idle until the device ends the one before, so above zero where the host is the faster of the two."""
+    """Seconds since the last `clear`, summed over all steps. `launch`: the runner prepares and launches a step.
+    `wait`: idle until the device finishes a step, so above zero where the host is the faster of the two."""
 
     launch: float = 0.0
     wait: float = 0.0
@@ -24,7 +24,7 @@ class HostTimes:
 
 
 class TimedRunner:
-    """Passes all calls on. Implements `ModelRunner`."""
+    """Forwards all calls and times them. Implements `ModelRunner`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.times = HostTimes()

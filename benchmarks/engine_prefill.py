@@ -1,8 +1,8 @@
-"""Prompts: time to the first token of one alone, and tokens/s of many: `python -m benchmarks.engine_prefill`.
+"""Prefill: time to first token of a single prompt, and tokens/s of many: `python -m benchmarks.engine_prefill`.
 
-The time runs from `Engine.add` to the turn that gives the first token to the host. No prompt shares a block with
-another. MFU is of the matmul ceiling of the same run, and counts what a prompt must compute: causal attention, and one
-token's logits.
+The time is measured from `Engine.add` to the turn in which the host gets the first token. No prompt shares a block with
+another. MFU is relative to the matmul ceiling of the same run, and counts only what a prompt must compute, with causal
+attention and one token's logits.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def measure_even(bench: Bench) -> dict[str, Any] | None:
-    """The same with weights as vLLM's dummy format makes them, with which its figures were measured: what a GPU at its
-    power limit computes in a second depends on the numbers. To be run last: the model answers nothing afterwards.
+    """The same with weights as in vLLM's dummy format, which its figures were measured with: at its power limit, a
+    GPU's speed depends on the numbers. Run this last: the model is useless afterwards.
 
     None for a model with its own weights.
     """
@@ -89,7 +89,7 @@ def measure_even(bench: Bench) -> dict[str, Any] | None:
 
 
 def _alone(bench: Bench, length: int, repeats: int, pause_s: float) -> dict[str, Any]:
-    """Prompts that find the engine idle; then as many that follow one another, when a GPU's clocks are lower."""
+    """Prompts on an idle engine; then as many back to back, when a GPU's clocks are lower."""
     prompts_s(bench, 1, length)
     seconds, in_a_row = [], []
     for _ in range(repeats):

@@ -1,6 +1,6 @@
-"""A run of the engine's benchmarks: answers are checked, then each section measures; one JSON line at the end.
+"""A run of the engine's benchmarks: checks answers, measures each section, and ends with one JSON line.
 
-Each of `engine_decode`, `engine_prefill` and `engine_throughput` has one section; `engine_all` runs all with one model.
+`engine_decode`, `engine_prefill` and `engine_throughput` have one section each; `engine_all` runs all with one model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from benchmarks.engine_bench import Bench, EngineBenchSettings, note, open_bench
 from benchmarks.engine_check import check, reference_of
 
 Section = Callable[[Bench], dict[str, Any] | None]
-"""Measures, prints a table, returns what the JSON line says of it."""
+"""Measures, prints a table, and returns the section of the JSON line."""
 
 
 def main(
     settings_class: type[EngineBenchSettings], sections: dict[str, Section], argv: Sequence[str] | None = None
 ) -> None:
-    """Exits with 1 when an answer is wrong or the engine cannot be built, before anything is measured; and when a
-    section fails, after the JSON line of those before it."""
+    """Exits with 1 if an answer is wrong or the engine cannot be built, before any section is measured; or if a section
+    fails, after the JSON line of the sections before it."""
     settings = parse(settings_class, argv)
     line: dict[str, Any] = {}
     try:
@@ -41,7 +41,7 @@ def main(
     except (ValueError, WrongAnswers) as error:
         sys.stderr.write(f"{settings.prog}: {error}\n")
         sys.exit(1)
-    except Exception as error:  # noqa: BLE001 - the process's boundary: time on a GPU is dear, what was measured counts
+    except Exception as error:  # noqa: BLE001 - the process's boundary: GPU time is expensive, so keep the results
         traceback.print_exc()
         line["failed"] = repr(error)
     text = json.dumps(line)
@@ -53,7 +53,8 @@ def main(
 
 
 def run(settings: EngineBenchSettings, sections: dict[str, Section], line: dict[str, Any]) -> None:
-    """Fill `line`, section by section. Raises WrongAnswers before anything is measured, ValueError as `build` does."""
+    """Fill `line`, section by section. Raises WrongAnswers before any section is measured, ValueError as `build`
+    does."""
     bench, build_s = open_bench(settings)
     note("checking answers")
     checked = check(bench, reference_of(bench))
@@ -75,7 +76,7 @@ def run(settings: EngineBenchSettings, sections: dict[str, Section], line: dict[
 
 
 def _command(settings: EngineBenchSettings) -> str:
-    """What to type for the same, with files in the working folder."""
+    """The command that repeats the run, with files in the working directory."""
     words = ["python", "-m", settings.prog]
     for name in type(settings).model_fields:
         value = getattr(settings, name)
@@ -86,7 +87,7 @@ def _command(settings: EngineBenchSettings) -> str:
 
 
 def _machine(device: torch.device) -> dict[str, str]:
-    """Where and with what: date, device and versions."""
+    """Date, device and versions."""
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

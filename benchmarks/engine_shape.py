@@ -1,4 +1,4 @@
-"""What a step must read and a prompt must compute, from a model's configuration alone; and what vLLM took for it."""
+"""What a step must read and a prompt must compute, given only a model's configuration; and vLLM's measured times."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 from engine.model.load.checkpoint import Checkpoint
 
 Cell = tuple[int, int]
-"""Batch, context."""
+"""(batch, context)"""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmFigures:
-    """Of one shape of model. Prefill: tokens of the prompt to ms to its first token; saturated with prompts of 2048."""
+    """Figures for one shape of model. prefill_ms: time to first token by prompt length. saturated_tokens_per_s: with
+    prompts of 2048."""
 
     version: str
     machine: str
@@ -47,13 +48,13 @@ VLLM = {
         offline_tokens_per_s=36_262.0,
     )
 }
-"""By hidden size, intermediate size, layers, heads, KV heads and vocabulary; in bf16 with random weights, as here."""
+"""By hidden size, intermediate size, layers, heads, KV heads and vocabulary; in bf16 with random weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder. `read_params`: all weights that a step reads whole, so not the embedding table unless it is the
-    output layer too. `token_params`: those of them that every token of a prompt is multiplied with."""
+    """A dense decoder. `read_params`: the weights that a step reads completely, so without the embedding table unless
+    it is also the output layer. `token_params`: those that every token of a prompt is multiplied with."""
 
     dims: tuple[int, ...]
     num_layers: int
@@ -65,22 +66,23 @@ class ModelShape:
     vllm: VllmFigures | None = field(default=None)
 
     def kv_bytes(self, num_tokens: float, itemsize: int) -> float:
-        """Of the keys and values of so many tokens."""
+        """Bytes of the keys and values of `num_tokens` tokens."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize * num_tokens
 
     def step_bytes(self, batch: int, mean_context: float, itemsize: int) -> float:
-        """What a decode step cannot but read: the weights once, and the KV of every sequence."""
+        """Bytes that a decode step must read: the weights once, and the KV of every sequence."""
         return self.read_params * itemsize + self.kv_bytes(batch * mean_context, itemsize)
 
     def prompt_flops(self, num_tokens: int) -> float:
-        """Multiplications and additions of a prompt: causal attention, and logits of its last token alone."""
+        """Multiplications and additions of a prompt, with causal attention and only its last token's logits."""
         pairs = num_tokens * (num_tokens + 1) / 2
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         return 2 * self.token_params * num_tokens + attention + 2 * (self.read_params - self.token_params)
 
 
 def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
-    """Of the checkpoint's class, made without memory. `dtype`: as served; vLLM's figures are for bfloat16."""
+    """The shape of the checkpoint's model, built on the meta device. `dtype`: as served; vLLM's figures are for
+    bfloat16."""
     config = copy.deepcopy(checkpoint.config)  # transformers writes to it
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

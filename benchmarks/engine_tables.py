@@ -1,4 +1,4 @@
-"""The report's sections as tables, for the terminal and for docs/performance.md alike."""
+"""The report's sections as tables, for the terminal and for docs/performance.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.tables import Table
 
 MUST_BE_UNDER = 0.95
-"""Of vLLM's time: what a decode step has to be under."""
+"""The goal for a decode step, relative to vLLM's time."""
 
 
 def decode_table(section: Mapping[str, Any]) -> Table:
@@ -48,7 +48,7 @@ def _decode_row(cell: Mapping[str, Any]) -> list[str]:
 
 
 def host_table(section: Mapping[str, Any]) -> Table:
-    """Where the host's time goes in a step of each greedy cell: ms."""
+    """The host's time in a step of each greedy cell by its parts, in ms."""
     parts = ("schedule", "launch", "process", "wait")
     cells = [cell for cell in section["cells"] if cell["sampling"] == "greedy"]
     return Table(
@@ -66,7 +66,7 @@ def host_table(section: Mapping[str, Any]) -> Table:
 
 
 def prefill_table(section: Mapping[str, Any]) -> Table:
-    """One prompt alone by length, then many at once, whose time is per prompt."""
+    """Single prompts by length, then many at once, with the time per prompt."""
     rows = [
         _prefill_row(1, told["num_tokens"], told["median_ms"], told["in_a_row_ms"], told["mfu"], told["vllm_ms"])
         for told in section["alone"]
@@ -120,7 +120,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _relative(ours: float, theirs: float | None) -> str:
-    """How much more time we take; less than nothing is good."""
+    """Our time relative to theirs, as a difference; negative is better."""
     return "-" if theirs is None else f"{ours / theirs - 1:+.1%}"
 
 

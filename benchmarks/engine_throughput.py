@@ -1,4 +1,4 @@
-"""Many requests at once, prompts and answers: total tokens/s: `python -m benchmarks.engine_throughput`."""
+"""Total tokens/s of many concurrent requests, prompts and answers: `python -m benchmarks.engine_throughput`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def _load(bench: Bench, num_requests: int, input_len: int, output_len: int) -> tuple[float, int]:
-    """Seconds, and steps."""
+    """Seconds and steps for all requests."""
     sampling = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     sequences = [bench.sequence(bench.prompt(input_len), sampling) for _ in range(num_requests)]
     num_steps = num_sampled = 0

@@ -1,4 +1,4 @@
-"""How long the GPU is idle between two steps, out of a trace of torch's profiler."""
+"""Computes the GPU's idle time per step from a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 GPU_KINDS = {"kernel", "gpu_memcpy", "gpu_memset"}
 GAP_US = 3.0
-"""Within a CUDA graph kernels follow one another in 1 to 2 us; a longer pause is one that the host, or a wait for it,
-made."""
+"""Within a CUDA graph, kernels follow one another in 1 to 2 us; a longer pause is caused by the host or by waiting for
+it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """Of so many steps. A gap is a pause of the GPU longer than GAP_US. All per step but `largest_gap_us`."""
+    """A gap is a pause of the GPU longer than GAP_US. All but `num_steps` and `largest_gap_us` are per step."""
 
     num_steps: int
     num_kernels: float
@@ -35,7 +35,7 @@ class TraceSummary:
 
 
 def summarize(file: Path, num_steps: int) -> TraceSummary | None:
-    """None: the trace has nothing of a GPU."""
+    """None if the trace has no GPU activity."""
     events = json.loads(file.read_text())["traceEvents"]
     spans = sorted(_span(event) for event in events if event.get("cat") in GPU_KINDS)
     if not spans:

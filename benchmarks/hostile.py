@@ -1,9 +1,9 @@
-"""What hostile clients and peers do to others: `python -m benchmarks.hostile --save before.json`
+"""The effects of hostile clients and peers on others: `python -m benchmarks.hostile --save before.json`
 
-A cluster on this machine, a victim's stream (see `hostile_victim`), and one case after another against both: how it
-ends for the attacker, the victim's longest gap, memory of the processes, whether all live and their books balance. A
-case that leaves a process dead, or larger, is followed by a fresh cluster. `--against` prints an earlier run beside it:
-of older code too, in whose tree these files need nothing new.
+Runs one case after another against a cluster on this machine and a victim's stream (see `hostile_victim`). Measures the
+outcome for the attacker, the victim's longest gap, the processes' memory, and whether they are alive and pass their
+integrity checks. A case that leaves a process dead, larger or unable to serve is followed by a fresh cluster.
+`--against` also prints an earlier run, possibly of older code, in whose tree these files run unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import Field
 
 from baton.address import HostPort
 from baton.settings import Settings, parse
-from benchmarks import hostile_http, hostile_nodes, hostile_peers  # noqa: F401 - they enter their cases
+from benchmarks import hostile_http, hostile_nodes, hostile_peers  # noqa: F401 - they register their cases
 from benchmarks.cluster import running_cluster
 from benchmarks.hostile_case import CASES, UP, Attack, Case
 from benchmarks.hostile_peers import Stranger
@@ -35,10 +35,10 @@ from benchmarks.tables import Table
 MIB = 2**20
 CASE_S = 400.0
 AFTER_S = 2.0
-"""What an attack sets going may take so long to be seen."""
+"""How long to wait after an attack for its effects to show."""
 RECOVER_S = 30.0
 FRESH_MIB = 48
-"""A case that leaves a process so much larger is followed by a fresh cluster."""
+"""A case that leaves a process larger by this much is followed by a fresh cluster."""
 GOAL_GAP_MS = 250.0
 PEACE_S = 8.0
 
@@ -56,7 +56,7 @@ class HostileSettings(Settings):
 
 @dataclass(slots=True)
 class Row:
-    """One case's figures. Memory is growth: `peak` while it was attacked, `kept` afterwards."""
+    """One case's figures. Memory is growth: `peak` during the attack, `kept` afterwards."""
 
     text: str
     outcome: str
@@ -73,7 +73,7 @@ class Row:
 
 @contextlib.asynccontextmanager
 async def arena(flags: str) -> AsyncIterator[tuple[Attack, Victim]]:
-    """A cluster that answers, and a victim whose stream flows."""
+    """A serving cluster, and a victim with a running stream."""
     few_descriptors()
     async with running_cluster(flags) as addresses:
         processes = cluster_processes()
@@ -122,12 +122,12 @@ async def _run(case: Case, attack: Attack) -> str:
         return f"no end within {CASE_S:g} s"
     except grpc.RpcError as error:
         return f"a call failed: {str(error).splitlines()[0][:80]}"
-    except (OSError, EOFError, ValueError, LookupError) as error:  # the case's own words with a dying process
+    except (OSError, EOFError, ValueError, LookupError) as error:  # the case's own connection to a dying process
         return f"cut off: {error!r}"[:100]
 
 
 async def _serves(http: HostPort) -> str:
-    """`yes`, or why not."""
+    """`yes`, or the reason why not."""
     status, text = await get(http, "/ready")
     answer = await hostile_http.exchange(http, hostile_http.post("/v1/completions", hostile_nodes.BODY), 10.0)
     return "yes" if status == 200 and answer == "200" else f"/ready {status} {text[:80]}, a request {answer}"
@@ -143,7 +143,7 @@ PEACE = Case("peace", "nobody attacks", peace, UP)
 
 
 async def run(settings: HostileSettings) -> dict[str, Row]:
-    """All chosen cases, in clusters that last as long as cases leave them whole."""
+    """Run all selected cases. A cluster is reused as long as cases leave it intact."""
     only = [name for name in settings.only.split(",") if name]
     waiting = [case for case in (PEACE, *CASES) if not only or case.name in only]
     if unknown := set(only) - {case.name for case in (PEACE, *CASES)}:
@@ -165,7 +165,7 @@ async def run(settings: HostileSettings) -> dict[str, Row]:
 
 
 async def _check(attack: Attack) -> None:
-    """The answers of a cluster at peace, before anything is measured."""
+    """Check the answers of a cluster that is not under attack, before anything is measured."""
     async with Connection(attack.http) as connection:
         answers = [await connection.stream("/v1/completions", _QUESTION) for _ in range(2)]
     if answers[0].tokens != answers[1].tokens or len(answers[0].tokens) != _QUESTION["max_tokens"]:
@@ -185,7 +185,7 @@ def _load(path: Path | None) -> dict[str, Any]:
 
 
 def table(rows: dict[str, Any], before: dict[str, Any]) -> Table:
-    """`before`: the same cases of an earlier run, each told above the one of this run."""
+    """`before`: the same cases of an earlier run, each shown above that of this run."""
     columns = ["case", "run", "ends with", "s", "gap ms", "tokens/s", "lost", "memory MiB", "kept MiB", "state"]
     lines = []
     for name, row in rows.items():
@@ -204,7 +204,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _sizes(sizes: dict[str, int]) -> str:
-    """Of router, prefill and decode nodes, in this order."""
+    """Sizes of router, prefill and decode nodes, in this order."""
     return "/".join(str(size) for size in sizes.values())
 
 

@@ -1,4 +1,4 @@
-"""One case of `benchmarks.hostile`: whom it attacks, and how it is told."""
+"""One case of `benchmarks.hostile`: its target and its description."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ UP = "--device=cpu --log-level=warning --drain-timeout=5"
 
 @dataclass(slots=True)
 class Attack:
-    """The cluster under attack, with the addresses of its nodes by name; `begin` is called when all that the attacker
-    prepares is ready."""
+    """The cluster under attack, with the addresses of its nodes by name; `begin` is called once the attacker's
+    preparations are complete."""
 
     http: HostPort
     grpc: HostPort
@@ -38,7 +38,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`text` is for the table. `run` says how it ended. `flags`: of the cluster that it needs."""
+    """`text` is for the table. `run` returns the outcome. `flags`: those of the cluster that the case needs."""
 
     name: str
     text: str
@@ -50,7 +50,7 @@ CASES: list[Case] = []
 
 
 def case(run: Callable[[Attack], Awaitable[str]], flags: str = UP) -> Callable[[Attack], Awaitable[str]]:
-    """Enter a function, whose docstring is its text, into CASES."""
+    """Register a function in CASES, with its docstring as the case's text."""
     CASES.append(Case(run.__name__, (run.__doc__ or "").strip(), run, flags))
     return run
 

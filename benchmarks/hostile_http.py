@@ -1,4 +1,4 @@
-"""What a client can send to a router to hurt others: cases of `benchmarks.hostile`."""
+"""Attacks on a router by a client, at the expense of others: cases of `benchmarks.hostile`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIECE_BYTES = 1024 * 1024
 PATIENCE_S = 120.0
 MIB = 2**20
 TRICKLE_S = 45.0
-"""How long slow senders are given to be hung up on."""
+"""How long the router may take to close the connections of slow senders."""
 MANY_S = 300.0
 GRPC_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
@@ -40,7 +40,7 @@ def post(path: str, body: bytes) -> Iterator[bytes]:
 
 
 async def exchange(address: HostPort, pieces: Iterable[bytes], timeout_s: float = PATIENCE_S) -> str:
-    """Send until there is an answer; its status and what its error says, or how the connection ended."""
+    """Send until there is an answer; returns its status and error message, or how the connection ended."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
     answer = asyncio.create_task(_answer(reader))
     sending = asyncio.create_task(_send(writer, pieces))
@@ -97,7 +97,7 @@ async def generate(attack: Attack, request: generation_pb2.GenerateRequest) -> s
     return "OK"
 
 
-# ---- one request that is too much ----
+# ---- single excessive requests ----
 
 
 @case
@@ -234,7 +234,7 @@ async def idle_connections_1100(attack: Attack) -> str:
         for one in sockets:
             one.setblocking(False)
             one.connect_ex((attack.http.host, attack.http.port))
-        await asyncio.sleep(1.0)  # all of them get where they get
+        await asyncio.sleep(1.0)  # let the connections get as far as they can
         status, why = await get(attack.http, "/health", 5.0)
     return f"a newcomer's /health: {status or why}"
 
@@ -287,7 +287,7 @@ async def _until(holds: Any, timeout_s: float, what: str) -> str:
     return f"{what} is free after {time.monotonic() - began:.1f} s"
 
 
-# ---- many ----
+# ---- many requests ----
 
 
 @case

@@ -1,4 +1,4 @@
-"""What clients see of nodes that stop or die: cases of `benchmarks.hostile`."""
+"""The effects on clients of nodes that stop or die: cases of `benchmarks.hostile`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def drain_one_of_two(attack: Attack) -> str:
     """SIGTERM to one of two decode nodes: 40 requests"""
     attack.begin()
     os.kill(attack.processes["decode-1"].pid, signal.SIGTERM)
-    await asyncio.sleep(0.3)  # for it to say so
+    await asyncio.sleep(0.3)  # lets the node report that it is draining
     attempts, failed = Counter[int](), 0
     async with Connection(attack.http) as connection:
         for _ in range(NUM_REQUESTS):
@@ -55,7 +55,7 @@ async def prefill_dead(attack: Attack) -> str:
 
 
 async def _seen(attack: Attack) -> str:
-    """What /ready and requests say in the next seconds."""
+    """The answers of /ready and to requests in the next seconds."""
     ready, answers = Counter[str](), Counter[str]()
     until = time.monotonic() + LOOKED_AT_S
     await asyncio.sleep(0.3)

@@ -1,8 +1,8 @@
-"""Somebody else's stream, while a cluster is attacked: `python -m benchmarks.hostile_victim HOST:PORT`, run by
-`benchmarks.hostile`, in a process of its own so that the attacker's work does not delay its clock.
+"""Another client's stream while a cluster is attacked: `python -m benchmarks.hostile_victim HOST:PORT`, run by
+`benchmarks.hostile` in a separate process, so that the attacker's work does not distort its times.
 
-Streams one answer after the other and writes a line for all that happens: when (`time.monotonic`, the same in all
-processes of a machine), what, and for a stream that was lost why.
+Streams one answer after another and writes a line for each event: the time (`time.monotonic`, the same in all processes
+of a machine), the event, and for a lost stream the reason.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from baton.address import HostPort
 BEGIN, TOKEN, END, LOST = "begin", "token", "end", "lost"
 RETRY_S = 0.05
 SILENT_S = 120.0
-"""A stream that says nothing for so long is given up."""
+"""A stream that is silent for this long is given up."""
 NUM_TOKENS = 3500
 LIMIT_BYTES = 1024 * 1024
 FLOWING_TOKENS = 5
 
 
 async def _stream(address: HostPort) -> str:
-    """One answer; why it was lost, or nothing."""
+    """Stream one answer; returns why it was lost, or an empty string."""
     body = {"prompt": "Once upon a time", "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
     content = json.dumps({**body, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: {len(content)}\r\n\r\n"
@@ -69,8 +69,8 @@ def _say(what: str) -> None:
 
 @dataclass(slots=True)
 class Seen:
-    """What became of the victim between two times. `longest_gap_s` includes the wait for a first token, and of a lost
-    stream the time until the next one speaks."""
+    """The victim's experience between two times. `longest_gap_s` includes the wait for a first token and, after a lost
+    stream, the time until the next one's first token."""
 
     longest_gap_s: float = 0.0
     num_tokens: int = 0
@@ -78,7 +78,7 @@ class Seen:
 
 
 class Victim:
-    """The process, seen from the one that started it. To be used as `async with`."""
+    """Starts and observes the victim's process. Use with `async with`."""
 
     def __init__(self, address: HostPort) -> None:
         self._address = address
@@ -105,7 +105,7 @@ class Victim:
             self._events.append((float(at), what))
 
     async def flows(self, timeout_s: float) -> bool:
-        """Whether some more tokens come within that time."""
+        """Whether at least FLOWING_TOKENS more tokens arrive within that time."""
         since = time.monotonic()
         while time.monotonic() - since < timeout_s:
             if self.between(since, time.monotonic()).num_tokens >= FLOWING_TOKENS:

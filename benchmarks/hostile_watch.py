@@ -1,5 +1,4 @@
-"""The processes of a cluster under attack: which they are, what memory and descriptors they have, whether they are
-well."""
+"""Observes the processes of a cluster under attack: finds them, samples their memory, and checks their integrity."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ PERIOD_S = 0.02
 ASK_S = 8.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 USUAL_DESCRIPTORS = 1024
-"""The soft limit that most systems start a process with."""
+"""The soft limit that processes start with on most systems."""
 ROLES = ("router", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """`flags`: its command line's, by name without the dashes."""
+    """`flags`: those of its command line, by name without the dashes."""
 
     name: str
     pid: int
@@ -33,12 +32,12 @@ class Process:
 
     @property
     def metrics(self) -> HostPort | None:
-        """Of a node."""
+        """The address of a node's metrics page; None for a router."""
         port = self.flags.get("metrics-port")
         return HostPort("127.0.0.1", int(port)) if port else None
 
     def resident_bytes(self) -> int:
-        """0 for one that is gone."""
+        """0 if the process is gone."""
         try:
             return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * PAGE_BYTES
         except (OSError, IndexError):
@@ -46,7 +45,7 @@ class Process:
 
 
 def cluster_processes() -> dict[str, Process]:
-    """Our children that are routers and nodes, by name, the router first."""
+    """Our child processes that are routers or nodes, by name, the router first."""
     found = [process for path in Path("/proc").glob("[0-9]*") if (process := _child(path))]
     order = {role: place for place, role in enumerate(ROLES)}
     return {p.name: p for p in sorted(found, key=lambda p: (order[p.name.split("-")[0]], p.name))}
@@ -65,7 +64,7 @@ def _child(path: Path) -> Process | None:
 
 
 def has_socket(port: int, peers_port: int) -> bool:
-    """Whether a process of this machine still has its end, at `port`, of a connection over IPv4."""
+    """Whether a process on this machine still holds the end at `port` of an IPv4 connection with `peers_port`."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         words = line.split()
         here, there = (int(word.partition(":")[2], 16) for word in words[1:3])
@@ -75,7 +74,7 @@ def has_socket(port: int, peers_port: int) -> bool:
 
 
 class Memory:
-    """Peaks of resident memory while it is used as `with`, sampled every PERIOD_S. In bytes, by process."""
+    """Peak resident memory within a `with` block, sampled every PERIOD_S. In bytes, by process."""
 
     def __init__(self, processes: dict[str, Process]) -> None:
         self._processes = processes
@@ -103,7 +102,7 @@ class Memory:
 
 
 async def get(address: HostPort, path: str, timeout_s: float = ASK_S) -> tuple[int, str]:
-    """Status and body; 0 and why where there is no answer."""
+    """Status and body, or 0 and the reason why there is no answer."""
 
     def ask() -> tuple[int, str]:
         connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
@@ -120,7 +119,7 @@ async def get(address: HostPort, path: str, timeout_s: float = ASK_S) -> tuple[i
 
 
 async def integrity(processes: dict[str, Process]) -> str:
-    """`ok`, or what the first node that is not says."""
+    """`ok`, or the message of the first node with a failed integrity check."""
     for process in processes.values():
         if process.metrics:
             status, text = await get(process.metrics, "/integrity")
@@ -131,7 +130,7 @@ async def integrity(processes: dict[str, Process]) -> str:
 
 @contextlib.contextmanager
 def many_descriptors() -> Iterator[None]:
-    """For the attacker; those whom we start meanwhile would have them too."""
+    """Raise the attacker's limit; processes started within would inherit it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -141,6 +140,6 @@ def many_descriptors() -> Iterator[None]:
 
 
 def few_descriptors() -> None:
-    """As most systems give a process, whatever this one gave us."""
+    """Set the soft limit that most systems use, whatever it is here."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(USUAL_DESCRIPTORS, hard), hard))

@@ -1,7 +1,7 @@
 """Streamed completions over HTTP/1.1, with the time of each event.
 
-Written by hand on asyncio's streams: a general client spends 1 to 2 ms on each request, which is as much as is to be
-measured here. Speaks just what the router answers with: chunked bodies, and plain ones for errors.
+Written by hand on asyncio's streams: a general-purpose client spends 1 to 2 ms on each request, as much as what is to
+be measured here. Supports only what the router sends: chunked bodies, and plain ones for errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RequestFailed(Exception):
 
 @dataclass(slots=True)
 class Streamed:
-    """One answer. Times are seconds of `time.perf_counter`; `arrivals[i]`: when token i came."""
+    """One answer. Times are in seconds of `time.perf_counter`; `arrivals[i]`: when token i arrived."""
 
     sent: float
     arrivals: list[float] = field(default_factory=list)
@@ -41,12 +41,12 @@ class Streamed:
 
     @property
     def between_tokens_s(self) -> list[float]:
-        """Tokens that came in one event came 0 s apart."""
+        """Tokens of one event are 0 s apart."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     @property
     def first_gap_s(self) -> float:
-        """From the first token to the second. NaN for a single one."""
+        """From the first token to the second. NaN for a single token."""
         return self.arrivals[1] - self.arrivals[0] if len(self.arrivals) > 1 else float("nan")
 
     def phase_s(self, name: str) -> float:
@@ -55,12 +55,12 @@ class Streamed:
 
     @property
     def longest_gap_s(self) -> float:
-        """Between two tokens; 0 for a single one."""
+        """The longest time between two tokens; 0 for a single token."""
         return max(self.between_tokens_s, default=0.0)
 
     @property
     def per_token_s(self) -> float:
-        """After the first. NaN for a single token."""
+        """Mean time per token after the first. NaN for a single token."""
         count = len(self.arrivals) - 1
         return (self.arrivals[-1] - self.arrivals[0]) / count if count else float("nan")
 
@@ -70,7 +70,7 @@ class Streamed:
 
 
 class Connection:
-    """One keep-alive connection, for one request at a time. To be used as `async with`."""
+    """One keep-alive connection, for one request at a time. Use with `async with`."""
 
     def __init__(self, address: HostPort) -> None:
         self._address = address
@@ -86,7 +86,7 @@ class Connection:
         await self._writer.wait_closed()
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> Streamed:
-        """POST, and read the events to the end. Raises RequestFailed."""
+        """POST `body` and read the events to the end. Raises RequestFailed."""
         async with asyncio.timeout(TIMEOUT_S):
             request = self._request(
                 "POST", path, json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
@@ -130,7 +130,7 @@ class Connection:
 
 
 def _take(answer: Streamed, chunk: bytes, now: float) -> None:
-    """The events of one chunk: the router sends whole ones."""
+    """Add the events of one chunk to the answer: the router never splits an event."""
     for line in chunk.split(b"\n\n"):
         if not line.startswith(b"data: {"):
             continue

@@ -1,9 +1,9 @@
-"""What pushing KV to a decode node costs those whom it serves: `python -m benchmarks.interference --url http://HOST:PORT`
+"""The cost of pushing KV to a decode node for its streams: `python -m benchmarks.interference --url http://HOST:PORT`
 
-Streams decode in peace and, in turn with that, while long prompts are prefilled without a pause, whose KV goes to the
-same decode node; a process of its own asks for those. Answers are checked first (see `checks`). The times between
-tokens, at the client, of both kinds of windows are compared, so that both are of the same requests and the same
-minutes. The prompts come through another router, if there is one: it is the nodes that are looked at.
+Alternates between windows in which streams decode undisturbed and windows in which long prompts are prefilled without a
+pause, with their KV going to the same decode node; a separate process requests those. Answers are checked first (see
+`checks`). The client compares the times between tokens in both kinds of windows, so both are of the same requests and
+the same minutes. The prompts go through another router, if there is one, since the nodes are what is measured.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from benchmarks.load import Load, Prompts, address_of
 from benchmarks.stats import summary, table
 
 GOAL = 1.1
-"""The p99 of the time between tokens while prompts are pushed, over that in peace."""
+"""The p99 of the time between tokens while prompts are pushed, relative to undisturbed windows."""
 LEAD_IN_S = 0.5
-"""A pushed prompt's first KV leaves once its first chunk is computed."""
+"""Delay before a window begins: a pushed prompt's first KV is sent only once its first chunk is computed."""
 STOP_S = 60.0
 
 
@@ -60,7 +60,7 @@ class InterferenceSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Of `time.perf_counter`."""
+    """Times are of `time.perf_counter`."""
 
     began: float
     ended: float
@@ -68,7 +68,7 @@ class Window:
 
 
 def gaps_within(answers: Sequence[Streamed], windows: Sequence[Window], pushing: bool) -> list[float]:
-    """Seconds between two tokens that both came within one window of that kind."""
+    """Seconds between two tokens that both arrived within one window of that kind."""
     chosen = [window for window in windows if window.pushing is pushing]
     return [
         b - a
@@ -79,7 +79,7 @@ def gaps_within(answers: Sequence[Streamed], windows: Sequence[Window], pushing:
 
 
 class Pusher:
-    """A process that asks for long prompts, while told to."""
+    """A process that requests long prompts between `start` and `stop`."""
 
     def __init__(self, address: HostPort, settings: InterferenceSettings) -> None:
         context = multiprocessing.get_context("spawn")
@@ -92,7 +92,7 @@ class Pusher:
         self._pipe.send(True)
 
     async def stop(self) -> tuple[int, float]:
-        """Once the last prompt is through; how many it were, and the seconds that they took. Raises RequestFailed."""
+        """Wait for the last prompt; returns the number of prompts and the seconds they took. Raises RequestFailed."""
         self._pipe.send(False)
         if not await asyncio.to_thread(self._pipe.poll, STOP_S):
             raise RequestFailed(f"the pushed prompts do not end within {STOP_S:g} s")
@@ -139,7 +139,7 @@ async def _push_until_told(pipe: Pipe, address: HostPort, settings: Interference
 
 
 async def run(settings: InterferenceSettings) -> dict[str, Any]:
-    """Check, measure, print the table; what the JSON line says."""
+    """Check, measure, print the table; returns the content of the JSON line."""
     async with contextlib.AsyncExitStack() as stack:
         if settings.url:
             address = address_of(settings.url)
@@ -157,7 +157,7 @@ async def run(settings: InterferenceSettings) -> dict[str, Any]:
         pusher = Pusher(push_address, settings)
         stack.callback(pusher.close)
         pusher.start()
-        await pusher.stop()  # whatever a first long prompt waits for
+        await pusher.stop()  # warm-up: the first long prompt may take longer
         watched = asyncio.create_task(load.many(settings.streams, settings.streams))
         windows, num_pushed, push_s = await _windows(settings, pusher, watched)
         answers = await watched
@@ -187,9 +187,10 @@ async def run(settings: InterferenceSettings) -> dict[str, Any]:
 async def _windows(
     settings: InterferenceSettings, pusher: Pusher, watched: asyncio.Task[list[Streamed]]
 ) -> tuple[list[Window], int, float]:
-    """Peace and pushing in turn until the streams end; how many prompts were pushed, in how many seconds."""
+    """Alternate windows without and with pushing until the streams end; returns them, the number of pushed prompts and
+    the seconds they took."""
     windows, num_pushed, push_s = list[Window](), 0, 0.0
-    await asyncio.wait([watched], timeout=LEAD_IN_S)  # all decode by then
+    await asyncio.wait([watched], timeout=LEAD_IN_S)  # by then all streams are decoding
     while not watched.done():
         pushing = bool(windows) and not windows[-1].pushing
         if pushing:

@@ -1,10 +1,10 @@
-"""KV from pool to pool: `python -m benchmarks.kv_transfer`.
+"""KV transfer from pool to pool: `python -m benchmarks.kv_transfer`.
 
-Two processes, on two GPUs where there are two, each with a pool of KV blocks in the shape of an 8B model. Scattered
-blocks travel into other scattered blocks through what a node does: gather into slots, transport, scatter out of slots,
-with credits, a part at a time. Every byte is compared first; then the time from the first part's gather to the last
-scatter's end, beside what the machine could do at best in the same run: one copy of as many contiguous bytes, and the
-gather and the scatter alone.
+Two processes, on two GPUs if there are two, each with a pool of KV blocks in the shape of an 8B model. Scattered blocks
+are transferred to other scattered blocks as on a node: gather into slots, transport, scatter out of slots, with
+credits, one part at a time. First every byte is compared; then the time from the first part's gather to the end of the
+last scatter is measured, and, as ceilings in the same run, one copy of as many contiguous bytes, and the gather and the
+scatter alone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from node.settings import NodeSettings
 from node.slots import slot_sizes
 
 GOAL_MS = {2048: 1.0}
-"""By tokens: what a transfer over NVLink between two H200s may take."""
+"""By tokens: the goal for a transfer over NVLink between two H200s."""
 NUM_WARM_UP = 20
-"""Transfers before those that count: the first of a size take 3 to 6% longer."""
+"""Transfers that are not measured: the first ones of a size take 3 to 6% longer."""
 BETWEEN_PROCESSES = tuple(name for name in kv_transfer.TRANSPORTS if name != "memory")
 LLAMA_8B = KvLayout((LayerKv(8, 128, 128, "bfloat16"),) * 32, 16, "shape of Llama 3.1 8B")
 QUICK = KvLayout((LayerKv(2, 64, 64, "float32"),) * 4, 16, "a small shape")
@@ -65,7 +65,8 @@ class TransferSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Milliseconds of one transport and size. placed_parts: how many of all are gathered into the receiver's slots."""
+    """Milliseconds for one transport and size. placed_parts: share of parts gathered directly into the receiver's
+    slots."""
 
     transport: str
     num_tokens: int
@@ -84,7 +85,7 @@ class Measured:
 
 
 def run(settings: TransferSettings) -> list[Measured]:
-    """All transports and sizes. Raises TransferFailed, also where bytes are wrong."""
+    """Measure all transports and sizes. Raises TransferFailed, also if bytes are wrong."""
     return [x for name in settings.transports.split(",") for x in _one_transport(settings, name)]
 
 
@@ -108,7 +109,7 @@ def _options(settings: TransferSettings, transport: str, most_blocks: int) -> En
         role=SENDER,
         transport=transport,
         layout=layout,
-        num_blocks=most_blocks * 5 // 4 + 2,  # and some that nobody sends
+        num_blocks=most_blocks * 5 // 4 + 2,  # and some that are not sent
         num_slots=slots.num_slots,
         part_blocks=slots.part_blocks,
         layer_groups=settings.layer_groups,
@@ -129,7 +130,7 @@ def _check(ends: tuple[End, End], num_blocks: int) -> None:
 
 
 def _transfer(ends: tuple[End, End], num_blocks: int) -> float:
-    """Seconds of one. Both processes read the same clock."""
+    """Seconds of one transfer. Both processes read the same clock."""
     sender, receiver = ends
     ended, began = receiver.start("receive", num_blocks), sender.start("send", num_blocks)
     return float(-began() + ended())

@@ -1,5 +1,5 @@
 """The two processes of `benchmarks.kv_transfer`: a sender and a receiver, each with a pool of KV blocks, staging slots
-and the mover of a node. They wait and wake as a node's engine thread does; credits come over a pipe instead of gRPC."""
+and a node's mover. They wait and wake like a node's engine thread; credits are sent over a pipe instead of gRPC."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from node.wakeup import Wakeup
 WAIT_S = 60.0
 MIN_OPEN_PARTS = 2
 GRANTED_S = 1e-3
-"""For how long the first credits have been there when a transfer begins: on a node, while the prompt is computed."""
+"""How long the first credits are available before a transfer begins: on a node, while the prompt is computed."""
 SENDER, RECEIVER = "sender", "receiver"
 
 
 @dataclass(frozen=True, slots=True)
 class EndOptions:
-    """What an end is told. num_blocks: of its pool. gpus: as CUDA_VISIBLE_DEVICES has them, the own one first; empty:
+    """The options of an end. num_blocks: size of its pool. gpus: as in CUDA_VISIBLE_DEVICES, its own first; empty: runs
     on a CPU."""
 
     role: str
@@ -51,11 +51,11 @@ class EndOptions:
 
 
 class TransferFailed(Exception):
-    """The text says why."""
+    """The text gives the reason."""
 
 
 class End:
-    """One end. `call` runs a method of `Server` in its process; raises TransferFailed with what that raised."""
+    """One end. `call` runs a method of `Server` in its process; if that raises, it raises TransferFailed."""
 
     def __init__(self, options: EndOptions, link: Connection) -> None:
         context = multiprocessing.get_context("spawn")
@@ -115,7 +115,7 @@ def two_ends(sender: EndOptions, receiver: EndOptions) -> Iterator[tuple[End, En
 
 
 class Server:
-    """What an end's process does."""
+    """The implementation of an end, in its process."""
 
     def __init__(self, options: EndOptions, link: Connection) -> None:
         self.options = options
@@ -153,7 +153,8 @@ class Server:
     # ---- one transfer ----
 
     def send(self, num_blocks: int) -> float:
-        """Send scattered blocks. Returns when it began, with the first credits at hand, of the machine's clock."""
+        """Send scattered blocks. Returns the time of its beginning, by `time.monotonic`, with the first credits
+        available."""
         lease, parts, blocks = self._next(num_blocks)
         self._until(lambda: self._credits > 0)
         time.sleep(GRANTED_S)
@@ -176,7 +177,7 @@ class Server:
         return began
 
     def receive(self, num_blocks: int) -> float:
-        """Receive them into other scattered blocks. Returns when the last had landed, and its slot was free."""
+        """Receive them into other scattered blocks. Returns the time when all had landed and all slots were free."""
         lease, parts, blocks = self._next(num_blocks)
         granted, deadline = self.mover.mark(), time.monotonic() + WAIT_S
         credits_, landed = 0, 0
@@ -202,13 +203,13 @@ class Server:
             return landed == len(parts)
 
         self._until(go_on)
-        while self.mover.num_free_slots < self.options.num_slots:  # which tells that their copies are done
+        while self.mover.num_free_slots < self.options.num_slots:  # a slot is free once its copy is done
             if time.monotonic() > deadline:
                 raise TransferFailed(f"slots are not free within {WAIT_S:g} s")
         return time.monotonic()
 
     def check(self, num_blocks: int) -> str | None:
-        """After one transfer into a pool of zeros: what is wrong with it. None: every byte is where it belongs."""
+        """Verify one transfer into a zeroed pool. Returns the error, or None if every byte is correct."""
         permutation = self._permutation(num_blocks, SENDER)
         blocks = self._permutation(num_blocks, RECEIVER)
         for sent, landed in zip(permutation, blocks, strict=True):
@@ -225,13 +226,13 @@ class Server:
         return len(self._planner.plan(0, num_blocks, 0, self.options.layer_groups))
 
     def count_placed(self) -> int:
-        """Parts so far that were gathered straight into the receiver's slots."""
+        """How many parts so far were gathered directly into the receiver's slots."""
         return int(self.mover.num_placed_parts)
 
     # ---- ceilings ----
 
     def gather_s(self, num_blocks: int) -> float:
-        """Seconds of one kernel that gathers, or on the other side scatters, all blocks at once."""
+        """Seconds of one kernel that gathers (on the receiver: scatters) all blocks at once."""
         out = torch.empty((num_blocks, self.layout.block_bytes), dtype=torch.uint8, device=self.device)
         blocks = self._permutation(num_blocks, self.options.role)
         if self.options.role == SENDER:
@@ -239,14 +240,14 @@ class Server:
         return best_s(lambda: scatter_blocks(out, self.pool, blocks), self.device)
 
     def copy_s(self, num_blocks: int) -> float:
-        """Seconds of one copy of as many contiguous bytes, to the other GPU where there is one."""
+        """Seconds of one copy of as many contiguous bytes, to the other GPU if there is one."""
         num_bytes = num_blocks * self.layout.block_bytes
         source = self.source.view(-1)[:num_bytes]
         has_peer = self.device.type == "cuda" and torch.cuda.device_count() > 1
         target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:1" if has_peer else self.device)
         return best_s(lambda: target.copy_(source, non_blocking=True), self.device)
 
-    # ---- inside ----
+    # ---- internals ----
 
     def _next(self, num_blocks: int) -> tuple[int, tuple[Piece, ...], list[int]]:
         self._leases += 1
@@ -255,7 +256,7 @@ class Server:
         return self._leases, parts, self._permutation(num_blocks, options.role)
 
     def _permutation(self, num_blocks: int, role: str) -> list[int]:
-        """Which blocks: no two neighbours, not block 0, and others on each side."""
+        """The blocks, in random order, without block 0; sender and receiver use different ones."""
         generator = torch.Generator().manual_seed(2 if role == SENDER else 3)
         order = torch.randperm(self.options.num_blocks - 1, generator=generator)[:num_blocks] + 1
         return [int(block) for block in order]
@@ -275,7 +276,7 @@ class Server:
                 raise TransferFailed(f"it has not ended within {WAIT_S:g} s")
 
     def _hear(self) -> None:
-        """Credits, as the stream's thread of a node takes them in."""
+        """Receive credits, like the thread of a node's streams."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._credits = self._link.recv()
@@ -291,7 +292,7 @@ def _serve(pipe: Connection, link: Connection, options: EndOptions) -> None:
     server: Server | Exception
     try:
         server = Server(options, link)
-    except Exception as error:  # noqa: BLE001 - the parent's to tell
+    except Exception as error:  # noqa: BLE001 - the parent reports it
         server = error
     while (call := pipe.recv()) is not None:
         try:
@@ -306,7 +307,7 @@ def _serve(pipe: Connection, link: Connection, options: EndOptions) -> None:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """For a process that is started within."""
+    """Set environment variables for a process that is started within."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

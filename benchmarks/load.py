@@ -1,4 +1,4 @@
-"""Requests of one shape: one after another, many at once, or as they come."""
+"""Requests of one shape: one after another, many at once, or at random times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POOL_TOKENS = 8192
 
 
 def address_of(url: str) -> HostPort:
-    """Of http://HOST:PORT. Raises ValueError."""
+    """Parse http://HOST:PORT. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
         raise ValueError(f"must be http://HOST:PORT, not {url!r}")
@@ -28,7 +28,7 @@ def address_of(url: str) -> HostPort:
 
 
 class Prompts:
-    """Prompts of any length out of tokens that the served model has, each a function of its number."""
+    """Prompts of any length from tokens of the served model, each a function of its number."""
 
     def __init__(self, pool: Sequence[int], seed: int) -> None:
         self._pool = pool
@@ -36,7 +36,7 @@ class Prompts:
 
     @classmethod
     async def of(cls, connection: Connection, seed: int) -> Prompts:
-        """From what the router's tokenizer makes of generated text."""
+        """Uses the tokens that the router's tokenizer gives for generated text."""
         text = " ".join(tiny_tasks.filler(Random(seed), POOL_TOKENS))
         return cls((await connection.ask("/tokenize", {"prompt": text}))["tokens"], seed)
 
@@ -55,7 +55,7 @@ class Load:
         self._numbers = itertools.count()
 
     def body(self, number: int, **fields: Any) -> dict[str, Any]:
-        """Of request `number`. Each call draws a new salt."""
+        """The body of request `number`. Each call draws a new salt."""
         return {
             "prompt": self._prompts.make(number, self._input_len),
             "max_tokens": self._output_len,
@@ -66,16 +66,16 @@ class Load:
         }
 
     async def one(self) -> Streamed:
-        """A new prompt, on a connection of its own."""
+        """Send a new prompt on its own connection."""
         return (await self.send("/v1/completions", [self.body(next(self._numbers))], 1))[0]
 
     async def many(self, count: int, concurrency: int) -> list[Streamed]:
-        """New prompts."""
+        """Send new prompts on `concurrency` connections."""
         return await self.send("/v1/completions", [self.body(next(self._numbers)) for _ in range(count)], concurrency)
 
     async def arriving(self, count: int, per_s: float, seed: int) -> list[Streamed]:
-        """New prompts at the times of a Poisson process, the same for the same seed, however long the answers take.
-        Raises RequestFailed if one fails."""
+        """Send new prompts at the times of a Poisson process, which depend on the seed but not on how long the answers
+        take. Raises RequestFailed if one fails."""
         bodies = [self.body(next(self._numbers)) for _ in range(count)]
         random, idle, began, at = Random(seed), list[Connection](), time.perf_counter(), 0.0
         answers: dict[int, Streamed] = {}
@@ -93,13 +93,13 @@ class Load:
         return [answers[index] for index in range(count)]
 
     async def send(self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int) -> list[Streamed]:
-        """All of them, in order, on so many connections. Raises RequestFailed if one fails."""
+        """Send all bodies, in order, on `concurrency` connections. Raises RequestFailed if one fails."""
         waiting = enumerate(bodies)
         answers: dict[int, Streamed] = {}
 
         async def stream() -> None:
             async with Connection(self.address) as connection:
-                for index, body in waiting:  # shared: each takes the next
+                for index, body in waiting:  # shared: each stream takes the next
                     answers[index] = await connection.stream(path, body)
 
         async with asyncio.TaskGroup() as streams:

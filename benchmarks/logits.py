@@ -1,8 +1,8 @@
-"""Our logits against transformers': `python -m benchmarks.logits [--device cuda --dtype bfloat16]`.
+"""Compares our logits with transformers': `python -m benchmarks.logits [--device cuda --dtype bfloat16]`.
 
-Ours: three prompts, prefilled in chunks and then decoded with given tokens, over paged KV, in batches that mix them,
-with fast modules. Theirs: whole sequences with transformers' eager attention, in fp32, of the same weights; and in the
-dtype as well, for what the dtype alone costs. Their sequences are padded on the right to MAX_MODEL_LEN tokens, which
+Ours: three prompts, prefilled in chunks and then decoded with given tokens, over paged KV, in mixed batches, with fast
+modules. Theirs: whole sequences with transformers' eager attention and the same weights, in fp32; and also in the
+dtype, to show the error of the dtype alone. Their sequences are padded on the right to MAX_MODEL_LEN tokens, which
 changes nothing to the left, but makes longrope and dynamic NTK use the frequencies of that length, as ours do.
 """
 
@@ -38,7 +38,7 @@ STEPS: tuple[tuple[tuple[int, int, int], ...], ...] = (
     ((2, 72, 73), (1, 36, 37), (0, 98, 99)),
     ((0, 99, 100), (1, 37, 40)),
 )
-"""Batches of chunks (sequence, start, end): decodes first."""
+"""Batches of chunks (sequence, start, end), decodes first."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -54,8 +54,8 @@ class LogitsSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two sets of logits of the same tokens. Relative errors are of norms of a token's logits: all tokens' mean, and
-    the worst one's, which in 16 bits is large where rounding sends a token to another expert."""
+    """Two sets of logits for the same tokens. Errors are relative, in the norm of a token's logits: the mean over all
+    tokens, and the worst, which in 16 bits is large where rounding sends a token to another expert."""
 
     num_tokens: int
     same_argmax: int
@@ -72,7 +72,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """fused: the start's log line. own_dtype: what transformers in the same dtype differs from itself in fp32."""
+    """fused: the fused modules, as logged at startup. own_dtype: transformers in the dtype against itself in fp32."""
 
     family: str
     fused: str
@@ -101,7 +101,7 @@ def _prompt(index: int, length: int) -> list[int]:
 
 
 def _reference(family: str, tokens: Seq[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[sum of lengths, vocab_size], fp32, by transformers alone."""
+    """Logits of plain transformers: [sum of lengths, vocab_size], fp32."""
     model = make(family, dtype, device, "eager")
     rows = [[*row, *[3] * (MAX_MODEL_LEN - len(row))] for row in tokens]
     logits = model(input_ids=torch.tensor(rows, device=device), use_cache=False).logits.float()
@@ -109,7 +109,7 @@ def _reference(family: str, tokens: Seq[list[int]], dtype: torch.dtype, device: 
 
 
 def _paged(model: PreTrainedModel, layers: list[torch.nn.Module], pool: KvPool, tokens: Seq[list[int]]) -> Tensor:
-    """[sum of lengths, vocab_size], fp32: as a node computes them."""
+    """Logits as a node computes them: [sum of lengths, vocab_size], fp32."""
     device, step = model.device, attach(layers, pool)
     order = torch.randperm(pool.num_blocks - 1, generator=torch.Generator().manual_seed(0)) + 1
     width = MAX_MODEL_LEN // pool.block_size

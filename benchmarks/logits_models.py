@@ -1,7 +1,7 @@
-"""Random models of the popular families, small enough to compute in a moment: what `benchmarks.logits` compares.
+"""Random models of the popular families for `benchmarks.logits`, small enough to compute quickly.
 
-Two layers, heads of 64, four queries' heads over two of keys. Every family keeps what makes it special: biases, norms
-and where they stand, windows, caps, sinks, multipliers, RoPE.
+Two layers, four query heads and two KV heads of dimension 32 or 64. Every family keeps its specific features: biases,
+norms and their placement, windows, caps, sinks, multipliers, RoPE.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
-    "initializer_range": 0.1,  # logits far apart, attention not too sharp for 16 bits
+    "initializer_range": 0.1,  # spreads the logits without making attention too sharp for 16 bits
 }
 _HEADS: dict[str, Any] = {**_SHAPE, "head_dim": HEAD_DIM, "tie_word_embeddings": False}
-_PHI3: dict[str, Any] = {**_SHAPE, "hidden_size": 256, "partial_rotary_factor": 0.75}  # no head_dim of its own
+_PHI3: dict[str, Any] = {**_SHAPE, "hidden_size": 256, "partial_rotary_factor": 0.75}  # the config has no head_dim
 _ORIGINAL = 64
 _LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
@@ -96,14 +96,14 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
 
 
 def make(family: str, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
-    """The family's model with that attention implementation; the weights follow from the family, rounded to bf16, so
-    that models of any dtype have the same."""
+    """The family's model with that attention implementation. The weights are deterministic and rounded to bf16, so that
+    models of all dtypes have the same."""
     torch.manual_seed(7)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(FAMILIES[family](), dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms, biases and sinks, which start as ones or zeros and would hide mistakes
+            if parameter.ndim == 1:  # norms, biases and sinks, whose initial ones or zeros would hide mistakes
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
             parameter.copy_(parameter.bfloat16().float())
     made: PreTrainedModel = model.to(device=device, dtype=dtype).eval().requires_grad_(False)

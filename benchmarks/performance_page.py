@@ -1,8 +1,8 @@
-"""The measured parts of docs/performance.md and its plots: `python -m benchmarks.performance_page`.
+"""Generates the measured parts of docs/performance.md and its plots: `python -m benchmarks.performance_page`.
 
-`docs/performance/NAME.json` is the JSON line of a run of `benchmarks.engine_all`; NAME is the model, as readers know
-it. What stands between `<!-- measured: PART -->` and `<!-- end -->` on the page is written anew out of all of them, and
-so is NAME.svg beside each. A test holds the page to what this program would write.
+`docs/performance/NAME.json` is the JSON line of a run of `benchmarks.engine_all`; NAME is the model's common name. The
+text between `<!-- measured: PART -->` and `<!-- end -->` on the page is regenerated from all of these files, as is
+NAME.svg next to each. A test checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATON, VLLM, FLOOR = "#3b82f6", "#d97706", "#7d8590"
 
 Measured = Mapping[str, Any]
 Results = Mapping[str, Measured]
-"""By name of the model: what its run's JSON line says."""
+"""The JSON lines of the runs, by name of the model."""
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -35,17 +35,17 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
 
 
 def write_page(page: str, results: Results) -> str:
-    """The page with its measured parts written anew. Raises KeyError for a part that there is none of."""
+    """The page with its measured parts regenerated. Raises KeyError for an unknown part."""
     return PART.sub(lambda found: f"{found[1]}{PARTS[found[2]](results) or NOTHING}\n{found[3]}", page)
 
 
 def plots(results: Results) -> dict[str, str]:
-    """File names and their contents."""
+    """Contents of the plots by file name."""
     return {f"{name}.svg": _plot(name, result) for name, result in results.items() if "decode" in result}
 
 
 def _plot(name: str, result: Measured) -> str:
-    """The greedy cells of the shortest context."""
+    """A plot of the greedy cells with the shortest context."""
     greedy = [cell for cell in result["decode"]["cells"] if cell["sampling"] == "greedy"]
     context = min(cell["context"] for cell in greedy)
     cells = sorted((cell for cell in greedy if cell["context"] == context), key=lambda cell: int(cell["batch"]))
@@ -57,7 +57,7 @@ def _plot(name: str, result: Measured) -> str:
     return plot(title, "batch", "ms per step", [str(cell["batch"]) for cell in cells], lines)
 
 
-# ---- the parts: Markdown, empty when there is nothing to say ----
+# ---- the parts: Markdown, empty if there are no results ----
 
 
 def _machine(results: Results) -> str:

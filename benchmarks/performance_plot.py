@@ -1,4 +1,4 @@
-"""Lines over batch sizes as SVG, on a transparent ground, in colours that a light and a dark page both show."""
+"""Plots lines over batch sizes as SVG, on a transparent background, in colors that work on light and dark pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_GRID_LINES = 8
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`values`: one for each place on the x axis."""
+    """`values`: one for each tick on the x axis."""
 
     name: str
     values: Sequence[float]
@@ -25,7 +25,7 @@ class Line:
 
 
 def plot(title: str, x_label: str, y_label: str, ticks: Sequence[str], lines: Sequence[Line]) -> str:
-    """The picture. The y axis begins at 0; the x axis has a place for each tick, equally far apart."""
+    """The SVG text. The y axis begins at 0; the ticks on the x axis are evenly spaced."""
     step = _grid_step(max(max(line.values) for line in lines))
     top = step * math.ceil(max(max(line.values) for line in lines) / step)
     xs = [LEFT + (WIDTH - LEFT - RIGHT) * (i + 0.5) / len(ticks) for i in range(len(ticks))]
@@ -57,7 +57,7 @@ def _grid_line(value: float, y: float) -> str:
 
 
 def _grid_step(largest: float) -> float:
-    """1, 2 or 5 times a power of ten."""
+    """The distance of grid lines: 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(largest / MAX_GRID_LINES))
     return next(power * factor for factor in (1, 2, 5, 10) if largest / (power * factor) <= MAX_GRID_LINES)
 
@@ -81,7 +81,7 @@ def _line(line: Line, xs: Sequence[float], ys: Sequence[float], ticks: Sequence[
 
 
 def _names(lines: Sequence[Line], x: float, ys: Sequence[float]) -> list[str]:
-    """At the ends of the lines, pushed apart where two would overlap."""
+    """Labels at the ends of the lines, moved apart where two would overlap."""
     drawn, lowest = [], math.inf
     for y, line in sorted(zip(ys, lines, strict=True), key=lambda pair: -pair[0]):  # from the bottom up
         lowest = min(y, lowest - LABEL_DISTANCE)

@@ -1,4 +1,4 @@
-"""A checkpoint of random weights in the shape of a real one, as it would be downloaded: config, shards, tokenizer."""
+"""Writes a checkpoint with random weights in the shape of a real model, as downloaded: config, shards, tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARD = "5GB"
 
 
 def write_checkpoint(shape: str, folder: Path) -> None:
-    """The shape of that folder in `benchmarks/models`, its weights in its own dtype, unless it is there already."""
+    """Write a checkpoint with the shape of that folder in `benchmarks/models`, in its own dtype, unless it exists."""
     if (folder / "model.safetensors.index.json").exists() or (folder / "model.safetensors").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def write_checkpoint(shape: str, folder: Path) -> None:
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of about that many tokens: all bytes, and combinations of two and three letters, or more."""
+    """Byte-level BPE with about that many tokens: all bytes, and combinations of two, three or more letters."""
     vocab = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
     words = list(string.ascii_letters)

@@ -1,4 +1,4 @@
-"""A Triton kernel that does nothing but read: what the memory of a GPU gives at best. Imported only where one is."""
+"""A Triton kernel that only reads, to measure a GPU's peak memory bandwidth. Imported only if there is a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 def read_kernel(source, sums, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """Each program sums `NUM_BLOCKS * BLOCK` consecutive int32 of `source` into its own int64 of `sums`, modulo 2^32.
 
-    The blocks are unrolled, so that their loads are all under way at once.
+    The blocks are unrolled, so that all their loads are in flight at once.
     """
     program = tl.program_id(0).to(tl.int64)
     offsets = program * (NUM_BLOCKS * BLOCK) + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""What the router adds to the time to the first token: `python -m benchmarks.router_overhead`.
+"""The time that the router adds to the first token: `python -m benchmarks.router_overhead`.
 
-One request at a time. Each pair sends the same token ids once over HTTP through the router and once straight to the
-nodes over open gRPC streams, in turn one or the other first; cache salts keep the second from finding the first's
+One request at a time. Each pair sends the same token ids once over HTTP through the router and once directly to the
+nodes over open gRPC streams, alternating which goes first; cache salts keep the second from finding the first one's
 blocks. The tokens of both must be equal.
 """
 
@@ -54,7 +54,7 @@ class OverheadSettings(Settings):
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds to the first token; the two of a pair have the same index."""
+    """Seconds to the first token; the two requests of a pair have the same index."""
 
     router: list[float]
     direct: list[float]

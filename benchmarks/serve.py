@@ -1,9 +1,9 @@
 """Streams over HTTP: `make bench`, or `python -m benchmarks.serve --url http://HOST:PORT --concurrency 32`
 
-N at once, or with `--request-rate` as they come, at the times of a Poisson process.
-In one run: the answers are checked (see `checks`), two bounds are timed (an empty HTTP round trip, and requests that
-have the cluster to themselves), then the load. Prompts are token ids of generated text, each with a cache salt of its
-own, so that no prefix cache helps; answers have exactly --output-len tokens.
+N streams at once, or with `--request-rate`, requests at the times of a Poisson process.
+One run checks the answers (see `checks`), times two bounds (an empty HTTP round trip, and requests on the idle
+cluster), then measures the load. Prompts are token ids of generated text, each with its own cache salt, so that no
+prefix cache helps; answers have exactly --output-len tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ NUM_ALONE = 5
 NUM_PINGS = 50
 
 HANDOFF = ("handoff", "commit", "transfer", "scatter", "step_wait", "gather", "wire")
-"""Of the answers' timings. The prompt's end to the decode node's first step is commit + transfer + step wait; scatter
-is the end of transfer. Gather and wire are the prefill node's side: the prompt's end to the last part's departure."""
+"""Names in the answers' timings. Commit + transfer + step wait is the time from the prompt's end to the decode node's
+first step; scatter is the last part of transfer. Gather + wire, on the prefill node, is the time from the prompt's end
+until the last part is sent."""
 
 
 class ServeSettings(Settings):
@@ -72,7 +73,7 @@ class ServeSettings(Settings):
 
 
 def limits_of(goodput: str) -> dict[str, float]:
-    """Seconds by name. Raises ValueError."""
+    """Limits in seconds by name. Raises ValueError."""
     pairs = [part.partition(":") for part in goodput.split(",") if part]
     try:
         limits = {name: float(number) / 1e3 for name, _, number in pairs}
@@ -92,7 +93,7 @@ _LIMITED: dict[str, Callable[[Streamed], float]] = {
 
 
 async def run(settings: ServeSettings) -> dict[str, Any]:
-    """Check, measure, print the table; what the JSON line says."""
+    """Check, measure, print the table; returns the content of the JSON line."""
     async with contextlib.AsyncExitStack() as stack:
         if settings.url:
             address = address_of(settings.url)
@@ -132,7 +133,7 @@ async def run(settings: ServeSettings) -> dict[str, Any]:
 
 
 def _kept(answers: Sequence[Streamed], goodput: str) -> dict[str, Any]:
-    """Print the share of requests within all limits; the same for the JSON line."""
+    """Print the share of requests within all limits; returns it for the JSON line."""
     limits = limits_of(goodput)
     if not limits:
         return {}
@@ -150,7 +151,7 @@ async def _ping(connection: Connection) -> float:
 def _report(
     answers: Sequence[Streamed], alone: Sequence[Streamed], ping_s: Sequence[float], seconds: float
 ) -> dict[str, Any]:
-    """Print the table; the same for the JSON line."""
+    """Print the table; returns its content for the JSON line."""
     rows = {name: summary([s * 1e3 for s in values]) for name, values in _latencies(answers).items()}
     bounds = {f"{name}, alone": summary([s * 1e3 for s in values]) for name, values in _latencies(alone).items()}
     bounds["HTTP round trip"] = summary([s * 1e3 for s in ping_s])
@@ -170,8 +171,8 @@ def _report(
 
 
 def _latencies(answers: Sequence[Streamed]) -> dict[str, list[float]]:
-    """Seconds: to the first token, between tokens, per token after the first, to the last; each request's worst wait
-    between two tokens; from the first token to the second; and the handoff with its parts, as the nodes timed them."""
+    """Seconds: to the first token, between tokens, per token after the first, to the last; each request's longest gap
+    between two tokens; from the first token to the second; and the handoff with its parts, as timed by the nodes."""
     return {
         "TTFT": [answer.first_token_s for answer in answers],
         "ITL": [gap for answer in answers for gap in answer.between_tokens_s],
@@ -184,7 +185,7 @@ def _latencies(answers: Sequence[Streamed]) -> dict[str, list[float]]:
 
 
 def _flat(latencies: dict[str, list[float]], prefix: str) -> dict[str, float]:
-    """`ttft_ms_p50` and so on."""
+    """Entries such as `ttft_ms_p50`."""
     return {
         f"{prefix}{name.lower().replace(' ', '_')}_ms_{statistic}": round(value * 1e3, 3)
         for name, values in latencies.items()
@@ -198,7 +199,7 @@ def _note(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with 1, before anything is measured, when an answer is wrong."""
+    """Exits with 1 if an answer is wrong, before anything is measured."""
     settings = parse(ServeSettings, argv)
     try:
         line = asyncio.run(run(settings))

@@ -1,9 +1,9 @@
 """From launch to ready: `python -m benchmarks.startup --checkpoint /dev/shm/llama-3.1-8b --shape llama-3.1-8b`.
 
-Launches a real node process twice, first with nothing compiled, then with what the first run left (kernels in Triton's
-cache, bytecode in Python's), and takes the times of its log's stages and of the first `ok` of its health page. Before a
-time counts the node must answer: a decode node the same tokens in both runs, a prefill node that its books are in
-order. The weights are in the page cache.
+Launches a real node process twice, first with nothing compiled, then with the caches of the first run (kernels in
+Triton's, bytecode in Python's), and measures the stages in its log and the time to the first `ok` of its health page.
+For a time to count, a decode node must give the same tokens in both runs, and either node must pass its integrity
+check. The weights are in the page cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.direct import generate_alone
 
 GOAL_S = 15.0
 STOP_S = 60.0
-PROMPT = range(5, 19)  # less than a block: the second time it is not a prefix hit, which rounds differently
+PROMPT = range(5, 19)  # less than a block, so the second time is not a prefix hit, which would round differently
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 STAGE = re.compile(r"logger=\S+ ([a-z ]+?) \w+=.* seconds=([\d.]+)")
 READY = re.compile(r" ready address=(\S+) metrics=(\S+)/metrics")
@@ -62,8 +62,7 @@ class StartupSettings(Settings):
 
 @dataclass(slots=True)
 class Start:
-    """Seconds since the launch. `stages`: (name, at its end, that it took by its own account); stages may be parts of
-    the next."""
+    """Seconds since the launch. `stages`: (name, end, duration as logged); a stage may be part of the next one."""
 
     ready_s: float = 0.0
     stages: list[tuple[str, float, float]] = field(default_factory=list)
@@ -81,12 +80,12 @@ def main() -> None:
 
 
 def run(settings: StartupSettings) -> dict[str, Any]:
-    """Measure, print the tables, and return what the JSON line says. Raises RuntimeError, WrongAnswers."""
+    """Measure, print the tables, and return the content of the JSON line. Raises RuntimeError, WrongAnswers."""
     model = settings.model or str(settings.checkpoint)
     if settings.checkpoint:
         _write_checkpoint(settings.shape, settings.checkpoint)
     num_bytes = _into_page_cache(Path(model))
-    # One event loop for all: grpc's threads do not outlive theirs.
+    # One event loop for all runs: grpc's threads do not survive the end of theirs.
     with tempfile.TemporaryDirectory(prefix="baton-caches-") as caches, asyncio.Runner() as loop:
         starts = {name: _start(settings, model, Path(caches), loop) for name in ("cold", "warm")}
     if starts["cold"].answer != starts["warm"].answer:
@@ -112,7 +111,7 @@ def run(settings: StartupSettings) -> dict[str, Any]:
 
 
 def _write_checkpoint(shape: str, folder: Path) -> None:
-    """In a process of its own: this one is to hold no GPU memory."""
+    """In a separate process, so that this one holds no GPU memory."""
     code = "import sys; from benchmarks.random_checkpoint import write_checkpoint; from pathlib import Path; "
     code += "write_checkpoint(sys.argv[1], Path(sys.argv[2]))"
     if subprocess.run([sys.executable, "-c", code, shape, str(folder)], check=False).returncode:
@@ -120,7 +119,7 @@ def _write_checkpoint(shape: str, folder: Path) -> None:
 
 
 def _into_page_cache(folder: Path) -> int:
-    """Read the weight files; their bytes. 0 for a model that is not a folder."""
+    """Read the weight files; returns their size in bytes, 0 for a model that is not a folder."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb", buffering=0) as data:
@@ -130,7 +129,7 @@ def _into_page_cache(folder: Path) -> int:
 
 
 def _start(settings: StartupSettings, model: str, caches: Path, loop: asyncio.Runner) -> Start:
-    """Launch, wait until it is ready, check, stop. Raises RuntimeError with the last lines of what it wrote."""
+    """Launch a node, wait until it is ready, check it, stop it. Raises RuntimeError with its last log lines."""
     argv = [sys.executable, "-m", f"{settings.role}_node.main", "--model", model]
     argv += ["--listen", "127.0.0.1:0", "--metrics-port", "0", *shlex.split(settings.node)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

@@ -1,4 +1,4 @@
-"""What is said about a list of measurements."""
+"""Summary statistics of measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks, as numpy has it; NaN of nothing."""
+    """Linear interpolation between the two nearest ranks, as in numpy; NaN for an empty list."""
     ordered = sorted(values)
     if not ordered:
         return math.nan
@@ -27,8 +27,8 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """An interval that holds the median with that confidence, whatever the distribution: the sign test's order
-    statistics (see any text on nonparametric methods). The whole range of fewer than six values."""
+    """A confidence interval of the median for any distribution, from the order statistics of the sign test (see any
+    text on nonparametric methods). The whole range for fewer than six values, at 95%."""
     ordered = sorted(values)
     n = len(ordered)
     tail, below = 0.0, 0  # `below`: largest k with P(Binomial(n, 1/2) < k) <= (1 - confidence) / 2
@@ -42,7 +42,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 def table(rows: Mapping[str, Mapping[str, float]], title: str) -> str:
-    """Rows by name, columns as the first row has them; numbers with one decimal, less from 1000 on."""
+    """Rows by name, with the columns of the first row; numbers have two decimals, one from 100 on."""
     columns = list(next(iter(rows.values())))
     width = max(len(title), *map(len, rows))
     lines = [" ".join([f"{title:{width}}", *(f"{column:>9}" for column in columns)])]

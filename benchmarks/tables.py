@@ -1,4 +1,4 @@
-"""Tables of text, for a terminal and for a page. Numbers come as text already."""
+"""Tables of text, for a terminal or a page. Numbers are already formatted."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows have a text for each column."""
+    """A table; each row has a text for each column."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def plain(self) -> str:
-        """Columns aligned to the right."""
+        """As plain text, with right-aligned columns."""
         lines = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
@@ -22,6 +22,6 @@ class Table:
         )
 
     def markdown(self) -> str:
-        """As GitHub shows it."""
+        """As a GitHub Markdown table."""
         lines = [self.columns, ["---:"] * len(self.columns), *self.rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)

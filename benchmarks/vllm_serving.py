@@ -1,7 +1,7 @@
-"""What vLLM 0.26 does with requests over HTTP: the shape of Llama 3.1 8B in bf16, random weights, on two H200s.
+"""vLLM 0.26's figures for requests over HTTP: the shape of Llama 3.1 8B in bf16, random weights, on two H200s.
 
-Each set got the same requests at the times of a Poisson process. Its pair transfers KV over NVLink; two of it are
-behind a router that takes turns.
+Each set got the same requests at the times of a Poisson process. Its prefill and decode pair transfers KV over NVLink;
+its two single instances are behind a round-robin router.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ COLUMNS = (
     "longest gap",
 )
 Figures = tuple[float, ...]
-"""Milliseconds, of COLUMNS; the longest gap between two tokens of a request is the median of the requests'."""
+"""Milliseconds, in the order of COLUMNS; the longest gap between two tokens is the median over requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """`beside`: our set that it is to be compared with."""
+    """`beside`: our set that it is compared with."""
 
     beside: str
     name: str
@@ -42,10 +42,10 @@ VLLM: dict[tuple[int, int, float], list[Reference]] = {
         Reference("singles", "two of vLLM", (236, 313, 590, 9.21, 13.0, 6.45, 7.60, 196, 200)),
     ],
 }
-"""By tokens in, tokens out and requests a second."""
+"""By tokens in, tokens out and requests per second."""
 MODEL = "llama-3.1-8b"
 
 
 def references(model: str, input_len: int, output_len: int, rate: float) -> list[Reference]:
-    """What there is to compare such requests with; nothing for models of another shape, whose name says so."""
+    """The references for such requests; none for models whose name is not of this shape."""
     return VLLM.get((input_len, output_len, rate), []) if MODEL in model.lower() else []

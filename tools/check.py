@@ -1,7 +1,7 @@
-"""What `make check` runs, two at a time: a line for each check that holds, the tool's own words where one does not.
+"""The checks of `make check`, run two at a time: prints a line per check, and the tool's output where one fails.
 
-The layout rules hold what no tool knows: `proto/` and `kernels/` are folders on the path and never packages, since as
-import names they would hide proto-plus's `proto` and Hugging Face's `kernels`.
+The layout rules cover what no tool checks: `proto/` and `kernels/` are folders on the path and never packages, since as
+import names they would shadow proto-plus's `proto` and Hugging Face's `kernels`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("proto", "kernels")
 TIMEOUT_S = 600
-"""For one check; `make test` runs its tests beside them."""
+"""For one check; `make test` runs its tests at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`report` is empty when all is well."""
+    """`report` is empty if the check passed."""
 
     name: str
     seconds: float
@@ -32,7 +32,7 @@ class Verdict:
 
 
 def tool(*arguments: str) -> Callable[[], str]:
-    """A check that runs this environment's Python; silent when it exits with 0."""
+    """A check that runs this environment's Python; its report is empty on exit code 0."""
 
     def run() -> str:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *(str(ROOT / name) for name in SOURCE_ROOTS)])}
@@ -54,7 +54,7 @@ def tool(*arguments: str) -> Callable[[], str]:
 
 
 def layout() -> str:
-    """The source roots are no packages, for Python as for setuptools."""
+    """The source roots are not packages, neither for Python nor for setuptools."""
     wrong = [f"{name}/__init__.py must not exist" for name in SOURCE_ROOTS if (ROOT / name / "__init__.py").exists()]
     for name in SOURCE_ROOTS:
         found = importlib.util.find_spec(name)

@@ -1,18 +1,18 @@
-"""Do the tests see it when something breaks? Breaks one place at a time, as a refactoring may, and runs their choice.
+"""Mutation testing: breaks the code in one place at a time, as a refactoring may, and runs tests that must fail.
 
-`tools/mutations/*.toml` has the table, one file for each folder of the house. An entry:
+`tools/mutations/*.toml` is the table of mutations, one file for each top-level package. An entry:
 
-    file, old, new   the place, a text that the file has exactly once, and what is there instead
-    why              what is wrong then: what the test has to see
-    rule             the rule of docs/protocol.md that is broken by it, where it is one (see `rules`)
-    tests            files or tests, of the folder's own, of which one has to fail; a hang is a failure too
-    survives         why nothing needs to see it
+    file, old, new   the file, a text that it contains exactly once, and the replacement
+    why              what is wrong afterwards, i.e. what a test must detect
+    rule             the rule of docs/protocol.md that the mutation breaks, if it breaks one (see `rules`)
+    tests            files or tests of the same folder, at least one of which must fail; a hang counts as a failure
+    survives         why no test needs to detect it
 
-All of it happens in copies of the working tree. A run of tests is a fork of this process, which has imported what
-takes seconds and nothing of ours.
+Everything runs in copies of the working tree. A test run is a fork of this process, which has imported the slow
+dependencies but none of our own modules.
 
-    python tools/mutants.py --check           only say which entries no longer fit the tree
-    python tools/mutants.py --folder router   also: --only TEXT (of file or why), --jobs N
+    python tools/mutants.py --check           only report entries that no longer fit the tree
+    python tools/mutants.py --folder router   also: --only TEXT (in file, place or reason), --jobs N
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ TABLES = ROOT / "tools" / "mutations"
 PROTOCOL = ROOT / "docs" / "protocol.md"
 ENOUGH = 0.95
 TEST_LIMIT_S = 60
-"""For one test, which then fails."""
+"""Timeout of one test, which then fails."""
 RUN_LIMIT_S = 180
-"""For all tests of an entry, which are then killed."""
+"""Timeout of all tests of an entry, which are then killed."""
 SURVIVED = "SURVIVED"
 CANNOT_RUN = (4, 5)
-"""Pytest's exit status for arguments that it does not understand, and for no tests."""
+"""Pytest's exit statuses for usage errors and for no tests."""
 BROKE = 99
-"""The exit status of a run that did not come to pytest's."""
+"""The exit status of a run that failed before pytest exited."""
 OPTIONS = [
     *("-x", "-q", "-m", "not gpu and not full", f"--timeout={TEST_LIMIT_S}"),
     *(
@@ -61,18 +61,18 @@ OPTIONS = [
         "-p",
         "_hypothesis_pytestplugin",
     ),
-    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # it is imported already
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # it is already imported
 ]
 PRELOADED = (
     *("grpc.aio", "hypothesis.stateful", "numpy", "prometheus_client", "pydantic_settings", "pytest", "pytest_asyncio"),
     *("torch", "transformers"),
 )
-"""What takes seconds to import, and is nothing of ours."""
+"""Third-party modules that take seconds to import."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One entry of the table. Raises TypeError for a field that there is not."""
+    """One entry of the table. Raises TypeError for an unknown field."""
 
     file: str
     old: str
@@ -84,7 +84,7 @@ class Mutation:
 
     @property
     def folder(self) -> str:
-        """The table's name: the first part of the path that is a package."""
+        """The package that the file belongs to, by which results are grouped."""
         parts = Path(self.file).parts
         return parts[1] if parts[0] in ("proto", "kernels") else parts[0]
 
@@ -100,8 +100,8 @@ def load() -> list[Mutation]:
 
 
 def rules() -> list[str]:
-    """What `docs/protocol.md` demands: its numbered rules ("identity 2", "handoff 4"), the points of "KV blocks"
-    ("blocks 1"), and the rows of "When something goes wrong" by their first cell."""
+    """The requirements of `docs/protocol.md`: its numbered rules ("identity 2", "handoff 4"), the bullets of "KV
+    blocks" ("blocks 1"), and the rows of "When something goes wrong" by their first cell."""
     text = PROTOCOL.read_text()
     sections = {title.lower(): body for title, body in re.findall(r"(?ms)^## (.*?)\n(.*?)(?=^## |\Z)", text)}
     found = []
@@ -113,11 +113,11 @@ def rules() -> list[str]:
     return found + [row for row in rows if row != "what" and not row.startswith("-")]
 
 
-# ---- whether the table fits the tree ----
+# ---- check of the table against the tree ----
 
 
 def stale(mutations: Iterable[Mutation], root: Path = ROOT) -> Iterator[str]:
-    """What is wrong with each entry."""
+    """A message for each problem of an entry."""
     for mutation in mutations:
         path = root / mutation.file
         count = path.read_text().count(mutation.old) if path.exists() else 0
@@ -132,11 +132,11 @@ def stale(mutations: Iterable[Mutation], root: Path = ROOT) -> Iterator[str]:
                 yield f"{mutation}: there is no {test}"
 
 
-# ---- trees, and runs of tests in them ----
+# ---- trees, and test runs in them ----
 
 
 def copy_tree(to: Path) -> None:
-    """What git has of the working tree, or would take."""
+    """Copy the files of the working tree that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, check=True, text=True,
@@ -148,17 +148,17 @@ def copy_tree(to: Path) -> None:
 
 
 class Run:
-    """A run of tests in a tree, in a process group of its own."""
+    """A test run in a tree, in its own process group."""
 
     def __init__(self, tree: Path, tests: Sequence[str], instead: Callable[[], object] | None = None) -> None:
-        """`instead`: what to do in its place."""
+        """`instead`: what to run in place of the tests."""
         self.output = tree / ".mutants.out"
         self.begun = time.monotonic()
         self.deadline = self.begun + RUN_LIMIT_S
         self.pid = os.fork()
         if self.pid == 0:
             _become(instead or partial(_run_pytest, tree, tests), self.output)
-        with contextlib.suppress(OSError):  # the child does so too: whoever comes first
+        with contextlib.suppress(OSError):  # the child also does this; either may be first
             os.setpgid(self.pid, self.pid)
         self.fd = os.pidfd_open(self.pid)
 
@@ -168,13 +168,13 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or its time has."""
+        """Whether it has ended or reached its deadline."""
         return self.has_ended or time.monotonic() >= self.deadline
 
     def finish(self) -> int | None:
-        """Pytest's exit status; None where it had to be killed. Whatever it has started is ended too."""
+        """Pytest's exit status; None if it had to be killed. Also kills the processes that it started."""
         ended = self.has_ended
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and left nobody
+        with contextlib.suppress(ProcessLookupError):  # it has ended and left no processes
             os.killpg(self.pid, signal.SIGKILL)
         os.close(self.fd)
         _, status = os.waitpid(self.pid, 0)
@@ -182,7 +182,7 @@ class Run:
 
 
 def _become(task: Callable[[], object], output: Path) -> None:
-    """Do it, in a group of its own, with nothing of the parent's but its modules. Never returns."""
+    """Run `task` in its own process group, with its output in a file. Never returns."""
     try:
         os.setpgid(0, 0)
         out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -190,7 +190,7 @@ def _become(task: Callable[[], object], output: Path) -> None:
         os.dup2(out, 1)
         os.dup2(out, 2)
         task()
-    except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
+    except BaseException:  # noqa: BLE001 - a fork must not continue as its parent
         traceback.print_exc()
     os._exit(BROKE)
 
@@ -206,7 +206,7 @@ def _run_pytest(tree: Path, tests: Sequence[str]) -> None:
 
 
 class Tree:
-    """A copy that has at most one mutation. `pyc` files stay right since each text has a time of its own."""
+    """A copy with at most one mutation. `pyc` files stay valid since each version of a file has its own mtime."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -226,13 +226,13 @@ class Tree:
 
 
 def wait(runs: Sequence[Run]) -> None:
-    """Until one has ended or is to be killed."""
+    """Wait until a run has ended or reached its deadline."""
     limit = max(0.0, min(run.deadline for run in runs) - time.monotonic())
     select.select([run.fd for run in runs], [], [], limit)
 
 
 def survivors(trees: list[Tree], mutations: Sequence[Mutation]) -> list[Mutation]:
-    """Those that no test saw. Prints each result as it comes."""
+    """The mutations that no test detected. Prints each result as it becomes available."""
     todo, busy, free = list(enumerate(mutations, 1)), dict[Tree, tuple[Run, Mutation]](), list(trees)
     alive = []
     try:
@@ -256,7 +256,7 @@ def survivors(trees: list[Tree], mutations: Sequence[Mutation]) -> list[Mutation
 
 
 def verdict(run: Run, mutation: Mutation) -> str:
-    """What became of it, which is printed. Raises SystemExit where pytest could not run the tests at all."""
+    """Print and return the mutation's outcome. Raises SystemExit if pytest could not run the tests at all."""
     status, took_s = run.finish(), time.monotonic() - run.begun
     if status in CANNOT_RUN:
         raise SystemExit(f"{mutation}: pytest said {status}\n{run.output.read_text()[-2000:]}")
@@ -266,7 +266,7 @@ def verdict(run: Run, mutation: Mutation) -> str:
 
 
 def report(mutations: Sequence[Mutation], alive: Sequence[Mutation]) -> float:
-    """Prints the table; the last line says how many were killed. Returns the share."""
+    """Print the table, with the number of killed mutations in the last line. Returns their share."""
     print(f"\n{'folder':14} {'mutations':>9} {'killed':>7} {'survived':>9}")
     for folder in sorted({mutation.folder for mutation in mutations}):
         there = [mutation for mutation in mutations if mutation.folder == folder]
@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     for name in PRELOADED:
         importlib.import_module(name)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the ends of all blocks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all blocks clean up
     with tempfile.TemporaryDirectory(prefix="baton-mutants-") as folder:
         trees = [Tree(Path(folder) / str(job)) for job in range(options.jobs)]
         for tree in trees:

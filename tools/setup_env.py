@@ -1,8 +1,8 @@
-"""Make .venv: a virtual environment with everything of pyproject.toml at the versions of constraints.txt.
+"""Create .venv: a virtual environment with baton and its dependencies, at the versions of constraints.txt.
 
-Run by `make setup` with the system's python3, so it uses the standard library alone, in words that Python 3.6 can read,
-or it could not say that it needs a newer one. It does nothing when .venv was made from these very files, and starts
-anew when an earlier run was interrupted half-way.
+Run by `make setup` with the system's python3, so it uses only the standard library and syntax of Python 3.6, or it
+could not report that it needs a newer one. It does nothing if .venv was created from the same files, and starts over
+if an earlier run was interrupted.
 """
 
 import fcntl
@@ -17,14 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-STAMP = VENV / "ready"  # the Makefile's target: what the environment was made from
-LOG = ROOT / ".setup.log"  # of a run that goes on, failed or was interrupted: then what is in .venv cannot be trusted
+STAMP = VENV / "ready"  # the Makefile's target, with the fingerprint of what the environment was made from
+LOG = ROOT / ".setup.log"  # exists while a run is active, or if one failed or was interrupted: .venv is then unusable
 OLDEST = (3, 11)
 INPUTS = ("pyproject.toml", "constraints.txt")
 
 TURNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 TURN_S = 0.1
-LINE_EVERY_S = 20.0  # where there is no terminal to draw on
+LINE_EVERY_S = 20.0  # when stdout is not a terminal
 
 
 def main() -> int:
@@ -33,16 +33,16 @@ def main() -> int:
         print(f"setup: {problem}", file=sys.stderr)
         return 2
     with Path(__file__).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once: the second waits, and finds all done
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two concurrent runs, the second waits and finds all done
         wanted = fingerprint()
         if STAMP.exists() and STAMP.read_text() == wanted and usable():
-            STAMP.touch()  # for make, which compares times
+            STAMP.touch()  # for make, which compares mtimes
             return 0
         return make(wanted)
 
 
 def unsupported() -> "str | None":
-    """Why baton cannot run here. None: it can."""
+    """Why baton cannot run here, or None."""
     if not sys.platform.startswith("linux"):
         return f"baton runs on Linux only, and this is {sys.platform}"
     if sys.version_info[:2] < OLDEST:
@@ -53,7 +53,7 @@ def unsupported() -> "str | None":
 
 
 def fingerprint() -> str:
-    """Of all that decides what is installed."""
+    """A digest of everything that determines what is installed."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
     for name in INPUTS:
         digest.update((ROOT / name).read_bytes())
@@ -61,7 +61,7 @@ def fingerprint() -> str:
 
 
 def usable() -> bool:
-    """Whether .venv has a Python of this version that starts, and no install was broken off in it."""
+    """Whether .venv has a working Python of this version, and no installation into it was interrupted."""
     if LOG.exists() or not PYTHON.exists():
         return False
     command = [str(PYTHON), "-c", "import sys, pip; print(sys.version_info[:2])"]
@@ -75,7 +75,7 @@ def make(wanted: str) -> int:
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     pinned = [*pip, "-c", "constraints.txt"]
     steps = [
-        # the build backend first, pinned too: no second environment is made only to build ours
+        # the build backend first, also pinned, so that no separate build environment is needed
         ("build tools", [*pinned, "setuptools"]),
         ("baton and what it needs", [*pinned, "--no-build-isolation", "-e", extras]),
     ]
@@ -93,7 +93,7 @@ def make(wanted: str) -> int:
 
 
 def run(title: str, command: "list[str]") -> bool:
-    """Run one step with a line that shows it moving. On failure all that it wrote is shown."""
+    """Run one step with a progress line. On failure, print all of its output."""
     began = time.monotonic()
     with LOG.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -114,7 +114,7 @@ def run(title: str, command: "list[str]") -> bool:
 
 
 def follow(process: "subprocess.Popen[bytes]", title: str, began: float) -> int:
-    """Show what the process does until it ends; its exit code."""
+    """Show the progress of the process until it ends; returns its exit code."""
     drawn = sys.stdout.isatty()
     said = began
     while True:
@@ -137,7 +137,7 @@ def clear_line() -> None:
 
 
 def doing() -> str:
-    """What pip is at, from the end of its output."""
+    """What pip is doing, from the end of its output."""
     tail = LOG.read_text(errors="replace")[-4000:]
     last = ""
     for line in tail.splitlines():

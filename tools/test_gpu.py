@@ -1,7 +1,7 @@
-"""What `make test-gpu` runs: the tests marked gpu, several processes at once, since most of their time is compilers'.
+"""The tests of `make test-gpu`: those marked gpu, in several processes, since compilers take most of their time.
 
-What measures the GPU has it to itself, first; then the folders below run beside one another, and all other tests beside
-them. Ends with one line that counts them all, and one for each reason why tests were skipped.
+Tests that measure the GPU run first, with nothing else on it; then the folders below and all other tests run
+concurrently. Ends with one line for each reason why tests were skipped, and one with the total counts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ ALONE = ("tests/engine/test_memory.py", "tests/benchmarks")
 TOGETHER = ("tests/kernels/test_paged_attention_kernels.py", "tests/kernels", "tests/kv_transfer")
 TIMEOUT_S = 1200.0
 NO_TESTS = 5
-"""pytest's exit code where nothing was selected."""
+"""pytest's exit code if no test was selected."""
 
 _SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.MULTILINE)
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
 def main(extra: list[str]) -> int:
-    """`extra` goes to pytest. 0: all that ran has passed."""
+    """`extra` is passed to pytest. Returns 0 if tests ran and all of them passed."""
     began = time.monotonic()
     groups = [[*ALONE]]
     rest = sorted(
@@ -54,12 +54,12 @@ def main(extra: list[str]) -> int:
 
 
 def marked_files() -> list[Path]:
-    """Test files, and conftests, that mark something; other folders may need what such a machine does not have."""
+    """Test files and conftests that mark a test; other folders may need dependencies that GPU machines do not have."""
     return [path for path in (ROOT / "tests").rglob("*.py") if "pytest.mark.gpu" in path.read_text()]
 
 
 def run(paths: list[str], extra: list[str]) -> tuple[int, str]:
-    """pytest's exit code, and what it printed, which is passed on when it has ended."""
+    """pytest's exit code and output, which is also printed once it has ended."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *extra, *paths]
     process = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False

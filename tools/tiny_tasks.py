@@ -1,17 +1,17 @@
-"""Generated tasks with checkable answers: what baton-tiny is trained on, tested with and shown with.
+"""Generated tasks with checkable answers, on which baton-tiny is trained, tested and demonstrated.
 
-Everything here is a function of a `random.Random` and nothing else, in the standard library alone, so training,
-evaluation, the tests, the benchmark and the demo all draw from the same source. A task function returns a `Sample`:
-the chat messages (or the plain text to be continued), the expected answer, and `Sample.check` for a given answer.
+Every task is a pure function of a `random.Random` and uses only the standard library, so training, evaluation, tests,
+benchmarks and the demo all draw from the same source. A task function returns a `Sample`: the chat messages (or the
+plain text to be continued), the expected answer, and `Sample.check` for a given answer.
 
-Held-out data is split by content, not only by seed: a fact, a sum or a list belongs to the split that the CRC-32 of
-its text says (one in sixteen is held out), so a held-out sample cannot have been seen in training.
+Held-out data is split by content, not only by seed: the CRC-32 of its text decides which split a fact, a sum or a list
+belongs to (one in sixteen is held out), so a held-out sample cannot have been seen in training.
 
     sample = recall(random.Random(7), "heldout", num_tokens=1500)
     sample.messages      # what to send to the chat endpoint
     sample.check(reply)  # whether the reply is right
 
-This is the face of the package `tools.tiny.tasks`.
+This is the public interface of the package `tools.tiny.tasks`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tools.tiny.tasks.small_talk import small_talk
 from tools.tiny.tasks.stories import long_story, story, story_plain, story_text
 
 __all__ = [
-    # what a task gives
+    # samples and splits
     "Sample",
     "Message",
     "CheckKind",

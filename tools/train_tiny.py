@@ -4,9 +4,9 @@
     python tools/train_tiny.py --out /tmp/baton-tiny --smoke                       # a minute on a CPU
     python tools/train_tiny.py --out engine/checkpoints/baton-tiny --eval-only     # measure, and write the card
 
-It trains a byte-level BPE tokenizer on the tasks of `tiny_tasks`, then the model, then measures the saved weights
-(rounded to bf16, computed in fp32, as they are run) by greedy generation on held-out prompts, and writes the card.
-The rooms of the work are in `tools/tiny/training`.
+It trains a byte-level BPE tokenizer on the tasks of `tiny_tasks`, then the model, then evaluates the saved weights
+(rounded to bf16, computed in fp32, as they are run) by greedy generation on held-out prompts, and writes the card. The
+implementation is in `tools/tiny/training`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file: `tools` is found from its parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that `tools` is found when run as a file
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are forked, and each needs one thread only
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -38,7 +38,7 @@ from tools.tiny.training.train import train
 
 
 def parse(argv: Sequence[str]) -> tuple[Settings, bool]:
-    """The settings that the flags ask for, and whether only to evaluate."""
+    """The settings from the flags, and whether only to evaluate."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
     parser.add_argument("--minutes", type=float, default=8.0, help="training time, without start-up and evaluation")
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> tuple[Settings, bool]:
 
 
 def start(settings: Settings) -> tuple[Any, Any]:
-    """A fresh model and tokenizer, or those of the folder to resume from."""
+    """A new model and tokenizer, or those of the folder to resume from."""
     if settings.resume is None:
         return new_model(settings.seed), build_tokenizer(settings.seed)
     model = AutoModelForCausalLM.from_pretrained(settings.resume, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Launches of a kernel that a step cannot do without, over and over."""
+"""Low-overhead launches of the small kernels that every step runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Launcher:
-    """Triton takes 15 to 40 us to find out from a launch's arguments which kernel it has compiled for them, a multiple
-    of the launch itself. This remembers the kernel, by `like`: all that Triton would look at. That are the arguments'
-    types and constants, and of arguments that it may compile specially for, whether they are multiples of 16 or one.
+    """Triton takes 15 to 40 us to look up the compiled kernel from a launch's arguments, several times as long as the
+    launch itself. This caches the kernel, keyed by `like`: everything that Triton would look at, which is the
+    arguments' types, the constants, and whether arguments that it specializes on are multiples of 16 or equal to 1.
 
-    On the current stream, of the device that is current too. One thread at a time.
+    Launches on the current stream of the current device. One thread at a time.
     """
 
     def __init__(self, kernel: Any, num_warps: int) -> None:
@@ -20,7 +20,7 @@ class Launcher:
         self._known: dict[Hashable, Any] = {}
 
     def __call__(self, like: Hashable, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """arguments: all of the kernel, in its order."""
+        """arguments: all of the kernel's, in its order."""
         if (compiled := self._known.get(like)) is not None:
             compiled[grid](*arguments)
             return

@@ -1,6 +1,6 @@
-"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits inside.
+"""Programmatic dependent launch (PDL): a kernel starts while the previous one still runs, and waits inside.
 
-A Triton kernel takes part by a constexpr `PDL` and the launch options of `launch_options`:
+A Triton kernel opts in with a constexpr `PDL` and `launch_options`:
 
     @triton.jit
     def kernel(..., PDL: tl.constexpr):
@@ -14,15 +14,15 @@ A Triton kernel takes part by a constexpr `PDL` and the launch options of `launc
 
     kernel[grid](..., **launch_options(x.device))
 
-Two rules keep it safe. Every program waits, on every path, before it reads or writes anything that an earlier kernel
-touches (scratch and outputs too: their memory is reused), so that a complete kernel means that all before it are. And
-what it launches it launches after its wait, which keeps two kernels at most on the device. `gdc_launch_dependents` says
-nothing about memory; a program that ends without it has launched as well. A kernel that takes no part starts when all
-before it are complete, and the next one waits for it as for any other.
+Two rules keep this safe. First, every program waits, on every path, before it reads or writes anything that an earlier
+kernel touches (including scratch and outputs, whose memory is reused), so a kernel completes only after all before it.
+Second, a kernel launches its dependents only after its wait, so at most two kernels are on the device.
+`gdc_launch_dependents` guarantees nothing about memory; a program that exits without calling it counts as having
+launched. A kernel that does not opt in starts when all before it are complete, and the next one waits for it as usual.
 
-It comes late, after the last loads, for speed: the next kernel's programs are put where there is room while others
-still run, a few on one processor and none on another, and stay there. On an H200 a decode step of an 8B model with all
-launches at the kernels' beginnings took 4.9 ms at batch 8, 4.5 with late ones, 4.7 with none; at batch 1 4.15 and 4.35.
+The launch comes late, after the last loads, for speed: the next kernel's programs are placed where there is room while
+others still run, a few on one SM and none on another, and stay there. On an H200, a decode step of an 8B model at batch
+8 took 4.9 ms with launches at the start of each kernel, 4.5 with late ones, 4.7 with none; at batch 1, 4.15 and 4.35.
 
 CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; it works within CUDA graphs too.
 """
@@ -44,5 +44,5 @@ def supported(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
-    """Keyword arguments of a kernel's launch: the constexpr PDL and, where it is on, Triton's own option."""
+    """Keyword arguments of a kernel launch: the constexpr PDL and, where it is on, Triton's own option."""
     return _ON if supported(device) else _OFF

@@ -1,4 +1,4 @@
-"""Addresses of the form HOST:PORT, as in flags and in messages of nodes."""
+"""Addresses of the form HOST:PORT, as used in flags and in node messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostPort:
-    """A host (name or address; IPv6 without its brackets) and a TCP port. Port 0: any free one, for listening."""
+    """A host (name or address; IPv6 without brackets) and a TCP port. Port 0 listens on any free port."""
 
     host: str
     port: int
@@ -17,12 +17,12 @@ class HostPort:
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether the address stands for all addresses of a machine: good for listening, not for connecting."""
+        """Whether the host is the wildcard address, which works for listening but not for connecting."""
         return self.host in ("0.0.0.0", "::")
 
     @classmethod
     def parse(cls, text: str, allow_port_0: bool = False) -> HostPort:
-        """Read `HOST:PORT`, IPv6 as `[ADDRESS]:PORT`. Raises ValueError that says what is wrong."""
+        """Parse `HOST:PORT`, IPv6 as `[ADDRESS]:PORT`. Raises ValueError with the reason."""
         host, colon, port = text.strip().rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         host = host[1:-1] if bracketed else host

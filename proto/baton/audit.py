@@ -1,8 +1,8 @@
-"""A node's KV memory at one moment: every block and every staging slot, who has it, and since when.
+"""A snapshot of a node's KV memory: every block and every staging slot, its holders and their age.
 
 The audit is taken on the engine's thread between two turns, so it is consistent. `/debug/kv` and the `AuditKv` call
-both show a `KvAudit`; ages are in seconds of the node's own clock. A router's epoch is a secret, because it could be
-used to end the router's work: an audit shows its `epoch_name` instead.
+both return a `KvAudit`; ages are in seconds of the node's own clock. A router's epoch is a secret, because it could be
+used to abort the router's work: an audit shows its `epoch_name` instead.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ENTRIES_PER_PIECE = 100
 
 
 def epoch_name(epoch: int) -> int:
-    """A short number that stands for a router's epoch in pages and log lines without revealing it."""
+    """A short number that identifies a router's epoch in pages and log lines without revealing it."""
     return int.from_bytes(hashlib.sha256(b"epoch %d" % epoch).digest()[:4])
 
 
 def without_epoch(attempt_id: AttemptId) -> AttemptId:
-    """The id of the work as an audit shows it, with `epoch_name` for the epoch."""
+    """The attempt's id as an audit shows it, with `epoch_name` in place of the epoch."""
     return replace(attempt_id, router_epoch=epoch_name(attempt_id.router_epoch))
 
 
@@ -34,16 +34,15 @@ class KvUse(enum.Enum):
 
     OWNS = "owns"  # counted by `ref`
     READS = "reads"  # a gather reads it
-    WRITES = "writes"  # parts go into it whenever they arrive
+    WRITES = "writes"  # arriving parts are scattered into it
 
 
 @dataclass(frozen=True, slots=True)
 class KvHolder:
-    """Who has blocks: a "sequence" of the engine, or a "lease" of a decode node. `state` is that of the sequence or
-    lease.
+    """A holder of blocks: a "sequence" of the engine or a "lease" of a decode node, and its `state`.
 
-    The epoch in `attempt_id` is its `epoch_name`. `lease` is 0 and `peer`, the incarnation at the other end of the
-    handoff, is empty while there is no handoff. `age_s` counts from the first block that it got.
+    The epoch in `attempt_id` is its `epoch_name`. `peer` is the incarnation at the other end of the handoff; without a
+    handoff it is empty and `lease` is 0. `age_s` counts from when the holder got its first block.
     """
 
     kind: str
@@ -58,8 +57,8 @@ class KvHolder:
 
 @dataclass(frozen=True, slots=True)
 class KvBlock:
-    """A block that is not free. `hash` is in hex, empty if there is none; `holders` are indexes of `KvAudit.holders`,
-    one for each reference or pin; `age_s` counts from when it came into its state."""
+    """A block that is not free. `hash` is in hex, or empty; `holders` are indexes into `KvAudit.holders`, one for each
+    reference or pin; `age_s` counts from when the block entered its state."""
 
     block: int
     state: str
@@ -73,8 +72,8 @@ class KvBlock:
 
 @dataclass(frozen=True, slots=True)
 class KvSlot:
-    """A staging slot and the part in it; `peer` is empty if the slot is free. `age_s` counts from when it was taken or
-    given back."""
+    """A staging slot and the part in it; `peer` is empty if the slot is free. `age_s` counts from when it was acquired
+    or released."""
 
     slot: int
     state: str
@@ -86,7 +85,7 @@ class KvSlot:
 
 @dataclass(frozen=True, slots=True)
 class KvAudit:
-    """`integrity` is "ok", or says what does not agree. `idle`: no request is here in any state.
+    """`integrity` is "ok" or describes the inconsistency. `idle`: the node has no request in any state.
 
     No count includes the null block. Free blocks are counted but not listed.
     """
@@ -103,8 +102,8 @@ class KvAudit:
     slots: tuple[KvSlot, ...]
 
     def json_pieces(self) -> Iterator[str]:
-        """The audit's JSON, in pieces that each take less than a millisecond to make: 50,000 blocks take 0.1 s, and
-        other threads must run meanwhile."""
+        """The audit's JSON, in pieces that each take less than a millisecond to build: 50,000 blocks take 0.1 s, during
+        which other threads must be able to run."""
         start = "{"
         for field in fields(self):
             value = getattr(self, field.name)
@@ -127,7 +126,7 @@ def _list_pieces(entries: tuple[object, ...]) -> Iterator[str]:
 
 
 def _entry(entry: object) -> str:
-    """The same as `json.dumps`. Blocks are many, and written by hand they take a fifth of the time."""
+    """Equivalent to `json.dumps`. There are many blocks, and formatting them by hand takes a fifth of the time."""
     if not isinstance(entry, KvBlock):
         return json.dumps(entry, default=_plain)
     return (
@@ -137,7 +136,7 @@ def _entry(entry: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """How JSON shows our own types: an enum's value, a dataclass's fields."""
+    """The JSON form of our own types: an enum's value, a dataclass's fields."""
     if isinstance(value, enum.Enum):
         return value.value
     return {name: getattr(value, name) for name in type(value).__dataclass_fields__}  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
 """Hashes of full KV blocks: a chain over tokens, so that equal hashes mean equal KV.
 
-hash(block) = sha256(hash(parent), the block's tokens, extra keys), with the extra keys (adapter, cache_salt) in the
-root. Everything before the block is part of its hash, which makes a prefix cache sound
-(vLLM, `v1/core/kv_cache_utils.py`, has the same chain).
+hash(block) = sha256(hash(parent), the block's tokens), where the root hash contains the cache_salt. Everything before
+the block is part of its hash, which makes a prefix cache sound (vLLM, `v1/core/kv_cache_utils.py`, uses such a chain).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ HASH_BYTES = 32
 
 
 def root_hash(cache_salt: str = "") -> BlockHash:
-    """The parent of a first block. Requests with different salts share nothing."""
+    """The parent hash of a first block. Requests with different salts share no blocks."""
     return hashlib.sha256(b"baton.kv.v1\0" + cache_salt.encode()).digest()
 
 
@@ -26,7 +25,7 @@ def next_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
 
 
 def chain(tokens: Sequence[int], block_size: int, cache_salt: str = "") -> list[BlockHash]:
-    """The hashes of all full blocks of `tokens`, first block first."""
+    """The hashes of all full blocks of `tokens`, in order."""
     hashes: list[BlockHash] = []
     parent = root_hash(cache_salt)
     for start in range(0, len(tokens) - block_size + 1, block_size):

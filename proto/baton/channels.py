@@ -1,7 +1,7 @@
-"""gRPC options that every channel and server of baton uses, and the channels between roles.
+"""gRPC options of all channels and servers of baton, and the channels between roles.
 
-Both sides must set keepalive: otherwise a server refuses frequent pings with `too_many_pings` and closes the
-connection. A host that vanishes silently is noticed after `KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`.
+Both sides must set keepalive: otherwise a server rejects frequent pings with `too_many_pings` and closes the
+connection. A host that vanishes silently is detected after `KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import grpc.aio
 KEEPALIVE_TIME_MS = 5_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Far above any of our messages (a prompt of a million tokens takes 4 MB); gRPC's default of 4 MB is not."""
+"""Far above any of our messages (a prompt of a million tokens takes 4 MB), unlike gRPC's default of 4 MB."""
 
 _COMMON: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -35,15 +35,15 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
-    # two servers on one port would each get half of the calls, silently
+    # with port reuse, two servers on one port would silently get half of the calls each
     ("grpc.so_reuseport", 0),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM texts. The certificate is shown to callers and callees; it must name the address that others call. It must be
-    signed by one of `authorities`, and so must the other end's."""
+    """PEM texts. The certificate is presented as a server and as a client, and must name the address that peers connect
+    to. It must be signed by one of `authorities`, and so must the peer's."""
 
     key: bytes = field(repr=False)
     certificate: bytes
@@ -59,8 +59,8 @@ def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
 
 
 def bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:
-    """Have the server listen there for other roles; returns the port. With `tls`, callers must show a certificate.
-    Raises RuntimeError if the address is not available."""
+    """Make the server listen on `address` for other roles; returns the port. With `tls`, clients must present a
+    certificate. Raises RuntimeError if the address is not available."""
     if tls is None:
         return int(server.add_insecure_port(address))
     credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authorities, require_client_auth=True)

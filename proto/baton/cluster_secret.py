@@ -3,13 +3,13 @@
 caller                      callee
   | -- name, nonce ---------> |
   | <---------- name, nonce - |
-  | -- proof ---------------> |   it reads nothing else before
-  | <---------------- proof - |   the caller says nothing else before
+  | -- proof ---------------> |   the callee reads nothing else before this
+  | <---------------- proof - |   the caller sends nothing else before this
 
 A proof is an HMAC-SHA256 with the secret over the purpose of the connection, the direction of the proof, the names of
-both ends and both nonces. It is worthless on another connection, and worthless when it is sent back to its maker.
-Somebody who only knows an address gets nothing that helps to guess the secret. Later messages are neither encrypted nor
-signed: that is TLS's task.
+both ends and both nonces. It is useless on another connection, and useless when reflected to its sender. A client that
+only knows an address gets nothing that helps to guess the secret. Later messages are neither encrypted nor signed: that
+is left to TLS.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Proofs(NamedTuple):
 
 
 class ClusterSecret:
-    """Shared by all processes of a cluster, and never shown anywhere."""
+    """The secret shared by all processes of a cluster. It is never displayed or logged."""
 
     def __init__(self, key: bytes) -> None:
         """Raises ValueError for a key that is too short."""
@@ -53,19 +53,19 @@ class ClusterSecret:
         self._key = key
 
     def proofs(self, purpose: str, caller: str, callee: str, caller_nonce: bytes, callee_nonce: bytes) -> Proofs:
-        """purpose: what the connection is for. caller, callee: names that the ends have during this run."""
+        """purpose: what the connection is for. caller, callee: the names of the ends in this exchange."""
         bound = (purpose, caller, callee, caller_nonce, callee_nonce)
         return Proofs(self._mac("caller", *bound), self._mac("callee", *bound))
 
     def _mac(self, *parts: str | bytes) -> bytes:
         fields = [part.encode() if isinstance(part, str) else part for part in ("baton cluster", *parts)]
-        # with their lengths, so that different fields never give the same text
+        # length-prefixed, so that different fields never give the same text
         text = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
         return hmac.digest(self._key, text, "sha256")
 
 
 def read_secret(path: Path) -> ClusterSecret:
-    """The file's content without surrounding white space. Raises ValueError with a text for people."""
+    """The file's content without surrounding white space. Raises ValueError with a readable message."""
     try:
         return ClusterSecret(path.read_bytes().strip())
     except OSError as error:
@@ -105,9 +105,9 @@ async def prove(secret: ClusterSecret, purpose: str, caller: str, say: Say, hear
 async def admit(
     secret: ClusterSecret | None, purpose: str, callee: str, who: str, say: Say, hear: Hear
 ) -> tuple[str | None, Any]:
-    """The callee's side. Returns the name that the caller has proved (None without a secret) and the message after it.
+    """The callee's side. Returns the caller's proved name (None without a secret) and the first message after that.
 
-    who: the caller, for log lines. Raises NotTrusted.
+    who: the caller, for error messages. Raises NotTrusted.
     """
     first = await hear()
     if not isinstance(first, Auth):

@@ -1,4 +1,4 @@
-"""Finds the next of many deadlines without looking at all of them."""
+"""Tracks many deadlines and finds the next one without scanning them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 _MIN_COMPACTED = 64
-"""A shorter heap is not worth cleaning."""
+"""A shorter heap is not worth rebuilding."""
 
 
 class Deadlines(Generic[K]):
     """One deadline for each key, in seconds of the caller's clock. Every call costs O(log n) amortized, `next` O(1).
 
-    A heap of (when, serial) with lazy deletion: entries that were discarded or moved stay until they reach the top, or
-    until more than half of the heap is stale and it is rebuilt.
+    A heap of (when, serial) with lazy deletion: entries that were discarded or replaced stay until they reach the top,
+    or until more than half of the heap is stale and it is rebuilt.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Deadlines(Generic[K]):
         return key in self._live
 
     def set(self, key: K, when: float) -> None:
-        """Set the key's deadline, replacing an earlier one."""
+        """Set the key's deadline, replacing any previous one."""
         self._live[key] = entry = (when, next(self._serials))
         heapq.heappush(self._heap, (*entry, key))
         self._clean()
@@ -47,7 +47,7 @@ class Deadlines(Generic[K]):
         return entry[0] if entry else None
 
     def next(self) -> float | None:
-        """The earliest deadline. None: there is none."""
+        """The earliest deadline, or None."""
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[K]:
@@ -60,7 +60,7 @@ class Deadlines(Generic[K]):
         return due
 
     def _clean(self) -> None:
-        """Keep a live entry on top, and the heap no longer than twice the number of live entries."""
+        """Keep a live entry on top, and a heap above the minimum no longer than twice the number of live entries."""
         heap, live = self._heap, self._live
         if len(heap) > max(_MIN_COMPACTED, 2 * len(live)):
             self._heap = [(*entry, key) for key, entry in live.items()]

@@ -1,20 +1,20 @@
-"""Everything that can go wrong between a client and a token, as one tree.
+"""All errors that a request can end with, as one tree.
 
     BatonError
     |-- InvalidRequest          the client's mistake; the same request can never succeed
-    |-- Overloaded              no room now; retry after a while
-    |-- RequestCancelled        somebody asked for it
-    |-- DeadlineExceeded        the request's time is up
+    |-- Overloaded              no capacity now; retry later
+    |-- RequestCancelled        the client cancelled it, or a fence forbids it
+    |-- DeadlineExceeded        the request's deadline has passed
     |-- NodeUnavailable         no node, or the node went away
     |-- CacheExhausted          the KV pool cannot hold it
-    |-- InternalError           our own bug, seen at a request's boundary
+    |-- InternalError           a bug of ours, caught at a request's boundary
     `-- TransferError           the KV cache did not arrive
         |-- LayoutMismatch      the two pools cannot exchange blocks
         |-- TransferTimeout     parts were still missing at the deadline
         `-- PeerLost            the other side died or went silent
 
-Each class says whether another attempt at the same request may succeed (`retryable`), which HTTP status it becomes
-(`http_status`), and which gRPC status (`grpc_status`, a name of `grpc.StatusCode`). `code` is its number on the wire.
+Each class defines whether another attempt at the same request may succeed (`retryable`), its HTTP status
+(`http_status`) and its gRPC status (`grpc_status`, a name of `grpc.StatusCode`). `code` is its number on the wire.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.v1 import common_pb2 as pb
 
 
 class BatonError(Exception):
-    """Root of the tree: never raised itself."""
+    """Root of the tree; never raised itself."""
 
     code: ClassVar[pb.ErrorCode] = pb.ERROR_CODE_INTERNAL
     retryable: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class CacheExhausted(BatonError):
 
 
 class InternalError(BatonError):
-    """An unexpected exception, turned into an outcome at a request's boundary."""
+    """An unexpected exception, converted to an outcome at a request's boundary."""
 
 
 class TransferError(BatonError):
@@ -136,6 +136,6 @@ _BY_CODE: dict[int, type[BatonError]] = {
 
 
 def from_code(code: int, message: str) -> BatonError:
-    """The error that a peer reported. An unknown code, of a newer version, becomes an `InternalError` that names it."""
+    """The error that a peer reported. An unknown code (of a newer version) becomes an `InternalError` that names it."""
     kind = _BY_CODE.get(code)
     return kind(message) if kind else InternalError(f"error code {code}: {message}")

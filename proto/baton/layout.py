@@ -1,4 +1,4 @@
-"""What a model's KV is, and the shape of its blocks, as two nodes compare them before the first byte travels."""
+"""The layout of a model's KV and of its blocks, which two nodes compare before the first byte is sent."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_RANKS = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKv:
-    """What one layer keeps of a sequence: for each token K `[num_kv_heads, head_dim_k]` and V `[num_kv_heads,
+    """What one layer stores for a sequence: for each token K `[num_kv_heads, head_dim_k]` and V `[num_kv_heads,
     head_dim_v]`, of `dtype`.
 
-    head_dim_v 0: K alone (MLA's latent). sliding_window: attention looks no further back; None: at everything.
-    state_bytes: the layer keeps a state of this fixed size instead, and nothing per token (recurrent layers). Raises
-    ValueError for a dtype whose size its name does not tell.
+    head_dim_v 0: only K (MLA's latent). sliding_window: how far back attention looks; None: no limit. state_bytes: the
+    layer stores a state of this fixed size instead, and nothing per token (recurrent layers). Raises ValueError for a
+    dtype whose name does not give its size.
     """
 
     num_kv_heads: int
@@ -57,7 +57,7 @@ class KvSlice(NamedTuple):
         return self.head_end - self.head_start
 
     def overlap(self, other: KvSlice) -> KvSlice | None:
-        """What is in both. None: nothing."""
+        """The intersection, or None if it is empty."""
         layers = max(self.layer_start, other.layer_start), min(self.layer_end, other.layer_end)
         heads = max(self.head_start, other.head_start), min(self.head_end, other.head_end)
         return KvSlice(*layers, *heads) if layers[0] < layers[1] and heads[0] < heads[1] else None
@@ -67,12 +67,12 @@ class KvSlice(NamedTuple):
 class KvLayout:
     """The KV blocks of a node, which has one pool for each of its ranks.
 
-    layers: of the whole model. block_size: tokens in a block. fingerprint: covers the model's configuration and
-    weights, since caches of two fine-tunes of one shape must never mix. ranks: what each rank's pool holds; a block
-    there is, layer by layer, K then V of these heads, `[heads held, block_size, head_dim]` each, contiguous. Any two
-    ranks hold the same, or nothing in common, and together they hold everything; none given: one rank holds it.
+    layers: of the whole model. block_size: tokens per block. fingerprint: covers the model's configuration and weights,
+    since caches of two fine-tunes of the same shape must never mix. ranks: what each rank's pool holds; a block there
+    is, layer by layer, K then V of these heads, `[heads held, block_size, head_dim]` each, contiguous. Any two ranks
+    hold the same slice or disjoint ones, and together they hold everything; empty: one rank holds everything.
 
-    Raises ValueError for layers and ranks that are no such thing.
+    Raises ValueError for layers and ranks that violate this.
     """
 
     layers: tuple[LayerKv, ...]
@@ -93,7 +93,7 @@ class KvLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """Of the layer that has the most."""
+        """The largest number of KV heads of any layer."""
         return max((layer.num_kv_heads for layer in self.layers), default=0)
 
     @property
@@ -102,18 +102,18 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block on all ranks together, each slice counted once."""
+        """Bytes of a block on all ranks together, each slice counted once."""
         return self.num_bytes(self.whole)
 
     @property
     def has_equal_runs(self) -> bool:
-        """Whether all that a layer keeps of a head, K or V, has the same number of bytes in every layer: then the heads
-        of a block can be divided among ranks."""
+        """Whether a head's K and V each have the same number of bytes in every layer, so that the heads of a block can
+        be divided among ranks."""
         shapes = {(layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v, layer.dtype) for layer in self.layers}
         return len(shapes) == 1 and all(v in (0, k) for _, k, v, _ in shapes)
 
     def num_bytes(self, what: KvSlice) -> int:
-        """Of a slice of one block. A layer with fewer heads has those of the slice that it has."""
+        """Bytes of a slice of one block. A layer with fewer heads contributes those that it has."""
         return sum(
             (min(what.head_end, layer.num_kv_heads) - min(what.head_start, layer.num_kv_heads))
             * layer.head_bytes(self.block_size)
@@ -121,8 +121,8 @@ class KvLayout:
         )
 
     def require_compatible(self, other: KvLayout, who: str) -> None:
-        """Raise LayoutMismatch unless the blocks of `other`, of the node `who`, hold the same as these, however either
-        divides them among ranks; the text names the first difference as `field mine != theirs`."""
+        """Raise LayoutMismatch unless blocks of `other`, the layout of node `who`, hold the same as these, regardless
+        of how either divides them among ranks. The text gives the first difference as `field mine != theirs`."""
 
         def require(field: str, mine: object, theirs: object, where: str = "") -> None:
             if mine != theirs:
@@ -138,7 +138,7 @@ class KvLayout:
             raise LayoutMismatch(f"ranks divide heads of layers that differ, here or at {who}", "ranks")
 
     def digest(self) -> bytes:
-        """16 bytes that go into the header of every part: those of compatible layouts are equal."""
+        """16 bytes for the header of every part; equal for compatible layouts."""
         return hashlib.sha256(repr((self.layers, self.block_size, self.fingerprint)).encode()).digest()[:16]
 
 
@@ -155,14 +155,14 @@ def _require_division(whole: KvSlice, ranks: tuple[KvSlice, ...]) -> None:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of a number of that type: `bfloat16` has 2. Raises ValueError."""
+    """Bytes per element: 2 for `bfloat16`. Raises ValueError for a name that does not give the size."""
     if not (found := re.fullmatch(r"[a-z]{1,16}(8|16|32|64)(_\w{1,16})?", dtype)):
         raise ValueError(f"dtype {dtype!r} does not tell its size")
     return int(found[1]) // 8
 
 
 def layer_groups_of(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
-    """`num_groups` runs of layers, [first, end) each, as equal as can be, larger ones first; no more than layers."""
+    """`num_groups` runs of layers, [first, end) each, as equal as possible, larger ones first; at most `num_layers`."""
     groups = max(1, min(num_groups, num_layers))
     size, larger = divmod(num_layers, groups)
     bounds = [index * size + min(index, larger) for index in range(groups + 1)]
@@ -170,5 +170,5 @@ def layer_groups_of(num_layers: int, num_groups: int) -> list[tuple[int, int]]:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
+    """How many blocks hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)

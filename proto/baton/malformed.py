@@ -1,4 +1,4 @@
-"""Makes bytes that are no message an INVALID_ARGUMENT, in calls that send a single one; gRPC would say UNKNOWN.
+"""Answers requests that cannot be parsed with INVALID_ARGUMENT, in calls with a single request; gRPC would use UNKNOWN.
 
 Streams parse their messages themselves and handle this there.
 """

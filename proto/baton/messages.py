@@ -1,12 +1,12 @@
-"""The messages that routers, prefill nodes and decode nodes exchange, as the state machines see them.
+"""The messages that routers, prefill nodes and decode nodes exchange, as used by the state machines.
 
     router -> node      Subscribe, Prefill, Abort
     node -> router      Subscribed, Update(work, Started | Tokens | SampleEnd | HandedOff | Adopted | End), Load
     prefill -> decode   Reserve, Commit, Release
     decode -> prefill   Grant, Credit, Refuse, CommitReply
 
-All are frozen and hold plain values; `wire` turns them into protobuf and back. `docs/protocol.md` shows the life of a
-request in these messages.
+All are frozen and hold plain values; `wire` converts them to protobuf and back. `docs/protocol.md` follows a request
+through these messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.sampling import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True, order=True)
 class AttemptId:
-    """Names one attempt at a request. A higher attempt of the same (epoch, request) fences all lower ones."""
+    """Identifies one attempt at a request. A higher attempt of the same (epoch, request) fences all lower ones."""
 
     router_epoch: int
     request_id: str
@@ -32,7 +32,7 @@ class AttemptId:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What all attempts at the request share."""
+        """The part of the id that all attempts at the request share."""
         return self.router_epoch, self.request_id
 
     def __str__(self) -> str:
@@ -55,12 +55,12 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-# ---- who speaks ----
+# ---- authentication ----
 
 
 @dataclass(frozen=True, slots=True)
 class Auth:
-    """A step of the proof that an end knows the cluster secret (`cluster_secret`). Both ends send it, first of all."""
+    """A step of the proof that an end knows the cluster secret (`cluster_secret`). Sent both ways before all else."""
 
     name: str = ""
     nonce: bytes = b""
@@ -72,7 +72,7 @@ class Auth:
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """First message of a session. An epoch is new at every start of a router."""
+    """First message of a session. A router draws a new epoch at every start."""
 
     router_epoch: int
     target_incarnation: str
@@ -87,9 +87,9 @@ class DecodeTarget:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the KV of prompt + output so far, choose the next token of each sample, and hand off to `decode`.
+    """Compute the KV of the prompt and the output so far, sample each sample's next token, and hand off to `decode`.
 
-    Without `decode` the receiver generates all tokens itself. More than one sample only while none has output.
+    Without `decode` the receiver generates all tokens itself. There is more than one sample only while none has output.
     `deadline_s` counts from receipt.
     """
 
@@ -105,10 +105,10 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End the attempt and all lower ones, in whatever state; with `samples`, only those samples of this attempt.
+    """End the attempt and all lower ones, in any state; with `samples`, only those samples of this attempt.
 
-    Idempotent. If the attempt is unknown, it leaves a tombstone for messages still under way: none comes later than
-    `deadline_s`, the time that the attempt was given, after receipt. 0: not stated.
+    Idempotent. If the attempt is unknown, the node keeps a tombstone against messages still in flight: none arrives
+    later than `deadline_s`, the attempt's deadline counted from receipt. 0: not stated.
     """
 
     attempt_id: AttemptId
@@ -121,7 +121,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Subscribed:
-    """Answer to Subscribe: work may be placed now."""
+    """Reply to Subscribe: the router may place work now."""
 
     incarnation: str
     protocol_version: int = PROTOCOL_VERSION
@@ -147,8 +147,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class SampleEnd:
-    """The sample ended by itself, after the last token sent. `stop_token_id`: the one of `stop_token_ids` that ended
-    it."""
+    """The sample ended by itself, after the last token sent. `stop_token_id`: the token of `stop_token_ids` that ended
+    it, if one did."""
 
     sample: int
     reason: FinishReason
@@ -157,9 +157,9 @@ class SampleEnd:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """The prefill node's last message: the decode node took the commit, and all parts have left. `prefill_s`: from the
-    first chunk to the first token. `gather_s`: from then until the last part was in its slot, or until storing it
-    straight into the decode node's slot began. `wire_s`: from then until it had left. Earlier work counts as 0."""
+    """The prefill node's last message: the decode node accepted the commit, and all parts have been sent. `prefill_s`:
+    from the first chunk to the first token. `gather_s`: from then until the last part was in its slot, or began to be
+    stored directly into the decode node's slot. `wire_s`: from then until it was sent. Earlier work counts as 0."""
 
     prefill_s: float
     gather_s: float = 0.0
@@ -170,10 +170,10 @@ class HandedOff:
 class Adopted:
     """The decode node's first message: it holds the KV, and the first step with the request begins now.
 
-    `transfer_s`: from the commit's receipt until the last byte is in place, which is the part of the transfer that
-    computing the prompt did not hide. `scatter_s`: the end of that, after the last part's arrival (on a GPU the copy is
-    queued by then, and the step waits for it there). `commit_s`: how old the prompt's last chunk was when the commit
-    left the prefill node. `step_wait_s`: from the last byte in place to the beginning of that step.
+    `transfer_s`: from receipt of the commit until the last byte is in place, i.e. the part of the transfer that was not
+    overlapped with computing the prompt. `scatter_s`: the part of it after the last part's arrival (on a GPU the copy
+    is then queued, and the step waits for it on the device). `commit_s`: the age of the prompt's last chunk when the
+    commit left the prefill node. `step_wait_s`: from the last byte in place to the start of that step.
     """
 
     transfer_s: float
@@ -185,14 +185,14 @@ class Adopted:
 
     @property
     def handoff_s(self) -> float:
-        """From the end of the prompt's last chunk to the beginning of the first step with the request, without the
-        commit's time on the network: no clock is compared across hosts."""
+        """From the end of the prompt's last chunk to the start of the first step with the request, excluding the
+        commit's time on the network: clocks are never compared across hosts."""
         return self.commit_s + self.transfer_s + self.step_wait_s
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The node's last message about an attempt: all samples ended (`error` is None), or what went wrong."""
+    """The node's last message about an attempt: all samples ended (`error` is None), or the attempt failed."""
 
     error: BatonError | None = None
 
@@ -208,7 +208,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a node, sent with every heartbeat. `draining`: it finishes what it has and takes nothing new."""
+    """The load of a node, sent with every heartbeat. `draining`: it finishes its requests and takes no new ones."""
 
     num_waiting: int = 0
     num_running: int = 0
@@ -222,10 +222,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask for room for `num_tokens` computed tokens and one step more, for `num_samples` forks.
+    """Request room for `num_tokens` computed tokens and one more step, for `num_samples` forks.
 
-    Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt. The
-    blocks from `grouped_from_block` on will travel by `layer_groups` groups of layers, those before as whole blocks.
+    Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt. Blocks
+    from `grouped_from_block` on are sent in `layer_groups` groups of layers, those before as whole blocks.
     """
 
     attempt_id: AttemptId
@@ -241,7 +241,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Hand the request to the decode node. `samples` are the unfinished ones; their outputs have one length, and the
+    """Hand the request to the decode node. `samples` are the unfinished ones; their outputs are equally long, and the
     last token has no KV yet. `age_s`: time since the prompt's last chunk was computed. Idempotent by lease."""
 
     lease: int
@@ -257,7 +257,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The lease (0: the waiting Reserve of `attempt_id`) is not needed. Parts that were granted are still drained."""
+    """The lease (0: the waiting Reserve of `attempt_id`) is no longer needed. Granted parts are still drained."""
 
     lease: int
     attempt_id: AttemptId
@@ -272,8 +272,8 @@ PrefillToDecode = Reserve | Commit | Release
 @dataclass(frozen=True, slots=True)
 class Grant:
     """Room is reserved. Of `ceil(num_tokens / block_size)` blocks the decode node already has the first
-    `num_held_blocks`; the rest travels in `num_parts` parts, as `kv_transfer.parts.PartPlanner` plans them.
-    `checksums`: each part must carry its checksums."""
+    `num_held_blocks`; the rest is sent in `num_parts` parts, as planned by `kv_transfer.parts.PartPlanner`.
+    `checksums`: each part must carry checksums."""
 
     attempt_id: AttemptId
     lease: int
@@ -285,7 +285,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Parts `[0, credits)` of the lease may be sent: their receives are posted. Never shrinks."""
+    """Parts `[0, credits)` of the lease may be sent: their receives are posted. `credits` never decreases."""
 
     lease: int
     credits: int
@@ -299,7 +299,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class CommitReply:
-    """`error` None: the request now belongs to the decode node, which will send Adopted once all parts are in."""
+    """`error` None: the decode node now owns the request, and will send Adopted once all parts have arrived."""
 
     lease: int
     attempt_id: AttemptId
@@ -309,7 +309,7 @@ class CommitReply:
 DecodeToPrefill = Grant | Credit | Refuse | CommitReply
 
 
-# ---- what a node says of itself ----
+# ---- node descriptions ----
 
 
 class NodeRole(enum.Enum):
@@ -327,7 +327,7 @@ class TransportEndpoint:
 
 
 class Route(NamedTuple):
-    """From a rank of this node to a rank of another, and where that one takes KV bytes."""
+    """A pair of ranks, one of this node and one of a peer, and the address where the peer's receives KV bytes."""
 
     rank: int
     peer_rank: int
@@ -349,7 +349,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """All that a router needs to know about a node, since the router has no model folder."""
+    """A node's description, with all that a router needs, since it has no model folder of its own."""
 
     role: NodeRole
     incarnation: str
@@ -372,8 +372,8 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a handoff stream, both ways. `part_blocks`: blocks that fit into a part; the smaller number of
-    the two nodes counts. `error` refuses the peer."""
+    """First message of a handoff stream in both directions. `part_blocks`: how many blocks fit into a part; the smaller
+    of the two nodes' numbers applies. `error` refuses the peer."""
 
     incarnation: str
     node_id: str
@@ -387,4 +387,4 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent in both directions on a handoff stream that has nothing else to carry."""
+    """Sent in both directions on an otherwise idle handoff stream."""

@@ -1,4 +1,4 @@
-"""How many files and sockets this process may have open."""
+"""The limit on files and sockets that this process may have open."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _ENOUGH = 2**20
 
 
 def max_open_files() -> int:
-    """The limit that holds now."""
+    """The current soft limit."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit, which is 1,024 in most shells, to the hard one. Returns what holds afterwards."""
+    """Raise the soft limit, which is 1,024 in most shells, to the hard one. Returns the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):  # a container may forbid it; then the soft limit stays
+        except (OSError, ValueError):  # a container may forbid it; the soft limit then stays
             return soft
     return wanted

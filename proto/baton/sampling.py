@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, and how a sample can end."""
+"""Sampling parameters, and the reasons why a sample ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_LOGPROBS = 20
 """As in OpenAI's API."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
-"""Entries; OpenAI's API takes 300."""
+"""Number of entries; OpenAI's API allows 300."""
 MAX_BIAS = 100
 MAX_CACHE_SALT_CHARS = 256
 
@@ -29,19 +29,19 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from `least` to `most`; `excludes_least`: but for that one. `text` is how an error puts it."""
+    """The numbers from `least` to `most`, excluding `least` if `excludes_least`. `text` describes them in errors."""
 
     least: float
     most: float
     text: str
     excludes_least: bool = False
 
-    def __contains__(self, value: float) -> bool:  # not NaN: every comparison with it is false
+    def __contains__(self, value: float) -> bool:  # False for NaN, as all its comparisons are
         return (self.least < value if self.excludes_least else self.least <= value) and value <= self.most
 
 
 def _within(default: N, least: float, most: float, text: str, *, excludes_least: bool = False) -> N:
-    """A field that is a number of a range."""
+    """A numeric field with a valid range."""
     declared: Any = field(default=default, metadata={"range": Range(least, most, text, excludes_least)})
     number: N = declared
     return number
@@ -51,13 +51,13 @@ def _within(default: N, least: float, most: float, text: str, *, excludes_least:
 class SamplingParams:
     """How to choose tokens. Names, ranges and defaults are vLLM's; `seed`, `max_tokens` are always set between nodes.
 
-    This is where a parameter is declared, with its type, default and range. The field of the same name in
-    `v1/common.proto` carries it between processes, that in `v1/generation.proto` and in `router/http/schemas.py` from
-    clients; readers, writers and the API's description follow from the names.
+    This is where a parameter is declared, with its type, default and range. Fields of the same name carry it between
+    processes (`v1/common.proto`) and from clients (`v1/generation.proto` and `router/http/schemas.py`); readers,
+    writers and the API's description are derived from the names.
 
     The random draw for a token is a function of (`seed` + sample index, position) alone, so any node can take over at
-    any position and draw the same token. `num_logprobs`: -1 none, 0 the chosen token's, k the k most likely too;
-    logprobs are of the raw logits, before penalties and temperature. Raises InvalidRequest, naming the parameter.
+    any position and draw the same token. `num_logprobs`: -1: none; 0: the chosen token's; k: also the k most likely;
+    logprobs are of the raw logits, before penalties and temperature. Raises InvalidRequest that names the parameter.
     """
 
     temperature: float = _within(1.0, 0.0, 1e6, "must be in [0, 1e6], 0 being greedy")

@@ -1,7 +1,7 @@
-"""The names of all commands' settings. Commands share an environment, and may share a file, so each must distinguish a
-name of another command from a misspelt one; but no command may import another's settings.
+"""The names of all commands' settings. Commands share an environment, and may share a file, so each must tell another
+command's name from a misspelt one; but no command may import another's settings.
 
-A test compares this list with the settings themselves.
+A test compares this list with the actual settings.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ ALL_NAMES = frozenset(
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar."""
+    """The most similar known name, or None."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
 def of_kubernetes(variables: Iterable[str]) -> set[str]:
-    """The variables that Kubernetes sets in containers for a Service named like baton: X_SERVICE_HOST, X_PORT, ..."""
+    """The variables that Kubernetes sets in containers for its Services: X_SERVICE_HOST, X_SERVICE_PORT, X_PORT, ..."""
     variables = [*variables]
     suffix = "_SERVICE_HOST"
     services = [variable.removesuffix(suffix) for variable in variables if variable.endswith(suffix)]

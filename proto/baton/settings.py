@@ -3,11 +3,11 @@
     --max-num-seqs 8        BATON_MAX_NUM_SEQS=8        max-num-seqs: 8   (in the file of --config)
 
 A flag wins over the environment, the environment over the file, the file over the default. A command's settings are a
-subclass of `Settings`, each field with a description that gives its unit; `parse` makes one or ends the process with
-one line that names the flag.
+subclass of `Settings`, where each field has a description with its unit; `parse` creates an instance, or exits with one
+line that names the flag.
 
-Environment and file may serve several commands, and each ignores the others' names. A variable that belongs to no
-command is a warning, and such a key in the file is an error; both suggest the closest name (`baton.setting_names`).
+Environment and file may serve several commands, each of which ignores the others' names. A variable that belongs to no
+command causes a warning, such a key in the file an error; both suggest the closest name (`baton.setting_names`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _size_list(value: object) -> object:
 
 ConnectAddress = Annotated[HostPort, BeforeValidator(_connect_address)]
 ListenAddress = Annotated[HostPort, BeforeValidator(_listen_address)]
-"""Port 0 takes any free port."""
+"""Port 0 selects any free port."""
 ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list)]
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_size_list)]
 
@@ -93,7 +93,7 @@ class SettingsError(Exception):
 def parse(cls: type[S], argv: Sequence[str] | None = None) -> S:
     """Settings from `argv` (default: the process's), the environment and the file.
 
-    Writes one line to stderr and exits with code 2 when that is impossible; `--help` and `--version` exit with 0.
+    On an error, writes one line to stderr and exits with code 2; `--help` and `--version` exit with 0.
     """
     parser = _Parser(prog=cls.prog, usage="%(prog)s [--flag value ...]", description=cls.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {baton.__version__}")
@@ -120,7 +120,7 @@ def load(cls: type[S], flags: Mapping[str, Any]) -> S:
 
 
 def misspelt_variables(cls: type[Settings], environ: Mapping[str, str]) -> list[str]:
-    """One line for each variable with our prefix that is no command's setting."""
+    """A line for each variable with our prefix that is not a setting of any command."""
     known = ALL_NAMES | cls.model_fields.keys()
     lines = []
     ours = {variable for variable in environ if variable.upper().startswith(ENV_PREFIX)}
@@ -148,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
-    """All values stay text here: pydantic converts and checks them, wherever they came from."""
+    """Values remain text here: pydantic converts and validates them, whatever their source."""
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
     if bool in (field.annotation, *get_args(field.annotation)):
         options["action"] = argparse.BooleanOptionalAction
@@ -170,7 +170,7 @@ def _help(field: FieldInfo) -> str:
 
 
 def _metavar(annotation: Any) -> str:
-    """What stands for the value in `--help`: the choices, or the kind of value."""
+    """The placeholder for the value in `--help`: the choices, or the kind of value."""
     kinds = {int: "N", float: "X", Path: "PATH", HostPort: "HOST:PORT", str: "TEXT"}
     if annotation in kinds:
         return kinds[annotation]
@@ -206,10 +206,10 @@ def _read_file(cls: type[Settings], path: Path) -> dict[str, Any]:
 
 
 def _describe(error: ValidationError, flags: Mapping[str, Any], in_file: Mapping[str, Any], path: object) -> str:
-    """The first error as one line: flag, where the value came from, what is wrong."""
+    """The first error as one line: flag, source of the value, problem."""
     first = error.errors(include_url=False)[0]
     text = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # a rule over several fields: its text names them
+    if not first["loc"]:  # a rule about several fields: its text names them
         return text
     name = str(first["loc"][0])
     if first["type"] == "missing":

@@ -1,10 +1,9 @@
-"""Notices a silent peer, by a clock that runs only while this process listens.
+"""Detects a silent peer with a clock that runs only while this process is listening.
 
-A process that stood still (a blocked event loop, a stopped or swapped-out process) has heard nobody, and must not
-conclude that everybody is silent. Silence is therefore counted in slices, each of which counts once however long it
-took. After a stall of a minute, a peer has been silent for one slice more, and its messages of that minute are read
-before the next slice ends (the local health awareness of Lifeguard, Dadgar, Phillips and Currey 2018, arXiv
-1707.00788).
+A process that stalled (a blocked event loop, a stopped or swapped-out process) received nothing, and must not conclude
+that its peers are silent. Silence is therefore counted in slices, each of which counts once however long it took. After
+a stall of a minute, a peer has been silent for one more slice, and its messages of that minute are read before the next
+slice ends (the local health awareness of Lifeguard, Dadgar, Phillips and Currey 2018, arXiv 1707.00788).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NUM_SLICES = 10
 
 
 class SilenceWatch:
-    """Ends `timeout` once `heard` has not been called for so many slices. Asyncio thread only."""
+    """Expires `timeout` once `heard` has not been called for NUM_SLICES slices. Asyncio thread only."""
 
     def __init__(self, timeout: asyncio.Timeout, limit_s: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -43,8 +42,8 @@ class SilenceWatch:
 
 @contextlib.asynccontextmanager
 async def until_silent(limit_s: float) -> AsyncIterator[SilenceWatch]:
-    """Raises TimeoutError out of the body when nothing was `heard` for `limit_s` seconds in which this process could
-    have heard it."""
+    """Raises TimeoutError in the body when `heard` was not called for `limit_s` seconds, counting only time in which
+    this process was listening."""
     async with asyncio.timeout(None) as timeout:
         watch = SilenceWatch(timeout, limit_s)
         try:

@@ -1,4 +1,4 @@
-"""What all long-lived streams share: a bounded outbox, a watch for silence, and an end with a reason."""
+"""The common part of all long-lived streams: a bounded outbox, detection of silence, and an end with a reason."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ M = TypeVar("M")
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined] # known to grpc, not to its type stubs
 HEARTBEAT_S = 0.5
 SILENCE_S = 5.0
-"""A peer that says nothing for so long is taken for dead, whatever its sockets say."""
+"""A peer that is silent for this long is considered dead, whatever the state of its sockets."""
 HELLO_S = 5.0
-"""How long a new stream may take to introduce itself."""
+"""Timeout for the first message of a new stream."""
 ENDED = "the peer ended the stream"
 STOPPED = "the node was stopped"
 
 
 class Stream(Generic[M]):
-    """Our side of one stream: what waits to be written, and the reason why it has to end. Asyncio thread only.
+    """Our side of one stream: the messages waiting to be written, and the reason why it must end. Asyncio thread only.
 
-    A peer that reads slowly gets ever larger batches; with `limit` messages waiting it does not read at all, and the
-    stream ends.
+    A peer that reads slowly gets ever larger batches; one that lets more than `limit` messages accumulate is considered
+    not to read at all, and the stream ends.
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,7 +47,7 @@ class Stream(Generic[M]):
             self._filled.set()
 
     async def take(self, timeout_s: float) -> list[M]:
-        """All that waits, in order; after `timeout_s` without anything, or when the stream closes, an empty list."""
+        """All waiting messages, in order; an empty list after `timeout_s` without any, or when the stream closes."""
         if not self._waiting and self.closing is None:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -59,12 +59,12 @@ class Stream(Generic[M]):
         return taken
 
     def end(self, reason: str) -> None:
-        """Have the stream end; the first reason counts."""
+        """End the stream; the first reason counts."""
         if not self._end.done():
             self._end.set_result(reason)
 
     def close(self, reason: str) -> None:
-        """Have the stream end for `reason` once its writer, who looks at `closing`, finds that nothing waits."""
+        """End the stream for `reason` once its writer, which checks `closing`, finds no message waiting."""
         self.closing = self.closing or reason
         self._filled.set()
 
@@ -73,10 +73,10 @@ class Stream(Generic[M]):
 
 
 async def read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None], silence_s: float | None) -> str:
-    """Hand each message to `handle` until the stream ends; returns why it did.
+    """Pass each message to `handle` until the stream ends; returns the reason.
 
-    With `silence_s`, so long without a message is an end too, by a clock that runs only while we listen. Bytes that are
-    no message are another, and one that `handle` raises InvalidRequest for.
+    The stream also ends after `silence_s` without a message, by a clock that runs only while we listen; on bytes that
+    cannot be parsed; and on a message for which `handle` raises InvalidRequest.
     """
     if silence_s is None:
         return await _read_all(read, handle)
@@ -105,7 +105,7 @@ async def _read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], 
 
 
 async def first_end(*sides: Coroutine[Any, Any, str]) -> str:
-    """Run the sides of a stream until the first ends, stop the others, and return its reason."""
+    """Run the sides of a stream until the first ends, cancel the others, and return its reason."""
     tasks = [asyncio.create_task(side) for side in sides]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +117,7 @@ async def first_end(*sides: Coroutine[Any, Any, str]) -> str:
 
 
 def _reason(side: asyncio.Task[str]) -> str:
-    """Why the side ended. What gRPC raises for a stream that is gone is a reason; anything else is our bug."""
+    """Why the side ended. An error that gRPC raises for a lost stream is a reason; any other is our bug, and raised."""
     try:
         return side.result()
     except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""Which peers a process of a cluster trusts: the settings, and the secret and certificates that they name."""
+"""How a process of a cluster authenticates its peers: the settings, and the secret and certificates that they name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OTHERS = stat.S_IRGRP | stat.S_IROTH
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Without a secret and without TLS, everybody who reaches a port is trusted."""
+    """Without a secret and without TLS, any client that reaches a port is trusted."""
 
     secret: ClusterSecret | None = None
     tls: Tls | None = None
@@ -56,7 +56,7 @@ class ClusterSettings(Settings):
         return Trust(self._secret(), self._tls())
 
     def doubts(self, listen: HostPort | None) -> list[str]:
-        """Warnings about these settings for the operator. listen: where other roles are served, if they are."""
+        """Warnings about these settings for the operator. listen: the address for other roles, if there is one."""
         doubts, path = [], self.cluster_secret_file
         if path is not None and path.stat().st_mode & _OTHERS:
             doubts.append(f"--cluster-secret-file: others than its owner may read {path}")
@@ -106,5 +106,5 @@ def _read(flag: str, path: Path) -> bytes:
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return host == "localhost"

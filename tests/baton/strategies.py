@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from baton import errors, messages
 from baton.layout import KvLayout, LayerKv
 from baton.sampling import FinishReason, SamplingParams
+from baton.structured_output import StructuredKind, StructuredOutput
 
 uint32 = st.integers(0, 2**32 - 1)
 some32 = st.integers(1, 2**32 - 1)
@@ -48,6 +49,7 @@ def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.frozensets(int31, max_size=4)),
         num_logprobs=draw(st.integers(-1, 20)),
+        structured_outputs=draw(st.none() | st.builds(StructuredOutput, st.sampled_from(StructuredKind), name)),
     )
 
 

@@ -7,9 +7,12 @@ import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
+from baton.v1 import common_pb2
+from tests.e2e.client import Client
 from tests.e2e.cluster import PATIENCE_S, Router
 from tests.e2e.conftest import House
 
@@ -119,6 +122,18 @@ async def test_parameters_that_forbid_tokens_agree_with_the_grammar(handed_off: 
     first, second = (await handed_off.ask(**extra))[0], (await alone.ask(**extra))[0]
     assert first == second
     assert matches(first["text"])
+
+
+async def test_grpc_means_the_same(house: House, alone: Asker) -> None:
+    structured = common_pb2.StructuredOutput(kind="json", text=json.dumps(PERSON))
+    async with Client(house.chunk_2048) as client:
+        answer = await client.generate(
+            "Once upon a time", structured_outputs=structured, temperature=1.0, seed=7, max_tokens=120
+        )
+        assert answer.texts[0] == (await alone.ask(**PEOPLE[0]))[0]["text"]
+        with pytest.raises(grpc.aio.AioRpcError, match="frob") as refused:
+            await client.generate("x", structured_outputs=common_pb2.StructuredOutput(kind="frob"))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ sampling = mostly(
         "logit_bias": st.dictionaries(int32, number, max_size=2),
         "stop_token_ids": st.lists(int32, max_size=3) | st.just(2000).map(lambda length: [3] * length),
         "seed": uint64,
+        "structured_outputs": st.builds(common_pb2.StructuredOutput, kind=st.sampled_from(["json", "frob"])),
     },
 )
 

@@ -1,4 +1,4 @@
-"""A number for each KV block that a changed, missing or displaced word changes: to see that a transfer was whole."""
+"""Checksums of KV blocks that detect changed, missing and displaced words: they verify that a transfer was complete."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from baton_kernels.block_copy import BlockIds, on_device
 
 
 def block_checksums(rows: Tensor, block_ids: BlockIds | None = None) -> Tensor:
-    """The sum, modulo 2**64, of each 8-byte word of a row mixed with its place in the row. No secret is in it: it tells
-    faults, not forgery.
+    """Sum, modulo 2**64, of a row's 8-byte words, each mixed with its index in the row. No secret is involved: this
+    detects faults, not tampering.
 
-    rows: [n, row_bytes], uint8, where rows may be apart, row_bytes a multiple of 8. block_ids: the rows wanted, in that
-    order; None: all. Returns [num_wanted], int64.
+    rows: [n, row_bytes], uint8, any row stride, row_bytes a multiple of 8. block_ids: the rows wanted, in that order;
+    None: all. Returns [num_wanted], int64.
     """
     assert rows.dtype == torch.uint8
     assert rows.stride(1) == 1

@@ -1,4 +1,4 @@
-"""block_checksum as one Triton kernel: a program sums a piece of one row, and adds to the row's number."""
+"""block_checksum as one Triton kernel: a program sums a piece of one row and adds it to the row's checksum."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""block_checksum in plain torch, whose int64 wraps around."""
+"""block_checksum in plain torch, relying on int64 wrapping around."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# splitmix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed numbers
+# splitmix64's constants (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as signed integers
 STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 
@@ -20,5 +20,5 @@ def block_checksums(rows: Tensor, block_ids: Tensor | None) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, zeros coming in."""
+    """Logical right shift."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

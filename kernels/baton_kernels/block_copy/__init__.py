@@ -1,4 +1,4 @@
-"""Moves KV blocks: whole ones within a pool, and whole ones or a range of their bytes between a pool and contiguous
+"""Copies KV blocks: whole ones within a pool, and whole ones or a byte range of each between a pool and contiguous
 staging memory on the same device."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def copy_blocks(pool: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 
 BlockIds = Sequence[int] | Tensor
-"""A sequence, or [n] int64 where kernels of the device can read it, as pinned memory of the host: no copy is needed
-then, and the caller keeps it until the device has used it."""
+"""A sequence, or an [n] int64 tensor that the device's kernels can read, such as pinned host memory. A tensor is not
+copied: the caller must keep it until the device has used it."""
 
 
 def gather_blocks(pool_bytes: Tensor, block_ids: BlockIds, out: Tensor) -> None:
@@ -44,7 +44,7 @@ def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: BlockIds) -> None
     """Write row i of `src` over block `block_ids[i]`.
 
     src: [len(block_ids), piece_bytes], uint8, contiguous. pool_bytes: [num_blocks, piece_bytes], uint8: all of each
-    block, or columns of that tensor; changed in place. No id twice.
+    block, or columns of that tensor; changed in place. Ids are unique.
     """
     _check(pool_bytes, block_ids, src)
     if len(block_ids):
@@ -55,13 +55,13 @@ Move = Callable[[], None]
 
 
 class PoolMoves:
-    """`gather_blocks` and `scatter_blocks` of one pool, over and over: what is the same each time is done once. On a
-    GPU the host needs longer to launch a move than the GPU for the move. So `gather` and `scatter` make it ready, and
-    to call what they return launches it; the ids may change until then. On any thread.
+    """Repeated `gather_blocks` and `scatter_blocks` of one pool, with the common work done once. On a GPU, the host
+    takes longer to launch a move than the GPU takes to run it. So `gather` and `scatter` only prepare the move, and
+    calling what they return launches it; the ids may change until then. Callable from any thread.
 
     pool_bytes: [num_blocks, block_bytes], uint8. `block_ids`: [num_blocks or more], int64, as in `BlockIds`. `staging`:
-    uint8, one-dimensional; its first num_blocks * piece_bytes bytes are the pieces, which are bytes [offset, offset +
-    piece_bytes) of each block. `stream`: a torch.cuda.Stream on which to do it; None on a CPU.
+    uint8, one-dimensional; its first num_blocks * piece_bytes bytes hold the pieces, bytes [offset, offset +
+    piece_bytes) of each block. `stream`: the torch.cuda.Stream of the move; None on a CPU.
     """
 
     def __init__(self, pool_bytes: Tensor) -> None:
@@ -80,7 +80,7 @@ class PoolMoves:
     def scatter(
         self, block_ids: Tensor, num_blocks: int, offset: int, piece_bytes: int, staging: Tensor, stream: Any
     ) -> Move:
-        """No id twice."""
+        """Ids are unique."""
         self._check(block_ids, num_blocks, offset, piece_bytes, staging)
         move: Move = self._moves.ready(False, block_ids, num_blocks, offset, piece_bytes, staging, stream)
         return move
@@ -100,7 +100,7 @@ def _implementation(pool: Tensor) -> ModuleType:
 
 
 def on_device(ids: BlockIds | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """From pinned memory, so that nobody waits for the copy; torch keeps that memory until it is done."""
+    """Copies from pinned memory, so the host does not wait; torch keeps that memory until the copy is complete."""
     if isinstance(ids, Tensor):
         return ids
     if device.type == "cpu":

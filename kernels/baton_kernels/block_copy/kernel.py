@@ -1,4 +1,4 @@
-"""block_copy as one Triton kernel: a program moves a piece of one block, so that few large blocks fill the GPU too."""
+"""block_copy as one Triton kernel: a program copies a piece of one block, so that a few large blocks fill the GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from baton_kernels.block_copy.words import as_words, word_bytes
 
-PIECE = 2048  # words per program: with 8-byte words eight 16-byte accesses per thread, all under way at once
+PIECE = 2048  # words per program: with 8-byte words, eight 16-byte accesses per thread, all in flight at once
 ALIGNMENT = 16
-"""Of addresses and sizes: what Triton compiles another kernel for."""
+"""Triton compiles a separate kernel for addresses and sizes that are multiples of this."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["source_ids_ptr", "target_ids_ptr"])
@@ -31,8 +31,8 @@ def _move_kernel(
     HAS_TARGET_IDS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """target[target_ids[i]] = source[source_ids[i]]; without ids, row i itself. Words of a row, and between rows, are
-    no constants: how many layers a row has of its block differs, and nothing may be compiled while serving."""
+    """target[target_ids[i]] = source[source_ids[i]]; without ids, row i itself. Row size and strides are not constexpr:
+    they depend on how many layers of a block a row holds, and nothing may be compiled while serving."""
     source = tl.program_id(0).to(tl.int64)
     target = source
     if HAS_TARGET_IDS:
@@ -59,7 +59,7 @@ def scatter_blocks(src: Tensor, pool_bytes: Tensor, block_ids: Tensor) -> None:
 
 
 class Sizes(NamedTuple):
-    """What the kernel is told beside addresses, in its order."""
+    """The kernel's arguments other than pointers, in its order."""
 
     row_words: int
     source_stride: int
@@ -70,8 +70,8 @@ class Sizes(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The kernel that was launched (None in Triton's interpreter, which compiles nothing), its programs for each row,
-    and what it was told."""
+    """The kernel that was launched (None in Triton's interpreter, which compiles nothing), its programs per row, and
+    its arguments."""
 
     compiled: Any
     num_programs: int
@@ -79,8 +79,8 @@ class Moved(NamedTuple):
 
 
 class PoolMoves:
-    """Triton takes tens of microseconds to find out from a launch's arguments which kernel it has compiled for them, so
-    this remembers the kernel, by all that Triton looks at: sizes, and how addresses are aligned."""
+    """Triton takes tens of microseconds to look up the compiled kernel from a launch's arguments, so this caches the
+    kernel, keyed by everything that Triton specializes on: sizes and the alignment of addresses."""
 
     def __init__(self, pool_bytes: Tensor) -> None:
         self._pool = pool_bytes
@@ -98,7 +98,7 @@ class PoolMoves:
         staging: Tensor,
         stream: Any,
     ) -> Callable[[], None]:
-        # Of a tensor Triton would ask the driver whether the device can read it, which takes as long as the launch.
+        # Pass addresses: for a tensor Triton asks the driver whether the device can read it, as slow as the launch.
         pool_at, staging_at, ids_at = self._address + offset, staging.data_ptr(), block_ids.data_ptr()
         like = (gathers, piece_bytes, pool_at % ALIGNMENT, staging_at % ALIGNMENT)
         if (found := self._found.get(like)) is None:
@@ -124,7 +124,7 @@ class PoolMoves:
         num_blocks: int,
         stream: Any,
     ) -> None:
-        """The first of its kind goes the usual way."""
+        """Launch the first move of its kind through Triton, and cache the kernel."""
         source_ids, target_ids = (block_ids, None) if like[0] else (None, block_ids)
         with torch.cuda.stream(stream):
             moved = _move(source, target, source_ids, target_ids, num_blocks)
@@ -140,6 +140,6 @@ def _move(source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids:
     has_ids = source_ids is not None, target_ids is not None
     sizes = Sizes(row_words, source.stride(0), target.stride(0), has_ids[0], has_ids[1], PIECE)
     ids = [x for x in (source_ids, target_ids) if x is not None]
-    with torch.cuda.device_of(source):  # those who move KV have threads of their own, whose device is the first
+    with torch.cuda.device_of(source):  # KV is moved on separate threads, where device 0 is current
         compiled = _move_kernel[num_rows, num_programs](source, target, ids[0], ids[-1], *sizes, num_warps=4)
     return Moved(compiled, num_programs, sizes)

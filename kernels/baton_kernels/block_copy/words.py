@@ -1,4 +1,4 @@
-"""Rows of bytes as rows of wide integers, which move several times as fast."""
+"""Views rows of bytes as rows of wide integers, which copy several times as fast."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def word_bytes(*tensors: Tensor) -> int:
-    """The widest element that all of them can be read as: indexing moves elements, so bytes alone take several times
-    as long."""
+    """Size of the widest element that all of them can be viewed as: indexing copies element by element, so single bytes
+    take several times as long."""
     bits = max(_WORDS)
     for rows in tensors:
         bits |= rows.shape[1] | rows.stride(0) | rows.data_ptr()
@@ -18,5 +18,5 @@ def word_bytes(*tensors: Tensor) -> int:
 
 
 def as_words(rows: Tensor, width: int | None = None) -> Tensor:
-    """[n, row_bytes] uint8 as [n, row_bytes / width], the same memory. Rows may be apart."""
+    """View [n, row_bytes] uint8, any row stride, as [n, row_bytes / width]."""
     return rows.view(_WORDS[width or word_bytes(rows)])

@@ -1,4 +1,4 @@
-"""The gate of a gated MLP: `activation(gate) * up` over the output of one fused projection."""
+"""Activation of a gated MLP: `activation(gate) * up` over the output of one fused projection."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     """Return `activation(gate) * up`, [..., intermediate_size], contiguous.
 
     gate_up: [..., 2 * intermediate_size], contiguous: gate in the first half, up in the second.
-    activation: "gelu" is the exact one, with erf. Its result is rounded to the dtype before the product, as when the
-        two are separate operations.
+    activation: "gelu" is the exact form, with erf. The activation's result is rounded to the dtype before the product,
+        as if the two were separate operations.
     """
     assert gate_up.shape[-1] % 2 == 0
     assert gate_up.is_contiguous()

@@ -17,7 +17,7 @@ def activated(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":
-        # 0.5 (1 + tanh(z)) is sigmoid(2 z), and Triton has no tanh of its own.
+        # 0.5 (1 + tanh(z)) is sigmoid(2 z); Triton has no built-in tanh.
         gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         gate = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))

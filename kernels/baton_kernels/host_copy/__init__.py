@@ -1,7 +1,7 @@
-"""Copies small arrays between a GPU and pinned memory of the host by a kernel, which reaches that memory itself.
+"""Copies small arrays between a GPU and pinned host memory with a kernel that accesses that memory directly.
 
-A copy engine would do it too, but a GPU changes between copies and kernels in about 10 us, and a step copies several
-times.
+A copy engine could do this, but switching between copies and kernels costs a GPU about 10 us, and a step makes several
+copies.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from baton_kernels.host_copy import reference
 
 
 def host_copy(source: Tensor, out: Tensor) -> None:
-    """Write `source` to `out`, on the current stream and without waiting for it.
+    """Copy `source` to `out` on the current stream, without waiting for it.
 
-    Both are contiguous, of one dtype and as many elements. One of them may be pinned memory of the host; whoever owns
-    that keeps it until the stream has come past this point.
+    Both are contiguous, of the same dtype and number of elements. One of them may be pinned host memory; its owner must
+    keep it until the stream has passed this point.
     """
     assert source.dtype == out.dtype
     assert source.numel() == out.numel()

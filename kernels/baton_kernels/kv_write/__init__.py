@@ -1,4 +1,4 @@
-"""Writes new keys and values into their slots of the KV cache; with rotary embedding and per-head norms on the way."""
+"""Writes new keys and values into their slots of the KV cache, optionally with rotary embedding and per-head norms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     key, value: [num_tokens, num_kv_heads, head_dim], any strides.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], of the same dtype and strides; changed in
         place.
-    slot_mapping: [num_tokens], int64, contiguous. No slot twice, but those of the null block 0.
+    slot_mapping: [num_tokens], int64, contiguous. Slots are unique, except those of the null block 0.
     """
     _check(key, value, key_cache, value_cache, slot_mapping)
     if key.is_cuda:
@@ -40,18 +40,18 @@ def rope_kv_write(
     interleaved: bool = False,
     norm: HeadNorm | None = None,
 ) -> None:
-    """Rotate query and key in place, after an RMS norm of each head where one is given, then do as `kv_write`.
+    """Rotate query and key in place, after an RMS norm of each head if `norm` is given, then do the same as `kv_write`.
 
-    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; any strides but for a
-        contiguous last dimension, so slices of one fused projection.
+    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; any strides but a
+        contiguous last dimension, so slices of one fused projection work.
     cos, sin: [num_tokens, rotary_dim], the last dimension contiguous, any floating dtype. `cos[t, i]` belongs to
-        element i of a head; elements from rotary_dim on pass through. Element i turns with `i + rotary_dim / 2`, and
-        only the first half is read; if `interleaved` (GPT-J, Cohere) 2i turns with 2i + 1, and only even columns are
-        read. Of transformers' tables, GLM's, Helium's and ERNIE 4.5's need `cos[:, : rotary_dim //
-        2].repeat_interleave(2, -1)` and `interleaved`, gpt-oss's need `cat((cos, cos), -1)`; the others fit.
+        element i of a head; elements from rotary_dim on pass through. Element i rotates with `i + rotary_dim / 2`, and
+        only the first half is read; if `interleaved` (GPT-J, Cohere), 2i rotates with 2i + 1, and only even columns are
+        read. Of transformers' tables, those of GLM, Helium and ERNIE 4.5 need `cos[:, : rotary_dim //
+        2].repeat_interleave(2, -1)` and `interleaved`, those of gpt-oss need `cat((cos, cos), -1)`; the others fit.
 
-    Rotation is computed in fp32 from cos and sin as they are given, and rounded once; transformers rounds each of the
-    two products to the model's dtype as well.
+    The rotation is computed in fp32 from cos and sin as given, and rounded once; transformers also rounds each of the
+    two products to the model's dtype.
     """
     _check(key, value, key_cache, value_cache, slot_mapping)
     num_tokens, _, head_dim = key.shape

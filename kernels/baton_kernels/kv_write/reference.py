@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class HeadNorm(NamedTuple):
-    """RMS norm of each head of query and key; weights [head_dim]. See `rms_norm` for what the numbers mean; with an
-    offset, the weight is rounded once."""
+    """RMS norm of each head of query and key; weights are [head_dim]. The other fields are those of `rms_norm`; an
+    offset requires `round_once`."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -63,5 +63,5 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
         first, second = slice(rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     c, s = cos[:, None, first].float(), sin[:, None, first].float()
     x, y = heads[..., first].float(), heads[..., second].float()
-    # Both before either is written: x and y of an fp32 model are views.
+    # Compute both before writing either: x and y of an fp32 model are views.
     heads[..., first], heads[..., second] = x * c - y * s, y * c + x * s

@@ -1,7 +1,7 @@
 """rope_kv_write as a Triton kernel.
 
-A program has one token and a few of its heads, of the query or of the key and value: 40 heads of 128
-make 5 programs of 2 warps, enough of them to fill a GPU at 64 decodes and small enough to end soon at one.
+A program handles one token and a few of its heads, either of the query or of the key and value: 40 heads of 128 make 5
+programs of 2 warps, enough to fill a GPU at 64 decodes and small enough for low latency at one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from baton_kernels.kv_write.reference import HeadNorm
 from baton_kernels.pdl import launch_options
 
-ELEMENTS = 1024  # of a program's heads: 2 warps, 8 elements of each half per thread, 16-byte accesses
+ELEMENTS = 1024  # of heads per program: 2 warps, 8 elements of each half per thread, 16-byte accesses
 
 
 @triton.jit
@@ -37,7 +37,8 @@ def _head_norm(
     ROUND_ONCE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Normalise heads given as the two halves of the rotated part and the rest; fp32 in, rounded values as fp32 out."""
+    """Normalise heads given as the two halves of the rotated part and the rest. Takes fp32, returns rounded values as
+    fp32."""
     total = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
     if HAS_REST:
         total += tl.sum(rest * rest, axis=1)
@@ -162,7 +163,7 @@ def _rope_kv_write_kernel(
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     pair = tl.arange(0, HALF_PADDED)[None, :]
-    # Each head loads them again, from L1: one row would come in another layout, and reach the heads' by barriers.
+    # Each head loads these again, from L1: a single row would have another layout, and converting it takes barriers.
     column = tl.broadcast_to(pair * 2 if INTERLEAVED else pair, (HEADS, HALF_PADDED))
     known = column < ROTARY_DIM if INTERLEAVED else column < ROTARY_DIM // 2
     cos = tl.load(cos_ptr + token * cos_token_stride + column, mask=known, other=0.0).to(tl.float32)
@@ -223,8 +224,8 @@ def _rope_kv_write_kernel(
 
 
 class Tiling(NamedTuple):
-    """`heads`: of a program. `query_groups`, `groups`: programs of a token for the query's heads, and for all heads.
-    padded, half, rest: powers of 2 that hold a head, half of what turns, and what does not turn."""
+    """heads: per program. query_groups, groups: programs per token for the query's heads, and for all heads. padded,
+    half, rest: powers of 2 that hold a head, half of its rotated part, and its unrotated part."""
 
     heads: int
     query_groups: int

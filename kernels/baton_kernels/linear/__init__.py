@@ -1,8 +1,8 @@
-"""Matmuls with a model's weights, for the few rows of a decode step and for the many of a prefill.
+"""Matmuls with a model's weights, for the few rows of a decode step and the many rows of a prefill.
 
-On Hopper GPUs up to 128 rows, and gated ones of any number, may run in Triton kernels; which do is a table of what
-measured faster than cuBLAS (`tiling.py`). Besides, the kernels of few rows take part in programmatic dependent launch
-(`baton_kernels.pdl`), cuBLAS's do not.
+On Hopper GPUs, matmuls of up to 128 rows, and gated ones of any number, may run in Triton kernels: `tiling.py` lists
+the shapes for which they measured faster than cuBLAS. The kernels for few rows also take part in programmatic dependent
+launch (`baton_kernels.pdl`); cuBLAS's do not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x @ weight.T + bias`, [..., out_features].
 
     x: [..., in_features]. weight: [out_features, in_features], rows contiguous, as in nn.Linear. bias: [out_features].
-    The same shapes give the same bits each time, in a CUDA graph or not; another number of rows may round otherwise.
-    Calls of one device run on one stream at a time: they share counters.
+    The same shapes give the same bits each time, in a CUDA graph or not; another number of rows may round differently.
+    Calls on one device must run on one stream at a time: they share counters.
     """
     assert x.shape[-1] == weight.shape[1]
     tiling = _tiling(x, weight, gated=False)
@@ -37,9 +37,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation, bias: Tensor | None = None) -> Tensor:
-    """Return `gated_activation(linear(x, weight, bias), activation)`, [..., intermediate_size], rounded where that is.
+    """Return `gated_activation(linear(x, weight, bias), activation)`, [..., intermediate_size], with the same rounding.
 
-    x: [..., in_features]. weight: [2 * intermediate_size, in_features], the gate's rows and then up's.
+    x: [..., in_features]. weight: [2 * intermediate_size, in_features], the gate's rows, then up's.
     """
     assert x.shape[-1] == weight.shape[1]
     assert weight.shape[0] % 2 == 0
@@ -60,7 +60,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation, bias: Tensor
 
 
 def _tiling(x: Tensor, weight: Tensor, gated: bool) -> AnyTiling | None:
-    """What a Triton kernel makes of it; None where cuBLAS, or the CPU, is to do it."""
+    """The Triton kernel and tiling to use; None: cuBLAS or the CPU."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return None
     num_rows = x.numel() // x.shape[-1]
@@ -72,6 +72,6 @@ def _tiling(x: Tensor, weight: Tensor, gated: bool) -> AnyTiling | None:
 
 @functools.cache
 def _num_sms(device: torch.device) -> int:
-    """Processors of a Hopper GPU; 0 of any other, for which nothing was measured."""
+    """SMs of a Hopper GPU; 0 for any other, as nothing was measured there."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count if properties.major == 9 else 0

@@ -1,7 +1,7 @@
-"""Matmuls of few rows in Triton. Their weights are read once, and how fast is all that counts.
+"""Matmuls of few rows in Triton. Each weight is read once, so memory bandwidth is all that counts.
 
-No weight is loaded before the wait for the kernel before, though no kernel writes them. What measured on an H200:
-prefetching 8 MB of each weight into L2 changed a decode step by -0.6 to +1.5 percent, 32 MB by +2 to +3: the small
+No weight is loaded before the wait for the previous kernel, though no kernel writes weights. On an H200, prefetching 8
+MB of each weight into L2 changed the time of a decode step by -0.6 to +1.5 percent, 32 MB by +2 to +3: the small
 kernels before the matmul then queue for memory behind its weights.
 """
 
@@ -19,7 +19,7 @@ from baton_kernels.pdl import launch_options
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """Rounded where gate and up, the activation and the product would be if they were separate operations."""
+    """activation(gate) * up, rounding gate, up and the activation as separate operations would; the product is fp32."""
     rounded = activated(gate.to(DTYPE).to(tl.float32), ACTIVATION).to(DTYPE).to(tl.float32)
     return rounded * up.to(DTYPE).to(tl.float32)
 
@@ -42,14 +42,14 @@ def _row_kernel(
 ):
     """One row of x; fp32 products and sums. in_features is a multiple of DEPTH.
 
-    Weights go through shared memory, though each is used once: so the loads ahead of the products are as many as STAGES
-    says, and not as many as the compiler's order of instructions leaves (28 us or 32 for the same loop).
+    Weights go through shared memory although each is used once: that way STAGES sets how many loads run ahead of the
+    products, rather than the compiler's instruction order (28 us against 32 for the same loop).
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     feature = tl.program_id(0) * OUT + tl.arange(0, OUT)
     mask = feature < out_features
     column = tl.arange(0, DEPTH)
-    row = tl.minimum(feature, out_features - 1).to(tl.int64)  # the last row again instead of a mask
+    row = tl.minimum(feature, out_features - 1).to(tl.int64)  # repeat the last row instead of masking
     weight_ptrs = weight_ptr + row[:, None] * weight_stride + column[None, :]
     x_ptrs = x_ptr + column
     up_offset = tl.cast(out_features, tl.int64) * weight_stride
@@ -101,10 +101,11 @@ def _tile_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`weight @ x.T`: the many rows of the weight are the tensor cores' long side. in_features is a multiple of DEPTH.
+    """`weight @ x.T`: the many rows of the weight are the tensor cores' M dimension. in_features is a multiple of
+    DEPTH.
 
-    Tiles have a leading dimension of SLICES, by which the warps share a step's columns. With an activation the weight
-    has `2 * out_features` rows.
+    Tiles have a leading dimension of SLICES, which splits a step's columns among the warps. With an activation the
+    weight has `2 * out_features` rows.
     """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     WIDTH: tl.constexpr = DEPTH // SLICES
@@ -114,7 +115,7 @@ def _tile_kernel(
     begin = split * share
     end = tl.minimum(in_features, begin + share)
     feature = tile * OUT + tl.arange(0, OUT)
-    weight_row = tl.minimum(feature, out_features - 1).to(tl.int64)  # the last row again instead of a mask
+    weight_row = tl.minimum(feature, out_features - 1).to(tl.int64)  # repeat the last row instead of masking
     x_row = tl.arange(0, ROWS)
     column = begin + tl.arange(0, WIDTH)
     if SLICES == 1:
@@ -149,11 +150,11 @@ def _tile_kernel(
         cell = tl.arange(0, OUT)[:, None] * ROWS + x_row[None, :]
         part_ptrs = part_ptr + tile.to(tl.int64) * (SPLITS * OUT * ROWS) + cell
         tl.store(part_ptrs + split * (OUT * ROWS), sums)
-        tl.debug_barrier()  # all threads' stores come before the one thread's release
+        tl.debug_barrier()  # order all threads' stores before the release by one thread
         last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
-            tl.store(arrived_ptr + tile, 0)  # as the next matmul expects it
-            # All from memory, and in one order, whichever program came last.
+            tl.store(arrived_ptr + tile, 0)  # the next matmul expects zeros
+            # Read all parts from memory, in a fixed order, so that the sum does not depend on which program is last.
             sums = tl.load(part_ptrs, cache_modifier=".cg")
             for other in tl.static_range(1, SPLITS):
                 sums += tl.load(part_ptrs + other * (OUT * ROWS), cache_modifier=".cg")
@@ -175,7 +176,7 @@ def _tile_kernel(
 def few_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tiling: RowTiling | Tiling
 ) -> Tensor:
-    """[num_rows, out_features], or half of them with an activation.
+    """Return [num_rows, out_features], or half as many features with an activation.
 
     x: [num_rows, in_features], weight: [out_features, in_features], bias: [out_features]; one dtype, contiguous rows.
     """
@@ -213,13 +214,13 @@ _ARRIVED: dict[torch.device, Tensor] = {}
 
 
 def _arrived(device: torch.device) -> Tensor:
-    """[MAX_TILES], int32: how many splits of a tile are done; every launch leaves zeros behind.
+    """[MAX_TILES], int32: how many splits of a tile are done; every launch resets it to zeros.
 
-    One for all matmuls of a device, which therefore run one after another, on one stream at a time.
+    All matmuls of a device share it, so they must run one after another, on one stream at a time.
     """
     if device not in _ARRIVED:
         zeros = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return zeros  # the graph's own, zero at each replay: nothing to keep for others
+            return zeros  # owned by the graph and zeroed at each replay; not shared with other launches
         _ARRIVED[device] = zeros
     return _ARRIVED[device]

@@ -1,7 +1,7 @@
-"""Which kernel takes a matmul: decided by shapes alone, so that every call of a shape runs the same one.
+"""Chooses the kernel of a matmul by shapes alone, so that every call of a shape runs the same one.
 
-Numbers are of an H200 (132 processors), of weights that are not in L2, in microseconds, cuBLAS's first. Where nothing
-is listed here cuBLAS is as fast, or faster.
+Timings are in microseconds on an H200 (132 SMs) with weights not in L2, cuBLAS's first: "15.3 to 13.6" is cuBLAS, then
+this kernel. For shapes that are not listed, cuBLAS is as fast or faster.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 MAX_ROWS = 128
 KERNEL_ROWS = (1, 8, 16, 32, 64, 128, 2048)
-"""Numbers of rows that between them run every kernel that there is for a weight: who calls `linear` with each of them
-at the start compiles nothing later."""
-MAX_TILES = 1024  # where columns are split: the counters that there are
-SMALL = 1 << 20  # elements of a weight below which there is nothing to gain
+"""Numbers of rows that together run every kernel there is for a weight: after calling `linear` with each of them at
+startup, nothing is compiled later."""
+MAX_TILES = 1024  # tiles of a matmul with split columns: the number of counters
+SMALL = 1 << 20  # elements of a weight; for smaller ones there is nothing to gain
 
 
 @dataclass(frozen=True, slots=True)
 class RowTiling:
-    """One row: a program has `out` rows of the weight and walks along them in steps of `depth`."""
+    """One row of x: a program handles `out` rows of the weight, in steps of `depth` columns."""
 
     out: int
     depth: int
@@ -29,10 +29,10 @@ class RowTiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Few rows, all of them (padded to `rows`) in every program, which has `out` rows of the weight.
+    """Few rows of x, all of them (padded to `rows`) in every program, which handles `out` rows of the weight.
 
-    depth: columns of a step, shared among `slices` groups of warps.
-    splits: programs that share the columns; the last of them to finish adds up.
+    depth: columns per step, split among `slices` groups of warps.
+    splits: programs that split the columns; the last to finish sums their parts.
     """
 
     rows: int
@@ -46,8 +46,8 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class WideTiling:
-    """Many rows of a gated matmul: a program's tile is [rows, out] of gate and of up; `group` of them are one above the
-    other."""
+    """Many rows of a gated matmul: a program's tile is [rows, out] of gate and of up; tiles are ordered in bands
+    `group` tiles high."""
 
     rows: int
     out: int
@@ -62,9 +62,9 @@ AnyTiling = RowTiling | Tiling | WideTiling
 
 @functools.lru_cache(maxsize=4096)
 def choose(num_rows: int, out_features: int, in_features: int, gated: bool, num_sms: int) -> AnyTiling | None:
-    """The kernel for [num_rows, in_features] @ [out_features, in_features].T; None is cuBLAS.
+    """The kernel for [num_rows, in_features] @ [out_features, in_features].T; None means cuBLAS.
 
-    gated: `out_features` counts the gate's rows and up's, and the activation is part of the kernel.
+    gated: `out_features` counts the rows of both gate and up, and the kernel includes the activation.
     """
     if out_features * in_features < SMALL or in_features % 256:
         return None
@@ -89,8 +89,8 @@ def _one_row(in_features: int, gated: bool) -> RowTiling:
 def _gated(num_rows: int, out_features: int, num_sms: int) -> Tiling | None:
     """With the activation: 57.3 to 55.7 for 8 rows, 59.3 to 57.4 for 32, 63.1 to 60.1 for 64, 68.9 to 64.6 for 128.
 
-    A program's stages fill most of a processor's shared memory, so the last wave of programs must be a full one: with
-    37888 features and large tiles 64 rows took 85.5, and 74.4 with cuBLAS.
+    A program's stages fill most of an SM's shared memory, so the last wave of programs must be nearly full: with 37888
+    features and large tiles, 64 rows took 85.5, against 74.4 with cuBLAS.
     """
     rows = _padded(num_rows)
     fill_64, fill_128 = (_fill(out_features // 2, tile, num_sms) for tile in (64, 128))
@@ -106,8 +106,8 @@ def _gated(num_rows: int, out_features: int, num_sms: int) -> Tiling | None:
 
 
 def _wide(num_rows: int, out_features: int, num_sms: int) -> WideTiling | None:
-    """Where power is what limits matmuls that follow one another: prompts of 2048, 64 at once, 41900 to 42700 tokens/s,
-    one of 32768 1248 ms to 1230. Otherwise as quick as cuBLAS, whose 1536 rows are quicker by an eighth, and 256 by 3%.
+    """Pays where power limits consecutive matmuls: 64 prompts of 2048 at once, 41900 to 42700 tokens/s; one of 32768,
+    1248 to 1230 ms. Otherwise as fast as cuBLAS, except that cuBLAS is faster by an eighth at 1536 rows, by 3% at 256.
     """
     tiles = -(-num_rows // 128) * -(-out_features // 256)
     if num_rows < 1024 or tiles / (-(-tiles // num_sms) * num_sms) < 0.95:
@@ -120,7 +120,7 @@ def _few_rows(num_rows: int, out_features: int, in_features: int, num_sms: int) 
     64: down 35.3 to 32.4. lm_head 241 to 234 for 8 rows, 255 to 245 for 32, 271 to 254 for 64."""
     rows = _padded(num_rows)
     if num_rows <= 8 and out_features <= 8192:
-        # Small tiles, for many programs on every processor: each warp, or pair, has its own columns.
+        # Small tiles, so that many programs fit on each SM: each slice of the columns has its own warp.
         if out_features > 32 * num_sms:
             return Tiling(rows, out=16, depth=256, num_warps=2, num_stages=4, slices=2)
         return Tiling(rows, out=16, depth=256, num_warps=4, num_stages=5, slices=4)
@@ -129,13 +129,13 @@ def _few_rows(num_rows: int, out_features: int, in_features: int, num_sms: int) 
     if num_rows <= 32 or (num_rows <= 64 and in_features >= 8192 and out_features < 16384):
         splits = max(1, min(8, num_sms // -(-out_features // 64)))
         if splits > 1:
-            rows = max(32, rows)  # for 16 rows 11.5 to 11.1 (o), 31.3 to 30.3 (down)
+            rows = max(32, rows)  # 16 rows, padded to 32: 11.5 to 11.1 (o), 31.3 to 30.3 (down)
         return Tiling(rows, out=64, depth=128, num_warps=4, num_stages=5, splits=splits)
     return None
 
 
 def _fill(features: int, tile: int, num_sms: int) -> float:
-    """Of all waves of programs, one per processor: the share that is not idle."""
+    """The busy fraction of all waves of programs, with one program per SM."""
     tiles = -(-features // tile)
     return tiles / (-(-tiles // num_sms) * num_sms)
 

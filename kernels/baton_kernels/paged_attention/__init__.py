@@ -1,4 +1,4 @@
-"""Attention of a flattened batch, prefill chunks and decodes mixed, over keys and values that lie in KV blocks."""
+"""Attention of a flattened batch of mixed prefill chunks and decodes, over keys and values in KV blocks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each sequence's new tokens over all of its tokens; returns [num_tokens, num_heads, head_dim].
 
-    query: [num_tokens, num_heads, head_dim], any strides; heads are grouped, `num_heads / num_kv_heads` in a row share
-        one KV head.
+    query: [num_tokens, num_heads, head_dim], any strides; `num_heads / num_kv_heads` consecutive heads share one KV
+        head.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim] views, each [num_kv_heads, block_size,
-        head_dim] piece contiguous; the new tokens' are written already.
+        head_dim] piece contiguous; they already hold the new tokens' KV.
     sliding_window: a token sees itself and the `sliding_window - 1` before it. softcap: scores become
-    `softcap * tanh(score / softcap)`. sinks: [num_heads], a score per head that takes part in the softmax and has no
+    `softcap * tanh(score / softcap)`. sinks: [num_heads], a score per head that takes part in the softmax but has no
     value (gpt-oss).
-    key, value: [num_tokens, num_kv_heads, head_dim], the new tokens' (the cache holds them too), for what is quicker on
-        contiguous memory.
+    key, value: [num_tokens, num_kv_heads, head_dim], those of the new tokens (also in the cache), for kernels that are
+        faster on contiguous memory.
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     assert query.shape[0] == batch.num_tokens
@@ -55,7 +55,7 @@ def paged_attention(
 def warm_up(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, max_tokens: int
 ) -> None:
-    """Plan, where a GPU's library wants plans, for chunks of up to `max_tokens`: in the thread that will compute."""
+    """Build the plans that cuDNN needs for chunks of up to `max_tokens`. Call it on the thread that will compute."""
     if device.type == "cuda":
         from baton_kernels.paged_attention import contiguous
 

@@ -1,4 +1,4 @@
-"""Where a flattened batch's tokens and their context lie: made once per step, used by every layer."""
+"""Describes where a flattened batch's tokens and their context lie: built once per step, used by every layer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PagedBatch:
-    """A step's sequences, whose new tokens follow one another: first `num_decodes` with one each, then the chunks.
+    """A step's sequences, with their new tokens concatenated: first `num_decodes` of one token each, then the chunks.
 
-    On the device, int32, read by the kernels (in a CUDA graph their contents change from replay to replay):
-    block_tables: [num_rows, max_blocks]; a row belongs to a running sequence for as long as it runs.
+    On the device, int32, read by the kernels (in a CUDA graph the contents change from replay to replay):
+    block_tables: [num_rows, max_blocks]; a running sequence keeps its row for as long as it runs.
     rows: [num_seqs], the row of each sequence. query_starts: [num_seqs + 1], cumulative new tokens (cu_seqlens_q).
-    context_lens: [num_seqs], the new tokens included; 0 pads a CUDA graph, and that token's output means nothing.
+    context_lens: [num_seqs], including the new tokens; 0 pads a CUDA graph, and that token's output is meaningless.
 
-    On the host: query_lens, and host_context_lens, empty in a CUDA graph of decodes, where they are not known.
-    `plans` is what an implementation derived from all this for the step, under keys of its own.
+    On the host: query_lens; host_context_lens, empty in a CUDA graph of decodes, where they are not known.
+    plans: what an implementation derived from all this for the step, under its own keys.
     """
 
     block_size: int
@@ -45,8 +45,8 @@ class PagedBatch:
         block_size: int,
         device: torch.device,
     ) -> PagedBatch:
-        """A batch with tables of its own, one row each. They may be longer than their context needs; what is beyond
-        is not read."""
+        """A batch with its own block tables, a row for each sequence. The given tables may be longer than the context
+        needs; the excess is ignored."""
         widths = [-(-length // block_size) for length in context_lens]
         tables = np.zeros((len(widths), max(widths)), dtype=np.int32)
         for row, table, width in zip(tables, block_tables, widths, strict=True):

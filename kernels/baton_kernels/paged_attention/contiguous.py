@@ -1,15 +1,15 @@
 """Attention of a long chunk by cuDNN, over contiguous keys and values.
 
 On an H200 (32 query and 8 KV heads of 128, bf16) cuDNN computes causal squares of 4096 and 8192 at 517 and 612 TFLOP/s
-and rectangles of 1024 x 8192 at 650 to 690, our Triton kernel over blocks at 330 to 400. But cuDNN builds a plan for
-each new shape: 40 to 80 ms, and a second for the first of a kind. So there are few shapes:
+and rectangles of 1024 x 8192 at 650 to 690; our Triton kernel over blocks reaches 330 to 400. But cuDNN builds a plan
+for each new shape, which takes 40 to 80 ms, and a second for the first of a kind. So only a few shapes are used:
 
             keys   0 ............. wide | .. front .. | the chunk
-    rows of the   |  rectangles of      |  one causal square: `front` rows of no meaning before the
-    chunk         |  1024 x 16384 ..   |  chunk's, and some after, round its size to a multiple of 2048
+    rows of the   |  rectangles of      |  one causal square: `front` padding rows before the chunk's,
+    chunk         |  1024 x 16384 ..   |  and some after, round its size to a multiple of 2048
 
 The parts are merged by their log-sum-exp. `warm_up` builds the plans before they are needed. torch keeps them per
-thread (aten/src/ATen/native/cudnn/MHA.cpp), so it must be called in the thread that will compute.
+thread (aten/src/ATen/native/cudnn/MHA.cpp), so it must be called on the thread that will compute.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from baton_kernels.paged_attention.merge import merge_pair
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What plans are built for. Sizes of squares are multiples of `square`, which is the last of the `widths`.
+    """The shapes that plans are built for. Sizes of squares are multiples of `square`, which is the last of `widths`.
 
-    Rectangles have `rows` rows, those of chunks of up to `few` tokens `square`: fewer launches, which cost the host 50
-    us each or more, for 5% of the GPU's time.
+    Rectangles have `rows` rows, or `square` rows for chunks of up to `few` tokens: fewer launches, each of which costs
+    the host 50 us or more, for 5% of the GPU's time.
     """
 
     square: int
@@ -45,7 +45,7 @@ SHAPES = Shapes(square=2048, rows=1024, few=4096, widths=(16384, 8192, 4096, 204
 BATCHES = (4, 2)
 """How many equal squares one launch may take: four of 2048 take 264 us together and 325 one by one."""
 MIN_LENGTH = 1024
-MIN_SCORES = 2**23  # below, as for a first chunk of 2000 or one of 1024 after 7168, Triton is as quick
+MIN_SCORES = 2**23  # below, as for a first chunk of 2000 or one of 1024 after 7168, Triton is as fast
 
 
 def can_do(query: Tensor, sliding_window: int | None, softcap: float | None, sinks: Tensor | None) -> bool:
@@ -55,19 +55,19 @@ def can_do(query: Tensor, sliding_window: int | None, softcap: float | None, sin
 
 
 def pays(query_len: int, context_len: int) -> bool:
-    """Whether cuDNN is quicker for such a chunk."""
+    """Whether cuDNN is faster for such a chunk."""
     if query_len == context_len and query_len % SHAPES.square == 0:
-        return True  # one square, and nothing to copy: 2048 take 80 us, and 105
+        return True  # one square and nothing to copy: 2048 tokens take 80 us, against 105 in Triton
     return query_len >= MIN_LENGTH and query_len * (context_len - query_len // 2) >= MIN_SCORES
 
 
 def are_squares(query_len: int, context_len: int) -> bool:
-    """Whether several such chunks, one after the other, can be one launch of `squares_attention`."""
+    """Whether several consecutive chunks of this shape can be one launch of `squares_attention`."""
     return query_len == context_len == SHAPES.square
 
 
 def squares_attention(query: Tensor, key: Tensor, value: Tensor, num_squares: int, scale: float) -> Tensor:
-    """Attend so many first chunks of equal length, which lie one after the other. `are_fused` must hold."""
+    """Attend `num_squares` consecutive first chunks of equal length. `are_fused` must hold."""
     query, key, value = (x.unflatten(0, (num_squares, -1)).transpose(1, 2) for x in (query, key, value))  # type: ignore[no-untyped-call]
     out, _ = _launch(query, key, value, scale, is_causal=True)
     return out.transpose(1, 2).flatten(0, 1)
@@ -84,7 +84,7 @@ def contiguous_attention(
     scale: float,
     shapes: Shapes = SHAPES,
 ) -> Tensor:
-    """Attend all new tokens of sequence `seq`: query, key and value are those of them; see `paged_attention`."""
+    """Attend all new tokens of sequence `seq`, given their query, key and value; see `paged_attention`."""
     num_tokens = query.shape[0]
     before = batch.host_context_lens[seq] - num_tokens
     front = before % shapes.square
@@ -109,7 +109,7 @@ def warm_up(
 ) -> None:
     """Build the plans for chunks of up to `max_tokens` whose query, key and value are views of one projection's output.
 
-    Takes a few seconds, in the thread that will compute.
+    Takes a few seconds. Call it on the thread that will compute.
     """
     largest = _round_up(max_tokens + SHAPES.square - 1, SHAPES.square)
     fused = torch.zeros((largest, num_heads + 2 * num_kv_heads, head_dim), dtype=dtype, device=device)
@@ -130,8 +130,8 @@ def warm_up(
 def _padded(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, seq: int, wide: int, shapes: Shapes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The square's query, key and value, laid out as a projection's output would be; the query's last rectangle may
-    end later. What is in the query's additional rows does not matter; a NaN in those of the value would."""
+    """The square's query, key and value, laid out like a fused projection's output. The query is longer, as its last
+    rectangle may end past the square. Its padding rows may hold anything; a NaN in the value's would spread."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[1]
     num_keys = batch.host_context_lens[seq] - wide
@@ -144,19 +144,19 @@ def _padded(
 
 
 def are_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether they lie as in one projection's output: other strides are other shapes to cuDNN."""
+    """Whether they are views of one projection's output: to cuDNN, other strides are another shape."""
     head_dim = query.shape[2]
     strides = ((query.shape[1] + 2 * key.shape[1]) * head_dim, head_dim, 1)
     return query.stride() == key.stride() == value.stride() == strides
 
 
 def _thirds(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value in [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
+    """Views of query, key and value in [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
     return fused[:, :num_heads], fused[:, num_heads : num_heads + num_kv_heads], fused[:, num_heads + num_kv_heads :]
 
 
 def _rectangles(wide: int, shapes: Shapes) -> list[tuple[int, int]]:
-    """First key and width of the rectangles over keys [0, wide)."""
+    """(first key, width) of each rectangle over keys [0, wide)."""
     rectangles, start = [], 0
     for width in shapes.widths:
         while start + width <= wide:

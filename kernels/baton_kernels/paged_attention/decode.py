@@ -1,10 +1,10 @@
 """Decode attention: one new token per sequence, its context split over programs (flash-decoding, Dao et al. 2023).
 
-A program has one KV head and a share of one sequence's keys; the query heads of that KV head are the rows of its tile.
-How long shares are, a small kernel decides once in a step from all sequences' lengths: as long as fills the GPU with
-one program each. It writes the shares of all sequences into one row, so a CUDA graph serves any lengths without
-programs that have nothing to do, and one long sequence among short ones is spread over the GPU. A third kernel merges
-the shares of sequences that have several.
+A program handles one KV head and a share of one sequence's keys; the query heads of that KV head are the rows of its
+tile. Once per step, a small kernel sets the length of the shares from all sequences' lengths, so that one program per
+share fills the GPU. It writes the shares of all sequences into one list, so a CUDA graph serves any lengths with few
+idle programs, and one long sequence among short ones is spread over the GPU. A third kernel merges the shares of
+sequences that have several.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -37,15 +37,15 @@ def _share_out_kernel(
     HAS_WINDOW: tl.constexpr,
     SEQS_PADDED: tl.constexpr,
 ):
-    """One program. A share is as long as the least length by which all sequences have `wanted_shares` together, or, of
-    more sequences than that, as long as the mean share would be."""
+    """Runs as one program. The length of a share is the smallest for which all sequences together have at most
+    `wanted_shares`; with that many sequences or more, it is the total length divided by `wanted_shares`."""
     seq = tl.arange(0, SEQS_PADDED)
     there = seq < num_seqs
     context = tl.load(context_ptr + seq, mask=there, other=0)
     base = context * 0
     if HAS_WINDOW:
         base = tl.maximum(context - window, 0) // TILE_KEYS * TILE_KEYS
-    tiles = tl.cdiv(context - base, TILE_KEYS)  # none: a padding entry, whose one share writes zeros
+    tiles = tl.cdiv(context - base, TILE_KEYS)  # 0 for a padding entry, whose one share writes zeros
     low = tl.maximum(tl.cdiv(tl.sum(tiles, 0), wanted_shares), 1)
     if num_seqs < wanted_shares:
         high = tl.maximum(tl.max(tiles, 0), low)
@@ -167,13 +167,13 @@ def _merge_shares_kernel(
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program ends some query heads of one sequence, one after the other."""
+    """A program merges the shares of some query heads of one sequence, one head after another."""
     dim = tl.arange(0, HEAD_DIM_PADDED)
     entry = merges_ptr + tl.program_id(0) * 4
     seq = tl.load(entry)
     first_share = tl.load(entry + 1)
     num_shares = tl.load(entry + 2)
-    # What is read above was written before the attention that this waits for had begun.
+    # The reads above need no wait: `merges` was complete before the attention kernel awaited here began.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -202,7 +202,7 @@ def _merge_shares_kernel(
 
 
 class Tuning(NamedTuple):
-    """How decode attention is laid out on the GPU. All contexts are shared out to about `num_programs` programs."""
+    """How decode attention is laid out on the GPU. All contexts are split over about `num_programs` programs."""
 
     num_programs: int
     tile_keys: int
@@ -211,12 +211,12 @@ class Tuning(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A step's shares, for all layers with the same heads and window, and scratch. On the device, int32:
+    """A step's shares, for all layers with the same heads and window, and scratch memory. On the device, int32:
 
-    shares: [num_shares, 4], sequence, first key, end, and how many shares its sequence has; -1 where there is none.
-    merges: [num_merges, 4], of each sequence with several shares: the sequence, its first share, and how many; or -1.
+    shares: [num_shares, 4]: sequence, first key, end, and the sequence's number of shares; sequence -1 if unused.
+    merges: [num_merges, 4], for each sequence with several shares: the sequence, its first share, their number; or -1.
     parts: [num_shares, num_heads, head_dim], fp32, and lse: [num_shares, num_heads], their log-sum-exp in base 2.
-    tile_rows, dim_padded: of a program's tile of query heads.
+    tile_rows, dim_padded: the shape of a program's tile of query heads.
     """
 
     tuning: Tuning
@@ -251,12 +251,12 @@ def decode_attention(
         query.stride(0), query.stride(1), key_cache.stride(0), batch.block_tables.stride(0),
         num_heads // num_kv_heads, head_dim, block_size, tile_rows, tuning.tile_keys, dim_padded,
         scoring.window is not None, scoring.has_cap, sinks is not None,
-        # Not started early: programs that are put where the kernel before leaves room are spread unevenly, and stay.
-        # 32 sequences of 1024 then take 48 us for 39, of 8192 296 for 248.
+        # Not launched early: programs placed where the previous kernel leaves room are spread unevenly, and stay there.
+        # 32 sequences of 1024 then take 48 us instead of 39, those of 8192 296 instead of 248.
         PDL=pdl["PDL"], num_warps=tuning.num_warps * tile_rows // 16, num_stages=tuning.num_stages,
     )  # fmt: skip
     num_merges = plan.merges.shape[0]
-    # Where most sequences have one share, many small programs would take longer to start than to find that out.
+    # Where most sequences have one share, most programs have nothing to merge, and starting many would cost more time.
     heads_at_once = num_heads if num_merges <= 16 else num_kv_heads
     _merge_shares_kernel[(num_merges, heads_at_once)](
         plan.parts, plan.lse, out, plan.merges, sinks_or_any,
@@ -266,10 +266,10 @@ def decode_attention(
 
 
 def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: int | None) -> Plan:
-    """The step's first layer of a kind makes the plan for all of them."""
+    """The plan of the step, made by the first layer of a kind for all layers of that kind."""
     num_kv_heads, _, head_dim = key_cache.shape[1:]
     device, num_seqs = key_cache.device, batch.num_decodes
-    # A CUDA graph's plan is its own: what was made before its capture may be gone when it is replayed.
+    # A CUDA graph has its own plan: one made before its capture may be freed by the time it is replayed.
     capturing = key_cache.is_cuda and torch.cuda.is_current_stream_capturing()
     key = ("decode", num_kv_heads, num_heads, head_dim, sliding_window, capturing)
     if key not in batch.plans:
@@ -307,13 +307,13 @@ def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: 
 def tune(num_decodes: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, sms: int) -> Tuning:
     """The layout for a batch; it must not depend on the contexts, which change under a CUDA graph.
 
-    Programs are as many as there is room for at once. With 8 KV heads of 128 on an H200, us for a layer with its merge,
-    where reading its keys and values takes 261 at 256 x 1144, 130 at 128, 65 at 64, 33 at 32, and 237 at 32 x 8312:
+    There are as many programs as fit at once. With 8 KV heads of 128 on an H200, us per layer including its merge;
+    reading its keys and values alone takes 261 at 256 x 1144, 130 at 128, 65 at 64, 33 at 32, and 237 at 32 x 8312:
 
-    programs per processor, keys, warps, stages   256 x 1144   128 x 1144   64 x 1144   32 x 1144   32 x 8312   1 x 1144
-    4, 16, 1, 6                                          290          151          73          45         252        8.0
-    2, 64, 2, 3                                          276          143          75          45         286        7.6
-    1, 64, 2, 6                                          279          148          89          41         253        8.4
+    programs per SM, keys, warps, stages   256 x 1144   128 x 1144   64 x 1144   32 x 1144   32 x 8312   1 x 1144
+    4, 16, 1, 6                                   290          151          73          45         252        8.0
+    2, 64, 2, 3                                   276          143          75          45         286        7.6
+    1, 64, 2, 6                                   279          148          89          41         253        8.4
     """
     if dtype == torch.float32:
         return Tuning(3 * sms, tile_keys=16, num_warps=4, num_stages=2)

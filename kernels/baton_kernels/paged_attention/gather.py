@@ -1,4 +1,4 @@
-"""A run of a sequence's keys and values out of its blocks into contiguous memory."""
+"""Copies a range of a sequence's keys and values from its blocks into contiguous memory."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False

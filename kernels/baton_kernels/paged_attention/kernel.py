@@ -1,4 +1,4 @@
-"""paged_attention on a GPU: each sequence the way that is quickest for it."""
+"""paged_attention on a GPU: picks the fastest implementation for each sequence."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def paged_attention(
 
 
 def _ways(batch: PagedBatch, can_be_contiguous: bool, fused: bool) -> tuple[list[tuple[range, slice]], list[range]]:
-    """The long chunks, each a sequence and its tokens or several equal squares, and the runs of others between them."""
+    """The long chunks, each entry one sequence or several equal squares with their tokens, and the runs of other
+    chunks between them."""
     key = ("ways", can_be_contiguous, fused)
     if key not in batch.plans:
         long, runs = list[tuple[range, slice]](), list[range]()
@@ -76,7 +77,7 @@ def _ways(batch: PagedBatch, can_be_contiguous: bool, fused: bool) -> tuple[list
 
 
 def _together(batch: PagedBatch, long: list[tuple[range, slice]]) -> list[tuple[range, slice]]:
-    """Equal squares that follow one another as one entry, of as many as there is a plan for."""
+    """Merge consecutive equal squares into entries of as many as there is a plan for."""
     found, first = list[tuple[range, slice]](), 0
     while first < len(long):
         alike = first

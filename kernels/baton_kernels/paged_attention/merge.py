@@ -1,4 +1,4 @@
-"""Attention over parts of the keys put together: each part's output counts by the sum of its weights."""
+"""Merges attention over parts of the keys: each part's output is weighted by its sum of softmax weights."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
@@ -14,7 +14,7 @@ from baton_kernels.paged_attention.tile import NOTHING
 
 @triton.jit(do_not_specialize=["first_seq", "num_splits"])
 def merge_splits_kernel(
-    part_ptr,  # [num_seqs, num_splits, max_tiles, NUM_KV_HEADS, TILE_ROWS, HEAD_DIM], fp32, written where it has keys
+    part_ptr,  # [num_seqs, num_splits, max_tiles, NUM_KV_HEADS, TILE_ROWS, HEAD_DIM], fp32, only parts with keys
     part_lse_ptr,  # the same without HEAD_DIM, base 2, NOTHING where there are no keys
     sink_ptr,
     out_ptr,
@@ -29,7 +29,7 @@ def merge_splits_kernel(
     SPLITS_PADDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """A program ends one row of the prefill kernel's tiles."""
+    """A program merges one row of the prefill kernel's tiles."""
     seq = tl.program_id(2)
     first_token = tl.load(query_start_ptr + first_seq + seq)
     length = tl.load(query_start_ptr + first_seq + seq + 1) - first_token
@@ -101,10 +101,10 @@ def _merge_pair_kernel(
 def merge_pair(
     out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, first_token: int = 0, num_tokens: int | None = None
 ) -> None:
-    """Merge the first `num_tokens` (all) of `other` into those of `out` from `first_token` on, and the same of lse.
+    """Merge the first `num_tokens` (default: all) tokens of `other` into `out` from `first_token` on; likewise lse.
 
     out, other: [num_tokens, num_heads, head_dim], the last dimension contiguous. lse, other_lse: [num_heads,
-    num_tokens], fp32, natural log, the last dimension contiguous. The tokens' numbers may differ.
+    num_tokens], fp32, natural log, the last dimension contiguous. The numbers of tokens may differ.
     """
     num_heads, head_dim = out.shape[1:]
     assert out.stride(2) == other.stride(2) == 1

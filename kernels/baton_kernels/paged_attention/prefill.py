@@ -1,9 +1,9 @@
 """Prefill attention: chunks of any lengths over their cached context, all in one launch.
 
-A program has one KV head and a run of rows; a row is one query head of one token, those that share the KV head next to
-one another, so that a short chunk still fills its tile and keys are read once for the whole group. Programs of a
-sequence start with its last rows, which see most keys. When there are few rows, keys too are split over programs, and
-`merge_splits` ends it.
+A program handles one KV head and a run of rows. A row is one query head of one token; the heads that share the KV head
+are adjacent, so that a short chunk still fills its tile and keys are read once for the whole group. A sequence's first
+programs take its last rows, which see the most keys. When there are few rows, the keys are split over programs as well,
+and `merge_splits_kernel` merges the parts.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -22,7 +22,7 @@ from baton_kernels.paged_attention.merge import merge_splits_kernel
 from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile, num_sms
 
 MAX_SPLITS = 32
-KEYS_PER_SPLIT = 512  # or more
+KEYS_PER_SPLIT = 512  # at least
 
 
 @triton.jit(do_not_specialize=["window", "first_seq", "num_splits", "table_stride"])
@@ -80,7 +80,7 @@ def _prefill_kernel(
         lowest = before + tile * TILE_ROWS // GROUP
         end = before + tl.minimum((tile * TILE_ROWS + TILE_ROWS - 1) // GROUP + 1, length)
         visible_from = 0
-        seen_by_all = (lowest + 1) // TILE_KEYS * TILE_KEYS  # before here no key needs a mask
+        seen_by_all = (lowest + 1) // TILE_KEYS * TILE_KEYS  # keys before this need no mask
         if HAS_WINDOW:
             visible_from = tl.maximum(lowest - window + 1, 0)
             seen_by_all = 0
@@ -139,8 +139,8 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's layout, for all layers of one shape. `max_tiles`: of the longest chunk. `dim_padded`: head_dim, a power
-    of 2."""
+    """A step's layout, for all layers of one shape. max_tiles: of the longest chunk. dim_padded: head_dim rounded up to
+    a power of 2, at least 16."""
 
     tuning: Tuning
     max_tiles: int
@@ -160,8 +160,8 @@ def prefill_attention(
 ) -> None:
     """Attend the new tokens of the sequences `seqs`. See `paged_attention`; `out`: like query, contiguous.
 
-    A sequence may have fewer new tokens on the device than `batch.query_lens` says, but not more: a CUDA graph's are
-    bounds.
+    A sequence may have fewer new tokens on the device than `batch.query_lens` says, but not more: in a CUDA graph those
+    are upper bounds.
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
@@ -198,7 +198,7 @@ def _plan(batch: PagedBatch, key_cache: Tensor, seqs: range, group: int, sliding
     if key not in batch.plans:
         sms = num_sms(key_cache.device)
         lengths = batch.query_lens[seqs.start : seqs.stop]
-        num_rows = min(sum(lengths), batch.num_tokens - batch.num_decodes) * group  # a graph's lengths are bounds
+        num_rows = min(sum(lengths), batch.num_tokens - batch.num_decodes) * group  # a graph's are upper bounds
         tuning = tune(max(lengths) * group, num_rows * num_kv_heads, head_dim, key_cache.dtype, sms)
         max_tiles = triton.cdiv(max(lengths) * group, tuning.tile_rows)
         num_splits = min(MAX_SPLITS, 2 * sms // (triton.cdiv(num_rows, tuning.tile_rows) * num_kv_heads))
@@ -221,8 +221,8 @@ def tune(chunk_rows: int, all_rows: int, head_dim: int, dtype: torch.dtype, sms:
         return Tuning(min(64, max(16, triton.next_power_of_2(chunk_rows))), tile_keys=64, num_warps=4, num_stages=2)
     if chunk_rows <= 32:
         return Tuning(max(16, triton.next_power_of_2(chunk_rows)), tile_keys=64, num_warps=4, num_stages=3)
-    # us on an H200 for prompts of 512, 1024, 2048, 8192 and for 1024 after 7168: 256 rows 28.7, 67, 103, 1381, 357;
-    # 128 rows 19.7, 39.9, 118, 1505, 370; 64 rows 17.5, 37.3, 120, 1670, 414.
+    # us on an H200 for prompts of 512, 1024, 2048, 8192 and for 1024 after 7168: 28.7, 67, 103, 1381, 357 with 256
+    # rows; 19.7, 39.9, 118, 1505, 370 with 128; 17.5, 37.3, 120, 1670, 414 with 64.
     if all_rows >= 256 * 1.5 * sms:
         return Tuning(tile_rows=256, tile_keys=64, num_warps=8, num_stages=3)
     if all_rows >= 128 * sms:

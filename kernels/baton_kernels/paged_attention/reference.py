@@ -1,11 +1,11 @@
-"""paged_attention in plain torch, quick enough on a CPU to serve from.
+"""paged_attention in plain torch, fast enough to serve from a CPU.
 
-Measured on one core (32 decodes, contexts of 2,048, 2 KV heads of 32): gathering a whole batch's KV costs more in page
-faults than its attention does, and one sequence at a time pays overheads; tiles whose keys fit the L2 cache take 3.3 ms
-a layer, against 17.6 for one tile of all. A chunk's queries go in runs of 256, each against the keys that it may see,
-so that a causal prompt costs half of its square.
+On one core (32 decodes, contexts of 2,048, 2 KV heads of 32), gathering a whole batch's KV costs more in page faults
+than its attention does, and going one sequence at a time adds overhead; tiles whose keys fit the L2 cache take 3.3 ms
+per layer, against 17.6 for one tile of all. A chunk's queries are processed in runs of 256, each against the keys that
+it may see, so that a causal prompt costs half of its square.
 
-What lies in cached slots past a sequence's end is multiplied by a weight of zero, so it must be finite.
+Contents of cached slots past a sequence's end are multiplied by a weight of zero, so they must be finite.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Tables = np.ndarray[Any, np.dtype[np.int32]]
 class Tile:
     """Sequences of one query length whose keys are gathered together.
 
-    tokens, positions: [num_seqs, query_len], the queries' rows in the batch and their places in their sequences.
-    pieces: [num_seqs, num_kv_heads, max_blocks], which [block_size, head_dim] pieces of the cache hold the keys.
+    tokens, positions: [num_seqs, query_len], the queries' rows in the batch and their positions in their sequences.
+    pieces: [num_seqs, num_kv_heads, max_blocks], indexes of the cache's [block_size, head_dim] pieces with the keys.
     """
 
     tokens: Tensor
@@ -44,7 +44,7 @@ class Tile:
     def mask(self, sliding_window: int | None, first: int, end: int, num_keys: int) -> Tensor | None:
         """[num_seqs, 1, end - first, num_keys], fp32: 0 or -inf to add to the scores of queries [first, end).
 
-        None when all of them see all keys.
+        None when all queries see all keys.
         """
         key = (sliding_window, first)
         if key not in self.masks:
@@ -59,9 +59,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's tiles, and room for the keys and values of one: [max_pieces, block_size * head_dim] each.
+    """A step's tiles, and buffers for the keys and values of one tile: [max_pieces, block_size * head_dim] each.
 
-    Fresh memory for each tile costs more in page faults than the copy into it.
+    New memory for each tile would cost more in page faults than the copy into it.
     """
 
     tiles: list[Tile]
@@ -105,7 +105,7 @@ def _attend(
         return _attend_in_steps(q, k, v, mask, scale, softcap, sinks)
     if q.shape[2] > 1:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    # One query each: a KV head's queries can stand as rows of one small matrix, and KV is read once.
+    # One query each: a KV head's queries form the rows of one small matrix, so that KV is read once.
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
@@ -127,10 +127,10 @@ def _attend_in_steps(
 
 
 def _gather(cache: Tensor, pieces: Tensor, room: Tensor) -> Tensor:
-    """The keys or values in the order of their positions: [num_seqs, num_kv_heads, max_blocks * block_size, head_dim].
+    """Keys or values in the order of their positions: [num_seqs, num_kv_heads, max_blocks * block_size, head_dim].
 
-    Whole [block_size, head_dim] pieces are copied, as rows of the memory around the cache's view of one layer, into
-    `room`, which the next tile overwrites.
+    Copies whole [block_size, head_dim] pieces, as rows of the memory around the cache's view of one layer, into `room`,
+    which the next tile overwrites.
     """
     block_size, head_dim = cache.shape[2:]
     row = block_size * head_dim
@@ -142,7 +142,7 @@ def _gather(cache: Tensor, pieces: Tensor, room: Tensor) -> Tensor:
 
 
 def _plan(batch: PagedBatch, cache: Tensor) -> Plan:
-    """The step's tiles, made for the first layer and the same for all others of its shape."""
+    """The step's tiles, made by the first layer and reused by all others of its shape."""
     key = ("tiles", cache.shape[1], cache.shape[3], cache.stride(0), cache.dtype)
     if key not in batch.plans:
         limit_bytes = CPU_TILE_BYTES if cache.device.type == "cpu" else GPU_TILE_BYTES
@@ -158,7 +158,8 @@ def _plan(batch: PagedBatch, cache: Tensor) -> Plan:
 
 
 def _groups(batch: PagedBatch, contexts: list[int], max_blocks: int) -> list[list[int]]:
-    """Which sequences share a tile: a chunk is alone; decodes go together by length, padded to `max_blocks` in all."""
+    """The sequences of each tile: one chunk, or decodes of similar length, with at most `max_blocks` blocks in all
+    after padding (or one decode)."""
     groups = [[i] for i, query_len in enumerate(batch.query_lens) if query_len > 1]
     decodes = [i for i, query_len in enumerate(batch.query_lens) if query_len == 1 and contexts[i] > 0]
     decodes.sort(key=lambda i: -contexts[i])
@@ -175,7 +176,7 @@ def _tile(batch: PagedBatch, tables: Tables, contexts: list[int], seqs: list[int
     query_len, max_context = batch.query_lens[seqs[0]], max(contexts[i] for i in seqs)
     blocks = tables[seqs, : -(-max_context // block_size)].astype(np.int64)
     for row, i in zip(blocks, seqs, strict=True):
-        row[-(-contexts[i] // block_size) :] = row[0]  # padding reads the sequence's own keys, hidden
+        row[-(-contexts[i] // block_size) :] = row[0]  # padding reads the sequence's own keys, masked
     steps = np.arange(query_len)
     first_tokens = np.cumsum([0, *batch.query_lens])[seqs]
     first_positions = np.array([contexts[i] - query_len for i in seqs])

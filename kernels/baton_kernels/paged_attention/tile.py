@@ -1,4 +1,4 @@
-"""What the paged attention kernels share: one step of an online softmax over a tile of keys read through a block table.
+"""Shared by the paged attention kernels: one step of an online softmax over a tile of keys read through a block table.
 
 Scores are in base 2. Without softcap they are `q.k * score_scale` with `score_scale = scale * log2(e)`; with it,
 `cap * tanh(q.k * score_scale)` with `score_scale = scale / softcap` and `cap = softcap * log2(e)`.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = math.log2(math.e)
-NOTHING = tl.constexpr(-1.0e30)  # the peak of no scores: finite, so that no infinity is taken from another
+NOTHING = tl.constexpr(-1.0e30)  # the peak of no scores: finite, as inf - inf is a NaN
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def attend_tile(
     value_ptr,
     table_ptr,  # of the sequence
     block_stride,
-    first,  # the tile's first key; keys in [visible_from, visible_end) are read, others may lie in no block
+    first,  # the tile's first key; only keys in [visible_from, visible_end) are read, others may have no block
     visible_from,
     visible_end,
     score_scale,
@@ -56,7 +56,7 @@ def attend_tile(
         block = tl.load(table_ptr + key_index // BLOCK_SIZE).to(tl.int64)
     offsets = (block * block_stride + (key_index % BLOCK_SIZE) * HEAD_DIM)[:, None] + dim
     load_mask = dim < HEAD_DIM
-    if MASKED:  # an unused slot may hold anything, also a NaN, which a weight of zero would not stop
+    if MASKED:  # an unused slot may hold anything, including a NaN, which survives a weight of zero
         load_mask = load_mask & there[:, None]
     if MASKED or query.shape[1] != HEAD_DIM:
         key = tl.load(key_ptr + offsets, mask=load_mask, other=0.0)
@@ -88,7 +88,7 @@ def attend_tile(
 
 @triton.jit
 def add_sink(out, total, peak, sink):
-    """A score that takes part in the softmax and has no value."""
+    """Add a score that takes part in the softmax but has no value."""
     score = sink.to(tl.float32) * 1.4426950408889634
     new_peak = tl.maximum(peak, score)
     decay = tl.exp2(peak - new_peak)
@@ -97,8 +97,8 @@ def add_sink(out, total, peak, sink):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer makes scores of products: `score_scale` and `cap` as above, the latter if `has_cap`. window: keys
-    that a token sees, itself among them; None: all before it."""
+    """How a layer computes scores from products: `score_scale` and `cap` as above, `cap` only if `has_cap`. window: how
+    many keys a token sees, including its own; None: all up to its own."""
 
     score_scale: float
     cap: float
@@ -108,14 +108,14 @@ class Scoring:
 
 @functools.lru_cache(maxsize=256)
 def scoring(scale: float, sliding_window: int | None, softcap: float | None) -> Scoring:
-    """For arguments of `paged_attention`; the same ones in every step of a model."""
+    """The scoring for arguments of `paged_attention`, which repeat in every step of a model."""
     if softcap is None:
         return Scoring(scale * LOG2_E, 0.0, False, sliding_window)
     return Scoring(scale / softcap, softcap * LOG2_E, True, sliding_window)
 
 
 def num_sms(device: torch.device) -> int:
-    """Processors of the device; a small number in the interpreter."""
+    """SMs of the device; a small number in the interpreter."""
     if device.type != "cuda":
         return 4
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""Root mean square normalisation of rows, with the residual's addition before it."""
+"""Root mean square normalisation of rows, optionally after adding a residual."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def rms_norm(
         n] view of any strides (leading dimensions of size 1 are ignored).
     weight: [n], contiguous.
     residual: of x's shape and dtype, contiguous; becomes `residual + x`, rounded to the dtype, and that is normalised.
-    weight_offset: 1.0 for Gemma, whose checkpoints store the distance to 1.
-    round_once: the product with the weight is taken in fp32 (OLMo 2, gpt-oss; Gemma, for which any offset implies it).
-        Otherwise the normalised row is rounded to the dtype first, as Llama and most others do.
+    weight_offset: 1.0 for Gemma, whose checkpoints store the weight minus 1.
+    round_once: multiply by the weight in fp32 (OLMo 2, gpt-oss; Gemma, as a nonzero offset implies it). Otherwise the
+        normalised row is rounded to the dtype first, as in Llama and most others.
     """
     n = weight.shape[0]
     round_once = round_once or weight_offset != 0.0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton_kernels.pdl import launch_options
 
-TILE = 2048  # elements of rows that are short together: 4 warps of two 16-byte accesses per thread
+TILE = 2048  # elements per program of short rows: 4 warps with two 16-byte accesses per thread
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_inner"])
@@ -36,7 +36,7 @@ def _rms_norm_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, N_PADDED)[None, :]
     mask = (row < num_rows) & (column < N)
-    # No kernel writes the weight, so it need not wait for those before. Each row loads it, in the rows' own layout.
+    # No kernel writes the weight, so it is loaded before the wait. Each row loads it again, in the layout of the rows.
     weight = (
         tl.load(tl.broadcast_to(weight_ptr + column, (ROWS, N_PADDED)), mask=mask, other=0.0).to(tl.float32)
         + weight_offset
@@ -99,8 +99,8 @@ def rms_norm(
 def _row_strides(x: Tensor) -> tuple[int, int, int]:
     """(num_inner, outer_stride, inner_stride): row r lies at `r // num_inner * outer + r % num_inner * inner`.
 
-    Each form is compiled by itself, and to torch one token's heads are contiguous where those of two tokens are not: so
-    rows in four dimensions, as models give the heads of a batch, are never taken for dense ones.
+    The two forms are compiled separately, and torch calls one token's heads contiguous where those of two tokens are
+    not. So 4-D inputs, the form in which models pass the heads of a batch, are never treated as dense.
     """
     shape, strides = x.shape, x.stride()
     dense = all(strides[i] == shape[i + 1] * strides[i + 1] for i in range(len(shape) - 1))

@@ -1,5 +1,5 @@
-"""Chooses one token from each row of logits: the most likely one, or a draw that is a function of the row's seed and
-position alone."""
+"""Chooses one token from each row of logits: the most likely one, or a random draw that depends, besides the logits and
+parameters, only on the row's seed and position."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["IN_PROMPT", "DrawParams", "penalize", "sample"]
 class DrawParams:
     """One value per choice, all [num_choices] on the device of the logits, contiguous.
 
-    temperature fp32, 0: the most likely token, whatever the rest says. top_k int64, 0: off. top_p fp32 in (0, 1].
-    min_p fp32 in [0, 1]. seed int64, the bits of an unsigned 64-bit number. position int64, of the token to be drawn
+    temperature: fp32; 0 takes the most likely token and ignores the rest. top_k: int64, 0: off. top_p: fp32 in (0, 1].
+    min_p: fp32 in [0, 1]. seed: int64, the bits of an unsigned 64-bit number. position: int64, of the token to be drawn
     in its sequence.
     """
 
@@ -32,16 +32,16 @@ class DrawParams:
 
 
 def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, *, filtered: bool) -> Tensor:
-    """Tokens [num_choices], int32: choice i from row `rows[i]` of the logits. Does not wait for the device.
+    """Tokens [num_choices], int32: choice i is from row `rows[i]` of the logits. Does not wait for the device.
 
-    logits: [num_rows, vocab_size], fp32, bf16 or fp16, rows contiguous; computed with as fp32. -inf forbids a token.
+    logits: [num_rows, vocab_size], fp32, bf16 or fp16, rows contiguous; computed in fp32. -inf forbids a token.
     rows: [num_choices], int64. params: None when all take the most likely token. filtered: whether any has top_k,
-    top_p or min_p; without it they are ignored.
+    top_p or min_p; if False, those are ignored.
 
-    The most likely token is the lowest of those that tie. A draw is from softmax(logits / temperature), as filtered:
-    in vLLM's order min_p, top_k, top_p, each to what the one before left; tokens that tie with the last one kept stay
-    too. Each choice is independent of the others, and of the device up to rounding: of fp32 logarithms, which decide
-    between tokens whose noisy scores all but tie; and of the sums of probabilities, 1e-5 of top_p at its boundary.
+    Of the most likely tokens, the lowest id wins a tie. A draw is from softmax(logits / temperature) after the filters,
+    in vLLM's order: min_p, top_k, top_p, each applied to what the one before left; tokens that tie with the last one
+    kept stay too. Each choice is independent of the others, and of the device up to rounding: of fp32 logarithms, which
+    decide between tokens whose noisy scores all but tie, and of sums of probabilities, 1e-5 of top_p at its boundary.
     """
     assert logits.ndim == 2
     assert logits.stride(1) == 1
@@ -57,11 +57,12 @@ def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, *, filtered:
 def penalize(
     logits: Tensor, counts: Tensor, rows: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:
-    """Penalise, in place, the tokens that row `rows[i]` of the counts says sequence i has had already.
+    """Penalise, in place, the tokens that sequence i already has according to row `rows[i]` of the counts.
 
     logits: [num_choices, vocab_size], fp32, contiguous. counts: [num_rows, vocab_size], int32, contiguous: how often
-    the output has the token, plus IN_PROMPT. rows: [num_choices], int64. repetition, frequency, presence:
-    [num_choices], fp32, 1, 0 and 0 being none; repetition also counts the prompt. The formulas are vLLM's.
+    the token is in the output, plus IN_PROMPT if it is in the prompt. rows: [num_choices], int64. repetition,
+    frequency, presence: [num_choices], fp32; 1, 0 and 0 turn them off; repetition also applies to the prompt's tokens.
+    The formulas are vLLM's.
     """
     assert logits.shape == (rows.shape[0], counts.shape[1])
     assert logits.dtype == torch.float32

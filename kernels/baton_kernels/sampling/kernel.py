@@ -1,6 +1,6 @@
-"""sampling as Triton kernels: the noise is made where it is added, and no row is sorted.
+"""sampling as Triton kernels: noise is generated where it is added, and no row is sorted.
 
-A row is split over several programs, each of which finds the best token of its part; a second kernel takes the best of
+A row is split over several programs, each of which finds the best token of its part; a second kernel picks the best of
 these. The thresholds of filtered rows come from `threshold.py`.
 """
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from baton_kernels.sampling import DrawParams
 
 _TILE = 2048
-_NUM_PROGRAMS = 1024  # 8 of 8 warps on each SM of an H200
+_NUM_PROGRAMS = 1024  # 8 per SM of an H200, of 8 warps each
 _MAX_SPLITS = 64
 _ALIGNMENT = 16
-"""Of addresses: what Triton compiles another kernel for. What torch allocates is on more."""
+"""Triton compiles a separate kernel for addresses that are multiples of this. torch's allocations have a larger one."""
 _TOP = tl.constexpr(0x7FFFFFFF)
 
 
@@ -51,7 +51,7 @@ def _gumbel_noise(tokens, first_key, second_key):
     bits = _mix(_mix((tokens.to(tl.uint32) * 0x9E3779B1) ^ first_key) + second_key)
     uniform = ((bits & _TOP).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
     uniform = tl.minimum(uniform, 1.0 - 1.0 / 16777216.0)
-    # -log1p(-u): near 0, where the winners lie, by its series, as 1 - u would lose them.
+    # -log1p(-u): near 0, where the winners are, use its series, as 1 - u would lose precision.
     series = uniform / 6.0 + 0.2
     series = series * uniform + 0.25
     series = series * uniform + 1.0 / 3.0
@@ -62,7 +62,7 @@ def _gumbel_noise(tokens, first_key, second_key):
 
 @triton.jit
 def _best_logit(row_ptr, vocab_size, first, end, TILE: tl.constexpr):
-    """Per lane the best of tiles [first, end), the lowest token of those that tie."""
+    """The best token of tiles [first, end) per lane; the lowest of those that tie."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_token = tl.zeros([TILE], tl.int32)
     for tile in range(first, end):
@@ -76,7 +76,7 @@ def _best_logit(row_ptr, vocab_size, first, end, TILE: tl.constexpr):
 
 @triton.jit
 def _best_noisy(row_ptr, vocab_size, first, end, temperature, threshold, seed, position, TILE: tl.constexpr):
-    """As `_best_logit`, of score plus noise among the logits that reach the threshold."""
+    """As `_best_logit`, for logit / temperature plus noise, among the logits that reach the threshold."""
     first_key, second_key = _key(seed, position, 0x243F6A88), _key(seed, position, 0x13198A2E)
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_token = tl.zeros([TILE], tl.int32)
@@ -161,7 +161,7 @@ def _penalize_kernel(
         tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
         row = tl.load(rows_ptr + choice).to(tl.int64)
         counts = tl.load(counts_ptr + row * vocab_size + tokens, mask=tokens < vocab_size, other=0)
-        seen = counts != 0  # few are: the others are neither read nor written
+        seen = counts != 0  # only a few tokens: the logits of the others are neither read nor written
         places = logits_ptr + choice.to(tl.int64) * vocab_size + tokens
         x = tl.load(places, mask=seen, other=0.0)
         x = tl.where(x > 0, x / repetition, x * repetition)

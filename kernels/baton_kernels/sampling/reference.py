@@ -1,9 +1,9 @@
 """sampling in plain torch.
 
 argmax(logits / T + g) with Gumbel noise g is a draw from softmax(logits / T) (the Gumbel-max trick). The noise of a
-token is a hash of (seed, position, token id) instead of a generator's next number, so it needs no state, and no order.
-The hash is 32-bit arithmetic throughout: two independent keys per row, and per token two rounds of murmur3's finalizer
-(Appleby, MurmurHash3, public domain).
+token is a hash of (seed, position, token id) rather than the next number of a generator, so it needs no state and no
+order. The hash uses 32-bit arithmetic throughout: two independent keys per row, and two rounds of murmur3's finalizer
+per token (Appleby, MurmurHash3, public domain).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from baton_kernels.sampling import DrawParams
 
 IN_PROMPT = 1 << 30
-"""Added to a token's count when the prompt has it; the rest is how often the output has it."""
+"""Added to a token's count if it is in the prompt; the rest is how often it is in the output."""
 
 
 def sample(logits: Tensor, rows: Tensor, params: DrawParams | None, filtered: bool) -> Tensor:
@@ -57,7 +57,7 @@ def _draw(logits: Tensor, params: DrawParams, filtered: bool) -> Tensor:
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """[num_rows, vocab_size], fp32, finite. seed and position: [num_rows], int64."""
     bits = _hash(seed, position, vocab_size)
-    # 31 bits to (0, 1); fp32 keeps its relative precision near 0, which is where the winners lie.
+    # Map 31 bits to (0, 1); fp32 keeps its relative precision near 0, which is where the winners are.
     uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
     uniform = uniform.clamp_(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
@@ -80,7 +80,7 @@ def _key(words: list[Tensor], start: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """murmur3's 32-bit finalizer, on int32 as if unsigned. Changes `x` in place."""
+    """murmur3's 32-bit finalizer, treating int32 as unsigned. Changes `x` in place."""
     x ^= (x >> 16) & 0xFFFF
     x *= _signed(0x85EBCA6B)
     x ^= (x >> 13) & 0x7FFFF
@@ -99,9 +99,9 @@ def _signed(x: int) -> int:
 
 
 def _threshold(scores: Tensor, params: DrawParams, num_ordered: int) -> Tensor:
-    """[num_rows]: the smallest score that the filters keep. scores: at most 0, each row's largest is 0.
+    """[num_rows]: the smallest score that the filters keep. scores: at most 0, with each row's largest 0.
 
-    num_ordered: how many of a row's largest scores top_k and top_p must see in order, which is most of the cost.
+    num_ordered: how many of a row's largest scores top_k and top_p need sorted, which is most of the cost.
     """
     floor = params.min_p.log()  # p >= min_p * p_max; -inf when off
     if not num_ordered:

@@ -1,10 +1,10 @@
 """The smallest logit that each row's top_k, top_p and min_p keep, without sorting the row.
 
-Both filters ask for the largest value t for which enough lies at or above t: top_k tokens, or top_p of the probability.
-Such a t is found by narrowing a range of integers: a float's bits, read so that integers order as floats do. Each pass
-over the row weighs what is above four pivots at once, the first ones at likely distances from the largest logit; once
-few tokens are left in question they are copied to scratch memory, which later passes read instead of the row. One
-program does a row, as each pass feeds the next.
+top_k and top_p both ask for the largest value t such that enough lies at or above t: top_k tokens, or a probability of
+top_p. The search narrows a range of integers: float bits, mapped so that the integers sort like the floats. Each pass
+over the row sums the weight above four pivots at once, the first ones at likely distances from the largest logit. Once
+few candidates are left, they are copied to scratch memory, which later passes read instead of the row. One program
+handles a row, as each pass depends on the last.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -29,20 +29,20 @@ _CAPACITY = 4096  # tokens of scratch memory per row
 
 @triton.jit
 def _order(x, SHIFT: tl.constexpr):
-    """An int32 for each fp32, in the same order. SHIFT: how many low bits are 0 in any x, and are left out."""
+    """Map fp32 to int32, preserving order. SHIFT: how many low bits are 0 in every x, and are dropped."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
 def _round_up(order, SHIFT: tl.constexpr):
-    """The place of the least value that is not below an fp32, given by its order without SHIFT."""
-    return tl.where(order < 0, order >> SHIFT, -((-order) >> SHIFT))  # of negative values the low bits are all 1 here
+    """The shifted order of the smallest representable value that is not below an fp32 with this unshifted order."""
+    return tl.where(order < 0, order >> SHIFT, -((-order) >> SHIFT))  # negative values have low bits of all ones here
 
 
 @triton.jit
 def _value(order, SHIFT: tl.constexpr):
-    """The fp32 at that place of the order."""
+    """The inverse of `_order`."""
     bits = order.to(tl.int32) << SHIFT
     return tl.where(bits < 0, (bits | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -62,7 +62,7 @@ def _largest(x_ptr, n, TILE: tl.constexpr):
 
 @triton.jit
 def _total(x_ptr, n, low, largest, temperature, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """How many of x[:n] are at or above `low`, and the sum of their probabilities as multiples of the largest one."""
+    """How many of x[:n] are at or above `low`, and the sum of their probabilities relative to the largest one."""
     count, mass = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.float32)
     for start in range(0, n, TILE):
         tokens = start + tl.arange(0, TILE)
@@ -75,7 +75,7 @@ def _total(x_ptr, n, low, largest, temperature, SHIFT: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def _move(low, high, num_low, num_high, pivot, count, weight, target):
-    """One pivot's part of `_narrow`. count, weight: [TILE], to be summed."""
+    """Update `_narrow`'s range by one pivot. count, weight: [TILE], to be summed."""
     num = tl.sum(count, axis=0)
     enough = tl.sum(weight, axis=0) >= target
     low, num_low = tl.where(enough, pivot, low), tl.where(enough, num, num_low)
@@ -95,8 +95,8 @@ def _narrow(
 ):  # fmt: skip
     """Return (low, high, num_low, num_high) after a pass over x[:n].
 
-    The weight at or above `low` is `target` or more, that at or above `high` is less, a weight being a number of tokens
-    or their probability. num_low, num_high: how many tokens these are.
+    The weight at or above `low` is at least `target`, that at or above `high` is less; weight is a number of tokens or
+    their probability. num_low, num_high: how many tokens these are.
     """
     span = high - low
     p, q, r, s = low + span // 5, low + span * 2 // 5, low + span * 3 // 5, low + span * 4 // 5
@@ -112,7 +112,7 @@ def _narrow(
     for start in range(0, n, TILE):
         tokens = start + tl.arange(0, TILE)
         x = _load(x_ptr, tokens, n)
-        order = tl.where(tokens < n, _order(x, SHIFT), -0x80000000)  # below that of any value
+        order = tl.where(tokens < n, _order(x, SHIFT), -0x80000000)  # below the order of any value
         weight = tl.where(by_mass, tl.exp((x - largest) / temperature), 1.0)
         above_p, above_q = order >= p.to(tl.int32), order >= q.to(tl.int32)
         above_r, above_s = order >= r.to(tl.int32), order >= s.to(tl.int32)
@@ -128,7 +128,7 @@ def _narrow(
 
 @triton.jit
 def _copy(x_ptr, n, low, out_ptr, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Write those of x[:n] that are at or above `low`, in their order."""
+    """Write the elements of x[:n] that are at or above `low`, in their original order."""
     num_copied = 0
     for start in range(0, n, TILE):
         tokens = start + tl.arange(0, TILE)
@@ -137,7 +137,7 @@ def _copy(x_ptr, n, low, out_ptr, SHIFT: tl.constexpr, TILE: tl.constexpr):
         places = num_copied + tl.cumsum(kept, axis=0) - kept
         tl.store(out_ptr + places, x.to(out_ptr.dtype.element_ty), mask=kept > 0)
         num_copied += tl.sum(kept, axis=0)
-    tl.debug_barrier()  # what one thread has written others will read
+    tl.debug_barrier()  # threads read what others have written
 
 
 @triton.jit(
@@ -171,14 +171,14 @@ def _threshold_kernel(
         largest = _largest(x_ptr, vocab_size, COPY_TILE)
         floor = tl.where(min_p > 0.0, largest + temperature * tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
         low = _round_up(_order(floor, 0).to(tl.int64), SHIFT)
-        for phase in range(2):  # top_k, then top_p of what it leaves
+        for phase in range(2):  # top_k, then top_p on what is left
             by_mass = phase == 1
             if (by_mass & (top_p < 1.0)) | ((phase == 0) & (top_k > 0)):
                 if num_copied > 0:
                     num_low, mass = _total(copy_ptr, num_copied, low, largest, temperature, SHIFT, TILE)
                 else:
                     num_low, mass = _total(x_ptr, vocab_size, low, largest, temperature, SHIFT, TILE)
-                # Of those that tie with the last of top_k not all count.
+                # Of the tokens that tie with the last of top_k, only as many as complete top_k count.
                 excess = tl.where(top_k > 0, tl.maximum(num_low - top_k, 0), 0)
                 last = tl.where(excess > 0, _value(low, SHIFT), largest)
                 mass -= excess.to(tl.float32) * tl.exp((last - largest) / temperature)
@@ -187,7 +187,7 @@ def _threshold_kernel(
                 high = tl.where(by_mass | (num_low > top_k), high, low)
                 num_high = 0
                 first = True
-                # One token between them, or one value: which of these `low` is makes no difference.
+                # Stop when one token or one value is left between them: `low` then selects the same tokens anywhere.
                 while (high - low > 1) & (num_low - num_high > 1):
                     if num_copied > 0:
                         low, high, num_low, num_high = _narrow(
@@ -210,7 +210,7 @@ def _threshold_kernel(
 def thresholds(
     logits: Tensor, rows: Tensor, params: DrawParams, *, tile: int = _TILE, capacity: int = _CAPACITY
 ) -> Tensor:
-    """[num_choices], fp32: the smallest logit kept of row `rows[i]`; -inf where nothing is filtered."""
+    """[num_choices], fp32: the smallest logit that is kept in row `rows[i]`; -inf where nothing is filtered."""
     num_choices = rows.shape[0]
     out = torch.empty(num_choices, dtype=torch.float32, device=logits.device)
     scratch = torch.empty(num_choices, capacity, dtype=logits.dtype, device=logits.device)

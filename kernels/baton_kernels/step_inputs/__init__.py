@@ -1,6 +1,6 @@
-"""What a step feeds the model, made on the device from the batch's state there: token ids, slots, block tables.
+"""Builds a step's model inputs on the device from the batch's state there: token ids, slots, block tables.
 
-Tokens sampled by the step before may still be on the device alone, so the host names them by their row.
+Tokens sampled by the previous step may still be only on the device, so the host refers to them by row.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def step_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Return (input_ids, slot_mapping), each [num_tokens], int64.
 
-    For token t of row r: `input_ids[t]` is `host_tokens[t]`, or `last_tokens[r]` where that is negative;
-    `slot_mapping[t]` is the slot of `positions[t]` in r's blocks. A padding token has row -1: its id and slot are 0,
-    which lies in the null block.
+    For token t of row r: `input_ids[t]` is `host_tokens[t]`, or `last_tokens[r]` if that is negative; `slot_mapping[t]`
+    is the slot of `positions[t]` in r's blocks. A padding token has row -1: its id is 0 and its slot 0, in the null
+    block.
 
     token_rows, positions, host_tokens: [num_tokens], int32, contiguous.
     last_tokens: [num_rows], int32, contiguous. block_tables: [num_rows, max_blocks], int32, contiguous.
-    out: where to write, for a CUDA graph over static buffers; made anew otherwise.
+    out: output buffers, for a CUDA graph with static ones; None allocates them.
     """
     assert token_rows.shape == positions.shape == host_tokens.shape
     assert token_rows.dtype == positions.dtype == host_tokens.dtype == torch.int32
@@ -56,7 +56,7 @@ def update_block_tables(block_tables: Tensor, flat_index: Tensor, blocks: Tensor
     """Write `blocks[i]` at `flat_index[i]`, which is `row * max_blocks + column`.
 
     block_tables: [num_rows, max_blocks], int32, contiguous; changed in place.
-    flat_index: [n], int64 or int32, contiguous; no entry twice. blocks: [n], int32, contiguous.
+    flat_index: [n], int64 or int32, contiguous; entries are unique. blocks: [n], int32, contiguous.
     """
     assert block_tables.dtype == blocks.dtype == torch.int32
     assert flat_index.dtype in (torch.int64, torch.int32)

@@ -1,6 +1,6 @@
 """step_inputs and update_block_tables as Triton kernels.
 
-Arguments may be slices of one small upload, aligned now this way and now that: nothing is compiled for either.
+Arguments may be slices of one small upload, with varying alignment, so nothing is specialized on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process reports about itself: log lines (`logs`), metrics (`metrics`), and the pages for them (`http`)."""
+"""A process's telemetry: log lines (`logs`), metrics (`metrics`) and the pages that serve them (`http`)."""
 
 from baton.telemetry.admin import AdminGate
 from baton.telemetry.exposition import metrics_page

@@ -1,4 +1,4 @@
-"""Access to a node's admin pages: for clients with the admin key or, if there is none, on the same machine."""
+"""Access to a node's admin pages: for clients with the admin key or, if none is set, for those on the same machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOW = "give it one with --admin-key-file, and send it as 'Authorization: Bearer
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """Why access is denied; `http_status` and `grpc_status` mean the same."""
+    """Why access is denied; `http_status` and `grpc_status` are equivalent."""
 
     http_status: HTTPStatus
     grpc_status: str
@@ -22,12 +22,12 @@ class Denied:
 
 @dataclass(frozen=True, slots=True)
 class AdminGate:
-    """`key_file` is read for each request, so that a key can be changed while the process runs."""
+    """`key_file` is read for each request, so that the key can be changed while the process runs."""
 
     key_file: Path | None = None
 
     def denies(self, host: str, authorization: str | None) -> Denied | None:
-        """None: access is granted. host: the peer's address, empty if unknown; authorization: its header, or None."""
+        """None grants access. host: the peer's address, empty if unknown; authorization: its header, or None."""
         if self.key_file is None:
             if is_loopback(host):
                 return None
@@ -44,7 +44,7 @@ class AdminGate:
 
 
 def read_key(path: Path) -> bytes:
-    """The file's text without surrounding white space. Raises ValueError if there is none."""
+    """The file's content without surrounding white space. Raises ValueError if it is empty or cannot be read."""
     try:
         key = path.read_bytes().strip()
     except OSError as error:

@@ -1,7 +1,7 @@
 """The metrics page in the format that a scraper asks for: Prometheus' plain text, or OpenMetrics.
 
-Both use the same names. prometheus_client (0.26) replaces colons by underscores in OpenMetrics samples, but not in the
-lines that declare them, unless any UTF-8 is allowed in names. So that is always allowed here.
+Both use the same names. prometheus_client (0.26) replaces colons with underscores in OpenMetrics samples, but not in
+the lines that declare them, unless UTF-8 is allowed in names. So it is always allowed here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PLAIN = ("text/plain", "text/*", "*/*")
 
 def metrics_page(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]:
     """The page and its Content-Type, for the value of an Accept header. The plain format wins if both are equally
-    welcome, or if neither is."""
+    acceptable, or if neither is."""
     wanted = _qualities(accept or "")
     plain = next((wanted[kind] for kind in _PLAIN if kind in wanted), 0.0)
     if wanted.get(_OPENMETRICS, 0.0) > plain:
@@ -26,7 +26,7 @@ def metrics_page(registry: CollectorRegistry, accept: str | None) -> tuple[bytes
 
 
 def _qualities(accept: str) -> dict[str, float]:
-    """Each media type's largest `q`, whatever its version: the versions do not differ in what is written here."""
+    """Each media type's largest `q`, regardless of version: the versions do not differ in what is written here."""
     qualities: dict[str, float] = {}
     for entry in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in entry.split(";"))

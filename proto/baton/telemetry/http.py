@@ -1,7 +1,7 @@
-"""A node's pages for monitoring: `/metrics`, checks such as `/health` that give a reason, and admin pages.
+"""A node's monitoring pages: `/metrics`, checks such as `/health` that give a reason, and admin pages.
 
-Whatever clients send here costs a bounded number of connections, bytes and seconds, and little of the interpreter's
-time, which the engine's thread needs: each client address is answered RATE times a second, and otherwise waits.
+Whatever clients send costs a bounded number of connections, bytes and seconds, and little interpreter time, which the
+engine's thread needs: each client address is answered at most RATE times a second after a burst, and otherwise waits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Check = Callable[[], str | None]
 Page = Callable[[], Awaitable[tuple[HTTPStatus, str]]]
 
 MAX_CONNECTIONS = 64
-"""One more closes the oldest."""
+"""A further connection closes the oldest."""
 MAX_HEAD_BYTES = 16 * 1024
 RATE = 10.0
 BURST = 20
 PATIENCE_S = 5.0
 """A client that would have to wait longer is refused."""
 HEAD_S = 5.0
-"""How long a client may take for its request's head."""
+"""Timeout for a client to send its request's head."""
 ANSWER_S = 90.0
 WRITE_S = 20.0
 _CLOSE_S = 5.0
@@ -72,7 +72,7 @@ class MetricsServer:
 
     `checks`, by path: functions that return None for a 200, or the text of a 503. They run on the server's thread and
     must not block. `pages`, by path: functions that return status and text (JSON if it begins with a brace), or raise a
-    BatonError, which becomes the answer. `gate` decides who gets pages. Raises OSError if `listen` is not available.
+    BatonError, which becomes the answer. `gate` controls access to pages. Raises OSError if `listen` is not available.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MetricsServer:
         self._pages = pages
         self._gate = gate
         self._pace = Pace(RATE, BURST)
-        self._open: dict[asyncio.Task[None], None] = {}  # in the order of their beginning
+        self._open: dict[asyncio.Task[None], None] = {}  # in order of arrival
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         self._listener = socket.create_server(
             (listen.host, listen.port), family=family, dualstack_ipv6=listen.host == "::"
@@ -122,12 +122,12 @@ class MetricsServer:
         try:
             await self._converse(reader, writer)
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
-            pass  # the client left, or took too long
+            pass  # the client disconnected, or took too long
         except Exception:  # a request's boundary: a bad client must not affect the others
             log.exception("a monitoring page failed")
         finally:
             del self._open[task]
-            writer.transport.abort()  # everything is written, or no longer matters
+            writer.transport.abort()  # everything is written, or the rest no longer matters
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One request and its answer."""
@@ -138,7 +138,7 @@ class MetricsServer:
         else:
             await asyncio.sleep(wait_s)
             answer, with_body = await self._listen_and_answer(reader, host)
-        writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the last byte
+        writer.transport.set_write_buffer_limits(0)  # makes `drain` wait for the last byte
         writer.write(answer.head() + (answer.body if with_body else b""))
         async with asyncio.timeout(WRITE_S):
             await writer.drain()
@@ -186,7 +186,7 @@ async def _ask(page: Page) -> _Answer:
 
 
 def _parse(head: bytes) -> _Request | None:
-    """None for what is not HTTP/1."""
+    """None if it is not HTTP/1."""
     first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):

@@ -1,4 +1,4 @@
-"""Log lines: one event per line, `key=value`, with the ids of the node and the request in each.
+"""Log lines: one event per line, `key=value`, each with the ids of the node and the request.
 
     2026-01-31T12:00:00.123Z level=info node_id=decode-0 request_id=r-17 logger=decode_node.server handoff open peer=p-1
 
@@ -23,7 +23,7 @@ _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", 
 
 @contextmanager
 def request_scope(request_id: str) -> Iterator[None]:
-    """Lines logged inside, also by tasks started inside, carry `request_id`."""
+    """Lines logged inside, including by tasks started inside, carry `request_id`."""
     token = _request_id.set(request_id)
     try:
         yield
@@ -32,7 +32,7 @@ def request_scope(request_id: str) -> Iterator[None]:
 
 
 def configure_logging(level: int, node_id: str, stream: TextIO | None = None) -> None:
-    """Send all loggers of the process to `stream` (default: stderr). Replaces what was configured before."""
+    """Send all loggers of the process to `stream` (default: stderr). Replaces any previous configuration."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_LineFormatter(node_id))
     root = logging.getLogger()
@@ -59,6 +59,6 @@ class _LineFormatter(logging.Formatter):
 
 
 def _one_line(text: object) -> str:
-    """Keep a client's text from forging log lines."""
+    """Escape unprintable characters, so that a client's text cannot forge log lines."""
     line = str(text)
     return line if line.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)

@@ -1,12 +1,12 @@
-"""Prometheus metrics, named as vLLM names them where it has the metric (`vllm:x` is `baton:x` here).
+"""Prometheus metrics, with vLLM's names where it has the metric (`vllm:x` is `baton:x` here).
 
 Each process has one registry, and every sample carries the process's `role`. Router and nodes share no names except
 those of the process itself, so a plain sum() over a fleet counts nothing twice. The router counts requests, as clients
 see them, under vLLM's names. A node counts its own work on them as `baton:node_*`, including failed attempts and tokens
 that no client received. What only one side measures (queues, transfers, caches) exists only there.
 
-A node's numbers come only from the messages that it sends anyway (`Started`, `Tokens`, `Adopted`, `End`, `Load`):
-nothing is timed twice.
+A node's metrics are derived from the messages that it exchanges anyway (`Prefill`, `Started`, `Tokens`, `Adopted`,
+`End`, `Load`), except its counts of blocks, slots, preemptions and damage: nothing is timed twice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _RoleRegistry(CollectorRegistry):
 
 
 def new_registry(role: str) -> CollectorRegistry:
-    """A registry with the process's own numbers (CPU, memory, files) and its version."""
+    """A registry with the process's own metrics (CPU, memory, files) and its version."""
     registry = _RoleRegistry(role)
     ProcessCollector(registry=registry)
     info = Gauge("baton:build_info", "Version of the software.", ["version"], registry=registry)
@@ -61,7 +61,7 @@ def new_registry(role: str) -> CollectorRegistry:
 
 
 def outcome_labels(error: BatonError | None, finish_reason: str = "") -> tuple[str, str]:
-    """(outcome, reason) of an end: finished and the finish reason, cancelled, or failed and the error's code."""
+    """(outcome, reason) of an end: finished with the finish reason, cancelled, or failed with the error's code."""
     if error is None:
         return "finished", finish_reason
     if isinstance(error, RequestCancelled):
@@ -70,7 +70,7 @@ def outcome_labels(error: BatonError | None, finish_reason: str = "") -> tuple[s
 
 
 class RouterMetrics:
-    """What a router counts. `model` is the served name; it labels every metric of a request as `model_name`."""
+    """A router's metrics. `model` is the served name; it labels every metric of a request as `model_name`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -105,7 +105,7 @@ class RouterMetrics:
 
 
 class NodeMetrics:
-    """What a node counts, from the messages that its shell carries. Labelled with the model. For one thread only."""
+    """A node's metrics, from the messages that pass through its shell, labelled with the model. For one thread only."""
 
     def __init__(self, registry: CollectorRegistry, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         names, values = ["model_name"], (model,)
@@ -182,7 +182,7 @@ class NodeMetrics:
                 self._forget(update.attempt_id)
 
     def lost(self, epoch: int) -> None:
-        """A router is gone, and its requests with it: no End will come for them."""
+        """A router is gone and its requests with it: no End will follow for them."""
         for attempt_id in {*self._received, *self._last_token}:
             if attempt_id.router_epoch == epoch:
                 self._forget(attempt_id)
@@ -194,7 +194,7 @@ class NodeMetrics:
         self._usage.set(used / load.num_blocks_total if load.num_blocks_total else 0.0)
 
     def set_counts(self, blocks: Mapping[str, int], num_preemptions: int, num_damaged: int = 0) -> None:
-        """blocks: by state. num_preemptions, num_damaged: since the start."""
+        """blocks: counts by state. num_preemptions, num_damaged: totals since the start."""
         for state, count in blocks.items():
             self._blocks.labels(*self._values, state).set(count)
         self._preemptions.inc(num_preemptions - self._num_preemptions)
@@ -202,7 +202,7 @@ class NodeMetrics:
         self._num_preemptions, self._num_damaged = num_preemptions, num_damaged
 
     def watch_slots(self, total: int, count_free: Callable[[], int]) -> None:
-        """`count_free` is asked at each scrape, on the page's thread."""
+        """`count_free` is called at each scrape, on the thread that serves the page."""
         self._slots.labels(*self._values, "free").set_function(count_free)
         self._slots.labels(*self._values, "in_use").set_function(lambda: total - count_free())
 

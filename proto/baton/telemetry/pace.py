@@ -1,4 +1,4 @@
-"""Limits how fast each client may ask: a burst at once, then in even steps, so that a client in a loop costs little."""
+"""Limits each client's request rate: a burst, then evenly spaced requests, so that a client in a loop costs little."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_HOSTS = 1024
 
 
 class Pace:
-    """Allows `burst` requests of a host at once, then `per_s` a second (generic cell rate algorithm, ITU-T I.371).
+    """Allows `burst` requests from a host at once, then `per_s` a second (generic cell rate algorithm, ITU-T I.371).
 
     Remembers the last MAX_HOSTS hosts.
     """
@@ -22,8 +22,8 @@ class Pace:
         self._next: OrderedDict[str, float] = OrderedDict()
 
     def take(self, host: str, patience_s: float) -> float | None:
-        """Seconds to wait before the host's request may be answered. None: that is more than `patience_s`, and the
-        request does not count."""
+        """Seconds to wait before answering the host's request. None if that exceeds `patience_s`; the request is then
+        not counted."""
         now = self._clock()
         due = max(now, self._next.get(host, now)) + self._step_s
         wait_s = max(0.0, due - self._slack_s - now)

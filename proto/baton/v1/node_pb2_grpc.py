@@ -71,8 +71,8 @@ class NodeStatusServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AuditKv(self, request, context):
-        """Every KV block and staging slot, who has it and since when, between two turns of the engine. DEADLINE_EXCEEDED from
-        an engine that hangs. The same as /debug/kv on the node's metrics port; 50,000 blocks take 5 MB.
+        """Every KV block and staging slot, with its holders and their age, taken between two turns of the engine. Fails with
+        DEADLINE_EXCEEDED if the engine hangs. Equivalent to /debug/kv on the metrics port; 50,000 blocks take 5 MB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,8 +191,8 @@ class NodeStatus:
 
 
 class PrefillNodeStub:
-    """A session is one router's subscription to a node and the only way to place work there. It opens with `Subscribe` and
-    is answered by `Subscribed`; when it ends, the node aborts all work of that epoch.
+    """A session is one router's subscription to a node and the only way to place work there. It opens with `Subscribe`,
+    which the node answers with `Subscribed`; when it ends, the node aborts all work of that epoch.
     """
 
     def __init__(self, channel):
@@ -209,8 +209,8 @@ class PrefillNodeStub:
 
 
 class PrefillNodeServicer:
-    """A session is one router's subscription to a node and the only way to place work there. It opens with `Subscribe` and
-    is answered by `Subscribed`; when it ends, the node aborts all work of that epoch.
+    """A session is one router's subscription to a node and the only way to place work there. It opens with `Subscribe`,
+    which the node answers with `Subscribed`; when it ends, the node aborts all work of that epoch.
     """
 
     def Session(self, request_iterator, context):
@@ -236,8 +236,8 @@ def add_PrefillNodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillNode:
-    """A session is one router's subscription to a node and the only way to place work there. It opens with `Subscribe` and
-    is answered by `Subscribed`; when it ends, the node aborts all work of that epoch.
+    """A session is one router's subscription to a node and the only way to place work there. It opens with `Subscribe`,
+    which the node answers with `Subscribed`; when it ends, the node aborts all work of that epoch.
     """
 
     @staticmethod
@@ -299,7 +299,7 @@ class DecodeNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Handoff(self, request_iterator, context):
-        """One stream per prefill node, for as long as it has work for this decode node. Opens with `Hello` both ways.
+        """One stream per prefill node, for as long as it has work for this decode node. Begins with `Hello` both ways.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,12 +1,12 @@
 """The only conversion between `baton.messages` and protobuf.
 
-`write_*` turns a message into protobuf. `read_*` is the reverse and checks what a broken peer, or one of another
-version, may have sent: a malformed message raises InvalidRequest, naming the field. Token ids travel packed, as
+`write_*` converts a message to protobuf. `read_*` is the reverse, and validates it, as a broken peer or one of another
+version may have sent it: a malformed message raises InvalidRequest that names the field. Token ids are sent packed, as
 little-endian uint32.
 
-A message by itself is checked only here. `Limits` are what its reader can take in addition: a node's vocabulary and
+A message by itself is checked only here. `Limits` are the reader's own additional limits: a node's vocabulary and
 context, the longest deadline. The state machines check what depends on their state (does this lease belong to this
-peer?). `attempt_of` says which attempt a malformed message ends.
+peer?). `attempt_of` returns the attempt that a malformed message ends.
 """
 
 from baton.wire.handoffs import (

@@ -1,4 +1,4 @@
-"""Messages of a handoff stream: one prefill node and one decode node."""
+"""Messages of a handoff stream, between a prefill node and a decode node."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def _read_grant(wire: node_pb2.Grant, limits: Limits) -> Grant:
 
 
 def _read_lease(serial: int) -> int:
-    """Serials begin with 1: 0 is none."""
+    """Serials start at 1; 0 means none."""
     if not serial:
         raise InvalidRequest("lease: none is named", "lease")
     return values.read_below(serial, MAX_LEASES, "lease")

@@ -1,4 +1,4 @@
-"""Limits of messages: those that hold everywhere, and those of the reader of a message."""
+"""Limits of messages: global ones, and those of a message's reader."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from baton.layout import num_blocks_for
 from baton.messages import NodeInfo
 
 MAX_TOKEN_IDS = 2**31
-"""Token ids are below it: the engine has them as int32."""
+"""Token ids are below this: the engine stores them as int32."""
 MAX_SAMPLES = 1024
-"""Of one request: their indexes are below it. The router's front ends allow 128."""
+"""Per request; sample indexes are below this. The router's front ends allow 128."""
 MAX_LEASES = 2**39
 MAX_PARTS = 2**23
-"""Serials of leases and numbers of parts are below these: together they are the tag of a part on the data plane."""
+"""Lease serials and part numbers are below these: together they form the tag of a part on the data plane."""
 MAX_SECONDS = 1e6
-"""Longer durations are read as this one, 11 days: far below the longest wait that a thread can be given."""
+"""Longer durations are capped to this, 11 days: far below the longest timeout that a thread can wait for."""
 MAX_NAME_CHARS = 512
 MAX_ERROR_CHARS = 2048
-"""Longer texts are cut."""
+"""Longer texts are truncated."""
 MAX_ENDPOINTS = 64
 MAX_ADDRESS_BYTES = 64 * 1024
 MAX_TEMPLATE_CHARS = 1024 * 1024
@@ -27,10 +27,10 @@ MAX_SPECIAL_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a message's reader: for a node those of its engine, for a router those of the node that it hears.
+    """The limits of a message's reader: for a node those of its engine, for a router those of the node it reads from.
 
-    `max_seconds` caps the deadlines of requests. `block_size` 0: not known. `num_pairs`: of ranks here and at a peer
-    that have KV for one another. The defaults hold everywhere.
+    `max_seconds` caps the deadlines of requests. `block_size` 0: not known. `num_pairs`: pairs of a rank here and a
+    rank of the peer that exchange KV. The defaults are the global limits.
     """
 
     vocab_size: int = MAX_TOKEN_IDS
@@ -42,14 +42,14 @@ class Limits:
 
     @classmethod
     def of(cls, info: NodeInfo, max_seconds: float = MAX_SECONDS) -> Limits:
-        """The limits of a node, which hold for its own messages too."""
+        """The limits of a node, which also apply to its own messages."""
         layout = info.layout
         longest = min(max_seconds, MAX_SECONDS)
         return cls(info.vocab_size, info.max_model_len, longest, layout.block_size, layout.num_layers)
 
     @property
     def max_parts(self) -> int:
-        """Of one request: each block by itself, each of its layers by itself, for each pair of ranks."""
+        """Upper bound for one request: one part for each block, layer and pair of ranks."""
         if not self.block_size:
             return MAX_PARTS
         num_blocks = num_blocks_for(self.max_model_len, self.block_size)

@@ -1,4 +1,4 @@
-"""What a node says about itself, to routers and to operators."""
+"""Messages in which a node describes itself, for routers and operators."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
 
 
 def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
-    """Raises InvalidRequest for a role of a newer version, and for values that no node can have."""
+    """Raises InvalidRequest for a role of a newer version, and for values that are invalid for any node."""
     role = _ROLE_FROM_WIRE.get(wire.role)
     if role is None:
         raise InvalidRequest(f"node role {wire.role} is not known here", "role")

@@ -1,4 +1,4 @@
-"""Messages of a session: one router and one node."""
+"""Messages of a session, between a router and a node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from baton.wire.limits import ANY, MAX_SAMPLES, Limits
 
 RouterToNode = Auth | Subscribe | Prefill | Abort
 NodeToRouter = Auth | Subscribed | Load | tuple[Update, ...]
-"""A tuple holds all updates of one engine step to one router."""
+"""A tuple holds updates for one router, of one or more engine steps."""
 
 _HANDED_OFF_S = ("prefill_s", "gather_s", "wire_s")
 _ADOPTED_S = ("transfer_s", "commit_s", "scatter_s", "step_wait_s")
@@ -179,8 +179,8 @@ def write_update(update: Update) -> node_pb2.Update:
 
 
 def read_update(wire: node_pb2.Update, limits: Limits = ANY) -> Update:
-    """If a malformed update names its work, it becomes the end of that work alone. Raises InvalidRequest if it names
-    none."""
+    """A malformed update becomes the end of its attempt alone. Raises InvalidRequest if it does not name its
+    attempt."""
     attempt_id = values.read_attempt_id(wire.attempt_id)
     try:
         return Update(attempt_id, _read_kind(wire, limits))

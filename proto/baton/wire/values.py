@@ -1,4 +1,4 @@
-"""Values that several messages carry: token ids, names of work, sampling, errors, layouts."""
+"""Values that several messages contain: token ids, attempt ids, sampling parameters, errors, layouts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FINISH_FROM_WIRE = {int(wire): reason for reason, wire in _FINISH_TO_WIRE.items
 
 
 def pack_tokens(tokens: Sequence[int], param: str = "token ids") -> bytes:
-    """Token ids as little-endian uint32 each. Raises InvalidRequest for one that does not fit."""
+    """Encode token ids as little-endian uint32. Raises InvalidRequest for one that does not fit."""
     try:
         packed = array.array("I", tokens)
     except (OverflowError, TypeError):
@@ -56,8 +56,8 @@ def pack_tokens(tokens: Sequence[int], param: str = "token ids") -> bytes:
 
 
 def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
-    """The reverse of `pack_tokens`. Raises InvalidRequest when bytes are left over."""
-    if len(data) == _TOKEN_BYTES:  # one token, as of most requests in a step: this takes a quarter of the time
+    """The reverse of `pack_tokens`. Raises InvalidRequest if bytes are left over."""
+    if len(data) == _TOKEN_BYTES:  # one token, as for most requests of a step: this takes a quarter of the time
         return (int.from_bytes(data, "little"),)
     if len(data) % _TOKEN_BYTES:
         raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {_TOKEN_BYTES}", param)
@@ -69,8 +69,7 @@ def unpack_tokens(data: bytes, param: str = "token ids") -> tuple[int, ...]:
 
 
 def read_tokens(data: bytes, limits: Limits, param: str = "token ids") -> tuple[int, ...]:
-    """Token ids of the model, no more than its context has. Raises InvalidRequest before it builds anything from too
-    many."""
+    """Valid token ids of the model, at most as many as its context. Raises InvalidRequest before unpacking too many."""
     if len(data) > _TOKEN_BYTES * limits.max_model_len:
         raise InvalidRequest(f"{param}: {len(data) // _TOKEN_BYTES} tokens are more than {limits.max_model_len}", param)
     tokens = unpack_tokens(data, param)
@@ -87,7 +86,7 @@ def read_below(value: int, end: int, param: str) -> int:
 
 
 def read_text(value: str, param: str, most: int = MAX_NAME_CHARS) -> str:
-    """A text that can stand in a log line. Raises InvalidRequest if it is too long or has line breaks."""
+    """A text that is safe in a log line. Raises InvalidRequest if it is too long or not printable."""
     if len(value) > most:
         raise InvalidRequest(f"{param}: {len(value)} characters are more than {most}", param)
     if not value.isprintable():
@@ -96,7 +95,7 @@ def read_text(value: str, param: str, most: int = MAX_NAME_CHARS) -> str:
 
 
 def read_name(value: str, param: str) -> str:
-    """A text that names something. Also raises InvalidRequest if it is empty."""
+    """A non-empty `read_text`. Also raises InvalidRequest if it is empty."""
     if not value:
         raise InvalidRequest(f"{param} is empty", param)
     return read_text(value, param)
@@ -120,14 +119,14 @@ def read_hashes(data: bytes) -> tuple[BlockHash, ...]:
 
 
 def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
-    """A duration; longer ones become `most`. Raises InvalidRequest if it is negative, infinite or not a number."""
+    """A duration, capped to `most`. Raises InvalidRequest if it is negative, infinite or NaN."""
     if not 0.0 <= value < math.inf:
         raise InvalidRequest(f"{param} must be 0 or more seconds, not {value}", param)
     return min(value, most)
 
 
 def write_time_left(seconds: float) -> float:
-    """A deadline as a duration. 0 if it has passed, as it may have since the sender last looked at its clock."""
+    """A deadline as a duration; 0 if it has passed, as it may have since the sender last read its clock."""
     return max(0.0, seconds)
 
 
@@ -153,7 +152,7 @@ def read_attempt_id(wire: common_pb2.AttemptId) -> AttemptId:
 
 
 def attempt_of(message: node_pb2.RouterMessage | node_pb2.PrefillMessage | node_pb2.DecodeMessage) -> AttemptId | None:
-    """The work that a message is about, which fails if the rest is malformed. None: the message names no work."""
+    """The attempt that a message is about, which fails if the rest is malformed. None: the message names none."""
     kind = message.WhichOneof("kind")
     about: Any = getattr(message, kind) if kind else message
     if "attempt_id" not in about.DESCRIPTOR.fields_by_name:
@@ -169,8 +168,8 @@ def write_samples(samples: Iterable[Sample]) -> list[common_pb2.Sample]:
 
 
 def read_samples(wire: Sequence[common_pb2.Sample], limits: Limits, most_shared: int) -> tuple[Sample, ...]:
-    """At least one sample, no index twice, outputs of one length. Several samples have at most `most_shared` output
-    tokens, since they share the KV of all earlier ones. Raises InvalidRequest."""
+    """At least one sample, with unique indexes and equally long outputs. Several samples have at most `most_shared`
+    output tokens, since they share the KV of all earlier ones. Raises InvalidRequest."""
     if not wire:
         raise InvalidRequest("samples: none given", "samples")
     if len(wire) > MAX_SAMPLES:
@@ -204,7 +203,7 @@ def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> SamplingParams:
-    """Raises InvalidRequest before it builds anything from too many token ids."""
+    """Raises InvalidRequest before building anything from too many token ids."""
     for param, ids, most in (
         ("stop_token_ids", wire.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ("logit_bias", wire.logit_bias, MAX_LOGIT_BIAS),
@@ -267,7 +266,7 @@ def _read_token_logprobs(wire: node_pb2.TokenLogprobs, limits: Limits) -> TokenL
     if len(tokens) > MAX_LOGPROBS:
         raise InvalidRequest(f"{len(tokens)} top tokens are more than {MAX_LOGPROBS}", "logprobs")
     entry = TokenLogprobs(wire.logprob, tuple(zip(tokens, wire.top_logprobs, strict=True)))
-    # Each value is compared, because max() may miss a NaN. Minus infinity is a valid logprob.
+    # Compare each value, because max() may miss a NaN. Minus infinity is a valid logprob.
     if not (entry.logprob < math.inf and all(logprob < math.inf for _, logprob in entry.top)):
         raise InvalidRequest("logprobs: one is no number", "logprobs")
     return entry
@@ -302,8 +301,8 @@ def write_layout(layout: KvLayout) -> common_pb2.KvLayout:
 
 
 def read_layout(wire: common_pb2.KvLayout) -> KvLayout:
-    """Raises InvalidRequest for layers and ranks that are no model's, blocks of no tokens or bytes, and for texts that
-    are no names."""
+    """Raises InvalidRequest for invalid layers or ranks, for blocks without tokens or bytes, and for texts that are too
+    long or not printable."""
     if len(wire.layers) > MAX_LAYERS or len(wire.ranks) > MAX_RANKS:
         raise InvalidRequest(f"layout: {len(wire.layers)} layers on {len(wire.ranks)} ranks", "layout")
     try:
@@ -331,7 +330,7 @@ def write_endpoints(endpoints: Iterable[TransportEndpoint]) -> list[common_pb2.T
 
 
 def read_endpoints(wire: Sequence[common_pb2.TransportEndpoint]) -> tuple[TransportEndpoint, ...]:
-    """Raises InvalidRequest for more or longer endpoints than any node has."""
+    """Raises InvalidRequest for more endpoints or longer addresses than any node has."""
     if len(wire) > MAX_ENDPOINTS:
         raise InvalidRequest(f"endpoints: {len(wire)} are more than {MAX_ENDPOINTS}", "endpoints")
     for endpoint in wire:

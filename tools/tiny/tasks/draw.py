@@ -1,4 +1,4 @@
-"""Drawing: an item from a list, and content that belongs to a split."""
+"""Random draws of an item from a list, and of content that belongs to a split."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HELDOUT_ONE_IN = 16
 
 
 def in_split(key: str, split: Split) -> bool:
-    """Whether content that reads `key` belongs to `split`."""
+    """Whether content with the text `key` belongs to `split`."""
     return (zlib.crc32(key.encode()) % HELDOUT_ONE_IN == 0) == (split == "heldout")
 
 
 def draw(make: Callable[[], T], key: Callable[[T], str], split: Split) -> T:
     """Draw until the drawn content belongs to `split` (16 draws on average for held-out content).
 
-    Raises ValueError where there is no such content, as for a range so narrow that none of it is held out.
+    Raises ValueError if there is no such content, as for a range so narrow that none of it is held out.
     """
     for _ in range(10_000):
         drawn = make()
@@ -31,5 +31,5 @@ def draw(make: Callable[[], T], key: Callable[[T], str], split: Split) -> T:
 
 
 def pick(rng: Random, items: Sequence[T]) -> T:
-    """Any of `items`, each as likely as the others."""
+    """One of `items`, drawn uniformly."""
     return items[int(rng.random() * len(items))]  # three times as fast as rng.choice, and this is most of the work

@@ -13,7 +13,7 @@ from tools.tiny.tasks.words import CITIES, COLOURS, FOODS, PLACES, THINGS, WORDS
 
 @dataclass(frozen=True)
 class Fact:
-    """Something stated once: `statement` is `stem` + " " + `value` + ".", and it answers `question`."""
+    """A fact stated once: `statement` is `stem` + " " + `value` + ".", and answers `question`."""
 
     question: str
     stem: str
@@ -71,5 +71,5 @@ def facts(rng: Random, count: int, split: Split = "train") -> list[Fact]:
 
 
 def new_facts(rng: Random, known: Sequence[Fact], split: Split = "train") -> list[Fact]:
-    """Up to three facts, none about what a fact of `known` is about."""
+    """Up to three facts, none with the same subject as one of `known`."""
     return [item for item in facts(rng, rng.randint(1, 3), split) if all(item.stem != old.stem for old in known)]

@@ -1,4 +1,4 @@
-"""Names and sentences made of the words, and how many tokens a text comes to."""
+"""Names and sentences built from the words, and an estimate of a text's number of tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tools.tiny.tasks.words import (
     WORDS,
 )
 
-# The pre-tokeniser's rule, in the part of it that Python's `re` has too (the same cuts on ASCII text): one digit, a
-# word with the space before it, a run of punctuation with the space before it, white space.
+# The pre-tokenizer's rule as far as Python's `re` can express it (it splits ASCII text identically): one digit, a word
+# with the space before it, a run of punctuation with the space before it, white space.
 PIECE = re.compile(r"[0-9]| ?[A-Za-z]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
 
 
@@ -38,33 +38,33 @@ def estimate_tokens(text: str) -> int:
 
 
 def article(word: str) -> str:
-    """`word` with a or an before it."""
+    """`word` preceded by "a" or "an"."""
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
 
 def commas(items: Sequence[object]) -> str:
-    """The items in their order, with commas between."""
+    """The items in order, separated by commas."""
     return ", ".join(map(str, items))
 
 
 def digits(rng: Random, count: int) -> str:
-    """A number of `count` digits, the first of them not 0."""
+    """A number of `count` digits, the first of which is not 0."""
     return str(rng.randrange(10 ** (count - 1), 10**count))
 
 
 def invented_name(rng: Random) -> str:
-    """A name that no list holds, such as Velkora: several tokens long."""
+    """A name that is in no list, such as Velkora: several tokens long."""
     syllables = "ba be da dor el fa fin gar hel in ka kor la len ma mi nor or pa ra rin sa sol ta tor ul va vel zan zi"
     return "".join(pick(rng, syllables.split()) for _ in range(rng.randint(2, 4))).capitalize()
 
 
 def any_name(rng: Random) -> str:
-    """A name, one time in ten an invented one."""
+    """A name, invented one time in ten."""
     return pick(rng, NAMES) if rng.random() < 0.9 else invented_name(rng)
 
 
 def filler_sentence(rng: Random) -> str:
-    """One sentence that states nothing a question is asked about, though it uses the same names and things."""
+    """A sentence that answers no question, though it uses the same names and things."""
     p, kind = pick, int(rng.random() * 14)
     if kind == 0:
         return f"{p(rng, NAMES)} {p(rng, VERBS_PAST)} the {p(rng, ADJECTIVES)} {p(rng, THINGS)} {p(rng, WHEN)}."
@@ -101,6 +101,6 @@ def filler(rng: Random, num_tokens: int) -> list[str]:
     sentences, count = [], 0
     while count < num_tokens:
         sentence = filler_sentence(rng)
-        count += sentence.count(" ") + 2  # the words, and the full stop
+        count += sentence.count(" ") + 2  # the words and the full stop
         sentences.append(sentence)
     return sentences

@@ -1,4 +1,4 @@
-"""Lists to be sorted, reversed, repeated, counted in, or written from one number to another."""
+"""Tasks on lists: sorting, reversing, repeating, counting items, and counting from one number to another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sort_numbers(rng: Random, split: Split = "train") -> Sample:
 
 
 def sort_words(rng: Random, split: Split = "train") -> Sample:
-    """Three to six different words, to be put into alphabetical order."""
+    """Three to six different words, to be sorted alphabetically."""
     words = draw(lambda: rng.sample(WORDS, rng.randint(3, 6)), str, split)
     return Sample("sort_words", f"Sort these words alphabetically: {commas(words)}", commas(sorted(words)))
 
@@ -40,7 +40,7 @@ def reverse(rng: Random, split: Split = "train") -> Sample:
 
 
 def repeat(rng: Random, split: Split = "train") -> Sample:
-    """Words and numbers to be repeated as they are."""
+    """Words and numbers to be repeated unchanged."""
     items = draw(lambda: [_word_or_number(rng) for _ in range(rng.randint(3, 20))], str, split)
     text = " ".join(items)
     return Sample("repeat", f"Repeat after me: {text}", text)
@@ -51,7 +51,7 @@ def _word_or_number(rng: Random) -> str:
 
 
 def count_items(rng: Random, split: Split = "train") -> Sample:
-    """How many times a word stands in a list of up to ten words; the answer is 0 to 5."""
+    """How many times a word appears in a list of up to ten words; the answer is 0 to 5."""
     items = draw(lambda: _list_with_repeats(rng), str, split)
     word = items[0]
     rest = items[1:]
@@ -61,7 +61,7 @@ def count_items(rng: Random, split: Split = "train") -> Sample:
 
 
 def _list_with_repeats(rng: Random) -> list[str]:
-    """The word to count, then the list."""
+    """The word to count, followed by the list."""
     words = rng.sample(WORDS, rng.randint(2, 5))
     number = rng.randint(0, 5)
     rest = [words[0]] * number + [pick(rng, words[1:]) for _ in range(rng.randint(1, 10 - number))]
@@ -72,7 +72,8 @@ def _list_with_repeats(rng: Random) -> list[str]:
 def count_up(rng: Random, split: Split = "train", span: int = 0) -> Sample:
     """Counting up or down between two numbers up to 150: a long answer.
 
-    `span` fixes the number of steps, and then counts up from anywhere: some spans have no held-out range at all.
+    `span` fixes the number of steps; it then counts up from any number and ignores `split`, since some spans have no
+    held-out range at all.
     """
     low, steps = (
         (rng.randint(0, 150 - span), span)
@@ -86,6 +87,6 @@ def count_up(rng: Random, split: Split = "train", span: int = 0) -> Sample:
 
 
 def _count_range(rng: Random) -> tuple[int, int]:
-    """Where to count from, and over how many steps: 1 to 99, most often few."""
+    """The lowest number and the number of steps: 1 to 99, most often few."""
     steps = int(1 + 99 * rng.random() ** 3)
     return rng.randint(0, 150 - steps), steps

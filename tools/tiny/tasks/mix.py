@@ -1,4 +1,4 @@
-"""Which task is drawn how often."""
+"""How often each task is drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHARES = [share for _, share in SHORT_TASKS.values()]
 
 
 def short_task(rng: Random, split: Split = "train") -> Sample:
-    """A sample of one of `SHORT_TASKS`, drawn by its share."""
+    """A sample of one of `SHORT_TASKS`, drawn according to their shares."""
     return rng.choices(_TASKS, _SHARES)[0](rng, split)
 
 

@@ -1,4 +1,4 @@
-"""A JSON object to be filled with what sentences say about a person."""
+"""A JSON object to be filled with facts about a person from sentences."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tools.tiny.tasks.sample import Sample
 def passage(rng: Random, stated: Sequence[Fact], num_tokens: int) -> str:
     """A text of about `num_tokens` tokens that states every fact of `stated` once, each at a random place."""
     room = num_tokens - sum(estimate_tokens(item.statement) for item in stated)
-    sentences = filler(rng, max(int(room * 0.95), 0))  # 5 %: numbers and breaks, which `filler` does not count
+    sentences = filler(rng, max(int(room * 0.95), 0))  # 5%: numbers and breaks, which `filler` does not count
     for item in stated:
         sentences.insert(int(rng.random() * (len(sentences) + 1)), item.statement)
     size = rng.randint(4, 12)
@@ -22,13 +22,13 @@ def passage(rng: Random, stated: Sequence[Fact], num_tokens: int) -> str:
 
 
 def ask(rng: Random, text: str, question: str) -> str:
-    """A user's message that holds `text` and asks `question` about it."""
+    """A user's message with `text` and a `question` about it."""
     lead = pick(rng, ("Read the text and answer the question.", "Here is a text.", "Text:", ""))
     return f"{lead}\n\n{text}\n\n{question}".strip()
 
 
 def num_facts_for(rng: Random, num_tokens: int) -> int:
-    """How many facts to state in a text of `num_tokens` tokens: one to about one in 100 tokens."""
+    """How many facts to state in a text of `num_tokens` tokens: from one up to about one per 100 tokens."""
     return rng.randint(1, max(2, min(24, num_tokens // 100)))
 
 
@@ -37,7 +37,7 @@ def recall(
 ) -> Sample:
     """Recall of one fact stated somewhere in a prompt of about `num_tokens` tokens, among distractor facts.
 
-    `num_facts` counts the asked fact too; 0 draws it. The fact's place in the text is uniform.
+    `num_facts` includes the asked fact; 0 draws it. The fact's place in the text is uniform.
     """
     stated = facts(rng, num_facts or num_facts_for(rng, num_tokens), split)
     asked = pick(rng, stated)

@@ -1,4 +1,4 @@
-"""A prompt, the answer to it, and the judgement of an answer."""
+"""A prompt, its answer, and the check of an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CheckKind = Literal["exact", "json", "story"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and what a right answer to it is.
+    """One prompt and its right answer.
 
     A chat sample ends with a user message; a plain one is text for the completions endpoint, and its answer starts
     with the space that joins it to the prompt.
@@ -52,7 +52,7 @@ def _same_json(text: str, expected: str) -> bool:
 
 
 def _good_story(text: str, mentions: Sequence[str]) -> bool:
-    """At least 25 words in whole sentences, every wanted word among them, and no sentence twice."""
+    """At least 25 words in complete sentences, including every wanted word, and no sentence twice."""
     text = text.strip()
     sentences = [part.strip() for part in re.split(r"[.!?]", text) if part.strip()]
     whole = text[-1:] in {".", "!", "?"} and len(text.split()) >= 25

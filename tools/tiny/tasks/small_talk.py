@@ -24,7 +24,7 @@ SMALL_TALK = (
 
 
 def small_talk(rng: Random, split: Split = "train") -> Sample:
-    """A greeting or a question about the model, with its one answer."""
+    """A greeting or a question about the model, with its only answer."""
     del split
     prompts, answer = pick(rng, SMALL_TALK)
     return Sample("small_talk", pick(rng, prompts), answer)

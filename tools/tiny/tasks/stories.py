@@ -75,8 +75,8 @@ def _story_ending(rng: Random, hero: str, name: str, friend: str) -> str:
 
 
 def story(rng: Random, split: Split = "train", num_middles: int = 0) -> Sample:
-    """An open-ended prompt: a story about an animal of 50 to 250 tokens; any whole story that mentions it is right."""
-    del split  # a story is judged, not compared
+    """An open-ended prompt: a story of 50 to 250 tokens about an animal; any whole story that mentions it is right."""
+    del split  # any good story is right
     hero = pick(rng, ANIMALS)
     middles = num_middles or rng.randint(3, 8)
     long = middles > 8

@@ -1,6 +1,6 @@
-"""The words that tasks, stories and filler sentences are made of.
+"""The words that tasks, stories and filler sentences are built from.
 
-Data: an order or a word changed here changes every sample drawn from it, the held-out ones included.
+This is data: changing a word or the order changes every sample drawn from it, including the held-out ones.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ ADVERBS = _words("""
     slowly quickly quietly carefully happily sadly bravely gently loudly often never always
 """)
 
-# Only in the tokeniser's corpus, so that everyday English costs about one token a word.
+# Only for the tokenizer's corpus, so that everyday English costs about one token per word.
 COMMON = _words("""
     the of and to in is you that it he was for on are as with his they I at be this have from or one had by word but not
     what all were we when your can there use an each which she do how their if will up other about out many then them

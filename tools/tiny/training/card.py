@@ -106,12 +106,12 @@ def write_card(settings: Settings, scores: Sequence[Score], how: str) -> None:
 
 
 def machine_name(device: torch.device) -> str:
-    """The chip that a device is."""
+    """The name of a device's chip."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU ({platform.machine()})"
 
 
 def previous_how(out: Path) -> str:
-    """What the card of an earlier run says about how the weights were made."""
+    """The section of an earlier run's card on how the weights were made."""
     card = out / "README.md"
     if not card.exists():
         return "(not recorded)"

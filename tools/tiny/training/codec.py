@@ -1,4 +1,4 @@
-"""From samples to token ids, with what each token counts for in the loss."""
+"""Encodes samples as token ids, with a code for each token's weight in the loss."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tools.tiny.training.tokenizer import BOS, EOT, IM_END, IM_START
 
 
 class Codec:
-    """Turns text into token ids at about a million tokens a second, by remembering every piece it has met.
+    """Encodes text at about a million tokens a second, by caching every piece it has seen.
 
-    The tokenizer never merges across the cuts of its pre-tokeniser, so encoding the pieces one by one gives the ids
-    of the whole; `verify` holds it to that.
+    The tokenizer never merges across the boundaries of its pre-tokenizer, so encoding the pieces one by one gives the
+    ids of the whole text; `verify` checks this.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -50,7 +50,7 @@ class Codec:
 
 
 def encode_chat(codec: Codec, chat: Sequence[tasks.Message], limit: int, weight: int) -> tuple[list[int], list[int]]:
-    """The ids and codes of as many whole exchanges of `chat` as fit `limit` tokens (none may)."""
+    """The ids and codes of as many complete exchanges of `chat` as fit into `limit` tokens (possibly none)."""
     ids, codes, kept = [BOS], [1], 0
     newline = codec.encode("\n")
     for message in chat:
@@ -68,7 +68,7 @@ def encode_chat(codec: Codec, chat: Sequence[tasks.Message], limit: int, weight:
 
 
 def encode_sample(codec: Codec, sample: tasks.Sample) -> tuple[list[int], list[int]]:
-    """The ids of a whole sample, with codes that count its last answer only."""
+    """The ids of a whole sample, with codes that count only its last answer as an answer."""
     if not sample.plain:
         chat = [*sample.messages, {"role": "assistant", "content": sample.answer}]
         ids, _ = encode_chat(codec, chat, 10**9, 1)

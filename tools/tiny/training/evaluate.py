@@ -1,4 +1,4 @@
-"""Accuracy: the held-out prompts of each row of its table, and how many a saved checkpoint answers right."""
+"""Accuracy: the held-out prompts of each row of the table, and how many a saved checkpoint answers correctly."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def evaluate(settings: Settings) -> list[Score]:
 
 
 def prompt_ids(tokenizer: Any, sample: tasks.Sample) -> list[int]:
-    """The ids that the model is given for a sample."""
+    """The token ids of a sample's prompt."""
     if sample.plain:
         return list(tokenizer.encode(sample.prompt))
     return list(tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False))
@@ -80,7 +80,7 @@ def prompt_ids(tokenizer: Any, sample: tasks.Sample) -> list[int]:
 
 @torch.inference_mode()
 def score(name: str, model: Any, tokenizer: Any, samples: Sequence[tasks.Sample]) -> Score:
-    """One row of the table, in batches of about 100,000 tokens."""
+    """One row of the table, in batches of up to about 100,000 prompt tokens on a GPU, 4,096 on a CPU."""
     prompts = [prompt_ids(tokenizer, sample) for sample in samples]
     longest = max(map(len, prompts))
     size = max(1, min(len(samples), 100_000 // longest if model.device.type == "cuda" else 4096 // longest))

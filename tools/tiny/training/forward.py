@@ -16,7 +16,7 @@ from tools.tiny.training.tokenizer import MAX_LENGTH
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Llama's norm, in fp32."""
+    """Llama's RMS norm, in fp32."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
 
@@ -29,7 +29,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def before_attention(
     x: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [num_tokens, hidden] fp32 to q, k, v [num_tokens, num_heads, head_dim], keys and values repeated."""
+    """x [num_tokens, hidden] fp32 to q, k, v [num_tokens, num_heads, head_dim], repeating the KV heads."""
     h = rms_norm(x, norm).to(dtype)
     q, k, v = (F.linear(h, w.to(dtype)).view(len(x), -1, HEAD_DIM) for w in (wq, wk, wv))
     repeats = q.shape[1] // k.shape[1]
@@ -69,7 +69,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[tuple[int, int]]) -
 
 
 class FlatForward:
-    """The forward pass of a LlamaForCausalLM over slabs, compiled for one number of tokens if asked."""
+    """The forward pass of a LlamaForCausalLM over slabs, optionally compiled for one number of tokens."""
 
     def __init__(self, model: Any, settings: Settings, compiled: bool) -> None:
         self._model, self._dtype, self._device = model, settings.dtype, settings.device
@@ -102,7 +102,7 @@ class FlatForward:
         return losses
 
     def predicted(self, tokens: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
-        """The likeliest next token after each token [num_tokens]."""
+        """The most likely next token after each token [num_tokens]."""
         model = self._model.model
         x = self.hidden(tokens, shapes)
         return head_logits(x, model.norm.weight, model.embed_tokens.weight, self._dtype).argmax(-1)

@@ -1,4 +1,4 @@
-"""The architecture of baton-tiny, its first weights, and its files."""
+"""The architecture of baton-tiny, its initial weights, and its files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tools.tiny.training.tokenizer import BOS, EOT, IM_END, MAX_LENGTH, PAD, VOC
 
 HEAD_DIM = 32
 
-# 100,000 and not 10,000: with 32 dimensions a head, it leaves five pairs of them, not two, that turn less than a
-# quarter over 4,096 positions and so can match content at any distance.
+# 100,000 rather than 10,000: with 32 dimensions per head, five pairs of dimensions instead of two then rotate by less
+# than a quarter turn over 4,096 positions, and so can match content at any distance.
 ROPE_THETA = 100_000.0
 
 GENERATION_CONFIG = {
@@ -27,7 +27,7 @@ GENERATION_CONFIG = {
     "top_p": 0.95,
 }
 
-HOW_IT_WAS_LOADED = {"backend", "is_local", "local_files_only"}  # transformers 5 writes these, and needs none of them
+HOW_IT_WAS_LOADED = {"backend", "is_local", "local_files_only"}  # written by transformers 5, needed by nothing
 
 
 def model_config() -> LlamaConfig:
@@ -51,7 +51,7 @@ def model_config() -> LlamaConfig:
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
-    """A fresh model; the projections into the residual stream start smaller, by the depth (GPT-2's rule)."""
+    """A new model; initial projections into the residual stream are scaled down by the depth (GPT-2's rule)."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(model_config())
     scale = 1 / math.sqrt(2 * model.config.num_hidden_layers)
@@ -70,6 +70,6 @@ def save(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast)
     rounded.generation_config = type(rounded.generation_config)(**GENERATION_CONFIG)
     rounded.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    path = out / "tokenizer_config.json"  # the class is named so that transformers 4 and 5 both know it
+    path = out / "tokenizer_config.json"  # a class name that transformers 4 and 5 both know
     config = {key: value for key, value in json.loads(path.read_text()).items() if key not in HOW_IT_WAS_LOADED}
     path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")

@@ -13,9 +13,9 @@ from tools.tiny.training.slabs import Slab, build_slab
 
 
 class Probe:
-    """A quick measure while training: is every token of the answer the likeliest one, given those before it?
+    """A quick measure while training: whether every token of the answer is the most likely one, given those before it.
 
-    For a task with one right answer that is the same as greedy generation giving it.
+    For a task with one right answer, this is equivalent to greedy generation producing it.
     """
 
     def __init__(self, settings: Settings, model: LlamaForCausalLM, codec: Codec) -> None:

@@ -1,4 +1,4 @@
-"""What a training run is asked to do."""
+"""The settings of a training run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run does; `smoke` swaps in figures that a CPU manages in a minute."""
+    """The settings of a run; the flag `--smoke` substitutes values that a CPU can handle in a minute."""
 
     out: Path
     minutes: float
@@ -31,5 +31,5 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What matrix products compute in; the master weights are fp32 everywhere."""
+        """The dtype of matrix products; the master weights are always fp32."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32

@@ -1,4 +1,4 @@
-"""Slabs of rows: what is drawn for a row, how long it is, and when in the run."""
+"""Slabs of rows: the content and length of rows, depending on the progress of the run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from tools import tiny_tasks as tasks
 from tools.tiny.training.codec import Codec, encode_chat, encode_sample
 
-# The share of the training tokens in rows of each length, once the curriculum has reached that length.
+# The share of training tokens in rows of each length, once the curriculum has reached that length.
 LENGTH_SHARES = {64: 0.03, 128: 0.15, 256: 0.20, 512: 0.18, 1024: 0.13, 2048: 0.12, 4096: 0.19}
-CURRICULUM = ((0.06, 512), (0.15, 1024), (0.28, 2048))  # (until this progress, rows no longer than this)
+CURRICULUM = ((0.06, 512), (0.15, 1024), (0.28, 2048))  # (until this progress, maximum length of rows)
 
-LONG_ANSWER_WEIGHT = 3  # a row of 1,024 tokens or more has few answers; each counts for this many
+LONG_ANSWER_WEIGHT = 3  # of answers in rows of 1,024 tokens or more, which have few of them
 
 
 @dataclass(frozen=True)
 class Slab:
     """Rows of one length, flattened: tokens and targets [rows * length] uint16, codes [rows * length] uint8.
 
-    A code says what a target counts for: 0 nothing (padding), 1 prompt, 1 + n an answer of weight n.
+    A code gives a target's weight: 0 for padding (none), 1 for the prompt, 1 + n for an answer of weight n.
     """
 
     length: int
@@ -32,7 +32,7 @@ class Slab:
 
 
 def draw_chat(rng: Random, length: int) -> list[tasks.Message]:
-    """A chat for a row of `length` tokens: the longer the row, the more of them are about long texts."""
+    """A chat for a row of `length` tokens: the longer the row, the more often it is about long texts."""
     draw = rng.random()
     if length <= 128:
         return tasks.task_chat(rng, int(length * rng.random()))
@@ -69,7 +69,7 @@ def build_slab(rows: Sequence[tuple[list[int], list[int]]], length: int) -> Slab
 
 
 def draw_length(rng: Random, progress: float, max_length: int) -> int:
-    """The length of a slab's rows at this point of the curriculum."""
+    """Draw the length of a slab's rows at this point of the curriculum."""
     limit = min([max_length, *(longest for until, longest in CURRICULUM if progress < until)])
     lengths = [length for length in LENGTH_SHARES if length <= limit]
     return rng.choices(lengths, [LENGTH_SHARES[length] for length in lengths])[0]

@@ -1,4 +1,4 @@
-"""Worker processes that make slabs while the model trains."""
+"""Worker processes that build slabs while the model trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.tiny.training.slabs import Slab, build_slab, draw_length, draw_row
 
 
 def produce(queue: Any, progress: Any, codec: Codec, slab_tokens: int, max_length: int, seed: int) -> None:
-    """Make slabs for ever (a worker process)."""
+    """The worker process: build slabs forever."""
     rng = Random(seed)
     while True:
         length = draw_length(rng, progress.value, max_length)
@@ -44,7 +44,7 @@ class SlabSource:
         return slabs
 
     def close(self) -> None:
-        """End the workers."""
+        """Terminate the workers."""
         for worker in self._workers:
             worker.terminate()
             worker.join()

@@ -42,7 +42,7 @@ CHAT_TEMPLATE = """\
 
 
 def corpus(seed: int, num_chats: int) -> Iterator[str]:
-    """Text to train the tokenizer on: the tasks, names that no list holds, and everyday English words."""
+    """Text to train the tokenizer on: the tasks, invented names, and everyday English words."""
     rng = Random(seed)
     for _ in range(num_chats):
         make = rng.choice((tasks.task_chat, tasks.document_chat, tasks.chunked_chat))
@@ -55,7 +55,7 @@ def corpus(seed: int, num_chats: int) -> Iterator[str]:
 
 
 def build_tokenizer(seed: int, num_chats: int = 6000) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most 4,096 tokens in which every digit is a token of its own."""
+    """A byte-level BPE tokenizer of at most 4,096 tokens, with a separate token for every digit."""
     tokenizer = Tokenizer(models.BPE())
     cuts = Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

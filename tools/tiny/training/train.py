@@ -19,11 +19,11 @@ from tools.tiny.training.settings import Settings
 from tools.tiny.training.slabs import Slab
 from tools.tiny.training.source import SlabSource
 
-PROMPT_LOSS = 0.1  # of the loss on answers; enough to learn the language, too little to crowd out the tasks
+PROMPT_LOSS = 0.1  # relative to the loss on answers; enough to learn the language, too little to crowd out the tasks
 
 
 def merge(slabs: Sequence[Slab]) -> tuple[list[Slab], list[tuple[int, int]]]:
-    """Slabs in order of their length, and the (rows, length) of each run of equal lengths."""
+    """Slabs sorted by length, and the (rows, length) of each run of equal lengths."""
     ordered = sorted(slabs, key=lambda slab: slab.length)
     rows: dict[int, int] = {}
     for slab in ordered:
@@ -32,7 +32,7 @@ def merge(slabs: Sequence[Slab]) -> tuple[list[Slab], list[tuple[int, int]]]:
 
 
 def batch_loss(forward: FlatForward, slabs: Sequence[Slab], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The loss to descend, and within it the mean loss on answers."""
+    """The loss to minimize, and its component for answers."""
     ordered, shapes = merge(slabs)
     tokens, targets, codes = (
         on_device(np.concatenate([getattr(slab, name) for slab in ordered]), device)
@@ -46,7 +46,7 @@ def batch_loss(forward: FlatForward, slabs: Sequence[Slab], device: torch.device
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Warm up for 2 % of the run, hold to half of it, then fall along a cosine to a fiftieth."""
+    """Warm up for 2% of the run, stay constant until half of it, then decay along a cosine to a fiftieth."""
     if progress < 0.02:
         return peak * max(progress / 0.02, 0.01)
     if progress < 0.5:
@@ -55,7 +55,7 @@ def learning_rate(progress: float, peak: float) -> float:
 
 
 def new_optimizer(model: LlamaForCausalLM, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW, with decay on matrices alone."""
+    """AdamW, with weight decay only on matrices."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -64,7 +64,7 @@ def new_optimizer(model: LlamaForCausalLM, settings: Settings) -> torch.optim.Op
 
 
 class Clock:
-    """How far the run is, by steps where they are given and else by time."""
+    """The progress of the run, by steps if their number is given, otherwise by time."""
 
     def __init__(self, settings: Settings) -> None:
         self._steps, self._seconds = settings.steps, settings.minutes * 60
@@ -80,18 +80,18 @@ class Clock:
 
 
 def train(settings: Settings, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, source: SlabSource) -> int:
-    """Train until the clock says so; returns the number of tokens seen. Saves as it goes."""
+    """Train until the end of the run, saving periodically; returns the number of tokens seen."""
     forward = FlatForward(model, settings, settings.compiled)
     probe = Probe(settings, model, Codec(tokenizer))
     optimizer = new_optimizer(model, settings)
-    one_step(settings, forward, optimizer, source, 0.0)  # compiles, outside the clock
+    one_step(settings, forward, optimizer, source, 0.0)  # compiles, before the clock starts
     clock, saved_s = Clock(settings), 0.0
     while clock.progress < 1:
         source.progress.value = clock.progress
         answers = one_step(settings, forward, optimizer, source, learning_rate(clock.progress, settings.peak_lr))
         clock.step += 1
         if clock.step % 200 == 0:
-            report(clock, float(answers), source, settings)  # float() waits, so the clock and the GPU stay together
+            report(clock, float(answers), source, settings)  # float() waits, which keeps the clock in step with the GPU
         if clock.elapsed_s - saved_s > settings.save_every_s:
             saved_s = clock.elapsed_s
             print(f"probe step={clock.step} {probe.run()}", flush=True)
