@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 from baton.errors import InternalError, InvalidRequest, Overloaded
 from baton.structured_output import StructuredOutput
@@ -16,12 +17,11 @@ from baton.structured_output import StructuredOutput
 log = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 1.0
-"""For one to compile. Of 2,000 real JSON schemas the slowest takes a tenth of that."""
+"""For one to compile."""
 _START_S = 30.0
 _MAX_WAIT_S = 5.0
 """For others that are being checked."""
 _NUM_KEPT = 1024
-_MAX_LINE_BYTES = 1 << 20
 
 
 class GrammarChecker:
@@ -29,9 +29,10 @@ class GrammarChecker:
     only."""
 
     def __init__(self) -> None:
-        self._process: Process | None = None
+        self._worker: _Worker | None = None
         self._lock = asyncio.Lock()
         self._known: OrderedDict[StructuredOutput, str | None] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "grammar-check")
 
     async def check(self, structured: StructuredOutput) -> None:
         """Raises InvalidRequest unless it compiles in time, or Overloaded."""
@@ -50,13 +51,12 @@ class GrammarChecker:
         if reason := self._known[structured]:
             raise InvalidRequest(f"structured_outputs: {structured.kind.value}: {reason}", "structured_outputs")
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """The process ends, at once."""
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+        self._thread.shutdown(wait=False)
 
     def _keep(self, structured: StructuredOutput, reason: str | None) -> None:
         self._known[structured] = reason
@@ -65,37 +65,66 @@ class GrammarChecker:
 
     async def _ask(self, structured: StructuredOutput) -> str | None:
         """Why it does not compile, or None."""
-        process = await self._start()
-        assert process.stdin is not None
-        process.stdin.write(json.dumps([structured.kind.value, structured.text]).encode() + b"\n")
-        line = await self._read(process, TIME_LIMIT_S)
+        if self._worker is None or self._worker.ended:
+            self._worker = _Worker()
+            if not await self._answer(self._worker, "", _START_S):
+                raise InternalError("the process that compiles structured outputs does not start")
+        question = json.dumps([structured.kind.value, structured.text])
+        line = await self._answer(self._worker, question, TIME_LIMIT_S)
         if not line:
             log.info("structured outputs not compiled in time kind=%s chars=%d", structured.kind, len(structured.text))
             return f"it cannot be compiled within {TIME_LIMIT_S:g} s"
         answer: str | None = json.loads(line)
         return answer
 
-    async def _start(self) -> Process:
-        """The process, started if none runs and ready to compile."""
-        if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router.grammar_worker"), stdin=PIPE, stdout=PIPE, limit=_MAX_LINE_BYTES
-            )
-            if not await self._read(self._process, _START_S):
-                raise InternalError("the process that compiles structured outputs does not start")
-        return self._process
-
-    async def _read(self, process: Process, timeout_s: float) -> bytes:
-        """Its next line. Empty: none came in time, and the process is ended, since it would answer the next question
-        with it; likewise if this is cancelled."""
-        assert process.stdout is not None
-        line = b""
+    async def _answer(self, worker: _Worker, question: str, timeout_s: float) -> str:
+        """Its next line. Empty: none came in time, and it is ended, since its next line would answer this question;
+        likewise if this is cancelled."""
+        asked = asyncio.get_running_loop().run_in_executor(self._thread, worker.ask, question)
+        line = ""
         try:
             async with asyncio.timeout(timeout_s):
-                line = await process.stdout.readline()
+                line = await asyncio.shield(asked)
         except TimeoutError:
             pass
         finally:
             if not line:
-                await asyncio.shield(self.close())
+                worker.end()
         return line
+
+
+class _Worker:
+    """The process. `subprocess` starts it without the fork handlers of gRPC, which uvloop would run in the child."""
+
+    def __init__(self) -> None:
+        command = (sys.executable, "-m", "router.grammar_worker")
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask(self, question: str) -> str:
+        """Its next line, after the question, if that is not empty; empty if it has ended. Blocks until then."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            if question:
+                self._process.stdin.write(question + "\n")
+                self._process.stdin.flush()
+            return self._process.stdout.readline()
+        except (BrokenPipeError, ValueError):  # ValueError: `end` has closed the pipes
+            return ""
+
+    def end(self) -> None:
+        """Kill it. A call that waits for its answer returns."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what was not written yet
+                pipe.close()

@@ -111,7 +111,7 @@ class RouterServer:
         for wait in waits:
             wait.cancel()
         self.dispatcher.close()
-        await self._service.close()
+        self._service.close()
         await asyncio.gather(*ending)
         await self.cluster.close()
 

@@ -51,8 +51,8 @@ class Service:
         self._serial = itertools.count()
         self._grammars = GrammarChecker()
 
-    async def close(self) -> None:
-        await self._grammars.close()
+    def close(self) -> None:
+        self._grammars.close()
         self.offload.close()
 
     def admit(self, model: ServedModel, sizes: Sequence[int], n: int = 1) -> Admitted:

@@ -86,8 +86,8 @@ def test_a_prompt_to_hand_off_tells_whether_its_first_token_completed_the_output
 def test_an_adopted_sample_takes_over_from_its_output() -> None:
     engine, _ = make()
     seq = constrained(Ends(after=4))
-    seq.block_table, outputs = engine.allocate(2), {0: (50,), 1: (51,)}
-    children = engine.adopt(seq, outputs, engine.allocate(1))
+    seq.block_table = engine.allocate(2)
+    children = engine.adopt(seq, {0: (50,), 1: (51,)}, engine.allocate(1))
     assert [child.matcher.tokens for child in children if isinstance(child.matcher, Ends)] == [[50], [51]]
     assert not any(child.runs_ahead for child in children)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +51,7 @@ class Compiler:
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
+def compiler() -> Compiler:
     return Compiler()
 
 
@@ -103,3 +102,10 @@ def test_a_token_that_does_not_match_is_an_error_and_no_end(compiler: Compiler) 
 def test_one_that_is_known_is_ready_at_once(compiler: Compiler) -> None:
     compiler(WORDS)
     assert compiler.grammars.matcher(WORDS).ready
+
+
+def test_a_fork_of_one_that_is_not_compiled_yet_has_its_tokens(compiler: Compiler) -> None:
+    structured = StructuredOutput(StructuredKind.REGEX, "[0-9]{5}")
+    fork = compiler.grammars.matcher(structured, compiler.ids("12")).fork(compiler.ids("345"))
+    compiler(structured)
+    assert fork.finished
