@@ -20,6 +20,9 @@ import jinja2.sandbox
 
 from baton.errors import InvalidRequest
 
+_CUT = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of a message that is to be continued. A template that trims messages takes the blank at its end."""
+
 
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks the model's text for training; here the tag is ignored and its body kept."""
@@ -49,9 +52,26 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, str]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt for messages of `role`, `content` and maybe `name`. Raises InvalidRequest with the template's
-        complaint."""
+        complaint.
+
+        With `continue_final_message` the prompt ends within the last message, and the answer goes on from there; then
+        `add_generation_prompt` does not matter. In the way of transformers' `render_jinja_template`.
+        """
+        if not continue_final_message:
+            return self._render(messages, add_generation_prompt, variables)
+        *others, final = messages
+        marked = {**final, "content": final["content"] + _CUT}
+        return _cut(self._render([*others, marked], False, variables), final["content"].strip())
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
         if self._template is None:
             raise InvalidRequest(self._broken, "messages")
         try:
@@ -73,6 +93,14 @@ class ChatTemplate:
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return dict(message)
+
+
+def _cut(text: str, final: str) -> str:
+    """A rendered chat up to the mark in its last message, whose content is `final`. Raises InvalidRequest."""
+    before, mark, after = text.rpartition(_CUT.strip())
+    if not mark or final not in before:
+        raise InvalidRequest("the chat template changes the last message, so it cannot be continued", "messages")
+    return before if after.startswith(_CUT[-1]) else before.rstrip()
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -18,9 +18,10 @@ from router.dispatcher import Dispatcher
 from router.edge import StartError, make_edge
 from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
+from router.http.anthropic.routes import MessagesRoutes
 from router.http.app import create_app
-from router.http.generate import GenerateRoutes, HttpLimits
-from router.http.limits import Bodies
+from router.http.generate import GenerateRoutes
+from router.http.limits import Bodies, HttpLimits
 from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.models import Models
@@ -69,7 +70,8 @@ class RouterServer:
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
         limits = HttpLimits(bodies, settings.keep_alive_interval)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
-        self.app = create_app(GenerateRoutes(self._service, limits), status, self._edge.access)
+        generate, messages = GenerateRoutes(self._service, limits), MessagesRoutes(self._service, limits)
+        self.app = create_app(generate, messages, status, self._edge.access)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

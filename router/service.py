@@ -77,14 +77,19 @@ class Service:
         size: int,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
-        """The prompt of a chat of `size` characters. Raises InvalidRequest or Overloaded."""
+        """The prompt of a chat of `size` characters, see `ChatTemplate.render`. Raises InvalidRequest or Overloaded."""
         chat = model.chat
         if chat is None:
             raise InvalidRequest(f"The model `{model.name}` has no chat template. Use completions.", "messages")
         if not size:
             raise InvalidRequest("messages must not be empty", "messages")
-        return await self.offload.run(lambda: chat.render(messages(), add_generation_prompt, variables), size)
+
+        def render() -> str:
+            return chat.render(messages(), add_generation_prompt, variables, continue_final_message)
+
+        return await self.offload.run(render, size)
 
     async def tokenize(
         self, model: ServedModel, prompts: Sequence[Prompt], add_special_tokens: bool

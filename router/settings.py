@@ -45,7 +45,7 @@ class RouterSettings(EdgeSettings, ClusterSettings):
         1024, ge=0, description="requests that may wait while there is no node to run them; more are refused with 503"
     )
     keep_alive_interval: float = Field(
-        5.0, gt=0, description="seconds between comments on a stream that has nothing to say yet"
+        5.0, gt=0, description="seconds between comments, or pings, on a stream that has nothing to say yet"
     )
     drain_timeout: float = Field(
         30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"

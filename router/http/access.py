@@ -7,7 +7,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.api_keys import ApiKeys, InvalidApiKey
 from router.http.errors import response_to
 
-HEADER = b"authorization"
+_HEADER = b"authorization"
+_ANTHROPIC_HEADER = b"x-api-key"
 ALIVE = frozenset({"/health", "/ready"})
 """Paths for load balancers and orchestrators."""
 
@@ -22,10 +23,19 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            given = next((value for name, value in scope["headers"] if name == HEADER), b"")
             try:
-                scope["state"]["tenant"] = self._keys.check(given.decode("latin-1"))
+                scope["state"]["tenant"] = self._keys.check(_authorization(scope))
             except InvalidApiKey as error:
-                await response_to(error)(scope, receive, send)
+                await response_to(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str:
+    """The header `Authorization`, or in its absence the key of `x-api-key`, which Anthropic's clients send."""
+    given, key = _header(scope, _HEADER), _header(scope, _ANTHROPIC_HEADER)
+    return f"Bearer {key}" if given is None and key is not None else given or ""
+
+
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)

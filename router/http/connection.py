@@ -1,6 +1,6 @@
 """One client's HTTP/1.1 connection: uvicorn's, with bounds on size and time whatever the client sends or does not read.
 
-A request that is wrong before the application sees it is answered here, in OpenAI's form; then the connection ends. If
+A request that is wrong before the application sees it is answered here, in its API's form; then the connection ends. If
 the application refuses a request early, the connection stays open, provided that the rest of the request comes soon.
 """
 
@@ -238,11 +238,16 @@ class Connection(HttpToolsProtocol):
         if self._leave_running():
             self.transport.abort()
             return
-        self.transport.write(_answer(status, message, self.server_state.default_headers))
+        body = json.dumps(error_body(self._addressed(), status, message)).encode()
+        self.transport.write(_answer(status, body, self.server_state.default_headers))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
         self._read_timer = self._later(self._limits.linger_s, self.transport.abort)
+
+    def _addressed(self) -> dict[str, str]:
+        """The path of the newest request, as far as it has come, in the form of an ASGI scope."""
+        return {"path": self.url.partition(b"?")[0].decode("latin-1")}
 
     def _leave_running(self) -> bool:
         """Tell the request that is being answered that its client has left. Returns whether its answer had begun."""
@@ -274,8 +279,7 @@ class Connection(HttpToolsProtocol):
             self._read_timer = None
 
 
-def _answer(status: int, message: str, headers: list[tuple[bytes, bytes]]) -> bytes:
-    body = json.dumps(error_body(status, message)).encode()
+def _answer(status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
     own = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),

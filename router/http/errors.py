@@ -1,7 +1,9 @@
-"""Gives every failure OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+"""Gives every failure the form of its API: OpenAI's, `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
+below `/v1/messages`. `error_body` chooses, by the path alone, so that failures before the route have the same form."""
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 from fastapi import Request
@@ -13,6 +15,7 @@ from baton.errors import BatonError, InvalidRequest
 from baton.v1 import common_pb2
 from router.api_keys import InvalidApiKey
 from router.generation_request import ContextTooLong
+from router.http.anthropic.errors import in_messages_api, messages_error
 from router.models import UnknownModel
 from router.scope import RETRY_AFTER_S
 
@@ -24,7 +27,15 @@ _CODES: dict[type[BatonError], str] = {
 }
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+Scope = MutableMapping[str, Any]
+"""ASGI's scope of the request that failed: its path decides the form."""
+
+
+def error_body(
+    scope: Scope, status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    if in_messages_api(scope.get("path", "")):
+        return messages_error(status, message, scope.get("state", {}).get("request_id"))
     return {"error": {"message": message, "type": _type_of(status), "param": param, "code": code}}
 
 
@@ -34,13 +45,13 @@ def _type_of(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
-def body_of(error: BatonError) -> dict[str, Any]:
+def body_of(error: BatonError, scope: Scope) -> dict[str, Any]:
     code = _CODES.get(type(error)) or common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
     param = error.param if isinstance(error, InvalidRequest) else None
-    return error_body(error.http_status, error.message, param, code)
+    return error_body(scope, error.http_status, error.message, param, code)
 
 
-def response_to(error: BatonError) -> JSONResponse:
+def response_to(error: BatonError, scope: Scope) -> JSONResponse:
     """The error's HTTP status, with Retry-After if a retry may succeed, and WWW-Authenticate if a key is missing."""
     headers = {}
     if error.http_status in _RETRYABLE:
@@ -49,7 +60,7 @@ def response_to(error: BatonError) -> JSONResponse:
         headers["x-should-retry"] = "false"  # OpenAI's clients come again after any 5xx, with what two nodes died of
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(body_of(error), error.http_status, headers)
+    return JSONResponse(body_of(error, scope), error.http_status, headers)
 
 
 def describe_validation(error: ValidationError) -> InvalidRequest:
@@ -60,9 +71,9 @@ def describe_validation(error: ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{where}: {text}" if where else text, str(first["loc"][0]) if first["loc"] else None)
 
 
-async def on_baton_error(_: Request, error: Exception) -> JSONResponse:
+async def on_baton_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BatonError)
-    return response_to(error)
+    return response_to(error, request.scope)
 
 
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
@@ -73,9 +84,11 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         message = f"There is nothing at {request.scope['path']}."
     elif error.status_code == 405:
         message = f"{request.method} is not allowed at {request.scope['path']}."
-    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+    body = error_body(request.scope, error.status_code, message)
+    return JSONResponse(body, error.status_code, error.headers)
 
 
-async def on_exception(_: Request, error: Exception) -> JSONResponse:
+async def on_exception(request: Request, error: Exception) -> JSONResponse:
     """Our own mistake. Logged where the request's id is known."""
-    return JSONResponse(error_body(500, f"internal error: {type(error).__name__}", code="internal"), 500)
+    message = f"internal error: {type(error).__name__}"
+    return JSONResponse(error_body(request.scope, 500, message, code="internal"), 500)

@@ -27,11 +27,11 @@ def between(least: float | None = None, most: float | None = None) -> Any:
     return Field(None, json_schema_extra={name: value for name, value in extra.items() if value is not None})
 
 
-def sampling(name: str) -> Any:
-    """An optional number of the parameter's range, for the API's description likewise."""
+def sampling(name: str, default: Any = None) -> Any:
+    """A number of the parameter's range, for the API's description likewise. A default of `...` makes it required."""
     valid = RANGES[name]
     least = "exclusiveMinimum" if valid.excludes_least else "minimum"
-    return Field(None, json_schema_extra={least: valid.least, "maximum": valid.most})
+    return Field(default, json_schema_extra={least: valid.least, "maximum": valid.most})
 
 
 def _whole(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,7 +15,8 @@ from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, encode
 from router.http.answers import dump_json, raw_json_response
 from router.http.body import BodyReader
-from router.http.limits import Bodies
+from router.http.chunks import ChunkEvents
+from router.http.limits import HttpLimits
 from router.http.logprobs import token_text
 from router.http.responses import EventResponse, WholeResponse
 from router.http.schemas import (
@@ -30,14 +30,6 @@ from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
 from router.service import Service, size_of_chat
-
-
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """`keep_alive_s`: how often an idle stream sends a comment."""
-
-    bodies: Bodies
-    keep_alive_s: float = 5.0
 
 
 class GenerateRoutes:
@@ -122,7 +114,8 @@ class GenerateRoutes:
             model, salted(wanted, request.state.tenant), request.state.received, admitted
         )
         if body.stream:
-            return EventResponse(generation, shape, body.stream_options, self._limits.keep_alive_s)
+            events = ChunkEvents(generation, shape, body.stream_options)
+            return EventResponse(generation, events, self._limits.keep_alive_s)
         return WholeResponse(generation, shape, self._service.offload)
 
     async def _chat_prompt(self, model: ServedModel, body: ChatRequest | TokenizeRequest) -> str:

@@ -80,3 +80,11 @@ class Bodies:
             yield take
         finally:
             self._held_bytes -= held
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of the routes. `keep_alive_s`: how often an idle stream sends a sign of life."""
+
+    bodies: Bodies
+    keep_alive_s: float = 5.0

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import baton
+from router.http.anthropic.errors import PATH as MESSAGES
+from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
@@ -30,6 +32,21 @@ _ERROR = {
     },
     "required": ["error"],
 }
+_MESSAGES_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+    "required": ["type", "error", "request_id"],
+}
+_OPENAI, _ANTHROPIC = "Error", "MessagesError"
+"""The names of both forms of failures."""
 _MODEL = {
     "type": "object",
     "properties": {
@@ -59,6 +76,22 @@ _ANSWER = {
     },
     "required": ["id", "object", "created", "model", "choices", "usage"],
 }
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": {"type": "string"},
+        "content": {"type": "array", "items": {"type": "object"}},
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence"]},
+        "stop_sequence": {"type": ["string", "null"]},
+        "usage": {"type": "object"},
+        "timings": {"type": "object"},
+    },
+    "required": ["id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"],
+}
+_COUNT = {"type": "object", "properties": {"input_tokens": {"type": "integer"}}, "required": ["input_tokens"]}
 _TOKENS = {
     "type": "object",
     "properties": {
@@ -86,16 +119,25 @@ _VERSION = {"type": "object", "properties": {"version": {"type": "string"}}, "re
 _NOT_READY = {503: "Not now; the message says why"}
 
 
+_BODIES: tuple[type[BaseModel], ...] = (
+    *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
+    *(MessagesRequest, CountTokensRequest),
+)
+
+
 def describe() -> dict[str, Any]:
     """The whole document, in OpenAPI 3.1."""
-    kinds: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    _, schemas = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_REF)
     return {
         "openapi": "3.1.0",
         "info": {"title": "baton", "version": baton.__version__},
         "paths": {
             "/v1/chat/completions": _post("chat", ChatRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
             "/v1/completions": _post("completion", CompletionRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
+            MESSAGES: _post("messages", MessagesRequest, _MESSAGE, _GENERATE_ERRORS, streams=True, failure=_ANTHROPIC),
+            f"{MESSAGES}/count_tokens": _post(
+                "count_tokens", CountTokensRequest, _COUNT, _BODY_ERRORS, failure=_ANTHROPIC
+            ),
             "/tokenize": _post("tokenize", TokenizeRequest, _TOKENS, _BODY_ERRORS),
             "/detokenize": _post("detokenize", DetokenizeRequest, _TEXT, _BODY_ERRORS),
             "/v1/models": _get("models", _json(_MODELS), _NOT_READY),
@@ -105,7 +147,7 @@ def describe() -> dict[str, Any]:
             "/version": _get("version", _json(_VERSION)),
             "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),
         },
-        "components": {"schemas": {**schemas["$defs"], "Error": _ERROR}},
+        "components": {"schemas": {**schemas["$defs"], _OPENAI: _ERROR, _ANTHROPIC: _MESSAGES_ERROR}},
     }
 
 
@@ -129,8 +171,8 @@ def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def _responses(content: dict[str, Any], errors: dict[int, str]) -> dict[str, Any]:
-    error = _json({"$ref": _REF.format(model="Error")})
+def _responses(content: dict[str, Any], errors: dict[int, str], failure: str = _OPENAI) -> dict[str, Any]:
+    error = _json({"$ref": _REF.format(model=failure)})
     failures = {str(status): {"description": text, "content": error} for status, text in errors.items()}
     return {"200": {"description": "The answer", "content": content}, **failures}
 
@@ -140,11 +182,16 @@ def _get(name: str, content: dict[str, Any], errors: dict[int, str] | None = Non
 
 
 def _post(
-    name: str, body: type[BaseModel], answer: dict[str, Any], errors: dict[int, str], streams: bool = False
+    name: str,
+    body: type[BaseModel],
+    answer: dict[str, Any],
+    errors: dict[int, str],
+    streams: bool = False,
+    failure: str = _OPENAI,
 ) -> dict[str, Any]:
     """`streams`: with `stream` in the body, the answer is a stream of events."""
     content = _json(answer)
     if streams:
         content["text/event-stream"] = {}
     request = {"required": True, "content": _json({"$ref": _REF.format(model=body.__name__)})}
-    return {"post": {"operationId": name, "requestBody": request, "responses": _responses(content, errors)}}
+    return {"post": {"operationId": name, "requestBody": request, "responses": _responses(content, errors, failure)}}

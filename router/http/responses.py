@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,8 +15,6 @@ from router.answer import Delta, join
 from router.generation import Generation
 from router.http.answers import json_response
 from router.http.errors import body_of, response_to
-from router.http.schemas import StreamOptions
-from router.http.shapes import Shape, timings_of, usage_of
 from router.offload import Offload
 
 _HEADERS = [
@@ -25,16 +22,39 @@ _HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_KEEP_ALIVE = b": keep-alive\n\n"
 _LOGPROBS_SIZE = 50
 """The cost of writing a token's logprobs, relative to a token."""
-_DONE = b"data: [DONE]\n\n"
+
+
+class WholeShape(Protocol):
+    """One request's whole answer in JSON."""
+
+    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]: ...
+
+
+class EventShape(Protocol):
+    """One request's answer as server-sent events, each function giving none or more of them. `keep_alive` is what is
+    sent while there is nothing else."""
+
+    keep_alive: bytes
+
+    def begin(self) -> bytes: ...
+
+    def delta(self, delta: Delta) -> bytes: ...
+
+    def end(self) -> bytes:
+        """After the last delta of all answers, when usage and timings are final."""
+        ...
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """In place of `end`, if the generation fails."""
+        ...
 
 
 class WholeResponse(Response):
     """All answers at once."""
 
-    def __init__(self, generation: Generation, shape: Shape, offload: Offload) -> None:
+    def __init__(self, generation: Generation, shape: WholeShape, offload: Offload) -> None:
         super().__init__()
         self._generation = generation
         self._shape = shape
@@ -45,7 +65,7 @@ class WholeResponse(Response):
             try:
                 response = await self._answer(await self._collect())
             except BatonError as error:
-                response = response_to(error)
+                response = response_to(error, scope)
         await response(scope, receive, send)
 
     async def _collect(self) -> dict[int, list[Delta]]:
@@ -66,72 +86,44 @@ class WholeResponse(Response):
 
 
 class EventResponse(Response):
-    """One event per delta, then `[DONE]`.
+    """The events of `shape`.
 
     The response begins with the first delta, so that an earlier error has its HTTP status. While the request is queued
-    it begins after `keep_alive_s`, and sends a comment that often. A later error is an event, the last one.
+    it begins after `keep_alive_s`, and sends a sign of life that often. A later error is an event, the last one.
     """
 
-    def __init__(
-        self, generation: Generation, shape: Shape, options: StreamOptions | None, keep_alive_s: float
-    ) -> None:
+    def __init__(self, generation: Generation, shape: EventShape, keep_alive_s: float) -> None:
         super().__init__()
         self._generation = generation
         self._shape = shape
-        self._include_usage = bool(options and options.include_usage)
-        self._usage_always = bool(options and options.continuous_usage_stats)
         self._keep_alive_s = keep_alive_s
-        self._num_open = sum(len(part.answers) for part in generation.parts)
-        self._last: dict[str, Any] | None = None  # the final answer's final chunk waits for the timings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _closed_when_left(receive, self._generation):
             try:
                 deltas = await self._generation.next(self._keep_alive_s)
             except BatonError as error:
-                await response_to(error)(scope, receive, send)
+                await response_to(error, scope)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             try:
                 await self._stream(deltas, send)
-                tail = self._end() + _DONE
+                tail = self._shape.end()
             except BatonError as error:
-                tail = _event(body_of(error))
+                tail = self._shape.error(body_of(error, scope))
             await send({"type": "http.response.body", "body": tail})
 
     async def _stream(self, deltas: list[Delta], send: Send) -> None:
+        head = self._shape.begin()
         while True:
             done = self._generation.done
-            body = b"".join(map(self._chunk, deltas)) if deltas or done else _KEEP_ALIVE
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = b"".join(map(self._shape.delta, deltas)) if deltas or done else self._shape.keep_alive
+            if head or body:
+                await send({"type": "http.response.body", "body": head + body, "more_body": True})
+            head = b""
             if done:
                 return
             deltas = await self._generation.next(self._keep_alive_s)
-
-    def _chunk(self, delta: Delta) -> bytes:
-        chunk = self._shape.chunk(delta)
-        if self._usage_always:
-            chunk["usage"] = usage_of(self._generation.usage)
-        if delta.finish_reason:
-            self._num_open -= 1
-            if not self._num_open:
-                self._last = chunk
-                return b""
-        return _event(chunk)
-
-    def _end(self) -> bytes:
-        """The last chunk, and the chunk with the usage if it was asked for; the final one carries the timings."""
-        chunks = [self._last] if self._last else []
-        if self._include_usage:
-            chunks.append(self._shape.usage_chunk(self._generation.usage))
-        if chunks:
-            chunks[-1].update(timings_of(self._generation.timings))
-        return b"".join(map(_event, chunks))
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 @contextlib.asynccontextmanager

@@ -8,11 +8,13 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.telemetry import request_scope
+from router.http.anthropic.errors import in_messages_api
 from router.scope import usable_request_id
 
 log = logging.getLogger(__name__)
 
 HEADER = b"x-request-id"
+_ANTHROPIC_HEADER = b"request-id"
 _QUIET = frozenset({"/health", "/ready", "/metrics"})
 
 
@@ -31,13 +33,16 @@ class RequestScope:
         given = next((value for name, value in scope["headers"] if name == HEADER), b"")
         request_id = usable_request_id(given.decode("latin-1"))
         scope.setdefault("state", {}).update(request_id=request_id, received=received, tenant=None)
+        named = [(HEADER, request_id.encode())]
+        if in_messages_api(scope["path"]):
+            named.append((_ANTHROPIC_HEADER, request_id.encode()))
         status = 0
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (HEADER, request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
 
         with request_scope(request_id):

@@ -32,11 +32,11 @@ class StatusRoutes:
         """The process is alive."""
         return JSONResponse({"status": "ok"})
 
-    async def ready(self) -> JSONResponse:
+    async def ready(self, request: Request) -> JSONResponse:
         """200 if requests are answered, even if degraded; else 503 with the reason."""
         readiness = self._cluster.readiness()
         if readiness.why_not:
-            return response_to(NodeUnavailable(readiness.why_not))
+            return response_to(NodeUnavailable(readiness.why_not), request.scope)
         return JSONResponse({"status": readiness.status})
 
     async def metrics(self, request: Request) -> Response:

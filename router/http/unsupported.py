@@ -12,6 +12,9 @@ from router.limits import MAX_UNKNOWN_FIELDS
 
 log = logging.getLogger(__name__)
 
+Harmless = Callable[[Any], bool]
+"""Whether a field's value changes nothing."""
+
 
 def _is_empty(value: Any) -> bool:
     return not value
@@ -25,7 +28,7 @@ def _is_one_of(*harmless: Any) -> Callable[[Any], bool]:
     return lambda value: any(type(value) is type(one) and value == one for one in harmless)
 
 
-_HARMLESS: dict[str, Callable[[Any], bool]] = {
+_HARMLESS: dict[str, Harmless] = {
     # OpenAI's
     "audio": _is_empty,
     "function_call": _is_one_of("none", "auto"),
@@ -97,6 +100,7 @@ _MEANINGLESS = frozenset(
     {
         *("best_of", "echo", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id"),
         *("safety_identifier", "service_tier", "store", "user"),
+        "cache_control",  # Anthropic's: prefixes are cached anyway
     }
 )
 """Not worth a warning: they change no answer, or are handled elsewhere."""
@@ -105,17 +109,19 @@ _MAX_WARNINGS = 256
 _warned: set[str] = set()
 
 
-def refuse_unsupported(extra: Mapping[str, Any]) -> None:
-    """`extra` are the fields unknown to the schema. Raises InvalidRequest; warns once about each other name."""
+def refuse_unsupported(extra: Mapping[str, Any], others: Mapping[str, Harmless] | None = None) -> None:
+    """`extra` are the fields unknown to the schema; `others` has the rules of an API that differ from those for all.
+    Raises InvalidRequest; warns once about each other name."""
+    rules = _HARMLESS if others is None else {**_HARMLESS, **others}
     if len(extra) > MAX_UNKNOWN_FIELDS:
         names = ", ".join(f"`{name[:64]}`" for name in list(extra)[:3])
         raise InvalidRequest(f"There are {len(extra)} unknown fields, of at most {MAX_UNKNOWN_FIELDS}: {names}, ...")
     for name, value in extra.items():
         if value is None or name in _MEANINGLESS:
             continue
-        if name not in _HARMLESS:
+        if name not in rules:
             _warn(name[:64])
-        elif not _HARMLESS[name](value):
+        elif not rules[name](value):
             raise InvalidRequest(f"`{name}` is not supported here.", name)
 
 

@@ -48,9 +48,26 @@ COMPLETION_BODY = {
     "stream_options": {"include_usage": True},
     "cache_salt": "a",
 }
+MESSAGE_BODY = {
+    "model": "tiny",
+    "max_tokens": 8,
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": "there"},
+    ],
+    "system": "Be terse.",
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "stop_sequences": ["x"],
+    "metadata": {"user_id": "a"},
+    "stream": True,
+}
 BODIES = {
     "/v1/chat/completions": CHAT_BODY,
     "/v1/completions": COMPLETION_BODY,
+    "/v1/messages": MESSAGE_BODY,
+    "/v1/messages/count_tokens": {name: MESSAGE_BODY[name] for name in ("model", "messages", "system")},
     "/tokenize": {"model": "tiny", "prompt": "hi there", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"model": "tiny", "tokens": [5, 6, 7, 8]},
 }

@@ -65,6 +65,14 @@ async def test_http_needs_a_key_but_for_what_says_that_it_lives(nodes):
             assert (await client.get(path)).status_code == 200, path
         for key in ("sk-one", "sk-two"):
             assert (await client.post("/v1/chat/completions", json=CHAT, headers=bearer(key))).status_code == 200
+        for headers, status in (
+            ({"x-api-key": "sk-two"}, 200),
+            ({"x-api-key": "sk-tw"}, 401),
+            ({"x-api-key": ""}, 401),
+            ({"x-api-key": "sk-two", **bearer("sk-no")}, 401),
+            ({"x-api-key": "sk-no", **bearer("sk-two")}, 200),
+        ):
+            assert (await client.get("/v1/models", headers=headers)).status_code == status
         with pytest.raises(openai.AuthenticationError):
             async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="no", max_retries=0) as wrong:
                 await wrong.models.list()
@@ -188,8 +196,11 @@ async def test_keys_share_no_cache_when_told_so(nodes):
         for key, salt in (("sk-one", ""), ("sk-one", ""), ("sk-two", ""), ("sk-one", "s"), ("sk-two", "s")):
             body = {**CHAT, "cache_salt": salt} if salt else CHAT
             assert (await client.post("/v1/chat/completions", json=body, headers=bearer(key))).status_code == 200
+        messages = {**CHAT, "max_tokens": 5}
+        assert (await client.post("/v1/messages", json=messages, headers={"x-api-key": "sk-two"})).status_code == 200
         salts = [prefill.cache_salt for prefill in nodes.prefills]
         assert salts[0] == salts[1]
+        assert salts.pop() == salts[2]
         assert len(set(salts)) == 4
         assert all(len(salt) == 64 for salt in salts)
         async with grpc.aio.insecure_channel(router.grpc) as channel:

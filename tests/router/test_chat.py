@@ -56,3 +56,27 @@ def test_a_template_cannot_reach_into_the_process():
 def test_developer_is_system_to_templates_that_do_not_know_it(known, role):
     messages = [{"role": "developer", "content": ""}]
     assert render("{# " + known + " #}{{ messages[0].role }}", messages) == role
+
+
+FINAL = [*MESSAGES, {"role": "assistant", "content": " The answer is "}]
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        (PLAIN, "[user]a <b> 'c'</s>[assistant] The answer is "),
+        (PLAIN.replace("m.content", "m.content | trim"), "[user]a <b> 'c'</s>[assistant]The answer is"),
+    ],
+)
+def test_the_last_message_can_be_continued(source, prompt):
+    template = ChatTemplate(source, {})
+    assert template.render(FINAL, continue_final_message=True) == prompt
+    assert template.render(FINAL).endswith("</s>>")
+    assert FINAL[-1]["content"] == " The answer is "
+
+
+@pytest.mark.parametrize("content", ["m.content | upper", "m.content[-5:]", "m.content.split('The')[-1]", "'x'"])
+def test_a_message_that_the_template_changes_cannot_be_continued(content):
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        ChatTemplate(PLAIN.replace("m.content", content), {}).render(FINAL, continue_final_message=True)

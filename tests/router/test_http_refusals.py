@@ -193,4 +193,4 @@ async def test_deadlines(client, nodes, router, stream):
     ],
 )
 def test_clients_are_told_whether_to_come_again(error, header):
-    assert header in response_to(error).headers.items()
+    assert header in response_to(error, {}).headers.items()

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from baton.sampling import NAMES, RANGES
+from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.http.openapi import describe
 from router.http.schemas import ChatRequest, CompletionRequest
 
@@ -28,6 +29,17 @@ def test_every_field_is_described(kind):
     assert set(described["properties"]) == set(kind.model_fields)
     assert described["properties"]["stop_token_ids"]["anyOf"][0]["maxItems"] == 1024
     assert (described["properties"]["n"]["minimum"], described["properties"]["n"]["maximum"]) == (1, 128)
+
+
+def test_the_messages_api_is_described():
+    document = describe()
+    for kind in (MessagesRequest, CountTokensRequest):
+        assert set(document["components"]["schemas"][kind.__name__]["properties"]) == set(kind.model_fields)
+    described = document["components"]["schemas"]["MessagesRequest"]
+    assert described["required"] == ["messages", "max_tokens"]
+    assert described["properties"]["max_tokens"]["minimum"] == 1
+    failure = document["paths"]["/v1/messages"]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
+    assert failure == {"$ref": "#/components/schemas/MessagesError"}
 
 
 def test_sampling_parameters_are_described_by_their_declaration():

@@ -1,0 +1,65 @@
+"""The routes of the Messages API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from router.api_keys import salted
+from router.generation_request import encode
+from router.http.answers import dump_json, raw_json_response
+from router.http.anthropic.errors import PATH
+from router.http.anthropic.events import MessageEvents
+from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
+from router.http.anthropic.shape import MessageShape
+from router.http.body import BodyReader
+from router.http.limits import HttpLimits
+from router.http.responses import EventResponse, WholeResponse
+from router.limits import MAX_COUNTED_CHARS
+from router.models import ServedModel
+from router.service import Service
+
+
+class MessagesRoutes:
+    def __init__(self, service: Service, limits: HttpLimits) -> None:
+        self._service = service
+        self._keep_alive_s = limits.keep_alive_s
+        self._bodies = BodyReader(limits.bodies, service.offload)
+        self.routes = APIRouter()
+        self.routes.add_api_route(PATH, self.messages, methods=["POST"])
+        self.routes.add_api_route(f"{PATH}/count_tokens", self.count_tokens, methods=["POST"])
+
+    async def messages(self, request: Request) -> Response:
+        body = await self._bodies.read(request, MessagesRequest)
+        body.check()
+        model = self._service.models.get(body.model)
+        state = request.state
+        with self._service.admit(model, [body.size]) as admitted:
+            wanted = salted(body.wanted(state.request_id, await self._prompt(model, body)), state.tenant)
+            generation = await self._service.generate(model, wanted, state.received, admitted)
+        shape = MessageShape(state.request_id, model)
+        if body.stream:
+            return EventResponse(generation, MessageEvents(generation, shape), self._keep_alive_s)
+        return WholeResponse(generation, shape, self._service.offload)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Also of prompts that are longer than the context."""
+        body = await self._bodies.read(request, CountTokensRequest)
+        body.check()
+        model = self._service.models.get(body.model)
+        with self._service.admit(model, [body.size]):
+            prompt = await self._prompt(model, body)
+
+            def answer() -> bytes:
+                return dump_json({"input_tokens": len(encode(prompt, model, False, MAX_COUNTED_CHARS))})
+
+            return raw_json_response(await self._service.offload.run(answer, len(prompt)))
+
+    async def _prompt(self, model: ServedModel, body: CountTokensRequest) -> str:
+        return await self._service.render_chat(
+            model,
+            body.chat,
+            body.size,
+            variables=body.chat_template_kwargs,
+            continue_final_message=body.continues,
+        )
