@@ -49,8 +49,9 @@ class Service:
         self._tells_timings = tells_timings
         self._serial = itertools.count()
 
-    def close(self) -> None:
-        self.offload.close()
+    def close(self, wait: bool = False) -> None:
+        """See Offload.close."""
+        self.offload.close(wait)
 
     def admit(self, model: ServedModel, sizes: Sequence[int], n: int = 1) -> Admitted:
         """Reserve room for prompts of these sizes, in characters if not tokenized yet, else in tokens.
