@@ -36,7 +36,7 @@ def test_every_parameter_of_the_nodes_can_be_set():
         ("seed", "7"),
         ("stop", [""]),
         ("stop", [3]),
-        ("stop", ["x"] * 65),
+        ("stop", [str(i) for i in range(65)]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("logit_bias", {1: 101.0}),
