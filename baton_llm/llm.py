@@ -90,14 +90,15 @@ class LLM:
         future.add_done_callback(lambda _: ended.put(None))
         progress = Progress(len(prompts), use_tqdm)
         try:
-            for result in iter(ended.get, None):
+            while (result := ended.get()) is not None:
                 progress.step(result)
         except BaseException:  # Ctrl-C
             future.cancel()
             raise
         finally:
             progress.close()
-        return _outputs(result_of(future))
+        results = result_of(future)
+        return _outputs(results)
 
 
 def _outputs(results: Sequence[RequestOutput | BatonError]) -> list[RequestOutput]:

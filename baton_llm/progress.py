@@ -11,7 +11,7 @@ from baton.errors import BatonError
 from baton_llm.outputs import RequestOutput
 
 
-class _Bar(tqdm):  # type: ignore[type-arg,misc]
+class _Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0  # tqdm's monitor is a thread that stays
 
 

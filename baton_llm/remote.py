@@ -90,7 +90,7 @@ class RemoteBackend:
         if isinstance(prompt, str):
             return Encoded(prompt, await self._tokenize(pb.TokenizeRequest(model=self._model, prompt=prompt)))
         if prompt and isinstance(prompt[0], Mapping):
-            chat = pb.Chat(messages=[pb.ChatMessage(**message) for message in prompt])  # type: ignore[arg-type]
+            chat = pb.Chat(messages=[pb.ChatMessage(**message) for message in prompt])
             token_ids = await self._tokenize(pb.TokenizeRequest(model=self._model, chat=chat))
             ids = pb.DetokenizeRequest(model=self._model, token_ids=wire.pack_tokens(token_ids))
             return Encoded((await self._call(self._stub.Detokenize, ids)).text, token_ids)
@@ -119,7 +119,7 @@ class RemoteBackend:
 
     async def stop(self) -> None:
         if self._channel is not None:
-            await self._channel.close()
+            await self._channel.close(None)
 
     def close(self) -> None:
         """There are no threads of its own."""

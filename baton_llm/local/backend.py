@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from baton.audit import KvAudit
 from baton.errors import InternalError, NodeUnavailable
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton_llm.local.handoff_link import HandoffLink
@@ -96,11 +95,6 @@ class LocalBackend:
 
     def token_text(self, token_id: int) -> str | None:
         return self._model.tokenizer.token_bytes(token_id).decode(errors="replace")
-
-    def audit(self) -> list[KvAudit]:
-        """Every block and slot of the prefill node and the decode node. Not on the event loop."""
-        nodes = (self.prefill, self.decode)
-        return [node.call(lambda role=node.role: role.audit(time.monotonic())).result() for node in nodes]  # type: ignore[misc]
 
     async def stop(self) -> None:
         self._dispatcher.close()

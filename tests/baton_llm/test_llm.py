@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from baton.errors import CacheExhausted
+from baton.errors import CacheExhausted, InternalError
 from baton_llm import LLM, InvalidRequest, PromptsFailed, SamplingParams
-from tests.baton_llm.conftest import FLAGS, backend_of, wait_whole
+from tests.baton_llm.conftest import FLAGS, audit, backend_of, wait_whole
 from tests.e2e import reference_file
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -207,7 +207,7 @@ def test_close_ends_all_threads_and_all_requests():
         caller = threading.Thread(target=generate)
         caller.start()
         while not backend_of(own)._dispatcher.num_requests_by_state()["decoding"] and caller.is_alive():
-            backend_of(own).audit()  # waits for a turn
+            audit(own)  # waits for a turn
     caller.join(60)
     assert len(failed) == 1
     assert set(threading.enumerate()) <= before
@@ -226,3 +226,24 @@ def test_an_llm_without_users_ends_by_itself():
     for thread in new:
         thread.join(60)
     assert not [thread for thread in new if thread.is_alive()]
+
+
+def test_a_failed_engine_ends_all_requests_by_name():
+    with LLM(**FLAGS) as own:
+        backend, failed = backend_of(own), []
+
+        def generate() -> None:
+            try:
+                own.generate("Once", SamplingParams(max_tokens=1900, ignore_eos=True), use_tqdm=False)
+            except InternalError as error:
+                failed.append(error.message)
+
+        caller = threading.Thread(target=generate)
+        caller.start()
+        while not backend._dispatcher.num_requests_by_state()["decoding"] and caller.is_alive():
+            audit(own)  # waits for a turn
+        backend.decode.role.prepare = lambda now: 1 // 0  # type: ignore[assignment, return-value]
+        caller.join(60)
+        with pytest.raises(InternalError, match="the engine failed: integer division or modulo by zero"):
+            own.generate("Once", GREEDY, use_tqdm=False)
+    assert failed == ["the engine failed: integer division or modulo by zero"]

@@ -10,10 +10,13 @@ import pytest
 from baton.errors import NodeUnavailable
 from baton.messages import NodeRole
 from baton_llm import LLM, AsyncLLM, InvalidRequest, PromptsFailed, SamplingParams
+from baton_llm.prompts import Prompt
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, seed=2**64 - 1, n=2, stop="rld")
+BOTH: list[Prompt] = ["hi there", [5, 6]]
+ONE_WRONG: list[Prompt] = ["hi", [10**6]]
 
 
 async def test_answers_come_from_the_router():
@@ -38,7 +41,7 @@ async def test_answers_come_from_the_router():
 
 def _ask(address: str) -> None:
     with LLM(router=address) as llm:
-        first, second = llm.generate(["hi there", [5, 6]], [SamplingParams(), PARAMS], use_tqdm=False)
+        first, second = llm.generate(BOTH, [SamplingParams(), PARAMS], use_tqdm=False)
         assert (first.prompt, first.outputs[0].text) == ("hi there", "hello world")
         assert first.outputs[0].finish_reason == "stop"
         assert first.prompt_token_ids
@@ -46,10 +49,10 @@ def _ask(address: str) -> None:
         assert [answer.text for answer in second.outputs] == ["hello wo"] * 2
         assert [answer.stop_reason for answer in second.outputs] == ["rld"] * 2
         [chat] = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
-        assert "hi" in chat.prompt
+        assert chat.prompt and "hi" in chat.prompt
         assert chat.outputs[0].text == "hello world"
         with pytest.raises(PromptsFailed) as failed:
-            llm.generate(["hi", [10**6]], use_tqdm=False)
+            llm.generate(ONE_WRONG, use_tqdm=False)
         assert isinstance(failed.value.errors[1], InvalidRequest)
         assert failed.value.outputs[0].outputs[0].text == "hello world"
     with pytest.raises(InvalidRequest, match=r"serves .*, not another"):
