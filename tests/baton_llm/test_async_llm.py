@@ -49,16 +49,20 @@ async def test_several_at_once_and_chat(async_llm):
     assert [output.outputs[0].text for output in outputs] == [f"2{i} + 98 = {118 + i}" for i in range(4)]
 
 
-async def test_leaving_early_aborts_and_frees_the_blocks(async_llm):
+async def test_leaving_early_aborts_and_frees_the_blocks(async_llm, caplog):
+    caplog.set_level("INFO", "router.generation")
     async with aclosing(async_llm.generate([5] * 100, ENDLESS)) as stream:
         async for output in stream:
             assert not output.finished
             break
     audits = await asyncio.to_thread(wait_whole, async_llm)
     assert not any(audit.num_slots.get("in_use") for audit in audits)
+    assert "error='the client went away'" in caplog.text  # and did not end by itself
 
 
-async def test_a_cancelled_reader_aborts(async_llm):
+async def test_a_cancelled_reader_aborts(async_llm, caplog):
+    caplog.set_level("INFO", "router.generation")
+
     async def read(begun: asyncio.Event) -> None:
         async for _ in async_llm.generate([6] * 100, ENDLESS, "gone"):
             begun.set()
@@ -70,6 +74,7 @@ async def test_a_cancelled_reader_aborts(async_llm):
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
     await asyncio.to_thread(wait_whole, async_llm)
+    assert "error='the client went away'" in caplog.text
     outputs = [output async for output in async_llm.generate([6], GREEDY, "gone")]  # the id is free again
     assert outputs[-1].finished
 

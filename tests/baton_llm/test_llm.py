@@ -139,8 +139,8 @@ def test_the_bar_counts_prompts(llm, capsys):
         (["fine", []], GREEDY, "prompt"),
         (["fine", [10**6]], GREEDY, "prompt"),
         (["fine", [1] * 10**5], GREEDY, "prompt"),
-        (["fine"], SamplingParams(max_tokens=10**6), "max_tokens"),
-        (["fine"], SamplingParams(logit_bias={10**6: 1.0}), "logit_bias"),
+        (["fine", "fine"], [GREEDY, SamplingParams(max_tokens=10**6)], "max_tokens"),
+        (["fine", "fine"], [GREEDY, SamplingParams(logit_bias={10**6: 1.0})], "logit_bias"),
         (["fine", 3], GREEDY, "prompts"),
         ({"prompt": [1]}, GREEDY, "prompts"),
         ({"prompt": "a", "multi_modal_data": {}}, GREEDY, "prompts"),
@@ -242,7 +242,7 @@ def test_a_failed_engine_ends_all_requests_by_name():
         caller.start()
         while not backend._dispatcher.num_requests_by_state()["decoding"] and caller.is_alive():
             audit(own)  # waits for a turn
-        backend.decode.role.prepare = lambda now: 1 // 0  # type: ignore[assignment, return-value]
+        backend.decode.role.prepare = lambda now: 1 // 0  # type: ignore[assignment]
         caller.join(60)
         with pytest.raises(InternalError, match="the engine failed: integer division or modulo by zero"):
             own.generate("Once", GREEDY, use_tqdm=False)

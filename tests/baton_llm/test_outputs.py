@@ -19,6 +19,6 @@ def test_an_output_stays_as_it_was_given_away():
     assert early.outputs[1].logprobs == [{5: Logprob(-1.0, 1, "5"), 6: Logprob(-2.0, 2, "6")}]
     answer = late.outputs[1]
     assert (answer.text, answer.token_ids, answer.stop_reason, answer.finished()) == ("xy", [5, 7], "z", True)
-    assert answer.logprobs[1:] == [{7: Logprob(-3.0, None, "7"), 8: Logprob(-0.5, 1, "8")}]
+    assert (answer.logprobs or [])[1:] == [{7: Logprob(-3.0, None, "7"), 8: Logprob(-0.5, 1, "8")}]
     assert answer.cumulative_logprob == -4.0
     assert (late.outputs[0].token_ids, late.outputs[0].finish_reason, collector.all_ended) == ([], None, False)

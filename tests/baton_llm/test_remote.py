@@ -49,7 +49,8 @@ def _ask(address: str) -> None:
         assert [answer.text for answer in second.outputs] == ["hello wo"] * 2
         assert [answer.stop_reason for answer in second.outputs] == ["rld"] * 2
         [chat] = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
-        assert chat.prompt and "hi" in chat.prompt
+        assert chat.prompt
+        assert "hi" in chat.prompt
         assert chat.outputs[0].text == "hello world"
         with pytest.raises(PromptsFailed) as failed:
             llm.generate(ONE_WRONG, use_tqdm=False)
