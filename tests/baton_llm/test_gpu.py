@@ -12,7 +12,7 @@ from baton_llm import LLM, SamplingParams
 from tests.baton_llm.conftest import wait_whole
 from tests.e2e import reference_file
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def test_tokens_are_those_of_transformers_and_all_memory_comes_back() -> None:
