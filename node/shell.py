@@ -78,6 +78,18 @@ class NodeParts:
     count_free_slots: Callable[[], int]
 
 
+def make_hello(info: NodeInfo, part_blocks: int) -> Hello:
+    """How a node introduces itself to others."""
+    return Hello(
+        incarnation=info.incarnation,
+        node_id=info.node_id,
+        layout=info.layout,
+        endpoints=info.endpoints,
+        part_blocks=part_blocks,
+        protocol_version=PROTOCOL_VERSION,
+    )
+
+
 class Node:
     """Serves from `start` to `stop`. `loop` is the engine's thread, which the parts' transport wakes.
 
@@ -115,7 +127,12 @@ class Node:
         limits = Limits.of(info, self._settings.request_timeout)
         self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits, trust)
         self._peers = self._side.serve(
-            self._server, self._sessions, self._hello(info), self._parts.transport, self._loop.post, trust
+            self._server,
+            self._sessions,
+            make_hello(info, self._parts.part_blocks),
+            self._parts.transport,
+            self._loop.post,
+            trust,
         )
         status = NodeStatus(info, self._parts.tokenizer, self._books, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]
@@ -168,16 +185,6 @@ class Node:
         if not warm_up.done():
             raise StartupError(f"warm-up: {self.failure.result()}")
         await warm_up
-
-    def _hello(self, info: NodeInfo) -> Hello:
-        return Hello(
-            incarnation=info.incarnation,
-            node_id=info.node_id,
-            layout=info.layout,
-            endpoints=info.endpoints,
-            part_blocks=self._parts.part_blocks,
-            protocol_version=PROTOCOL_VERSION,
-        )
 
     def _bind(self, listen: HostPort, trust: Trust) -> int:
         try:

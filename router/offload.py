@@ -49,9 +49,9 @@ class Offload:
         """Returns or raises what `work` does. Never refused: for the answers of requests that were admitted."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def close(self) -> None:
-        """Drop work that has not begun."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    def close(self, wait: bool = False) -> None:
+        """Drop work that has not begun. wait: return when the threads have ended."""
+        self._threads.shutdown(wait=wait, cancel_futures=True)
 
     async def _run(self, work: Callable[[], T], size: int) -> T:
         try:

@@ -51,9 +51,10 @@ class Service:
         self._serial = itertools.count()
         self._grammars = GrammarChecker()
 
-    def close(self) -> None:
+    def close(self, wait: bool = False) -> None:
+        """See Offload.close."""
         self._grammars.close()
-        self.offload.close()
+        self.offload.close(wait)
 
     def admit(self, model: ServedModel, sizes: Sequence[int], n: int = 1) -> Admitted:
         """Reserve room for prompts of these sizes, in characters if not tokenized yet, else in tokens.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,22 +21,27 @@ class DeviceWatch:
     def __init__(self, device: torch.device, wake: Callable[[], None]) -> None:
         self._device = device
         self._wake = wake
-        self._events: queue.SimpleQueue[torch.cuda.Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def add(self, event: torch.cuda.Event) -> None:
         """`event` must already be recorded in a stream."""
         self._events.put(event)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="device-watch", daemon=True)
+            self._thread = threading.Thread(
+                target=_watch, args=(self._device, self._events, self._wake), name="device-watch", daemon=True
+            )
             self._thread.start()
+            weakref.finalize(self, self._events.put, None)
 
-    def _run(self) -> None:
-        torch.cuda.set_device(self._device)  # a thread starts on the first GPU, and would create a context there
-        while True:
-            with contextlib.suppress(RuntimeError):
-                self._events.get().synchronize()
-            self._wake()
+
+def _watch(device: torch.device, events: queue.SimpleQueue[torch.cuda.Event | None], wake: Callable[[], None]) -> None:
+    """Until None comes. It does not refer to its DeviceWatch, which may therefore be collected."""
+    torch.cuda.set_device(device)  # a thread starts on the first GPU, and would create a context there
+    while (event := events.get()) is not None:
+        with contextlib.suppress(RuntimeError):
+            event.synchronize()
+        wake()
 
 
 class SeesLayers(Protocol):

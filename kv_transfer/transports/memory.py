@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from baton.errors import TransferError
 from kv_transfer.events import EventQueue
 from kv_transfer.native import DONE, Native, Target
@@ -134,7 +137,7 @@ class MemoryHub:
             receive.fail(f"message of {push.num_bytes} bytes, where {receive.num_bytes} were expected")
         else:
             source = push.owner.staging.memory(push.slot)[: push.num_bytes]
-            receive.owner.staging.memory(receive.slot)[: push.num_bytes].copy_(source)
+            _copy(source, receive.owner.staging.memory(receive.slot)[: push.num_bytes])
             receive.owner._emit(Arrived(receive.peer, receive.tag, receive.slot, push.header))
         push.owner._emit(Sent(push.peer, push.tag, push.slot))
 
@@ -241,6 +244,22 @@ class MemoryTransport:
     def _emit(self, event: TransportEvent) -> None:
         self._events.put(event)
         self.hub._touched.add(self)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Done when it returns, since whoever hears of it copies on, on another stream. It waits for no step."""
+    if target.device.type != "cuda":
+        target.copy_(source)
+        return
+    stream = _copy_stream(target.device)
+    with torch.cuda.stream(stream):
+        target.copy_(source)
+    stream.synchronize()
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @functools.cache

@@ -20,7 +20,18 @@ PAGES = (
 )
 # Paths below the import roots are written as imports see them, without the root.
 PLACES = (ROOT, ROOT / "proto")
-OWN_FOLDERS = ("proto", "kernels", "engine", "kv_transfer", "prefill_node", "decode_node", "router", "deploy", "tools")
+OWN_FOLDERS = (
+    "baton_llm",
+    "proto",
+    "kernels",
+    "engine",
+    "kv_transfer",
+    "prefill_node",
+    "decode_node",
+    "router",
+    "deploy",
+    "tools",
+)
 PATH = re.compile(rf"`((?:baton|tests|docs|benchmarks|{'|'.join(OWN_FOLDERS)})/[\w./*-]*)`")
 
 

@@ -1,7 +1,8 @@
 """The README's commands and examples, run as they stand; only the ports are others.
 
 A comment before a block says how it is run: `up` (one command, the cluster that the clients ask), `client` (a program
-that must succeed, and say what the `text` block after it shows), `roles` (processes, each a line, started together).
+that must succeed, and say what the `text` block after it shows), `program` (likewise, but it asks no cluster), `roles`
+(processes, each a line, started together).
 """
 
 from __future__ import annotations
@@ -91,6 +92,14 @@ def ports() -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize("block", CLIENTS, ids=[f"{i}-{block.language}" for i, block in enumerate(CLIENTS)])
 def test_example(block: Block, ports: dict[str, str]) -> None:
+    succeeds(block, ports)
+
+
+def test_program() -> None:
+    succeeds(of_kind("program"), {})
+
+
+def succeeds(block: Block, ports: dict[str, str]) -> None:
     program = {"bash": ["bash", "-euc"], "python": [sys.executable, "-Werror", "-c"]}[block.language]
     done = subprocess.run(
         [*program, with_ports(block.text, ports)],

@@ -11,7 +11,18 @@ import pytest
 from tools import mutants
 from tools.mutants import Mutation
 
-FOLDERS = {"router", "node", "prefill_node", "decode_node", "engine", "kv_transfer", "baton_kernels", "baton", "deploy"}
+FOLDERS = {
+    "router",
+    "node",
+    "prefill_node",
+    "decode_node",
+    "engine",
+    "kv_transfer",
+    "baton_kernels",
+    "baton",
+    "baton_llm",
+    "deploy",
+}
 
 
 @pytest.fixture(scope="module")

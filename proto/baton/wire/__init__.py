@@ -40,6 +40,7 @@ from baton.wire.values import (
     write_error,
     write_finish_reason,
     write_logprobs,
+    write_structured,
 )
 
 __all__ = [
@@ -70,5 +71,6 @@ __all__ = [
     "read_logprobs",
     "write_finish_reason",
     "read_finish_reason",
+    "write_structured",
     "read_structured",
 ]

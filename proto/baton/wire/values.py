@@ -196,8 +196,7 @@ def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
     structured = params.structured_outputs
     others = {
         "stop_token_ids": sorted(params.stop_token_ids),
-        "structured_outputs": structured
-        and common_pb2.StructuredOutput(kind=structured.kind.value, text=structured.text),
+        "structured_outputs": structured and write_structured(structured),
     }
     return common_pb2.SamplingParams(**{**given, **others})
 
@@ -221,6 +220,10 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
         "structured_outputs": read_structured(wire.structured_outputs) if wire.HasField("structured_outputs") else None,
     }
     return SamplingParams(**{**given, **others})
+
+
+def write_structured(structured: StructuredOutput) -> common_pb2.StructuredOutput:
+    return common_pb2.StructuredOutput(kind=structured.kind.value, text=structured.text)
 
 
 def read_structured(wire: common_pb2.StructuredOutput) -> StructuredOutput:

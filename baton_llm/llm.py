@@ -1,0 +1,112 @@
+"""`LLM`: prompts in, answers out, in one call."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from baton.errors import BatonError
+from baton_llm.errors import PromptsFailed
+from baton_llm.host import Host, make_backend, result_of
+from baton_llm.outputs import RequestOutput
+from baton_llm.progress import Progress
+from baton_llm.prompts import (
+    Conversation,
+    Input,
+    Params,
+    Prompt,
+    params_of_each,
+    read_conversations,
+    read_prompts,
+)
+
+
+class LLM:
+    """Answers prompts with a prefill engine and a decode engine in this process, or with a cluster.
+
+    model: folder with a checkpoint, a hub id, or baton-tiny (the default, which comes with baton); with a router, the
+    name that it must serve. router: HOST:PORT of a router's gRPC API. api_key, ssl_ca_certs: for that router; the
+    latter is a PEM file with the authorities to trust, without which there is no TLS. flags: settings of a node by
+    name (`max_model_len=2048`); each is an environment variable too. torch's seed and number of threads are set for
+    the whole process. All methods may be called from several threads.
+
+    Raises TypeError for an unknown flag, ValueError for a bad one, and BatonError or OSError when the model cannot be
+    loaded or the router cannot be reached.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        router: str | None = None,
+        api_key: str | None = None,
+        ssl_ca_certs: str | Path | None = None,
+        **flags: Any,
+    ) -> None:
+        self._host = Host(make_backend(model, router, api_key, ssl_ca_certs, flags))
+        self._host.close_with(self)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """The answers to each prompt, in the order of the prompts.
+
+        params: for all prompts, or a list with one for each; None leaves everything to the model's generation
+        defaults, with answers as long as the context allows.
+
+        All prompts are tokenized and checked before any runs: InvalidRequest, whose `param` names what is wrong, means
+        that nothing was computed. A prompt that fails later does not affect the others: when all have ended, its error
+        is raised, as PromptsFailed with the others' outputs if there were several prompts. Raises RequestCancelled
+        when closed meanwhile.
+        """
+        return self._run(read_prompts(prompts), params, use_tqdm)
+
+    def chat(
+        self, messages: Conversation | Sequence[Conversation], params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or several, which the model's chat template turns into prompts. A message
+        is a dict with `role` and `content`, and maybe `name`."""
+        return self._run(read_conversations(messages), params, use_tqdm)
+
+    def close(self) -> None:
+        """End all requests, threads and engines. Idempotent. Happens by itself when the LLM is collected, and at the
+        end of the process."""
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self, prompts: Sequence[Input], params: Params, use_tqdm: bool) -> list[RequestOutput]:
+        host, each = self._host, params_of_each(params, len(prompts))
+        encoded = result_of(host.submit(host.encode(prompts, each)))
+        ended: queue.SimpleQueue[RequestOutput | BatonError | None] = queue.SimpleQueue()
+        future = host.submit(host.answer_all(encoded, each, ended.put))
+        future.add_done_callback(lambda _: ended.put(None))
+        progress = Progress(len(prompts), use_tqdm)
+        try:
+            while (result := ended.get()) is not None:
+                progress.step(result)
+        except BaseException:  # Ctrl-C
+            future.cancel()
+            raise
+        finally:
+            progress.close()
+        results = result_of(future)
+        return _outputs(results)
+
+
+def _outputs(results: Sequence[RequestOutput | BatonError]) -> list[RequestOutput]:
+    """Raises the error of the only prompt, or PromptsFailed."""
+    errors = {index: result for index, result in enumerate(results) if isinstance(result, BatonError)}
+    outputs = [None if isinstance(result, BatonError) else result for result in results]
+    if errors and len(results) == 1:
+        raise errors[0]
+    if errors:
+        raise PromptsFailed(errors, outputs)
+    return [output for output in outputs if output is not None]

@@ -1,0 +1,49 @@
+"""The session between the router and a node of this process."""
+
+from __future__ import annotations
+
+import logging
+
+from baton.messages import Abort, Prefill
+from baton_llm.local.node import LocalNode
+from node.events import CloseSession, FromRouter, SessionLost, SessionOpened, ToRouter
+from node.loop import Turn
+from router.dispatcher import Dispatcher
+
+log = logging.getLogger(__name__)
+
+
+class RouterLink:
+    """Open from `open` on: a session that the node ends is followed by the next. On the dispatcher's event loop."""
+
+    def __init__(self, node: LocalNode, dispatcher: Dispatcher, epoch: int) -> None:
+        self._node = node
+        self._dispatcher = dispatcher
+        self._epoch = epoch
+        self._opened = 0  # number of the SessionOpened
+
+    def open(self) -> None:
+        self._opened = self._node.post(SessionOpened(self._epoch))
+        self._dispatcher.node_up(self._node.info, self._send)
+
+    def lose(self, reason: str) -> None:
+        self._node.post(SessionLost(self._epoch))
+        self._dispatcher.node_lost(self._node.info.incarnation, reason)
+
+    def deliver(self, turn: Turn) -> None:
+        """What the node's turn has for the router; outputs for an earlier session are dropped."""
+        incarnation = self._node.info.incarnation
+        self._dispatcher.node_said(incarnation, turn.load)
+        if turn.num_handled < self._opened:
+            return
+        updates = tuple(output.update for output in turn.outputs if isinstance(output, ToRouter))
+        if updates:
+            self._dispatcher.node_said(incarnation, updates)
+        for output in turn.outputs:
+            if isinstance(output, CloseSession):
+                log.warning("session over node_id=%s reason=%s", self._node.info.node_id, output.reason)
+                self.lose(output.reason)
+                self.open()
+
+    def _send(self, message: Prefill | Abort) -> None:
+        self._node.post(FromRouter(self._epoch, message))

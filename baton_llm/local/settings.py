@@ -1,0 +1,48 @@
+"""The settings of both nodes, from keyword arguments that are named like the flags of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.setting_names import closest
+from baton.settings import SettingsError, load
+from decode_node.settings import DecodeSettings
+from node.settings import NodeSettings
+from prefill_node.settings import PrefillSettings
+
+_OF_PROCESSES: Mapping[str, Any] = {
+    "advertise": None,
+    "admin_key_file": None,
+    "cluster_secret_file": None,
+    "cluster_ssl_keyfile": None,
+    "cluster_ssl_certfile": None,
+    "cluster_ssl_ca_certs": None,
+    "listen": "127.0.0.1:0",
+    "metrics_port": None,
+    "node_id": None,
+    "transfer_interface": None,
+    "transport": "ucx",
+}
+"""What concerns ports and peers, of which there are none: stated, so that an environment meant for nodes that are
+processes does not matter."""
+_OTHERS = ("config", "drain_timeout", "log_level")
+NAMES = frozenset(NodeSettings.model_fields) - _OF_PROCESSES.keys() - {*_OTHERS}
+"""The flags of a node that also mean something here."""
+
+
+def make_settings(flags: Mapping[str, Any]) -> tuple[PrefillSettings, DecodeSettings]:
+    """Raises TypeError for a name that is no such flag, ValueError for a bad value."""
+    for name in flags:
+        if name not in NAMES:
+            meant = closest(name, NAMES)
+            hint = f", did you mean {meant!r}?" if meant else ""
+            raise TypeError(f"{name!r} is no flag of a node that can be set here{hint}")
+    given = {**_OF_PROCESSES, **flags}
+    try:
+        both = load(PrefillSettings, given), load(DecodeSettings, given)
+    except SettingsError as error:
+        raise ValueError(str(error)) from None
+    # `memory` is no choice of --transport: it connects nodes of one process
+    prefill, decode = (settings.model_copy(update={"transport": "memory"}) for settings in both)
+    return prefill, decode  # type: ignore[return-value]

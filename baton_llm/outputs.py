@@ -1,0 +1,124 @@
+"""What callers get, in vLLM's form, and how it grows from the pieces of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.messages import TokenLogprobs
+from baton_llm.prompts import Encoded
+from router.answer import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """`rank`: 1 for the most likely token; None for a chosen one that is not among those asked for. `decoded_token`:
+    None from a router, which sends ids."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer so far. `logprobs` has a dict for each token, by token id, the chosen one first; it and
+    `cumulative_logprob` are None unless asked for. `finish_reason`: "stop", "length", or None while it goes on.
+    `stop_reason`: the stop text or the token of `stop_token_ids` that ended it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answers to one prompt. `prompt`: None where token ids were given. `num_cached_tokens`: prompt tokens that did
+    not have to be computed, known at the end."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None = None
+
+
+TokenText = Callable[[int], str | None]
+
+
+class Collector:
+    """Adds up the pieces of one prompt's answers."""
+
+    def __init__(self, request_id: str, prompt: Encoded, n: int, with_logprobs: bool, token_text: TokenText) -> None:
+        self._request_id = request_id
+        self._prompt = prompt
+        self._answers = [_Answer(index, with_logprobs, token_text) for index in range(n)]
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._answers[delta.index].add(delta)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self._answers)
+
+    @property
+    def all_ended(self) -> bool:
+        return all(answer.finish_reason for answer in self._answers)
+
+    def output(self, finished: bool, num_cached_tokens: int | None = None) -> RequestOutput:
+        """What there is so far; later pieces do not change it."""
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=list(self._prompt.token_ids),
+            outputs=[answer.output() for answer in self._answers],
+            finished=finished,
+            num_cached_tokens=num_cached_tokens,
+        )
+
+
+class _Answer:
+    def __init__(self, index: int, with_logprobs: bool, token_text: TokenText) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._index = index
+        self._text = ""
+        self._logprobs: list[dict[int, Logprob]] | None = [] if with_logprobs else None
+        self._cumulative = 0.0
+        self._stop: int | str | None = None
+        self._token_text = token_text
+
+    def add(self, delta: Delta) -> None:
+        self._text += delta.text
+        self.token_ids += delta.token_ids
+        if self._logprobs is not None:
+            for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+                self._cumulative += entry.logprob
+                self._logprobs.append(_by_token(token_id, entry, self._token_text))
+        if delta.finish_reason:
+            self.finish_reason, self._stop = delta.finish_reason.value, delta.stop
+
+    def output(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self._index,
+            text=self._text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=None if self._logprobs is None else self._cumulative,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop,
+        )
+
+
+def _by_token(chosen: int, entry: TokenLogprobs, token_text: TokenText) -> dict[int, Logprob]:
+    top = {token: Logprob(value, rank, token_text(token)) for rank, (token, value) in enumerate(entry.top, 1)}
+    return {chosen: top.pop(chosen, Logprob(entry.logprob, None, token_text(chosen))), **top}

@@ -1,0 +1,173 @@
+"""Answers prompts with a running router, over its gRPC API.
+
+gRPC, not HTTP: it sends the ids and logprobs of tokens as numbers, and streams whose early end aborts the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from baton import wire
+from baton.address import HostPort
+from baton.channels import CHANNEL_OPTIONS
+from baton.errors import (
+    BatonError,
+    CacheExhausted,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    RequestCancelled,
+)
+from baton.v1 import generation_pb2 as pb
+from baton.v1 import generation_pb2_grpc
+from baton_llm.prompts import Encoded, Input
+from baton_llm.sampling_params import SamplingParams
+from router.answer import Delta
+from router.generation_request import SEED_SPACE, GenerationRequest
+
+_MAX_IN_FLIGHT = 256
+_CONNECT_S = 10.0
+_CALL_S = 60.0
+"""For calls that generate nothing."""
+_ERRORS: dict[str, type[BatonError]] = {
+    "UNAUTHENTICATED": InvalidRequest,
+    "NOT_FOUND": InvalidRequest,
+    **{
+        kind.grpc_status: kind
+        for kind in (CacheExhausted, Overloaded, InvalidRequest, DeadlineExceeded, NodeUnavailable, RequestCancelled)
+    },
+}
+
+
+class RemoteBackend:
+    """`router`: HOST:PORT of a router's gRPC API. `model`: the name that it must serve; None: whatever it serves.
+    `ssl_ca_certs`: PEM file with the authorities to trust; None: no TLS."""
+
+    max_in_flight = _MAX_IN_FLIGHT
+
+    def __init__(self, router: str, model: str | None, api_key: str | None, ssl_ca_certs: str | Path | None) -> None:
+        """Raises ValueError, OSError."""
+        try:
+            self._address = HostPort.parse(router)
+        except ValueError as error:
+            raise ValueError(f"router: {error}") from None
+        self._model = model or ""
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
+        self._authorities = Path(ssl_ca_certs).read_bytes() if ssl_ca_certs is not None else None
+        self._channel: grpc.aio.Channel | None = None
+
+    async def start(self) -> None:
+        """Raises NodeUnavailable if the router cannot be reached or serves no model yet, InvalidRequest for a model
+        that it does not serve."""
+        address = str(self._address)
+        if self._authorities is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            credentials = grpc.ssl_channel_credentials(self._authorities)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            served = await self._stub.ListModels(
+                pb.ListModelsRequest(), timeout=_CONNECT_S, metadata=self._metadata, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise NodeUnavailable(f"no router answers at {address} within {_CONNECT_S:g} s") from None
+            _raise(error)
+        if self._model and self._model not in [model.id for model in served.models]:
+            names = ", ".join(model.id for model in served.models)
+            raise InvalidRequest(f"the router at {address} serves {names}, not {self._model}", "model")
+
+    async def encode(self, prompt: Input, params: SamplingParams | None) -> Encoded:
+        """The router tokenizes, and checks the rest when it gets the request."""
+        if isinstance(prompt, str):
+            return Encoded(prompt, await self._tokenize(pb.TokenizeRequest(model=self._model, prompt=prompt)))
+        if prompt and isinstance(prompt[0], Mapping):
+            chat = pb.Chat(messages=[pb.ChatMessage(**message) for message in prompt])
+            token_ids = await self._tokenize(pb.TokenizeRequest(model=self._model, chat=chat))
+            ids = pb.DetokenizeRequest(model=self._model, token_ids=wire.pack_tokens(token_ids))
+            return Encoded((await self._call(self._stub.Detokenize, ids)).text, token_ids)
+        token_ids = tuple(prompt)  # type: ignore[arg-type]
+        if any(not 0 <= token < 2**32 for token in token_ids):
+            raise InvalidRequest("token ids must be 0 or more, and below 2^32", "prompt")
+        return Encoded(None, token_ids)
+
+    async def generate(self, request: GenerationRequest, take: Callable[[Sequence[Delta]], None]) -> int:
+        call = self._stub.Generate(_message(request, self._model), metadata=self._metadata)
+        try:
+            async for answer in call:
+                match answer.WhichOneof("event"):
+                    case "delta":
+                        take([_delta(answer.delta)])
+                    case "finished":
+                        return int(answer.finished.usage.num_cached_tokens)
+        except grpc.aio.AioRpcError as error:
+            _raise(error)
+        finally:
+            call.cancel()
+        raise InternalError("the router ended the stream without an end")
+
+    def token_text(self, token_id: int) -> str | None:
+        return None
+
+    async def stop(self) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
+
+    def close(self) -> None:
+        """There are no threads of its own."""
+
+    async def _tokenize(self, request: pb.TokenizeRequest) -> tuple[int, ...]:
+        answer = await self._call(self._stub.Tokenize, request)
+        return wire.unpack_tokens(answer.token_ids)
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, timeout=_CALL_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            _raise(error)
+
+
+def _raise(error: grpc.aio.AioRpcError) -> NoReturn:
+    kind = _ERRORS.get(error.code().name, InternalError)
+    raise kind(error.details() or error.code().name) from None
+
+
+def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
+    [prompt] = request.prompts
+    assert not isinstance(prompt, str)
+    sampling = dict(request.sampling)
+    logprobs = sampling.pop("num_logprobs", None)
+    if "seed" in sampling:  # an int64 there, of which the router takes the remainder by 2^64
+        sampling["seed"] = (sampling["seed"] + SEED_SPACE // 2) % SEED_SPACE - SEED_SPACE // 2
+    if "structured_outputs" in sampling:
+        sampling["structured_outputs"] = wire.write_structured(sampling["structured_outputs"])
+    return pb.GenerateRequest(
+        model=model,
+        prompt_tokens=pb.TokenIds(ids=wire.pack_tokens(prompt)),
+        n=request.n,
+        logprobs=logprobs,
+        stop=request.stop,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        **sampling,
+    )
+
+
+def _delta(delta: pb.GenerationDelta) -> Delta:
+    kind = delta.WhichOneof("stop_reason")
+    return Delta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=wire.unpack_tokens(delta.token_ids),
+        logprobs=wire.read_logprobs(delta.logprobs),
+        finish_reason=wire.read_finish_reason(delta.finish_reason) if delta.finish_reason else None,
+        stop=getattr(delta, kind) if kind else None,
+    )

@@ -1,0 +1,118 @@
+"""How a prompt is answered: vLLM's `SamplingParams`, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import baton.sampling
+from baton.errors import InvalidRequest
+from baton.sampling import NAMES
+from router.generation_request import SEED_SPACE, GenerationRequest
+from router.structured_output import structured_output_of
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_WHOLE = ("n", "top_k", "min_tokens")
+_WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Names and defaults are vLLM's; `baton.sampling` has the ranges.
+
+    n: answers to each prompt. seed: None draws one; the same seed gives the same answers. max_tokens: None is what the
+    context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely too. stop:
+    texts that end an answer, of which they are no part unless `include_stop_str_in_output`. structured_outputs: what an
+    answer must match, one of json, json_object, regex, choice and grammar with its value. Raises InvalidRequest, whose
+    `param` is the name of the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_outputs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        request_of(self, "", ())  # checks n and stop
+        ranged = {**self.sampling(), "stop_token_ids": frozenset(self.stop_token_ids or ())}
+        ranged["seed"] = ranged.get("seed", 0) % SEED_SPACE
+        ranged["top_k"] = max(0, self.top_k) if self.top_k == -1 else self.top_k  # -1: vLLM's older way to say off
+        ranged.setdefault("max_tokens", max(1, self.min_tokens))
+        baton.sampling.SamplingParams(**ranged)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self) -> dict[str, Any]:
+        """What it says of `baton.sampling.SamplingParams`, by name."""
+        said = {name: getattr(self, name) for name in NAMES if hasattr(self, name)} | {"num_logprobs": self.logprobs}
+        said["structured_outputs"] = structured_output_of(None, self.structured_outputs, {})
+        return {name: value for name, value in said.items() if value is not None}
+
+    def _check_types(self) -> None:
+        for name in _NUMBERS:
+            _check(_is_number(getattr(self, name)), name, "a number", getattr(self, name))
+        for name in _WHOLE:
+            _check(_is_whole(getattr(self, name)), name, "a whole number", getattr(self, name))
+        for name in _WHOLE_OR_NONE:
+            value = getattr(self, name)
+            _check(value is None or _is_whole(value), name, "a whole number or None", value)
+        for name in _FLAGS:
+            _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
+        _check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None", self.logprobs)
+        _check(all(isinstance(text, str) for text in self.stops), "stop", "a text or a list of texts", self.stop)
+        _check(
+            isinstance(self.structured_outputs or {}, Mapping), "structured_outputs", "a dict", self.structured_outputs
+        )
+        ids = self.stop_token_ids or ()
+        _check(all(map(_is_whole, ids)), "stop_token_ids", "a list of token ids", self.stop_token_ids)
+        biases = self.logit_bias or {}
+        is_map = isinstance(biases, Mapping) and all(map(_is_whole, biases)) and all(map(_is_number, biases.values()))
+        _check(is_map, "logit_bias", "a dict of token ids and numbers", self.logit_bias)
+
+
+def request_of(params: SamplingParams | None, request_id: str, prompt: tuple[int, ...]) -> GenerationRequest:
+    """The request for a prompt of these tokens. Without params, all is left to the model's generation defaults."""
+    if params is None:
+        return GenerationRequest(request_id=request_id, prompts=(prompt,))
+    return GenerationRequest(
+        request_id=request_id,
+        prompts=(prompt,),
+        n=params.n,
+        sampling=params.sampling(),
+        stop=tuple(dict.fromkeys(params.stops)),
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+
+
+def _check(holds: bool, param: str, kind: str, value: object) -> None:
+    if not holds:
+        raise InvalidRequest(f"{param} must be {kind}, not {value!r}", param)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

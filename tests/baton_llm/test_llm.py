@@ -1,0 +1,258 @@
+"""`LLM` with a prefill engine and a decode engine in this process."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+
+import pytest
+
+from baton.errors import CacheExhausted, InternalError
+from baton_llm import LLM, InvalidRequest, PromptsFailed, SamplingParams
+from tests.baton_llm.conftest import FLAGS, audit, backend_of, wait_whole
+from tests.e2e import reference_file
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+SUM = [{"role": "user", "content": "What is 28 + 98?"}]
+ANSWER = "28 + 98 = 126"
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    long, short = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), GREEDY
+    prompts = ["Once upon a time", "There was a fox", "In the morning"]
+    outputs = llm.generate(prompts, [long, short, short], use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    assert len(outputs[0].outputs[0].token_ids) == 40
+    assert all(output.finished and output.outputs[0].finish_reason for output in outputs)
+    assert len({output.request_id for output in outputs}) == 3
+
+
+def test_tokens_are_those_of_transformers(llm):
+    file = reference_file.load()
+    assert backend_of(llm).prefill.info.layout.fingerprint == file.fingerprint
+    references = [r for r in file.of_kind("ids", "text", "shared") if len(r.prompt) < 1500][::6]
+    params = [SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=r.ignore_eos) for r in references]
+    outputs = llm.generate([list(r.prompt) for r in references], params, use_tqdm=False)
+    for reference, output in zip(references, outputs, strict=True):
+        difference = reference.difference(output.outputs[0].token_ids)
+        assert difference is None or difference.is_near_tie, str(difference)
+        assert difference or output.outputs[0].finish_reason == reference.finish
+    assert len(references) > 10
+
+
+def test_prompts_travel_from_the_prefill_engine_to_the_decode_engine(llm, caplog):
+    with caplog.at_level("INFO", "router.generation"):
+        llm.generate([[7] * 64], GREEDY, use_tqdm=False)
+    (line,) = [line for line in caplog.messages if line.startswith("ended ")]
+    assert " attempts=1 " in line
+    assert " prefill_node=prefill-" in line
+    assert " decode_node=decode-" in line
+
+
+def test_a_text_its_ids_and_a_dict_are_the_same_prompt(llm):
+    [text] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+    ids = text.prompt_token_ids
+    forms = [[ids], {"prompt_token_ids": ids}, {"prompt": "Once upon a time"}, ids, [{"prompt_token_ids": ids}]]
+    for form in forms:
+        [output] = llm.generate(form, GREEDY, use_tqdm=False)
+        assert (output.prompt_token_ids, output.outputs) == (ids, text.outputs)
+    assert [llm.generate(form, GREEDY, use_tqdm=False)[0].prompt for form in forms[:3]] == [None, None, text.prompt]
+
+
+def test_chat_uses_the_template(llm):
+    [output] = llm.chat(SUM, GREEDY, use_tqdm=False)
+    assert output.outputs[0].text == ANSWER
+    assert output.prompt.startswith("<|bos|><|im_start|>user\nWhat is 28 + 98?")
+    several = llm.chat([SUM, SUM], GREEDY, use_tqdm=False)
+    assert [one.outputs for one in several] == [output.outputs] * 2
+
+
+def test_without_params_the_model_decides(llm):
+    [output] = llm.chat(SUM, use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == (ANSWER, "stop")
+
+
+def test_samples_differ_and_a_seed_repeats_them(llm):
+    params = SamplingParams(n=3, seed=5, temperature=1.5, max_tokens=8, ignore_eos=True)
+    first, again = (llm.generate("In the", params, use_tqdm=False)[0] for _ in range(2))
+    assert [answer.index for answer in first.outputs] == [0, 1, 2]
+    assert len({tuple(answer.token_ids) for answer in first.outputs}) == 3
+    assert [a.token_ids for a in first.outputs] == [a.token_ids for a in again.outputs]
+    other = SamplingParams(n=3, seed=6, temperature=1.5, max_tokens=8, ignore_eos=True)
+    [third] = llm.generate("In the", other, use_tqdm=False)
+    assert [a.token_ids for a in first.outputs] != [a.token_ids for a in third.outputs]
+
+
+def test_a_stop_text_ends_the_answer(llm):
+    stopped = SamplingParams(temperature=0.0, max_tokens=12, stop="= ")
+    kept = SamplingParams(temperature=0.0, max_tokens=12, stop=["= "], include_stop_str_in_output=True)
+    outputs = llm.chat([SUM, SUM], [stopped, kept], use_tqdm=False)
+    assert [(o.outputs[0].text, o.outputs[0].stop_reason) for o in outputs] == [
+        ("28 + 98 ", "= "),
+        ("28 + 98 = ", "= "),
+    ]
+
+
+def test_a_stop_token_is_named(llm):
+    [plain] = llm.chat(SUM, GREEDY, use_tqdm=False)
+    token = plain.outputs[0].token_ids[2]
+    [output] = llm.chat(SUM, SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[token]), use_tqdm=False)
+    assert (output.outputs[0].stop_reason, output.outputs[0].finish_reason) == (token, "stop")
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids[:3]
+
+
+def test_an_answer_matches_what_it_must(llm):
+    params = SamplingParams(structured_outputs={"regex": "[0-9]{3}-[a-f]{2}"}, seed=3, n=2, max_tokens=20)
+    [output] = llm.generate("Once", params, use_tqdm=False)
+    assert all(re.fullmatch("[0-9]{3}-[a-f]{2}", answer.text) for answer in output.outputs)
+    with pytest.raises(InvalidRequest, match="regex"):
+        llm.generate("Once", SamplingParams(structured_outputs={"regex": "(a"}), use_tqdm=False)
+
+
+def test_logprobs(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3)
+    [output] = llm.generate("Once upon a time", params, use_tqdm=False)
+    answer = output.outputs[0]
+    assert [next(iter(entry)) for entry in answer.logprobs] == answer.token_ids
+    for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert [logprob.rank for logprob in entry.values()] == [1, 2, 3]
+        assert 0.0 < sum(math.exp(logprob.logprob) for logprob in entry.values()) <= 1.0 + 1e-5
+        assert entry[token].decoded_token in answer.text
+    chosen = sum(entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True))
+    assert answer.cumulative_logprob == pytest.approx(chosen)
+    [plain] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert (plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None)
+
+
+def test_a_prompt_that_was_computed_is_not_computed_again(llm):
+    prompt = list(range(100, 180))
+    first, again = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 64)
+    assert first.outputs == again.outputs
+
+
+def test_the_bar_counts_prompts(llm, capsys):
+    llm.generate([[5, 6]] * 3, GREEDY)
+    assert "3/3" in capsys.readouterr().err
+    llm.generate([[5, 6]] * 3, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "param"),
+    [
+        (["fine", []], GREEDY, "prompt"),
+        (["fine", [10**6]], GREEDY, "prompt"),
+        (["fine", [1] * 10**5], GREEDY, "prompt"),
+        (["fine", "fine"], [GREEDY, SamplingParams(max_tokens=10**6)], "max_tokens"),
+        (["fine", "fine"], [GREEDY, SamplingParams(logit_bias={10**6: 1.0})], "logit_bias"),
+        (["fine", 3], GREEDY, "prompts"),
+        ({"prompt": [1]}, GREEDY, "prompts"),
+        ({"prompt": "a", "multi_modal_data": {}}, GREEDY, "prompts"),
+        (7, GREEDY, "prompts"),
+        (["fine", "fine"], [GREEDY], "params"),
+        (["fine"], "greedy", "params"),
+    ],
+)
+def test_what_is_invalid_is_refused_before_anything_runs(llm, prompts, params, param):
+    with pytest.raises(InvalidRequest) as error:
+        llm.generate(prompts, params, use_tqdm=False)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize("messages", ["hi", [], [{"role": "user"}], [{"role": "user", "content": 3}], [["hi"]], 7])
+def test_invalid_messages_are_refused(llm, messages):
+    with pytest.raises(InvalidRequest) as error:
+        llm.chat(messages, GREEDY, use_tqdm=False)
+    assert error.value.param == "messages"
+
+
+def test_a_failing_prompt_leaves_the_others_their_outputs(llm):
+    """n samples of a long prompt need more blocks than the pool has."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    many = SamplingParams(n=64, max_tokens=400, ignore_eos=True)
+    with pytest.raises(PromptsFailed) as error:
+        llm.generate(["Once", [9] * 40, "There"], [greedy, many, greedy], use_tqdm=False)
+    assert list(error.value.errors) == [1]
+    assert isinstance(error.value.errors[1], CacheExhausted | InvalidRequest)
+    first, none, last = error.value.outputs
+    assert none is None
+    assert [first.prompt, last.prompt] == ["Once", "There"]
+    assert len(last.outputs[0].token_ids) == 4
+    wait_whole(llm)
+
+
+def test_flags_are_checked():
+    with pytest.raises(TypeError, match="did you mean 'max_model_len'"):
+        LLM(max_model_length=100)
+    with pytest.raises(TypeError, match="'listen' is no flag"):
+        LLM(listen="0.0.0.0:80")
+    with pytest.raises(ValueError, match=r"--max-num-seqs: .* not 0"):
+        LLM(max_num_seqs=0)
+    with pytest.raises(ValueError, match="--model /nowhere"):
+        LLM("/nowhere")
+    with pytest.raises(TypeError, match="for a router"):
+        LLM(api_key="k")
+
+
+# ---- the end ----
+
+
+def test_close_ends_all_threads_and_all_requests():
+    before = set(threading.enumerate())
+    with LLM(**FLAGS) as own:
+        failed: list[BaseException] = []
+
+        def generate() -> None:
+            try:
+                own.generate("Once", SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)
+            except Exception as error:  # noqa: BLE001
+                failed.append(error)
+
+        caller = threading.Thread(target=generate)
+        caller.start()
+        while not backend_of(own)._dispatcher.num_requests_by_state()["decoding"] and caller.is_alive():
+            audit(own)  # waits for a turn
+    caller.join(60)
+    assert len(failed) == 1
+    assert set(threading.enumerate()) <= before
+    own.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        own.generate("Once")
+
+
+def test_an_llm_without_users_ends_by_itself():
+    before = set(threading.enumerate())
+    own = LLM(**FLAGS)
+    own.generate("Once", GREEDY, use_tqdm=False)
+    new = set(threading.enumerate()) - before
+    assert {thread.name for thread in new} >= {"baton-llm", "engine"}
+    del own
+    for thread in new:
+        thread.join(60)
+    assert not [thread for thread in new if thread.is_alive()]
+
+
+def test_a_failed_engine_ends_all_requests_by_name():
+    with LLM(**FLAGS) as own:
+        backend, failed = backend_of(own), []
+
+        def generate() -> None:
+            try:
+                own.generate("Once", SamplingParams(max_tokens=1900, ignore_eos=True), use_tqdm=False)
+            except InternalError as error:
+                failed.append(error.message)
+
+        caller = threading.Thread(target=generate)
+        caller.start()
+        while not backend._dispatcher.num_requests_by_state()["decoding"] and caller.is_alive():
+            audit(own)  # waits for a turn
+        backend.decode.role.prepare = lambda now: 1 // 0  # type: ignore[assignment]
+        caller.join(60)
+        with pytest.raises(InternalError, match="the engine failed: integer division or modulo by zero"):
+            own.generate("Once", GREEDY, use_tqdm=False)
+    assert failed == ["the engine failed: integer division or modulo by zero"]

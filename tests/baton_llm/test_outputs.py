@@ -1,0 +1,24 @@
+"""How outputs grow from pieces."""
+
+from __future__ import annotations
+
+from baton.messages import TokenLogprobs
+from baton.sampling import FinishReason
+from baton_llm.outputs import Collector, Logprob
+from baton_llm.prompts import Encoded
+from router.answer import Delta
+
+
+def test_an_output_stays_as_it_was_given_away():
+    collector = Collector("r", Encoded("ab", (1, 2)), 2, True, str)
+    collector.add([Delta(1, "x", (5,), (TokenLogprobs(-1.0, ((5, -1.0), (6, -2.0))),))])
+    early = collector.output(finished=False)
+    collector.add([Delta(1, "y", (7,), (TokenLogprobs(-3.0, ((8, -0.5),)),), FinishReason.STOP, "z")])
+    late = collector.output(finished=True, num_cached_tokens=1)
+    assert (early.outputs[1].text, early.outputs[1].token_ids, early.outputs[1].finished()) == ("x", [5], False)
+    assert early.outputs[1].logprobs == [{5: Logprob(-1.0, 1, "5"), 6: Logprob(-2.0, 2, "6")}]
+    answer = late.outputs[1]
+    assert (answer.text, answer.token_ids, answer.stop_reason, answer.finished()) == ("xy", [5, 7], "z", True)
+    assert (answer.logprobs or [])[1:] == [{7: Logprob(-3.0, None, "7"), 8: Logprob(-0.5, 1, "8")}]
+    assert answer.cumulative_logprob == -4.0
+    assert (late.outputs[0].token_ids, late.outputs[0].finish_reason, collector.all_ended) == ([], None, False)

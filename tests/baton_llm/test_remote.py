@@ -1,0 +1,76 @@
+"""`LLM` as the client of a router, whose nodes say what a test wants them to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from baton.errors import NodeUnavailable
+from baton.messages import NodeRole
+from baton_llm import LLM, AsyncLLM, InvalidRequest, PromptsFailed, SamplingParams
+from baton_llm.prompts import Prompt
+from tests.router.conftest import Router, says
+from tests.router.fake_node import FakeCluster
+
+ANY = {"regex": ".*"}
+PARAMS = SamplingParams(
+    temperature=0.0, max_tokens=12, logprobs=1, seed=2**64 - 1, n=2, stop="rld", structured_outputs={"regex": ".*"}
+)
+BOTH: list[Prompt] = ["hi there", [5, 6]]
+ONE_WRONG: list[Prompt] = ["hi", [10**6]]
+
+
+async def test_answers_come_from_the_router():
+    nodes = FakeCluster(says("hello world"))
+    await nodes.add(NodeRole.PREFILL)
+    await nodes.add(NodeRole.DECODE)
+    router = Router(nodes)
+    await router.start()
+    await router.ready()
+    before = set(threading.enumerate())
+    try:
+        await asyncio.to_thread(_ask, router.grpc)
+        async with await asyncio.to_thread(AsyncLLM, router=router.grpc) as llm:
+            outputs = [output async for output in llm.generate("hi there")]
+            assert outputs[-1].outputs[0].text == "hello world"
+    finally:
+        await router.stop()
+        await nodes.close()
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not any(name.startswith("baton") for name in left)
+
+
+def _ask(address: str) -> None:
+    with LLM(router=address) as llm:
+        first, second = llm.generate(BOTH, [SamplingParams(), PARAMS], use_tqdm=False)
+        assert (first.prompt, first.outputs[0].text) == ("hi there", "hello world")
+        assert first.outputs[0].finish_reason == "stop"
+        assert first.prompt_token_ids
+        assert second.prompt_token_ids == [5, 6]
+        assert [answer.text for answer in second.outputs] == ["hello wo"] * 2
+        assert [answer.stop_reason for answer in second.outputs] == ["rld"] * 2
+        [chat] = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
+        assert chat.prompt
+        assert "hi" in chat.prompt
+        assert chat.outputs[0].text == "hello world"
+        with pytest.raises(PromptsFailed) as failed:
+            llm.generate(ONE_WRONG, use_tqdm=False)
+        assert isinstance(failed.value.errors[1], InvalidRequest)
+        assert failed.value.outputs[0].outputs[0].text == "hello world"
+    with pytest.raises(InvalidRequest, match=r"serves .*, not another"):
+        LLM("another", router=address)
+
+
+def test_a_router_that_is_not_there(monkeypatch):
+    monkeypatch.setattr("baton_llm.remote._CONNECT_S", 0.05)
+    with pytest.raises(NodeUnavailable, match="no router answers"):
+        LLM(router="127.0.0.1:1")
+
+
+def test_a_router_takes_no_flags_of_nodes():
+    with pytest.raises(TypeError, match="max_num_seqs"):
+        LLM(router="127.0.0.1:1", max_num_seqs=3)
+    with pytest.raises(ValueError, match="router: must be HOST:PORT"):
+        LLM(router="nowhere")

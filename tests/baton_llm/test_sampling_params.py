@@ -1,0 +1,71 @@
+"""`SamplingParams` names what is wrong with it, and lacks no parameter."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from baton.sampling import NAMES
+from baton_llm import InvalidRequest, SamplingParams
+from baton_llm.sampling_params import request_of
+
+
+def test_every_parameter_of_the_nodes_can_be_set():
+    own = {field.name for field in fields(SamplingParams)}
+    assert set(NAMES) - own == {"num_logprobs"}  # `logprobs` here
+    assert own - set(NAMES) == {"n", "stop", "logprobs", "include_stop_str_in_output", "skip_special_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("n", 0),
+        ("n", True),
+        ("n", 1000),
+        ("max_tokens", 0),
+        ("min_tokens", 17),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("seed", "7"),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop", [str(i) for i in range(65)]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", [1]),
+        ("ignore_eos", 1),
+        ("presence_penalty", 2.5),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(name, value):
+    with pytest.raises(InvalidRequest) as error:
+        SamplingParams(**{name: value})
+    assert error.value.param == name
+
+
+def test_it_is_frozen_and_knows_no_other_names():
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SamplingParams(best_off=2)  # type: ignore[call-arg]
+
+
+def test_only_what_is_not_none_is_stated():
+    request = request_of(SamplingParams(max_tokens=None, stop="a", logprobs=0, seed=-1, top_k=-1), "r", (1,))
+    assert request.stop == ("a",)
+    assert request.sampling["num_logprobs"] == 0
+    assert request.sampling["seed"] == -1
+    assert not {"max_tokens", "logit_bias", "stop_token_ids"} & request.sampling.keys()
+    assert request_of(None, "r", (1,)).sampling == {}
+
+
+def test_a_long_minimum_needs_no_maximum():
+    assert SamplingParams(max_tokens=None, min_tokens=100).min_tokens == 100
