@@ -53,6 +53,11 @@ class Grammars:
         self._compiled.move_to_end(structured)
         return GuidanceMatcher(compiled, output_tokens)
 
+    @property
+    def num_mask_words(self) -> int:
+        """Of a mask: a word has 32 tokens."""
+        return -(-self._vocab_size // 32)
+
     def _make_tokenizer(self) -> LLTokenizer:
         return LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.messages import TokenLogprobs
 from baton.settings import parse
-from benchmarks import engine_all, engine_decode, engine_prefill
+from benchmarks import engine_all, engine_decode, engine_prefill, engine_structured
 from benchmarks.ceilings import GRAIN_BYTES, measure
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, open_bench
@@ -73,6 +73,16 @@ def test_all_sections_of_a_trained_model(capsys: pytest.CaptureFixture[str], tmp
     page = write_page("".join(f"<!-- measured: {part} -->\n<!-- end -->\n" for part in parts), {"tiny": line})
     assert NOTHING not in page
     assert plots({"tiny": line})
+
+
+def test_constrained_sequences_are_measured(folder: Path) -> None:
+    argv = [*SMALL, f"--model={folder}", "--constrained=1,4", "--max-num-seqs=8"]
+    bench, _ = open_bench(parse(engine_structured.StructuredBenchSettings, argv))
+    told = engine_structured.measure(bench)
+    assert [row["constrained"] for row in told["rows"]] == [0, 1, 4]
+    assert [row["ms/token, free"] is None for row in told["rows"]] == [False] * 3
+    assert [row["ms/token, constrained"] is None for row in told["rows"]] == [True, False, False]
+    assert not bench.engine.has_work
 
 
 def test_random_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
