@@ -46,12 +46,13 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for messages of `role`, `content` and maybe `name`. Raises InvalidRequest with the template's
-        complaint."""
+        """The prompt for messages of `role`, `content` and what else OpenAI's messages have, and
+        `tools` likewise. Raises InvalidRequest with the template's complaint."""
         if self._template is None:
             raise InvalidRequest(self._broken, "messages")
         try:
@@ -61,6 +62,7 @@ class ChatTemplate:
                     "tools": None,
                     "documents": None,
                     **(variables or {}),
+                    **({"tools": tools} if tools else {}),
                     "messages": [self._known_role(message) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -68,7 +70,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
 
-    def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
+    def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Turn `developer`, OpenAI's newer name for system instructions, into `system` for older templates."""
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}

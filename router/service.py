@@ -70,10 +70,11 @@ class Service:
     async def render_chat(
         self,
         model: ServedModel,
-        messages: Callable[[], Sequence[Mapping[str, str]]],
+        messages: Callable[[], Sequence[Mapping[str, Any]]],
         size: int,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Callable[[], Sequence[Mapping[str, Any]] | None] = lambda: None,
     ) -> str:
         """The prompt of a chat of `size` characters. Raises InvalidRequest or Overloaded."""
         chat = model.chat
@@ -81,7 +82,7 @@ class Service:
             raise InvalidRequest(f"The model `{model.name}` has no chat template. Use completions.", "messages")
         if not size:
             raise InvalidRequest("messages must not be empty", "messages")
-        return await self.offload.run(lambda: chat.render(messages(), add_generation_prompt, variables), size)
+        return await self.offload.run(lambda: chat.render(messages(), add_generation_prompt, variables, tools()), size)
 
     async def tokenize(
         self, model: ServedModel, prompts: Sequence[Prompt], add_special_tokens: bool

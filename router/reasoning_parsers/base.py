@@ -25,7 +25,8 @@ class ReasoningParser(ABC):
     keeps_special_tokens: ClassVar[bool] = False
     """Whether the marks may be special tokens of a tokenizer, which are usually not part of the text."""
 
-    def __init__(self, prompt: str) -> None: ...
+    def __init__(self, prompt: str) -> None:
+        self.prompt = prompt
 
     @abstractmethod
     def feed(self, text: str) -> Parted: ...

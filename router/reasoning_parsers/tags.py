@@ -25,6 +25,7 @@ class TagParser(ReasoningParser):
     """Whether an answer without the opening tag begins with reasoning too."""
 
     def __init__(self, prompt: str) -> None:
+        super().__init__(prompt)
         end = prompt[-64:].rstrip()
         self._begins_open = end.endswith(self.opening) or (self.assumes_reasoning and not end.endswith(self.closing))
         self._state = _State.START

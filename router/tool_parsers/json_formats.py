@@ -32,7 +32,7 @@ class HermesParser(ReadingParser):
 
 
 class Llama3JsonParser(ReadingParser):
-    """`{"name": "f", "parameters": {"a": 1}}`, with `;` between several, maybe after `<|python_tag|>`: Llama 3.1 to 3.3.
+    """`{"name": "f", "parameters": {"a": 1}}`, with `;` between several, maybe after `<|python_tag|>`: Llama 3.
 
     The object may be anywhere in the text, because only calls of known tools count.
     """

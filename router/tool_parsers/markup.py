@@ -85,7 +85,9 @@ def _escaped(text: str) -> str:
 class _MarkupParser(ReadingParser):
     keeps_special_tokens = True
 
-    def read_value(self, arguments: _Arguments, key: str, ends: Sequence[str], pattern: re.Pattern[str]) -> Reading[str]:
+    def read_value(
+        self, arguments: _Arguments, key: str, ends: Sequence[str], pattern: re.Pattern[str]
+    ) -> Reading[str]:
         """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended."""
         value = arguments.value_of(key)
         self.source.forget()

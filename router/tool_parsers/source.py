@@ -1,7 +1,7 @@
 """Text that arrives in pieces, read by generators: each `yield` waits for more.
 
-A function of type `Reading[T]` is used as `value = yield from ...`. It decides nothing before it has seen all characters
-that the decision depends on, so results are the same however the text was cut.
+A function of type `Reading[T]` is used as `value = yield from ...`. It decides nothing before it has seen all
+characters that the decision depends on, so results are the same however the text was cut.
 """
 
 from __future__ import annotations
