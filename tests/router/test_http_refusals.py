@@ -20,21 +20,7 @@ from tests.router.http_shapes import CHAT, error_of
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
-
-
-def tool(name: str, parameters: dict | None = None, description: str = "") -> dict:
-    return {"type": "function", "function": {"name": name, "parameters": parameters, "description": description}}
-
-
-def nested(depth: int) -> dict:
-    return {"a": nested(depth - 1)} if depth else {}
-
-
-def called(arguments: str) -> dict:
-    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-
-
-LARGE_TOOLS = [tool(f"f{i}", description="x" * 200_000) for i in range(2)]
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
@@ -48,22 +34,7 @@ LARGE_TOOLS = [tool(f"f{i}", description="x" * 200_000) for i in range(2)]
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 3}]}, 400, "messages", "text parts"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": IMAGE}]}, 400, "messages", "image_url"),
         ("chat/completions", {**CHAT, "messages": [{"role": "x", "content": ""}]}, 400, "messages", "Unknown role: x"),
-        (
-            "chat/completions",
-            {**CHAT, "messages": [{"role": "tool", "content": ""}]},
-            400,
-            "messages",
-            "Unknown role: tool",
-        ),
-        (
-            "chat/completions",
-            {**CHAT, "messages": [{"role": "function", "content": ""}]},
-            400,
-            "messages",
-            "the role `tool`",
-        ),
-        ("chat/completions", {**CHAT, "messages": [called("[1]")]}, 400, "messages", "JSON object, not '[1]'"),
-        ("chat/completions", {**CHAT, "messages": [called("{")]}, 400, "messages", "arguments of a call of `f`"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "tool", "content": ""}]}, 400, "messages", "role: tool"),
         ("chat/completions", {**CHAT, "model": "gpt"}, 404, "model", "`gpt` does not exist"),
         ("chat/completions", {**CHAT, "max_tokens": "5"}, 400, "max_tokens", "integer"),
         ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens", "1 or more"),
@@ -80,26 +51,9 @@ LARGE_TOOLS = [tool(f"f{i}", description="x" * 200_000) for i in range(2)]
         ("chat/completions", {**CHAT, "logit_bias": {"4000": 1}}, 400, "logit_bias", "outside"),
         ("chat/completions", {**CHAT, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "max_tokens"),
         ("chat/completions", {**CHAT, "stream_options": {}}, 400, "stream_options", "stream"),
-        ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "tools.0.function"),
-        ("chat/completions", {**CHAT, "tools": [{"type": "x", "function": {}}]}, 400, "tools", "'function'"),
-        ("chat/completions", {**CHAT, "tools": [tool("a b")]}, 400, "tools", "not 'a b'"),
-        ("chat/completions", {**CHAT, "tools": [tool("a" * 65)]}, 400, "tools", "1 to 64 letters"),
-        ("chat/completions", {**CHAT, "tools": [tool("f"), tool("f")]}, 400, "tools", "2 functions called `f`"),
-        ("chat/completions", {**CHAT, "tools": [tool("f", nested(40))]}, 400, "tools", "nested at most 31 deep"),
-        (
-            "chat/completions",
-            {**CHAT, "tools": [tool("f", {"a": [0] * 20_000})]},
-            400,
-            "tools",
-            "16384 names and values",
-        ),
-        ("chat/completions", {**CHAT, "tools": LARGE_TOOLS}, 400, "tools", "400014 characters, of at most 262144"),
-        ("chat/completions", {**CHAT, "tools": [tool(f"f{i}") for i in range(129)]}, 400, "tools", "at most 128"),
-        ("chat/completions", {**CHAT, "tools": [tool("f")]}, 400, "tools", "--tool-call-parser"),
-        ("chat/completions", {**CHAT, "tools": [tool("f")], "tool_choice": "none"}, 200, None, ""),
-        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "not 'required'"),
-        ("chat/completions", {**CHAT, "tool_choice": tool("f")}, 400, "tool_choice", "not a named function"),
-        ("completions", {"prompt": "x", "tools": [tool("f")]}, 400, "tools", "not supported"),
+        ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "--tool-call-parser"),
+        ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice", "'required'"),
+        ("completions", {"prompt": "x", "tools": [TOOL]}, 400, "tools", "not supported"),
         ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "supported"),
         ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities", "not supported"),
         ("chat/completions", {**CHAT, "timeout": 0}, 400, "timeout", "above 0"),

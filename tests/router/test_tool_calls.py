@@ -8,13 +8,16 @@ import httpx
 import openai
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.messages import NodeRole
 from router.edge import StartError
+from router.http.body import validate
+from router.http.schemas import ChatRequest, size_of_prompt
 from router.server import RouterServer
 from router.settings import RouterSettings
 from tests.router.conftest import ANY_PORT, Router, says
 from tests.router.fake_node import Answer, FakeCluster
-from tests.router.http_shapes import CHAT, error_of
+from tests.router.http_shapes import CHAT
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 TEMPLATE = """{{- tools | tojson if tools else 'no tools' }}
@@ -241,15 +244,63 @@ async def test_tokenize_counts_the_tools(client, nodes):
     assert tuple(body["tokens"]) == nodes.prefills[-1].prompt_tokens
 
 
-async def test_long_tools_count_among_the_tokens_in_flight(nodes):
-    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True, max_num_prompt_tokens=4000)
-    await router.start()
-    await router.ready()
-    long = {"type": "function", "function": {"name": "f", "description": "x" * 5000}}
-    async with httpx.AsyncClient(base_url=router.http) as client:
-        response = await client.post("/v1/chat/completions", json={**CHAT, "tools": [long]})
-    await router.stop()
-    assert "max-num-prompt-tokens" in error_of(response)["message"]
+# ---- refusals ----
+
+
+def tool(name: str, parameters: dict | None = None, description: str = "") -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "description": description}}
+
+
+def nested(depth: int) -> dict:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+def called(arguments: str) -> dict:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def read(**fields: Any) -> ChatRequest:
+    body = validate(json.dumps({**CHAT, **fields}).encode(), ChatRequest)
+    body.check()
+    for message in body.messages:
+        message.plain()
+    return body
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
+        ({"tools": [{"type": "x", "function": {}}]}, "tools", "'function'"),
+        ({"tools": [tool("a b")]}, "tools", "not 'a b'"),
+        ({"tools": [tool("a\n")]}, "tools", "1 to 64 letters"),
+        ({"tools": [tool("a" * 65)]}, "tools", "1 to 64 letters"),
+        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "2 functions called `f`"),
+        ({"tools": [tool("f", nested(33))]}, "tools", "nested at most 31 deep"),
+        ({"tools": [tool("f", {"a": [0] * 20_000})]}, "tools", "16384 names and values"),
+        ({"tools": [tool(name, description="x" * 200_000) for name in "fg"]}, "tools", "of at most 262144"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
+        ({"tool_choice": "any"}, "tool_choice", "'none' or 'auto' here, not 'any'"),
+        ({"tools": [tool("f")], "tool_choice": tool("f")}, "tool_choice", "not a named function"),
+        ({"messages": [called("[1]")]}, "messages", "JSON object, not '[1]'"),
+        ({"messages": [called("{")]}, "messages", "arguments of a call of `f`"),
+        ({"messages": [{"role": "function", "content": ""}]}, "messages", "the role `tool`"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages", "`function_call`"),
+    ],
+)
+def test_mistakes_are_named(fields, param, says):
+    with pytest.raises(InvalidRequest) as refusal:
+        read(**fields)
+    assert refusal.value.param == param
+    assert says in refusal.value.message
+
+
+def test_tools_and_calls_count_as_text_of_the_prompt():
+    alone = size_of_prompt(read())
+    assert size_of_prompt(read(tools=[tool("f", description="x" * 5000)])) >= alone + 5000
+    assert size_of_prompt(read(tools=[tool("f", {"a": ["x" * 2000]})])) >= alone + 2000
+    assert size_of_prompt(read(messages=[called(json.dumps({"a": "x" * 3000}))])) >= 3000
+    assert size_of_prompt(read(messages=[{"role": "assistant", "reasoning": "x" * 100}])) >= 100
 
 
 # ---- flags ----
