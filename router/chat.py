@@ -49,28 +49,30 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for messages of `role`, `content` and maybe `name`. Raises InvalidRequest with the template's
-        complaint.
+        """The prompt for messages of `role`, `content` and what else OpenAI's messages have, and `tools` likewise.
+        Raises InvalidRequest with the template's complaint.
 
         With `continue_final_message` the prompt ends within the last message, and the answer goes on from there; then
         `add_generation_prompt` does not matter. In the way of transformers' `render_jinja_template`.
         """
         if not continue_final_message:
-            return self._render(messages, add_generation_prompt, variables)
+            return self._render(messages, add_generation_prompt, variables, tools)
         *others, final = messages
         marked = {**final, "content": final["content"] + _CUT}
-        return _cut(self._render([*others, marked], False, variables), final["content"].strip())
+        return _cut(self._render([*others, marked], False, variables, tools), final["content"].strip())
 
     def _render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
         if self._template is None:
             raise InvalidRequest(self._broken, "messages")
@@ -81,6 +83,7 @@ class ChatTemplate:
                     "tools": None,
                     "documents": None,
                     **(variables or {}),
+                    **({"tools": tools} if tools else {}),
                     "messages": [self._known_role(message) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -88,7 +91,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}", "messages") from error
 
-    def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
+    def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Turn `developer`, OpenAI's newer name for system instructions, into `system` for older templates."""
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}

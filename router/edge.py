@@ -9,11 +9,15 @@ from dataclasses import dataclass
 import grpc
 
 from baton.open_files import max_open_files
+from router.answer_reader import Parsers
 from router.api_keys import ApiKeys, UnusableKeys
 from router.http.app import Access
 from router.http.limits import ConnectionLimits
+from router.plugins import UnknownPlugin
+from router.reasoning_parsers import ReasoningParser, find_reasoning_parser
 from router.settings import RouterSettings
 from router.tls import TlsError, TlsFiles
+from router.tool_parsers import ToolParser, find_tool_parser
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,22 @@ def make_edge(settings: RouterSettings) -> Edge:
     except TlsError as error:
         raise StartError(str(error)) from None
     return Edge(_limits(settings), access, tls, credentials)
+
+
+def make_parsers(settings: RouterSettings) -> Parsers:
+    """Loads the parsers that the settings name. Raises StartError."""
+    tool: type[ToolParser] | None = None
+    reasoning: type[ReasoningParser] | None = None
+    flag = "--tool-call-parser"
+    try:
+        if settings.tool_call_parser is not None:
+            tool = find_tool_parser(settings.tool_call_parser)
+        flag = "--reasoning-parser"
+        if settings.reasoning_parser is not None:
+            reasoning = find_reasoning_parser(settings.reasoning_parser)
+    except UnknownPlugin as error:
+        raise StartError(f"{flag}: {error}") from None
+    return Parsers(tool, reasoning, settings.enable_auto_tool_choice)
 
 
 def _keys(settings: RouterSettings) -> ApiKeys | None:

@@ -19,4 +19,13 @@ MAX_TEMPLATE_VALUES = 256
 MAX_TEMPLATE_CHARS = 16_384
 MAX_TEMPLATE_DEPTH = 8
 """Of `chat_template_kwargs`: values of all kinds, characters of names and texts, and nesting."""
+MAX_TOOLS = 128
+"""As in OpenAI's API."""
+MAX_TOOL_CHARS = 262_144
+"""Of all tools of a request: names and texts of their descriptions and schemas."""
+MAX_TOOL_VALUES = 16_384
+MAX_TOOL_DEPTH = 32
+"""Of one tool's schema: values of all kinds, and nesting."""
+MAX_TOOL_CALLS = 128
+"""Of one message."""
 MAX_UNKNOWN_FIELDS = 64

@@ -15,7 +15,7 @@ from router.admission import Admission
 from router.cluster import Cluster, Readiness
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
-from router.edge import StartError, make_edge
+from router.edge import StartError, make_edge, make_parsers
 from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
 from router.http.anthropic.routes import MessagesRoutes
@@ -70,8 +70,8 @@ class RouterServer:
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
         limits = HttpLimits(bodies, settings.keep_alive_interval)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
-        generate, messages = GenerateRoutes(self._service, limits), MessagesRoutes(self._service, limits)
-        self.app = create_app(generate, messages, status, self._edge.access)
+        generate = GenerateRoutes(self._service, limits, make_parsers(settings))
+        self.app = create_app(generate, MessagesRoutes(self._service, limits), status, self._edge.access)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -74,11 +74,12 @@ class Service:
     async def render_chat(
         self,
         model: ServedModel,
-        messages: Callable[[], Sequence[Mapping[str, str]]],
+        messages: Callable[[], Sequence[Mapping[str, Any]]],
         size: int,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        tools: Callable[[], Sequence[Mapping[str, Any]] | None] = lambda: None,
     ) -> str:
         """The prompt of a chat of `size` characters, see `ChatTemplate.render`. Raises InvalidRequest or Overloaded."""
         chat = model.chat
@@ -88,7 +89,7 @@ class Service:
             raise InvalidRequest("messages must not be empty", "messages")
 
         def render() -> str:
-            return chat.render(messages(), add_generation_prompt, variables, continue_final_message)
+            return chat.render(messages(), add_generation_prompt, variables, continue_final_message, tools())
 
         return await self.offload.run(render, size)
 

@@ -35,6 +35,15 @@ class RouterSettings(EdgeSettings, ClusterSettings):
         description="node that streams the first token: prefill, as soon as it is sampled, and the handoff is a gap "
         "behind it; decode, when that goes on with the request, and the handoff counts to the time to first token",
     )
+    tool_call_parser: str | None = Field(
+        None, description="form in which the model writes tool calls: hermes, llama3_json, mistral, ...; unset: none"
+    )
+    enable_auto_tool_choice: bool = Field(
+        False, description="let the model decide whether it calls tools; needs --tool-call-parser"
+    )
+    reasoning_parser: str | None = Field(
+        None, description="form in which the model writes its reasoning: qwen3, deepseek_r1, ...; unset: as content"
+    )
     request_timeout: float = Field(600.0, gt=0, description="seconds that a request may take, from receipt to its end")
     max_num_requests: int = Field(4096, ge=0, description="prompts in flight; more are refused with 429; 0 is no limit")
     max_num_prompt_tokens: int = Field(
@@ -59,6 +68,8 @@ class RouterSettings(EdgeSettings, ClusterSettings):
         twice = next((address for address in every if every.count(address) > 1), None)
         if twice:
             raise ValueError(f"--prefill, --decode: {twice} is given twice")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("--enable-auto-tool-choice: needs --tool-call-parser")
         if self.http == self.grpc and self.http.port:
             raise ValueError(f"--http, --grpc: both are {self.http}")
         return self

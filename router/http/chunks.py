@@ -32,6 +32,8 @@ class ChunkEvents:
 
     def delta(self, delta: Delta) -> bytes:
         chunk = self._shape.chunk(delta)
+        if chunk is None:
+            return b""
         if self._usage_always:
             chunk["usage"] = usage_of(self._generation.usage)
         if delta.finish_reason:

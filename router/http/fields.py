@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
@@ -103,28 +104,62 @@ def _token_id(name: str) -> int:
     return int(name)
 
 
-def _template_values(value: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class ValueLimits:
+    """Of JSON for a chat template: values of all kinds, characters of names and texts, and nesting."""
+
+    num_values: int
+    num_chars: int
+    depth: int
+
+
+_TEMPLATE_LIMITS = ValueLimits(MAX_TEMPLATE_VALUES, MAX_TEMPLATE_CHARS, MAX_TEMPLATE_DEPTH)
+
+
+def bound_values(value: Any, limits: ValueLimits) -> Any:
     """Bound the values that a template works on."""
     num_values, num_chars = 0, 0
     level = [value]
-    for _ in range(MAX_TEMPLATE_DEPTH):
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner += [*item, *item.values()]
-            elif isinstance(item, list):
-                inner += item
-            elif isinstance(item, str):
-                num_chars += len(item)
+    for _ in range(limits.depth):
+        inner, chars = _inner(level)
         num_values += len(inner)
-        if num_values > MAX_TEMPLATE_VALUES:
-            raise ValueError(f"must have at most {MAX_TEMPLATE_VALUES} names and values")
-        if num_chars > MAX_TEMPLATE_CHARS:
-            raise ValueError(f"must have at most {MAX_TEMPLATE_CHARS} characters")
+        num_chars += chars
+        if num_values > limits.num_values:
+            raise ValueError(f"must have at most {limits.num_values} names and values")
+        if num_chars > limits.num_chars:
+            raise ValueError(f"must have at most {limits.num_chars} characters")
         level = inner
     if level:
-        raise ValueError(f"must be nested at most {MAX_TEMPLATE_DEPTH - 1} deep")
+        raise ValueError(f"must be nested at most {limits.depth - 1} deep")
     return value
+
+
+def num_chars(value: Any) -> int:
+    """The characters of all names and texts in JSON, and one more for each value."""
+    total, level = 0, [value]
+    while level:
+        inner, chars = _inner(level)
+        total += chars + len(level)
+        level = inner
+    return total
+
+
+def _inner(level: list[Any]) -> tuple[list[Any], int]:
+    """What is within these values, and the characters of those that are texts."""
+    inner: list[Any] = []
+    num_chars = 0
+    for item in level:
+        if isinstance(item, dict):
+            inner += [*item, *item.values()]
+        elif isinstance(item, list):
+            inner += item
+        elif isinstance(item, str):
+            num_chars += len(item)
+    return inner, num_chars
+
+
+def _template_values(value: Any) -> Any:
+    return bound_values(value, _TEMPLATE_LIMITS)
 
 
 _STRING = {"type": "string"}
@@ -145,7 +180,7 @@ _PROMPTS = {"anyOf": [_STRING, _IDS, {"type": "array", "items": {"anyOf": [_STRI
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-Role = Annotated[str, Field(max_length=MAX_ROLE_CHARS, examples=["user", "assistant", "system"])]
+Role = Annotated[str, Field(max_length=MAX_ROLE_CHARS, examples=["user", "assistant", "system", "tool"])]
 Strings = Annotated[
     tuple[str, ...],
     PlainValidator(_strings),

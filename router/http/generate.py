@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
 from router.admission import Admitted
+from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, encode
@@ -25,16 +27,26 @@ from router.http.schemas import (
     DetokenizeRequest,
     GenerationFields,
     TokenizeRequest,
+    size_of_prompt,
 )
 from router.http.shapes import ChatShape, CompletionShape, Shape
+from router.http.tools import plain_tools
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
-from router.service import Service, size_of_chat
+from router.service import Service
+
+_NO_TOOL_PARSER = (
+    "`tools` need --enable-auto-tool-choice and --tool-call-parser, with which this router was not started. "
+    "With `tool_choice` 'none' the model sees them, and calls none."
+)
 
 
 class GenerateRoutes:
-    def __init__(self, service: Service, limits: HttpLimits) -> None:
+    """`parsers`: for the answers to chats."""
+
+    def __init__(self, service: Service, limits: HttpLimits, parsers: Parsers) -> None:
         self._service = service
+        self._parsers = parsers
         self._limits = limits
         self._bodies = BodyReader(limits.bodies, service.offload)
         self._started = int(time.time())
@@ -52,9 +64,15 @@ class GenerateRoutes:
         body.check()
         model = self._service.models.get(body.model)
         request_id = request.state.request_id
-        shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids))
-        with self._service.admit(model, [size_of_chat(body.messages)], body.n or 1) as admitted:
-            wanted = body.wanted(request_id, await self._chat_prompt(model, body))
+        if body.callable_tools and not self._parsers.may_call_tools:
+            raise InvalidRequest(_NO_TOOL_PARSER, "tools")
+        with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
+            prompt = await self._chat_prompt(model, body)
+            reading = self._reading(body, prompt)
+            wanted = body.wanted(request_id, prompt)
+            if reading is not None and reading.keeps_special_tokens:
+                wanted = dataclasses.replace(wanted, skip_special_tokens=False)
+            shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids), reading)
             return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def completion(self, request: Request) -> Response:
@@ -77,7 +95,7 @@ class GenerateRoutes:
     async def tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, TokenizeRequest)
         model = self._service.models.get(body.model)
-        size = len(body.text) if body.messages is None else size_of_chat(body.messages)
+        size = len(body.text) if body.messages is None else size_of_prompt(body)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         with self._service.admit(model, [size]):
             text = body.text if body.messages is None else await self._chat_prompt(model, body)
@@ -122,8 +140,19 @@ class GenerateRoutes:
         begin = body.add_generation_prompt is not False
         messages = body.messages or ()
         return await self._service.render_chat(
-            model, lambda: [m.plain() for m in messages], size_of_chat(messages), begin, body.chat_template_kwargs
+            model,
+            lambda: [m.plain() for m in messages],
+            size_of_prompt(body),
+            begin,
+            body.chat_template_kwargs,
+            tools=lambda: plain_tools(body.tools),
         )
+
+    def _reading(self, body: ChatRequest, prompt: str) -> AnswerReading | None:
+        """How its answers are read; None: as they are."""
+        tools = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
+        reading = AnswerReading(self._parsers, prompt, tools, body.parallel_tool_calls is not False)
+        return reading if reading.is_needed else None
 
     async def _echoes(self, model: ServedModel, wanted: GenerationRequest) -> dict[int, str]:
         """The text of the prompt, for each answer."""

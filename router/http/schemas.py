@@ -3,6 +3,7 @@ ignored, unless they would change the answer (`unsupported`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -23,8 +24,10 @@ from router.http.fields import (
     between,
     sampling,
 )
+from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
+from router.service import size_of_chat
 from router.structured_output import GUIDED, structured_output_of
 
 
@@ -33,15 +36,36 @@ class ChatMessage(BaseModel):
     role: Role
     content: Text = ""
     name: Name | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="another name of `reasoning_content`")
 
-    def plain(self) -> dict[str, str]:
-        """The message in the form for a chat template. Raises InvalidRequest for a tool's message."""
-        calls = [name for name in ("tool_calls", "function_call") if (self.model_extra or {}).get(name)]
-        if calls or self.role in ("tool", "function"):
-            what = calls[0] if calls else f"role {self.role}"
-            raise InvalidRequest(f"Tool calls are not supported here: a message has `{what}`.", "messages")
-        named = {"name": self.name} if self.name is not None else {}
-        return {"role": self.role, "content": self.content, **named}
+    def plain(self) -> dict[str, Any]:
+        """The message in the form for a chat template. Raises InvalidRequest for the older form of tool calls, and for
+        calls that are no JSON."""
+        if self.role == "function" or (self.model_extra or {}).get("function_call"):
+            what = "role function" if self.role == "function" else "function_call"
+            raise InvalidRequest(f"Use `tool_calls` and the role `tool`: a message has `{what}`.", "messages")
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if (thought := self.thought) is not None:
+            message |= {"reasoning": thought, "reasoning_content": thought}
+        return message
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    @property
+    def size(self) -> int:
+        """In characters, with what the message itself costs."""
+        calls = sum(call.size for call in self.tool_calls or ())
+        return size_of_chat([self]) + calls + len(self.thought or "")
 
 
 class StreamOptions(BaseModel):
@@ -123,9 +147,18 @@ class ChatRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: TemplateValues | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def callable_tools(self) -> Sequence[Tool]:
+        """Those that the model may call."""
+        return () if self.tool_choice == "none" else self.tools or ()
 
     def check(self) -> None:
         super().check()
+        check_tools(self.tools, self.tool_choice)
         if (self.model_extra or {}).get("echo"):
             raise InvalidRequest("`echo` is not supported for chats.", "echo")
         if self.top_logprobs and not self.logprobs:
@@ -179,6 +212,7 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: TemplateValues | None = None
+    tools: ToolList | None = None
 
     @property
     def text(self) -> str:
@@ -191,6 +225,12 @@ class DetokenizeRequest(BaseModel):
     model_config = CONFIG
     model: Name | None = None
     tokens: list[int]
+
+
+def size_of_prompt(body: ChatRequest | TokenizeRequest) -> int:
+    """The characters of a chat with its tools; 0 if there are no messages."""
+    messages = sum(message.size for message in body.messages or ())
+    return messages + sum(tool.size for tool in body.tools or ()) if messages else 0
 
 
 def _check_num_logprobs(count: int | None, param: str) -> None:

@@ -6,8 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from baton.sampling import FinishReason
 from router.answer import Delta
+from router.answer_reader import AnswerReader, AnswerReading, Parts
 from router.generation import Generation, Usage
+from router.http.chat_message import delta_of, has_calls, message_of
 from router.http.logprobs import CompletionLogprobs, chat_logprobs
 from router.life import RequestTimings
 from router.models import ServedModel
@@ -16,7 +19,9 @@ from router.models import ServedModel
 class Shape(Protocol):
     """One request's answer in JSON. It remembers what must be sent only once, so each request has its own."""
 
-    def chunk(self, delta: Delta) -> dict[str, Any]: ...
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        """None: there is nothing to send."""
+        ...
 
     def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]: ...
 
@@ -24,22 +29,31 @@ class Shape(Protocol):
 
 
 class ChatShape:
-    def __init__(self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool) -> None:
+    """`reading` says how texts become messages; None: texts are their content."""
+
+    def __init__(
+        self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool, reading: AnswerReading | None = None
+    ) -> None:
         self._head = _head(f"chatcmpl-{request_id}", model)
         self._tokenizer = model.tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
+        self._reading = reading
+        self._readers: dict[int, AnswerReader] = {}
+        self._calling: set[int] = set()  # answers with tool calls
         self._begun: set[int] = set()
 
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        content: dict[str, Any] = {"content": delta.text}
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
+        content = {"content": delta.text} if self._reading is None else delta_of(self._read(self._reading, delta))
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            content = {"role": "assistant", **content}
+            content = {"role": "assistant", "content": None, **content}
+        elif not (content or delta.finish_reason or self._logprobs or self._token_ids):
+            return None
         return {**self._head, "object": "chat.completion.chunk", "choices": [self._choice(delta, {"delta": content})]}
 
     def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
-        choices = [self._choice(a, {"message": {"role": "assistant", "content": a.text}}) for a in answers]
+        choices = [self._choice(answer, {"message": self._message(answer)}) for answer in answers]
         return {
             **self._head,
             "object": "chat.completion",
@@ -51,9 +65,25 @@ class ChatShape:
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(usage)}
 
+    def _message(self, answer: Delta) -> dict[str, Any]:
+        if self._reading is None:
+            return {"role": "assistant", "content": answer.text}
+        return message_of(self._read(self._reading, answer))
+
+    def _read(self, reading: AnswerReading, delta: Delta) -> Parts:
+        if delta.index not in self._readers:
+            self._readers[delta.index] = reading.reader()
+        parts = self._readers[delta.index].read(delta.text, delta.finish_reason is not None)
+        if has_calls(parts):
+            self._calling.add(delta.index)
+        return parts
+
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = chat_logprobs(self._tokenizer, delta) if self._logprobs else None
-        return _choice(delta, content, logprobs, self._token_ids)
+        choice = _choice(delta, content, logprobs, self._token_ids)
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
+            choice["finish_reason"] = "tool_calls"
+        return choice
 
 
 class CompletionShape:

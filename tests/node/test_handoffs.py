@@ -37,7 +37,7 @@ from decode_node.server import DECODE_SIDE, DecodeNode
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
 from node.handoff_stream import connect
 from node.loop import Turn
-from node.shell import RoleSide
+from node.shell import RoleSide, make_hello
 from prefill_node.links import DecodeLinks
 from prefill_node.server import PREFILL_SIDE
 from tests.node.scripted import LAYOUT, WAIT_S, NotingTransport, Running, running
@@ -207,7 +207,7 @@ async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reser
     async with pair() as (p, d):
         posted: list = []
         links = DecodeLinks(
-            p.node._hello(p.info), p.transport, lambda e: posted.append(e) or len(posted), Trust(), Limits()
+            make_hello(p.info, 4), p.transport, lambda e: posted.append(e) or len(posted), Trust(), Limits()
         )
 
         def turn(num_handled, *outputs):

@@ -50,6 +50,7 @@ def test_settings():
         (("--prefill", "a:1,a:1", "--decode", "b:1"), "a:1 is given twice"),
         ((*NODES, "--request-timeout", "0"), "--request-timeout"),
         ((*NODES, "--first-token", "router"), "--first-token"),
+        ((*NODES, "--enable-auto-tool-choice"), "--enable-auto-tool-choice: needs --tool-call-parser"),
     ],
 )
 def test_bad_settings_are_named(flags, says, capsys):

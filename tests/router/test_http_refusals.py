@@ -20,6 +20,7 @@ from tests.router.http_shapes import CHAT, error_of
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 3}]}, 400, "messages", "text parts"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": IMAGE}]}, 400, "messages", "image_url"),
         ("chat/completions", {**CHAT, "messages": [{"role": "x", "content": ""}]}, 400, "messages", "Unknown role: x"),
-        ("chat/completions", {**CHAT, "messages": [{"role": "tool", "content": ""}]}, 400, "messages", "Tool calls"),
+        ("chat/completions", {**CHAT, "messages": [{"role": "tool", "content": ""}]}, 400, "messages", "role: tool"),
         ("chat/completions", {**CHAT, "model": "gpt"}, 404, "model", "`gpt` does not exist"),
         ("chat/completions", {**CHAT, "max_tokens": "5"}, 400, "max_tokens", "integer"),
         ("chat/completions", {**CHAT, "max_tokens": 0}, 400, "max_tokens", "1 or more"),
@@ -50,7 +51,9 @@ DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
         ("chat/completions", {**CHAT, "logit_bias": {"4000": 1}}, 400, "logit_bias", "outside"),
         ("chat/completions", {**CHAT, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "max_tokens"),
         ("chat/completions", {**CHAT, "stream_options": {}}, 400, "stream_options", "stream"),
-        ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "--tool-call-parser"),
+        ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice", "'required'"),
+        ("completions", {"prompt": "x", "tools": [TOOL]}, 400, "tools", "not supported"),
         ("chat/completions", {**CHAT, "response_format": {"type": "xml"}}, 400, "response_format", "supported"),
         ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities", "not supported"),
         ("chat/completions", {**CHAT, "timeout": 0}, 400, "timeout", "above 0"),

@@ -1,0 +1,121 @@
+"""Tools in request bodies: those that a model may call, and the calls and results of earlier turns."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema
+
+from baton.errors import InvalidRequest
+from router.http.fields import CONFIG, Name, ValueLimits, bound_values, num_chars
+from router.http.parse import parse_json
+from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
+
+_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+_LIMITS = ValueLimits(MAX_TOOL_VALUES, MAX_TOOL_CHARS, MAX_TOOL_DEPTH)
+
+
+def _function_name(value: str) -> str:
+    if not re.fullmatch(_NAME[1:-1], value):
+        raise ValueError(f"must be 1 to 64 letters, digits, `_` or `-`, not {value[:65]!r}")
+    return value
+
+
+FunctionName = Annotated[str, AfterValidator(_function_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
+Schema = Annotated[dict[str, Any], AfterValidator(lambda value: bound_values(value, _LIMITS))]
+
+
+class Function(BaseModel):
+    """`strict` is accepted, since OpenAI's client sets it, but calls are not constrained."""
+
+    model_config = CONFIG
+    name: FunctionName
+    description: str | None = Field(None, max_length=MAX_TOOL_CHARS)
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = CONFIG
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """The tool in the form for a chat template."""
+        function: dict[str, Any] = {"name": self.function.name}
+        for name in ("description", "parameters"):
+            value = getattr(self.function, name)
+            if value is not None:
+                function[name] = value
+        return {"type": self.type, "function": function}
+
+    @property
+    def size(self) -> int:
+        return len(self.function.description or "") + num_chars(self.function.parameters)
+
+
+class CalledFunction(BaseModel):
+    model_config = CONFIG
+    name: Name
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+    """A call that the model made in an earlier turn."""
+
+    model_config = CONFIG
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """The call in the form for a chat template, with its arguments as an object. Raises InvalidRequest."""
+        named = {"id": self.id} if self.id is not None else {}
+        return {**named, "type": self.type, "function": {"name": self.function.name, "arguments": self._arguments()}}
+
+    @property
+    def size(self) -> int:
+        return len(self.function.name) + num_chars(self.function.arguments)
+
+    def _arguments(self) -> dict[str, Any]:
+        given = self.function.arguments
+        if isinstance(given, dict):
+            return given
+        try:
+            arguments = parse_json(given.encode()) if given.strip() else {}
+        except InvalidRequest:
+            arguments = None
+        if isinstance(arguments, dict):
+            return arguments
+        where = f"The arguments of a call of `{self.function.name}` in `tool_calls`"
+        raise InvalidRequest(f"{where} must be a JSON object, not {given[:64]!r}.", "messages")
+
+
+ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)]
+ToolChoice = Annotated[
+    str | dict[str, Any], WithJsonSchema({"enum": ["none", "auto"], "description": "unset: auto if there are tools"})
+]
+
+
+def check_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None) -> None:
+    """Raises InvalidRequest for a choice that is not supported, and for tools that cannot be told apart."""
+    if choice not in (None, "none", "auto"):
+        shown = repr(choice[:64]) if isinstance(choice, str) else "a named function"
+        raise InvalidRequest(f"`tool_choice` must be 'none' or 'auto' here, not {shown}.", "tool_choice")
+    if tools is None:
+        return
+    name, count = Counter(tool.function.name for tool in tools).most_common(1)[0] if tools else ("", 0)
+    if count > 1:
+        raise InvalidRequest(f"`tools` has {count} functions called `{name}`, of at most 1.", "tools")
+    size = sum(tool.size for tool in tools)
+    if size > MAX_TOOL_CHARS:
+        raise InvalidRequest(f"`tools` has {size} characters, of at most {MAX_TOOL_CHARS}.", "tools")
+
+
+def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
+    """The tools in the form for a chat template, None if there are none."""
+    return [tool.plain() for tool in tools] if tools else None

@@ -1,0 +1,26 @@
+"""Parts the reasoning of answers from their content, while the text arrives.
+
+Other packages add parsers by subclassing `ReasoningParser` and naming the class as an entry point in the group
+`baton.reasoning_parsers`.
+"""
+
+from collections.abc import Mapping
+
+from router.plugins import load_plugin
+from router.reasoning_parsers.base import Parted, ReasoningParser
+from router.reasoning_parsers.tags import DeepSeekR1Parser, MistralParser, Qwen3Parser
+
+GROUP = "baton.reasoning_parsers"
+REASONING_PARSERS: Mapping[str, type[ReasoningParser]] = {
+    "deepseek_r1": DeepSeekR1Parser,
+    "mistral": MistralParser,
+    "qwen3": Qwen3Parser,
+}
+
+
+def find_reasoning_parser(name: str) -> type[ReasoningParser]:
+    """Raises UnknownPlugin."""
+    return load_plugin(GROUP, name, REASONING_PARSERS, ReasoningParser)  # type: ignore[type-abstract]  # never made
+
+
+__all__ = ["REASONING_PARSERS", "Parted", "ReasoningParser", "find_reasoning_parser"]

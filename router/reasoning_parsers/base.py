@@ -1,0 +1,35 @@
+"""The interface of reasoning parsers, for those of other packages too."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """New text of an answer: reasoning first, then content."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class ReasoningParser(ABC):
+    """Parts one answer's text, which comes in pieces: `feed` each, then `finish` once.
+
+    What comes back, joined, depends only on the whole text. `prompt` is the chat as the template wrote it: its end
+    says whether the template has opened the reasoning. Parsers run on the router's event loop.
+    """
+
+    keeps_special_tokens: ClassVar[bool] = False
+    """Whether the marks may be special tokens of a tokenizer, which are usually not part of the text."""
+
+    def __init__(self, prompt: str) -> None:
+        self.prompt = prompt
+
+    @abstractmethod
+    def feed(self, text: str) -> Parted: ...
+
+    @abstractmethod
+    def finish(self) -> Parted: ...

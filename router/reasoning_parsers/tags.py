@@ -1,0 +1,95 @@
+"""Reasoning between two tags at the beginning of an answer."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar
+
+from router.reasoning_parsers.base import Parted, ReasoningParser
+
+
+class _State(Enum):
+    """START -> REASONING or CONTENT; REASONING -> CONTENT."""
+
+    START = 0
+    REASONING = 1
+    CONTENT = 2
+
+
+class TagParser(ReasoningParser):
+    """The template may have written the opening tag, or both. Without the closing one, all is reasoning."""
+
+    opening: ClassVar[str] = "<think>"
+    closing: ClassVar[str] = "</think>"
+    assumes_reasoning: ClassVar[bool] = False
+    """Whether an answer without the opening tag begins with reasoning too."""
+
+    def __init__(self, prompt: str) -> None:
+        super().__init__(prompt)
+        end = prompt[-64:].rstrip()
+        self._begins_open = end.endswith(self.opening) or (self.assumes_reasoning and not end.endswith(self.closing))
+        self._state = _State.START
+        self._held = ""
+        self._blanks: list[str] = []
+
+    def feed(self, text: str) -> Parted:
+        if self._state is _State.CONTENT:
+            return Parted(content=text)
+        if self._state is _State.START:
+            text = self._start(text)
+        if self._state is _State.START:
+            return Parted()
+        return self._reasoning(text) if self._state is _State.REASONING else Parted(content=text)
+
+    def finish(self) -> Parted:
+        rest = "".join([*self._blanks, self._held])
+        in_reasoning = self._state is _State.REASONING or (self._state is _State.START and self._begins_open)
+        return Parted(reasoning=rest) if in_reasoning else Parted(content=rest)
+
+    def _start(self, text: str) -> str:
+        """Look for the opening tag behind blanks. Returns what comes after the decision."""
+        if not self._held:
+            body = text.lstrip()
+            self._blanks.append(text[: len(text) - len(body)])
+            text = body
+        text = self._held + text
+        self._held = ""
+        if text.startswith(self.opening):
+            self._state, self._blanks = _State.REASONING, []
+            return text.removeprefix(self.opening)
+        if self.opening.startswith(text):  # nothing, too
+            self._held = text
+            return ""
+        self._state = _State.REASONING if self._begins_open else _State.CONTENT
+        blanks, self._blanks = "".join(self._blanks), []
+        return blanks + text
+
+    def _reasoning(self, text: str) -> Parted:
+        text = self._held + text
+        self._held = ""
+        reasoning, closing, content = text.partition(self.closing)
+        if closing:
+            self._state = _State.CONTENT
+            return Parted(reasoning, content)
+        most = min(len(text), len(self.closing) - 1)
+        held = next((n for n in range(most, 0, -1) if self.closing.startswith(text[-n:])), 0)
+        self._held = text[len(text) - held :]
+        return Parted(reasoning=text[: len(text) - held])
+
+
+class Qwen3Parser(TagParser):
+    """Qwen3 and its like: with thinking turned off, the template writes both tags or none."""
+
+
+class DeepSeekR1Parser(TagParser):
+    """Some of DeepSeek-R1's templates leave the opening tag to a model that may leave it out."""
+
+    assumes_reasoning = True
+
+
+class MistralParser(TagParser):
+    """Magistral, from the version on whose tags are special tokens."""
+
+    opening = "[THINK]"
+    closing = "[/THINK]"
+    keeps_special_tokens = True

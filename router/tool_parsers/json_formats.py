@@ -1,0 +1,121 @@
+"""Calls written as JSON: Hermes and Qwen, Llama 3, Mistral, Kimi K2."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from typing import ClassVar
+
+from router.tool_parsers.reader import ReadingParser
+from router.tool_parsers.source import Reading
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]")
+_CALL_ID = re.compile(r"[A-Za-z0-9_.:-]")
+_MAX_NAME_CHARS = 256
+
+
+class HermesParser(ReadingParser):
+    """`<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>`: Hermes 2 Pro, Qwen 2.5 and 3."""
+
+    marks = ("<tool_call>",)
+    keeps_special_tokens = True
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        yield from source.literal(found)
+        yield from source.blanks()
+        if (yield from self.read_call_object()):
+            yield from source.blanks()
+            if (yield from source.literal("</tool_call>")):
+                source.begin()
+
+
+class Llama3JsonParser(ReadingParser):
+    """`{"name": "f", "parameters": {"a": 1}}`, with `;` between several, maybe after `<|python_tag|>`: Llama 3.
+
+    The object may be anywhere in the text, because only calls of known tools count.
+    """
+
+    marks = ("<|python_tag|>", "{")
+    separators = ";"
+
+    def read_call(self, found: str) -> Reading[None]:
+        if found != "{":
+            yield from self.source.literal(found)
+            yield from self.source.blanks()
+        yield from self.read_call_object()
+
+
+class MistralParser(ReadingParser):
+    """`[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`, or since tokenizer 11 `[TOOL_CALLS]f[ARGS]{"a": 1}`, once
+    per call, where `[CALL_ID]` may name the call and `[ARGS]` may be left out."""
+
+    marks = ("[TOOL_CALLS]",)
+    keeps_special_tokens = True
+    _ID_CHARS: ClassVar[str] = string.ascii_letters + string.digits
+
+    def new_id(self) -> str:
+        return "".join(random.choices(self._ID_CHARS, k=9))  # the templates refuse any other length
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        yield from source.literal(found)
+        yield from source.blanks()
+        if (yield from source.literal("[")):
+            yield from self._read_list()
+            return
+        name = yield from source.text_of(_NAME, _MAX_NAME_CHARS)
+        if name not in self.tools:
+            return
+        call_id = None
+        if (yield from source.literal("[CALL_ID]")):
+            call_id = yield from source.text_of(_CALL_ID, _MAX_NAME_CHARS)
+        yield from source.literal("[ARGS]")
+        yield from source.blanks()
+        yield from self.read_arguments(name, call_id)
+
+    def _read_list(self) -> Reading[None]:
+        source = self.source
+        while True:
+            yield from source.blanks()
+            if not (yield from self.read_call_object()):
+                return
+            yield from source.blanks()
+            if (yield from source.literal("]")):
+                source.begin()
+                return
+            if not (yield from source.literal(",")):
+                return
+
+
+class KimiK2Parser(ReadingParser):
+    """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>`, several within
+    `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`. The model's ids count its calls, and its template
+    expects them back."""
+
+    _SECTION: ClassVar[str] = "<|tool_calls_section_begin|>"
+    _CALL: ClassVar[str] = "<|tool_call_begin|>"
+    marks = (_SECTION, _CALL)
+    keeps_special_tokens = True
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        yield from source.literal(found)
+        if found == self._SECTION:
+            yield from source.blanks()
+            if not (yield from source.literal(self._CALL)):
+                return
+        yield from source.blanks()
+        call_id = yield from source.text_of(_CALL_ID, _MAX_NAME_CHARS)
+        yield from source.blanks()
+        name = call_id.removeprefix("functions.").rpartition(":")[0]
+        if name not in self.tools or not (yield from source.literal("<|tool_call_argument_begin|>")):
+            return
+        yield from source.blanks()
+        if not (yield from self.read_arguments(name, call_id)):
+            return
+        for end in ("<|tool_call_end|>", "<|tool_calls_section_end|>"):
+            yield from source.blanks()
+            if (yield from source.literal(end)):
+                source.begin()

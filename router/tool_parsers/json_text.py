@@ -1,0 +1,139 @@
+"""Reads JSON as it arrives. Its text is passed on as it is, but for control characters in strings: models write them
+raw, JSON wants them escaped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from router.tool_parsers.source import Reading, Source
+
+Emit = Callable[[str], None]
+
+MAX_DEPTH = 64
+_MAX_KEY_CHARS = 1024
+_MAX_WORD_CHARS = 512
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_WORD = re.compile(r"[-+.0-9A-Za-z]")
+_VALID_WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+_HEX = re.compile(r"[0-9a-fA-F]")
+
+
+def read_value(source: Source, emit: Emit, depth: int = 0) -> Reading[bool]:
+    """Read a value. False: it is not JSON; what was read has been emitted."""
+    char = yield from source.peek()
+    if char == '"':
+        return (yield from read_string(source, emit))
+    if char == "{":
+        return (yield from read_object(source, emit, depth))
+    if char == "[":
+        return (yield from _array(source, emit, depth))
+    word = yield from source.text_of(_WORD, _MAX_WORD_CHARS)
+    emit(word)
+    return _VALID_WORD.fullmatch(word) is not None
+
+
+def read_object(source: Source, emit: Emit, depth: int = 0, begun: Callable[[], None] | None = None) -> Reading[bool]:
+    """As `read_value`. `begun` is called when the text has shown to be an object: after its first name, or its end."""
+    if depth >= MAX_DEPTH or not (yield from mark(source, "{", emit)):
+        return False
+    if (yield from mark(source, "}", emit)):
+        if begun:
+            begun()
+        return True
+    while True:
+        yield from _blanks(source, emit)
+        if not (yield from read_string(source, emit)) or not (yield from mark(source, ":", emit)):
+            return False
+        if begun:
+            begun()
+            begun = None
+        yield from _blanks(source, emit)
+        if not (yield from read_value(source, emit, depth + 1)):
+            return False
+        if (yield from mark(source, "}", emit)):
+            return True
+        if not (yield from mark(source, ",", emit)):
+            return False
+
+
+def read_string(source: Source, emit: Emit) -> Reading[bool]:
+    """As `read_value`, for a string."""
+    if not (yield from source.literal('"')):
+        return False
+    emit('"')
+    while True:
+        yield from source.run(_PLAIN, emit)
+        char = yield from source.peek()
+        if not char:
+            return False
+        yield from source.literal(char)
+        if char == '"':
+            emit(char)
+            return True
+        if char != "\\":
+            emit(json.dumps(char)[1:-1])
+        elif not (yield from _escape(source, emit)):
+            return False
+
+
+def read_text(source: Source) -> Reading[str | None]:
+    """A short string, as a name is; None: it is not one."""
+    pieces: list[str] = []
+    num_chars = 0
+
+    def emit(text: str) -> None:
+        nonlocal num_chars
+        num_chars += len(text)
+        if num_chars <= _MAX_KEY_CHARS:
+            pieces.append(text)
+
+    if not (yield from read_string(source, emit)) or num_chars > _MAX_KEY_CHARS:
+        return None
+    return str(json.loads("".join(pieces)))
+
+
+def mark(source: Source, char: str, emit: Emit) -> Reading[bool]:
+    """Read blanks and one character of punctuation, if it is the next."""
+    yield from _blanks(source, emit)
+    if not (yield from source.literal(char)):
+        return False
+    emit(char)
+    return True
+
+
+def _array(source: Source, emit: Emit, depth: int) -> Reading[bool]:
+    if depth >= MAX_DEPTH or not (yield from mark(source, "[", emit)):
+        return False
+    if (yield from mark(source, "]", emit)):
+        return True
+    while True:
+        yield from _blanks(source, emit)
+        if not (yield from read_value(source, emit, depth + 1)):
+            return False
+        if (yield from mark(source, "]", emit)):
+            return True
+        if not (yield from mark(source, ",", emit)):
+            return False
+
+
+def _blanks(source: Source, emit: Emit) -> Reading[None]:
+    blanks = yield from source.blanks()
+    if blanks:
+        emit(blanks)
+
+
+def _escape(source: Source, emit: Emit) -> Reading[bool]:
+    """What follows a backslash."""
+    char = yield from source.peek()
+    emit("\\")
+    if not char or char not in '"\\/bfnrtu':
+        return False
+    yield from source.literal(char)
+    emit(char)
+    if char != "u":
+        return True
+    digits = yield from source.text_of(_HEX, 3)
+    emit(digits)
+    return len(digits) == 4

@@ -1,0 +1,176 @@
+"""Calls written as markup, whose values have the types of the tool's schema: Qwen3-Coder, GLM-4.5."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from router.tool_parsers.reader import ReadingParser
+from router.tool_parsers.source import Reading, any_of
+from router.tool_parsers.values import kinds_of, typed
+
+_MAX_NAME_CHARS = 256
+_BEFORE_END = re.compile(r"[^<>\n]")
+_IN_KEY = re.compile(r"[^<>]")
+_NULL_CHARS = len("\nnull\n")
+
+
+class _Arguments:
+    """Writes the JSON object of a call's arguments, one after the other. The call begins with the first of them."""
+
+    def __init__(self, parser: ReadingParser, name: str) -> None:
+        self._parser = parser
+        self._name = name
+        self._emit: Callable[[str], None] | None = None
+        properties = parser.tools[name].get("properties")
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+
+    def value_of(self, key: str) -> _Value:
+        opening = ", " if self._emit else "{"
+        emit = self._begin()
+        emit(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+        return _Value(emit, self._properties.get(key))
+
+    def close(self) -> None:
+        closing = "}" if self._emit else "{}"
+        self._begin()(closing)
+        self._parser.source.begin()
+
+    def _begin(self) -> Callable[[str], None]:
+        if self._emit is None:
+            self._emit = self._parser.start_call(self._name)
+        return self._emit
+
+
+class _Value:
+    """Writes the JSON of one value, whose text comes in pieces. A string goes on at once, but for the line break that
+    may be the last character; other values wait for their end."""
+
+    def __init__(self, emit: Callable[[str], None], schema: object) -> None:
+        self._emit = emit
+        self._schema = schema
+        self._is_string = "string" in kinds_of(schema)
+        self._opened = False
+        self._pieces: list[str] = []
+        self._num_chars = 0
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+        self._num_chars += len(text)
+        if self._is_string and self._num_chars > _NULL_CHARS:
+            self._write_string("".join(self._pieces))
+
+    def close(self) -> None:
+        text = "".join(self._pieces)
+        if self._opened:
+            self._emit(_escaped(text.removesuffix("\n")) + '"')
+        else:
+            self._emit(typed(text.removeprefix("\n").removesuffix("\n"), self._schema))
+
+    def _write_string(self, text: str) -> None:
+        opening = "" if self._opened else '"'
+        body = text if self._opened else text.removeprefix("\n")
+        self._opened = True
+        held = "\n" if body.endswith("\n") else ""
+        self._emit(opening + _escaped(body[: len(body) - len(held)]))
+        self._pieces = [held]
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class _MarkupParser(ReadingParser):
+    keeps_special_tokens = True
+
+    def read_value(
+        self, arguments: _Arguments, key: str, ends: Sequence[str], pattern: re.Pattern[str]
+    ) -> Reading[str]:
+        """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended."""
+        value = arguments.value_of(key)
+        self.source.forget()
+        end = yield from self.source.until(ends, pattern, value.add)
+        value.close()
+        self.source.begin()
+        return end or ""
+
+
+class Qwen3CoderParser(_MarkupParser):
+    """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, with line breaks between and around
+    values. `<tool_call>` may be missing, as may the end of a parameter."""
+
+    marks = ("<tool_call>", "<function=")
+    _ENDS: ClassVar[tuple[str, ...]] = ("</parameter>", "<parameter=", "</function>")
+    _END: ClassVar[re.Pattern[str]] = any_of(_ENDS)
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        if found == "<tool_call>":
+            yield from source.literal(found)
+            yield from source.blanks()
+        if not (yield from source.literal("<function=")):
+            return
+        name = yield from source.text_of(_BEFORE_END, _MAX_NAME_CHARS)
+        if name not in self.tools or not (yield from source.literal(">")):
+            return
+        arguments = _Arguments(self, name)
+        while (yield from self._read_parameter(arguments)):
+            pass
+        if (yield from source.literal("</function>")):
+            arguments.close()
+            yield from source.blanks()
+            if (yield from source.literal("</tool_call>")):
+                source.begin()
+
+    def _read_parameter(self, arguments: _Arguments) -> Reading[bool]:
+        source = self.source
+        yield from source.blanks()
+        if not (yield from source.literal("<parameter=")):
+            return False
+        key = yield from source.text_of(_BEFORE_END, _MAX_NAME_CHARS)
+        if not (yield from source.literal(">")):
+            return False
+        end = yield from self.read_value(arguments, key, self._ENDS, self._END)
+        if end == "</parameter>":
+            yield from source.literal(end)
+            source.begin()
+        return bool(end)
+
+
+class Glm45Parser(_MarkupParser):
+    """`<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`, with line breaks between."""
+
+    marks = ("<tool_call>",)
+    _ENDS: ClassVar[tuple[str, ...]] = ("</arg_value>",)
+    _END: ClassVar[re.Pattern[str]] = any_of(_ENDS)
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        yield from source.literal(found)
+        yield from source.blanks()
+        name = (yield from source.text_of(_BEFORE_END, _MAX_NAME_CHARS)).rstrip()
+        if name not in self.tools:
+            return
+        arguments = _Arguments(self, name)
+        while (yield from self._read_argument(arguments)):
+            pass
+        if (yield from source.literal("</tool_call>")):
+            arguments.close()
+
+    def _read_argument(self, arguments: _Arguments) -> Reading[bool]:
+        source = self.source
+        yield from source.blanks()
+        if not (yield from source.literal("<arg_key>")):
+            return False
+        key = yield from source.text_of(_IN_KEY, _MAX_NAME_CHARS)
+        if not (yield from source.literal("</arg_key>")):
+            return False
+        yield from source.blanks()
+        if not (yield from source.literal("<arg_value>")):
+            return False
+        end = yield from self.read_value(arguments, key.strip(), self._ENDS, self._END)
+        yield from source.literal(end)
+        source.begin()
+        return bool(end)

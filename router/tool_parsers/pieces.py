@@ -1,0 +1,61 @@
+"""What a parser makes of an answer's text: content, and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the client's user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call begins. `index` counts the answer's calls from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next part of a call's arguments, which are the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+Piece = Content | CallStart | CallArguments
+
+
+def merge(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same with neighbours joined where they belong together."""
+    groups: list[tuple[Piece, list[str]]] = []
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            groups.append((piece, []))
+        elif groups and _same_text(groups[-1][0], piece):
+            groups[-1][1].append(piece.text)
+        else:
+            groups.append((piece, [piece.text]))
+    return [_joined(first, texts) for first, texts in groups]
+
+
+def _same_text(left: Piece, right: Piece) -> bool:
+    if isinstance(left, CallArguments) and isinstance(right, CallArguments):
+        return left.index == right.index
+    return isinstance(left, Content) and isinstance(right, Content)
+
+
+def _joined(first: Piece, texts: list[str]) -> Piece:
+    match first:
+        case Content():
+            return Content("".join(texts))
+        case CallArguments(index):
+            return CallArguments(index, "".join(texts))
+    return first

@@ -1,0 +1,314 @@
+"""Tools and reasoning in chats over HTTP: what reaches the template, and what answers look like, whole and streamed."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.messages import NodeRole
+from router.edge import StartError
+from router.http.body import validate
+from router.http.schemas import ChatRequest, size_of_prompt
+from router.server import RouterServer
+from router.settings import RouterSettings
+from tests.router.conftest import ANY_PORT, Router, says
+from tests.router.fake_node import Answer, FakeCluster
+from tests.router.http_shapes import CHAT
+from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
+
+TEMPLATE = """{{- tools | tojson if tools else 'no tools' }}
+{%- for message in messages %}
+{{- '|' ~ message | tojson }}
+{%- endfor %}
+{{- '<think>\\n' if thinking else '' }}"""
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Says how the weather is.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "strict": True,
+    },
+}
+TOOLS: dict[str, Any] = {**CHAT, "tools": [WEATHER]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
+ARGUMENTS = '{"city": "Köln 🙂"}'
+ANSWER = f"<think>\nThe weather.\n</think>\n\nI will look.\n{CALL}\n{CALL}"
+
+
+@pytest.fixture
+async def nodes() -> AsyncIterator[FakeCluster]:
+    cluster = FakeCluster(says(ANSWER))
+    for role in NodeRole:
+        await cluster.add(role, chat_template=TEMPLATE, max_model_len=4096)
+    yield cluster
+    await cluster.close()
+
+
+@pytest.fixture
+async def router(nodes) -> AsyncIterator[Router]:
+    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
+    await router.start()
+    await router.ready()
+    yield router
+    await router.stop()
+
+
+@pytest.fixture
+async def official(router):
+    async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def prompt_of(nodes: FakeCluster) -> str:
+    return tiny_tokenizer().decode(nodes.prefills[-1].prompt_tokens, skip_special_tokens=False)
+
+
+async def choice_of(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await client.post("/v1/chat/completions", json={**TOOLS, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    events = [event.removeprefix("data: ") for event in text.split("\n\n") if event and not event.startswith(":")]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+# ---- answers ----
+
+
+async def test_a_whole_answer_has_reasoning_content_and_calls(client):
+    choice = await choice_of(client)
+    message = choice["message"]
+    ids = [call.pop("id") for call in message["tool_calls"]]
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    assert message == {
+        "role": "assistant",
+        "content": "\n\nI will look.\n",
+        "reasoning": "\nThe weather.\n",
+        "reasoning_content": "\nThe weather.\n",
+        "tool_calls": [call, call],
+    }
+    assert len(set(ids)) == 2
+    assert all(call_id.startswith("chatcmpl-tool-") for call_id in ids)
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_content_is_null_where_there_is_none(client, nodes):
+    nodes.script = says(CALL)
+    assert (await choice_of(client))["message"]["content"] is None
+    nodes.script = says("<think>Only this")
+    choice = await choice_of(client)
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Only this")
+    assert choice["finish_reason"] == "stop"
+    nodes.script = says("")
+    assert (await choice_of(client))["message"] == {"role": "assistant", "content": ""}
+
+
+async def test_the_streamed_answer_is_the_whole_one(client):
+    whole = (await choice_of(client, n=2))["message"]
+    response = await client.post("/v1/chat/completions", json={**TOOLS, "stream": True, "n": 2})
+    chunks = chunks_of(response.text)
+    for index in range(2):
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        deltas = [choice["delta"] for choice in choices]
+        assert deltas[0]["role"] == "assistant"
+        assert all(deltas[1:-1])  # a chunk without news is not sent
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+        assert "".join(delta.get("content") or "" for delta in deltas) == whole["content"]
+        for name in ("reasoning", "reasoning_content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == whole[name]
+        parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+        for call in range(2):
+            own = [part for part in parts if part["index"] == call]
+            assert [part["function"].get("name") for part in own] == ["get_weather", *[None] * (len(own) - 1)]
+            assert "".join(part["function"]["arguments"] for part in own) == ARGUMENTS
+            assert len(own) > 2
+
+
+async def test_openais_client_reads_it_whole_and_streamed(official):
+    whole = await official.chat.completions.create(**TOOLS)
+    calls = whole.choices[0].message.tool_calls
+    assert [(call.function.name, call.function.arguments) for call in calls] == [("get_weather", ARGUMENTS)] * 2
+    async with official.chat.completions.stream(**TOOLS) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_completion()
+    choice = final.choices[0]
+    assert [call.function.parsed_arguments for call in choice.message.tool_calls] == [{"city": "Köln 🙂"}] * 2
+    assert (choice.message.content, choice.finish_reason) == (whole.choices[0].message.content, "tool_calls")
+    kinds = {event.type for event in events}
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done", "content.delta"} <= kinds
+
+
+async def test_the_model_may_be_held_to_one_call(client):
+    response = await client.post("/v1/chat/completions", json={**TOOLS, "stream": True, "parallel_tool_calls": False})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(response.text)]
+    assert {part["index"] for delta in deltas for part in delta.get("tool_calls", ())} == {0}
+    assert len((await choice_of(client, parallel_tool_calls=False))["message"]["tool_calls"]) == 1
+
+
+async def test_calls_that_are_cut_off_keep_their_reason(client, nodes):
+    nodes.script = says(CALL)
+    num_tokens = len(tiny_tokenizer().encode('<tool_call>\n{"name": "get_weather", "arguments": {"city": "K', False))
+    choice = await choice_of(client, max_tokens=num_tokens)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "K'
+
+
+async def test_every_sample_has_its_own_parsers(client, nodes):
+    texts = [CALL, "Just text <tool_", "<think>a</think>b"]
+    tokens = [(*tiny_tokenizer().encode(text, False), IM_END) for text in texts]
+    nodes.script = lambda _: Answer(tokens=tokens)
+    response = await client.post("/v1/chat/completions", json={**TOOLS, "n": 3})
+    first, second, third = response.json()["choices"]
+    assert [first["finish_reason"], second["finish_reason"]] == ["tool_calls", "stop"]
+    assert second["message"] == {"role": "assistant", "content": "Just text <tool_"}
+    assert (third["message"]["reasoning"], third["message"]["content"]) == ("a", "b")
+
+
+async def test_logprobs_come_for_tokens_that_show_nothing_yet(client, nodes):
+    nodes.script = says(CALL)
+    response = await client.post("/v1/chat/completions", json={**TOOLS, "stream": True, "logprobs": True})
+    entries = [chunk["choices"][0]["logprobs"]["content"] for chunk in chunks_of(response.text)]
+    assert sum(map(len, entries)) == len(tiny_tokenizer().encode(CALL, False)) + 1
+
+
+async def test_text_is_content_without_tools_or_with_a_choice_of_none(client, nodes):
+    nodes.script = says(CALL + "<|im_start|>")
+    for fields in ({"tools": []}, {"tools": None}, {"tool_choice": "none"}):
+        choice = await choice_of(client, **fields)
+        assert choice["message"] == {"role": "assistant", "content": CALL}
+        assert choice["finish_reason"] == "stop"
+        assert ("get_weather" in prompt_of(nodes)) is ("tool_choice" in fields)
+
+
+async def test_special_tokens_are_kept_for_parsers_that_look_for_them(client, nodes):
+    nodes.script = says("a<|im_start|>b")
+    assert (await choice_of(client))["message"]["content"] == "a<|im_start|>b"
+    assert (await choice_of(client, tools=None))["message"]["content"] == "ab"
+
+
+# ---- prompts ----
+
+
+async def test_the_template_gets_tools_calls_and_results(client, nodes):
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Köln"}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": [{"type": "text", "text": "Rain"}]},
+    ]
+    await choice_of(client, messages=messages)
+    tools, *rendered = prompt_of(nodes).split("|{")
+    assert json.loads(tools) == [
+        {"type": "function", "function": {k: v for k, v in WEATHER["function"].items() if k != "strict"}}
+    ]
+    assert [json.loads("{" + message) for message in rendered] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "get_weather", "arguments": {"city": "Köln"}}}],
+            "reasoning": "Hm.",
+            "reasoning_content": "Hm.",
+        },
+        {"role": "tool", "content": "Rain", "name": "get_weather", "tool_call_id": "c1"},
+    ]
+
+
+async def test_arguments_may_be_empty_or_an_object(client, nodes):
+    calls = [{"function": {"name": "f", "arguments": given}} for given in ("", {"a": 1})]
+    await choice_of(client, messages=[{"role": "assistant", "tool_calls": calls}])
+    message = json.loads(prompt_of(nodes).split("|", 1)[1])
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [{}, {"a": 1}]
+
+
+async def test_a_template_that_opens_the_reasoning_is_seen(client, nodes):
+    nodes.script = says("Hm.</think>Yes.")
+    message = (await choice_of(client, chat_template_kwargs={"thinking": True}))["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+    assert (await choice_of(client))["message"]["content"] == "Hm.</think>Yes."
+
+
+async def test_tokenize_counts_the_tools(client, nodes):
+    body = (await client.post("/tokenize", json={**TOOLS, "add_special_tokens": False})).json()
+    await choice_of(client)
+    assert tuple(body["tokens"]) == nodes.prefills[-1].prompt_tokens
+
+
+# ---- refusals ----
+
+
+def tool(name: str, parameters: dict | None = None, description: str = "") -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "description": description}}
+
+
+def nested(depth: int) -> dict:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+def called(arguments: str) -> dict:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def read(**fields: Any) -> ChatRequest:
+    body = validate(json.dumps({**CHAT, **fields}).encode(), ChatRequest)
+    body.check()
+    for message in body.messages:
+        message.plain()
+    return body
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
+        ({"tools": [{"type": "x", "function": {}}]}, "tools", "'function'"),
+        ({"tools": [tool("a b")]}, "tools", "not 'a b'"),
+        ({"tools": [tool("a\n")]}, "tools", "1 to 64 letters"),
+        ({"tools": [tool("a" * 65)]}, "tools", "1 to 64 letters"),
+        ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools", "2 functions called `f`"),
+        ({"tools": [tool("f", nested(33))]}, "tools", "nested at most 31 deep"),
+        ({"tools": [tool("f", {"a": [0] * 20_000})]}, "tools", "16384 names and values"),
+        ({"tools": [tool(name, description="x" * 200_000) for name in "fg"]}, "tools", "of at most 262144"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
+        ({"tool_choice": "any"}, "tool_choice", "'none' or 'auto' here, not 'any'"),
+        ({"tools": [tool("f")], "tool_choice": tool("f")}, "tool_choice", "not a named function"),
+        ({"messages": [called("[1]")]}, "messages", "JSON object, not '[1]'"),
+        ({"messages": [called("{")]}, "messages", "arguments of a call of `f`"),
+        ({"messages": [{"role": "function", "content": ""}]}, "messages", "the role `tool`"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages", "`function_call`"),
+    ],
+)
+def test_mistakes_are_named(fields, param, says):
+    with pytest.raises(InvalidRequest) as refusal:
+        read(**fields)
+    assert refusal.value.param == param
+    assert says in refusal.value.message
+
+
+def test_tools_and_calls_count_as_text_of_the_prompt():
+    alone = size_of_prompt(read())
+    assert size_of_prompt(read(tools=[tool("f", description="x" * 5000)])) >= alone + 5000
+    assert size_of_prompt(read(tools=[tool("f", {"a": ["x" * 2000]})])) >= alone + 2000
+    assert size_of_prompt(read(messages=[called(json.dumps({"a": "x" * 3000}))])) >= 3000
+    assert size_of_prompt(read(messages=[{"role": "assistant", "reasoning": "x" * 100}])) >= 100
+
+
+# ---- flags ----
+
+
+def test_parsers_that_are_not_there_are_named():
+    for flag in ("tool_call_parser", "reasoning_parser"):
+        named: dict[str, Any] = {flag: "nonesuch"}
+        settings = RouterSettings(decode=(ANY_PORT,), http=ANY_PORT, grpc=ANY_PORT, **named)
+        with pytest.raises(StartError, match=f"--{flag.replace('_', '-')}: there is none called 'nonesuch'"):
+            RouterServer(settings)

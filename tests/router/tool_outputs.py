@@ -1,0 +1,247 @@
+"""What models write when they call tools, as published with the models and in the tests of other engines."""
+
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """`calls`: names and the texts of arguments."""
+
+    parser: str
+    text: str
+    content: str
+    calls: list[tuple[str, str]]
+
+
+_WEATHER_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "exact": {"type": "boolean"},
+        "place": {"type": ["object", "null"]},
+        "near": {"anyOf": [{"type": "array"}, {"type": "null"}]},
+        "share": {"type": "number"},
+    },
+}
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": _WEATHER_SCHEMA,
+    "add": {},
+    "multiply": {"properties": "no object"},
+    "find-all.v2": {},
+}
+DALLAS = '{"city": "Dallas", "state": "TX"}'
+
+HERMES = [
+    Case("hermes", "No tool is needed: 1 < 2.", "No tool is needed: 1 < 2.", []),
+    Case(
+        "hermes",
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {DALLAS}}}\n</tool_call>',
+        "",
+        [("get_weather", DALLAS)],
+    ),
+    Case(
+        "hermes",
+        "I'll look.\n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln \\"A\\" \\u00e4", "x": [1, -2.5e3, null]}}\n'
+        '</tool_call>\n<tool_call>\n{"arguments": {"a": {"name": "add"}}, "name": "add"}\n</tool_call>',
+        "I'll look.\n",
+        [
+            ("get_weather", '{"city": "Köln \\"A\\" \\u00e4", "x": [1, -2.5e3, null]}'),
+            ("add", '{"a": {"name": "add"}}'),
+        ],
+    ),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call> Done.', " Done.", [("add", "{}")]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {}}', "", [("add", "{}")]),
+    # not calls: nothing is lost
+    *(
+        Case("hermes", text, text, [])
+        for text in (
+            "  \n",
+            "<tool_cal",
+            "a <tool_call> is a tag",
+            '<tool_call>{"name": "unknown", "arguments": {"a": 1}}</tool_call>',
+            "<tool_call>{'name': 'add', 'arguments': {'a': 1}}</tool_call>",
+            '<tool_call>{"name": "add", "arguments": {\'a\': 1}}</tool_call>',
+            '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>',
+            '<tool_call>{"name": "add"}</tool_call>',
+            '<tool_call>{"name": "add", "extra": 1, "arguments": {}}</tool_call>',
+            '<tool_call>{"arguments": {"a": 1}}</tool_call>',
+            '\n<tool_call>{"name": "add", "arg',
+        )
+    ),
+    Case(
+        "hermes",
+        '<tool_call>oops <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        "<tool_call>oops ",
+        [("add", '{"a": 1}')],
+    ),
+    # cut off or broken within arguments: what came before is kept as arguments
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": "one\ntwo', "", [("add", '{"a": "one\\ntwo')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, b: 2}}', "b: 2}}", [("add", '{"a": 1, ')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": truth}}', "}}", [("add", '{"a": truth')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\x"}}', 'x"}}', [("add", '{"a": "\\')]),
+    Case("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}, !', ", !", [("add", '{"a": 1}')]),
+]
+LLAMA3 = [
+    Case("llama3_json", f'{{"name": "get_weather", "parameters": {DALLAS}}}', "", [("get_weather", DALLAS)]),
+    Case(
+        "llama3_json",
+        '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": "1"}} ; {"name": "multiply", '
+        '"arguments": {}}',
+        "",
+        [("add", '{"a": "1"}'), ("multiply", "{}")],
+    ),
+    Case(
+        "llama3_json",
+        'Here is the result: {"name": "add", "parameters": {}} Would you like {more}?',
+        "Here is the result:  Would you like {more}?",
+        [("add", "{}")],
+    ),
+    *(
+        Case("llama3_json", text, text, [])
+        for text in (
+            '{"parameters": {}}',
+            '{"name": "add"}',
+            '{"name": "add", "parameters": {invalid json}',
+            'A JSON object: {"a": {"b": 1}};',
+            '<|python_tag|>brave_search.call(query="x")',
+        )
+    ),
+]
+MISTRAL = [
+    Case(
+        "mistral",
+        'Hello[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}, '
+        '{"arguments":{"name": "John Doe"}, "name": "multiply"}]\nBye',
+        "Hello\nBye",
+        [("add", '{"a": 3.5, "b": 4}'), ("multiply", '{"name": "John Doe"}')],
+    ),
+    Case(
+        "mistral",
+        '[TOOL_CALLS]add{"a": 3.5, "b": 4}[TOOL_CALLS]multiply[ARGS]{"a": 3}',
+        "",
+        [("add", '{"a": 3.5, "b": 4}'), ("multiply", '{"a": 3}')],
+    ),
+    Case("mistral", '[TOOL_CALLS]add[CALL_ID]VvvODy9mT[ARGS]{"a": 1}', "", [("add", '{"a": 1}')]),
+    Case("mistral", "[TOOL_CALLS] not json at all", "[TOOL_CALLS] not json at all", []),
+    Case("mistral", '[TOOL_CALLS]subtract{"a": 1}', '[TOOL_CALLS]subtract{"a": 1}', []),
+    Case("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"x', ', {"x', [("add", "{}")]),
+]
+KIMI = [
+    Case(
+        "kimi_k2",
+        "Some text <|tool_calls_section_begin|>\n<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "NYC"}<|tool_call_end|><|tool_call_begin|>functions.find-all.v2:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|>\n<|tool_calls_section_end|>",
+        "Some text ",
+        [("get_weather", '{"city": "NYC"}'), ("find-all.v2", "{}")],
+    ),
+    *(
+        Case("kimi_k2", text, text, [])
+        for text in (
+            "<|tool_calls_section_begin|><|tool_calls_section_end|>",
+            "<|tool_call_begin|>functions.unknown:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+            "<|tool_call_begin|>functions.add:0 {}",
+        )
+    ),
+]
+PYTHONIC = [
+    Case(
+        "pythonic",
+        "[get_weather(city='San Francisco', exact=True, place={'lat': -1.5}, near=['a', []], role=None), add()]",
+        "",
+        [
+            (
+                "get_weather",
+                '{"city": "San Francisco", "exact": true, "place": {"lat": -1.5}, "near": ["a", []], "role": null}',
+            ),
+            ("add", "{}"),
+        ],
+    ),
+    Case(
+        "pythonic",
+        r"""[get_weather(city='Martha\'s (Vineyard', pattern="\d\n\"]")]""",
+        "",
+        [("get_weather", r"""{"city": "Martha's (Vineyard", "pattern": "\\d\n\"]"}""")],
+    ),
+    Case("pythonic", "<|python_start|>[add(a=true)]<|python_end|>", "", [("add", '{"a": true}')]),
+    *(
+        Case("pythonic", text, text, [])
+        for text in (
+            "[1, 2] [see below](https://a.b)",
+            "[unknown(a=1)]",
+            "[add(1)]",
+            "[add(**{'a': 1})]",
+            "[add(a=__import__('os'))]",
+            "[add(a=b'z')]",
+            "[add(a=1e999)]",
+            "[add(a='\\ud800')]",
+            "[add(a={1: 2})]",
+            "[add(a=1]",
+            "[add(a='x\ny')]",
+            "[add(a=1 # no\n)]",
+            "[add(a=(((",
+            f"[add(a={'[' * 99})]",
+            f"[add(a={'9' * 5000})]",
+        )
+    ),
+    Case("pythonic", "[add(a=1), add(b'z')]", ", add(b'z')]", [("add", '{"a": 1}')]),
+]
+QWEN3_CODER = [
+    Case(
+        "qwen3_coder",
+        "Sure! Let me check.<tool_call>\n<function=get_weather>\n<parameter=city>\nDallas\n</parameter>\n"
+        "<parameter=days>\n5\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n"
+        "<parameter=place>\n{'lat': 1.5, 'ok': True}\n</parameter>\n<parameter=near>\n[\"a\", 1]\n</parameter>\n"
+        "<parameter=share>\n0.5\n</parameter>\n</function>\n</tool_call>",
+        "Sure! Let me check.",
+        [
+            (
+                "get_weather",
+                '{"city": "Dallas", "days": 5, "exact": true, "place": {"lat": 1.5, "ok": true}, "near": ["a", 1], '
+                '"share": 0.5}',
+            )
+        ],
+    ),
+    Case(
+        "qwen3_coder",
+        '<tool_call>\n<function=add>\n<parameter=code>\ndef f():\n    return "<p>"\n\n\n</parameter>\n'
+        "<parameter=empty>\n\n</parameter>\n<parameter=x>null</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=multiply>\n</function>\n</tool_call>",
+        "",
+        [
+            ("add", r'{"code": "def f():\n    return \"<p>\"\n\n", "empty": "", "x": null}'),
+            ("multiply", "{}"),
+        ],
+    ),
+    Case(
+        "qwen3_coder",
+        "<function=get_weather>\n<parameter=city>Tokyo<parameter=days>two</function>",
+        "",
+        [("get_weather", '{"city": "Tokyo", "days": "two"}')],
+    ),
+    Case(
+        "qwen3_coder",
+        "<tool_call><function=add><parameter=a>some long te",
+        "",
+        [("add", '{"a": "some long te"')],
+    ),
+    *(
+        Case("qwen3_coder", text, text, [])
+        for text in ("<tool_call>\nx", "<function=unknown>\n</function>", "<function=add> oops", "<function=add")
+    ),
+]
+GLM45 = [
+    Case(
+        "glm45",
+        "I'll check it. <tool_call>get_weather\n    <arg_key>city</arg_key>\n    <arg_value>北京</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add</tool_call>",
+        "I'll check it. ",
+        [("get_weather", '{"city": "北京", "days": 3}'), ("add", "{}")],
+    ),
+    *(
+        Case("glm45", text, text, [])
+        for text in ("<tool_call>unknown\n</tool_call>", "<tool_call>add<arg_value>1</arg_value>", "<tool_call>")
+    ),
+]
+CASES = [*HERMES, *LLAMA3, *MISTRAL, *KIMI, *PYTHONIC, *QWEN3_CODER, *GLM45]
