@@ -33,6 +33,9 @@ CHAT_BODY = {
     "logprobs": True,
     "top_logprobs": 1,
     "stream": False,
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
 }
 COMPLETION_BODY = {
     "model": "tiny",

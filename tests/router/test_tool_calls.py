@@ -308,7 +308,7 @@ def test_tools_and_calls_count_as_text_of_the_prompt():
 
 def test_parsers_that_are_not_there_are_named():
     for flag in ("tool_call_parser", "reasoning_parser"):
-        named: dict[str, Any] = {flag: "nonesuch"}
-        settings = RouterSettings(decode=(ANY_PORT,), http=ANY_PORT, grpc=ANY_PORT, **named)
+        fields: dict[str, Any] = {"decode": (ANY_PORT,), "http": ANY_PORT, "grpc": ANY_PORT, flag: "nonesuch"}
+        settings = RouterSettings(**fields)
         with pytest.raises(StartError, match=f"--{flag.replace('_', '-')}: there is none called 'nonesuch'"):
             RouterServer(settings)
