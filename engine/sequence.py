@@ -100,11 +100,11 @@ class Sequence:
     @property
     def takes_drafts(self) -> bool:
         """Whether its next step may verify draft tokens: only the KV of its last token is missing, and the step is not
-        launched ahead. Penalties rule this out, because they depend on tokens chosen earlier in the same step, which
-        the sampler does not know."""
+        launched ahead. Penalties and bad words rule this out, because they depend on tokens chosen earlier in the same
+        step, which the sampler does not know."""
         stands = self.num_launched_tokens == self.num_computed_tokens == len(self.tokens) - 1
         generates = self.state is SequenceState.RUNNING and self.generates
-        return stands and generates and not self.runs_ahead and not self.sampling.has_penalties
+        return stands and generates and not self.runs_ahead and not self.sampling.depends_on_output
 
     @property
     def in_flight(self) -> bool:

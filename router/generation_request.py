@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NAMES, SamplingParams
+from baton.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    NAMES,
+    SamplingParams,
+)
+from router.bad_words import check_bad_words
 from router.limits import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.models import ServedModel
 
@@ -37,6 +45,7 @@ class GenerationRequest:
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     timeout_s: float | None = None
@@ -55,7 +64,9 @@ class GenerationRequest:
         stop_token_ids = self.sampling.get("stop_token_ids", ())
         _at_most(MAX_STOP_TOKEN_IDS, len(stop_token_ids), "stop_token_ids", "ids")
         _at_most(MAX_LOGIT_BIAS, len(self.sampling.get("logit_bias", ())), "logit_bias", "entries")
+        _at_most(MAX_ALLOWED_TOKEN_IDS, len(self.sampling.get("allowed_token_ids", ())), "allowed_token_ids", "ids")
         _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
+        check_bad_words(self.bad_words)
         if any(not 0 <= token < _INT32_END for token in stop_token_ids):
             raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
@@ -120,21 +131,39 @@ def _too_long(model: ServedModel, num_tokens: str, param: str = "prompt") -> Con
     )
 
 
-def sampling_params(wanted: GenerationRequest, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
+def sampling_params(
+    wanted: GenerationRequest,
+    model: ServedModel,
+    num_prompt_tokens: int,
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
+) -> SamplingParams:
     """What the client says, else what the model does, else what everybody does; with seed and max_tokens resolved.
     Raises InvalidRequest, naming the parameter."""
     stated = {name: getattr(model.defaults, name, None) for name in NAMES}
     given = {name: value for name, value in stated.items() if value is not None} | dict(wanted.sampling)
-    if any(not 0 <= token < model.vocab_size for token in given.get("logit_bias", ())):
-        raise InvalidRequest(f"logit_bias names a token id outside [0, {model.vocab_size})", "logit_bias")
+    for name in ("logit_bias", "allowed_token_ids"):
+        if any(not 0 <= token < model.vocab_size for token in given.get(name, ())):
+            raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size})", name)
     given["logit_bias"] = dict(given.get("logit_bias", {}))
     given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+    given["allowed_token_ids"] = frozenset(given.get("allowed_token_ids", ()))
+    given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
         given["top_k"] = 0
     seed = given.get("seed")
     given["seed"] = random.getrandbits(_DRAWN_SEED_BITS) if seed is None else seed % SEED_SPACE
     given["max_tokens"] = _max_tokens(given.get("max_tokens"), model, num_prompt_tokens)
-    return SamplingParams(**given)
+    params = SamplingParams(**given)
+    _check_may_begin(params, model)
+    return params
+
+
+def _check_may_begin(params: SamplingParams, model: ServedModel) -> None:
+    """Raises InvalidRequest if min_tokens forbids all allowed tokens."""
+    ends = params.stop_token_ids.union(() if params.ignore_eos else model.defaults.eos_token_ids)
+    if params.min_tokens and params.allowed_token_ids and params.allowed_token_ids <= ends:
+        text = f"min_tokens {params.min_tokens} forbids all of allowed_token_ids: each of them ends the answer"
+        raise InvalidRequest(text, "min_tokens")
 
 
 def _max_tokens(asked: int | None, model: ServedModel, num_prompt_tokens: int) -> int:

@@ -214,6 +214,7 @@ def _generation_request(
         n=request.n or 1,
         sampling=sampling,
         stop=tuple(dict.fromkeys(request.stop)),
+        bad_words=tuple(dict.fromkeys(request.bad_words)),
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
         timeout_s=min(timeouts, default=None),

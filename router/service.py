@@ -11,6 +11,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from router.admission import Admission, Admitted
 from router.answer import Answer
+from router.bad_words import bad_words_token_ids
 from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
 from router.generation_request import GenerationRequest, check_prompt, encode, sampling_params
@@ -106,11 +107,17 @@ class Service:
         """
         prompts = await self.tokenize(model, wanted.prompts, wanted.add_special_tokens)
         admitted.resize(sum(map(len, prompts)))
+        words = wanted.bad_words
+        bad_words = (
+            await self.offload.run(lambda: bad_words_token_ids(words, model.tokenizer), 2 * sum(map(len, words)))
+            if words
+            else ()
+        )
         stops = StopStrings(wanted.stop)
         parts: list[Part] = []
         pause = Pauses()
         for prompt in prompts:
-            parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n))
+            parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n, bad_words))
             await pause()
         generation = Generation(wanted.request_id, self._dispatcher, parts, admitted, self._tells_timings)
         await generation.start(received)
@@ -124,8 +131,9 @@ class Service:
         stops: StopStrings,
         prompt: tuple[int, ...],
         first_index: int,
+        bad_words: tuple[tuple[int, ...], ...],
     ) -> Part:
-        sampling = sampling_params(wanted, model, len(prompt))
+        sampling = sampling_params(wanted, model, len(prompt), bad_words)
         request = RoutedRequest(
             # Unique for ever, because clients may repeat their ids and nodes remember those that were aborted.
             request_id=f"{wanted.request_id}.{next(self._serial):x}",

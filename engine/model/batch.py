@@ -171,6 +171,7 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
     """The choices to make from the chunks' logits, which are in the order of the chunks: for each row of logits one
     choice for each sample of the sequence, with the position of the token to choose."""
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
+    tokens: list[list[int]] = []
     num_logits = 0
     for chunk, row in zip(chunks, rows, strict=True):
         position, of_sequence = chunk.start + chunk.length - chunk.num_logits, chunk.sequence.samples
@@ -181,8 +182,9 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
                 own.append(row)
                 samples.append(sample)
                 positions.append(position)
+                tokens.append(chunk.sequence.tokens)
         num_logits += chunk.num_logits
-    return SampleBatch(logits_rows, own, samples, positions)
+    return SampleBatch(logits_rows, own, samples, positions, tokens)
 
 
 def _starts(size: BatchSize) -> list[int]:

@@ -1,12 +1,13 @@
 """From logits to tokens: applies the sampling parameters on the device, then makes each choice; the host never waits.
 
-Per choice, in vLLM's order: logprobs of the raw logits; logit_bias; EOS and stop ids forbidden while there are fewer
-than min_tokens outputs; repetition, frequency and presence penalties; then the most likely token when greedy, else a
-draw (see `baton_kernels.sampling`).
+Per choice, in vLLM's order: logprobs of the raw logits; tokens forbidden that are not allowed or complete a bad word;
+logit_bias; EOS and stop ids forbidden while there are fewer than min_tokens outputs; repetition, frequency and presence
+penalties; then the most likely token when greedy, else a draw (see `baton_kernels.sampling`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,7 +18,15 @@ from torch import Tensor
 
 from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
-from baton_kernels.sampling import IN_PROMPT, DrawParams, penalize, sample
+from baton_kernels.sampling import (
+    IN_PROMPT,
+    TOKENS_PER_WORD,
+    DrawParams,
+    apply_token_bitmask,
+    penalize,
+    sample,
+)
+from engine.model.bad_words import ANY_TOKEN, BadWords
 from engine.model.upload import download, upload
 from engine.step import Choice
 
@@ -27,7 +36,10 @@ GREEDY_BELOW = 1e-5
 _INTS = ("seed", "top_k")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 """The parameters of its sequence that each choice uploads, in the order of the upload."""
-_DRAWS, _FILTERED, _BIASED, _PENALIZED = 1, 2, 4, 8
+_DRAWS, _FILTERED, _BIASED, _PENALIZED, _MASKED, _BAD_WORDS = 1, 2, 4, 8, 16, 32
+_ADJUSTED = _BIASED | _PENALIZED | _MASKED | _BAD_WORDS
+_COMPLETES_BAD_WORD = -1e20
+"""Added to a logit. It is finite: if the allowed tokens leave no other, the token is still before those not allowed."""
 _PADDING = 4  # rows of an upload have a multiple of so many columns: aligns each to 16 bytes
 
 
@@ -39,12 +51,15 @@ class SampleBatch:
     answers. positions: of the new token in its sequence, which is the number of tokens before it.
     Several samples of one prompt share both rows. Choices after draft tokens share the sequence's row, at different
     positions; `last_tokens` may then have any of them, since the host supplies the sequence's next token.
+    tokens: prompt and output of its sequence, as far as the host knows them: all tokens before `positions`, or all but
+    the last one. Read during `prepare`, for sequences with bad words.
     """
 
     logits_rows: Seq[int] | NDArray[np.integer]
     rows: Seq[int] | NDArray[np.integer]
     samples: Seq[int] | NDArray[np.integer]
     positions: Seq[int] | NDArray[np.integer]
+    tokens: Seq[Seq[int]] = ()
 
 
 class Sampler:
@@ -52,12 +67,14 @@ class Sampler:
 
     State that depends on tokens which the host may not know yet is on the device: `last_tokens`, [num_rows] int32, the
     last token chosen for each row; and how often each token occurs, [num_rows, vocab_size] int32, valid only for rows
-    with penalties. All calls belong to one thread and one stream, and none waits for the device.
+    with penalties. So are the bitmasks of allowed tokens, because of their size, valid only for rows that have them.
+    All calls belong to one thread and one stream, and none waits for the device.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._allowed = torch.zeros(num_rows, -(-vocab_size // TOKENS_PER_WORD), dtype=torch.int32, device=device)
         self._eos_token_ids = eos_token_ids
         # What is the same at every step of a sequence, by row.
         self._feature_flags = np.zeros(num_rows, np.int64)
@@ -65,7 +82,9 @@ class Sampler:
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         self._ints = np.zeros((len(_INTS), num_rows), np.int64)
         self._floats = np.zeros((len(_FLOATS), num_rows), np.float32)
+        self._num_prompt_tokens = np.zeros(num_rows, np.int64)
         self._bias = [_NO_ENTRIES] * num_rows
+        self._bad_words = [_NO_BAD_WORDS] * num_rows
         self._ends = [_NO_ENTRIES] * num_rows
 
     def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
@@ -76,18 +95,23 @@ class Sampler:
         feature_flags = (
             _DRAWS * draws | _FILTERED * filtered | _BIASED * bool(p.logit_bias) | _PENALIZED * p.has_penalties
         )
+        feature_flags |= _MASKED * bool(p.allowed_token_ids) | _BAD_WORDS * bool(p.bad_words_token_ids)
         self._feature_flags[row] = feature_flags
+        self._num_prompt_tokens[row] = len(prompt_tokens)
         self._may_end_from[row] = len(prompt_tokens) + p.min_tokens
         self._num_logprobs[row] = p.num_logprobs
         self._ints[:, row] = p.seed - (1 << 64) if p.seed >> 63 else p.seed, min(p.top_k, self._counts.shape[1])
         self._floats[:, row] = [getattr(p, name) for name in _FLOATS]
         self._floats[_FLOATS.index("temperature"), row] = p.temperature if draws else 0.0
         self._bias[row] = _entries(list(p.logit_bias), list(p.logit_bias.values()))
+        self._bad_words[row] = BadWords(p.bad_words_token_ids) if p.bad_words_token_ids else _NO_BAD_WORDS
         ends = {*p.stop_token_ids, *(() if p.ignore_eos else self._eos_token_ids)} if p.min_tokens else ()
         known = [token for token in ends if token < self._counts.shape[1]]
         self._ends[row] = _entries(known, [-np.inf] * len(known))
         if p.has_penalties:
             self._count_known(row, prompt_tokens, output_tokens)
+        if p.allowed_token_ids:
+            self._allowed[row] = upload(bitmask_of(p.allowed_token_ids, self._counts.shape[1]), self._counts.device)
 
     def prepare(self, batch: SampleBatch) -> SamplingTensors | None:
         """All that `launch` needs for every choice, on the device by one copy; None if there are no choices.
@@ -110,15 +134,31 @@ class Sampler:
         device = upload(packed, self._counts.device)
         logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(-1, padded)[:, :n].unbind()
         temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(-1, padded)[:, :n].unbind()
+        feature_flags = int(np.bitwise_or.reduce(self._feature_flags[rows], initial=0))
         return SamplingTensors(
             logits_rows,
             row,
             DrawParams(temperature, top_k, top_p, min_p, seed, position),
             penalties,
             host_rows=rows,
-            feature_flags=int(np.bitwise_or.reduce(self._feature_flags[rows], initial=0)),
+            feature_flags=feature_flags,
             too_short=positions < self._may_end_from[rows],
+            bad_words=self._bad_words_of(batch, rows, positions) if feature_flags & _BAD_WORDS else None,
         )
+
+    def _bad_words_of(
+        self, batch: SampleBatch, rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        """Tokens that may complete a bad word, [3, n]: place in the logits of all choices, the token that must be
+        before it, row. None: there are none."""
+        vocab_size = self._counts.shape[1]
+        found: list[tuple[int, int, int]] = []
+        for i in np.flatnonzero(self._feature_flags[rows] & _BAD_WORDS).tolist():
+            row, tokens = int(rows[i]), batch.tokens[i]
+            num_unknown = int(positions[i]) - len(tokens)
+            forbidden = self._bad_words[row].forbidden(tokens, int(self._num_prompt_tokens[row]), num_unknown)
+            found += [(i * vocab_size + token, before, row) for token, before in forbidden]
+        return np.array(found, np.int64).T.copy() if found else None
 
     def launch(self, logits: Tensor, tensors: SamplingTensors | None) -> Sampled:
         """Start to choose. logits: [num_rows, vocab_size], bf16 or fp32 (computed in fp32), not changed."""
@@ -144,9 +184,10 @@ class Sampler:
     def _adjusted(self, logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
         """Logits after bias, masks and penalties, and the row of each choice in them; the same tensor if no choice has
         any."""
-        if not (tensors.feature_flags & (_BIASED | _PENALIZED) or tensors.too_short.any()):
+        if not (tensors.feature_flags & _ADJUSTED or tensors.too_short.any()):
             return logits, tensors.logits_rows
         own = logits.index_select(0, tensors.logits_rows).float()
+        self._forbid(own, tensors)
         rows = tensors.host_rows.tolist()
         added = [(i, self._bias[row]) for i, row in enumerate(rows)] if tensors.feature_flags & _BIASED else []
         added += [(i, self._ends[rows[i]]) for i in np.flatnonzero(tensors.too_short).tolist()]
@@ -157,6 +198,16 @@ class Sampler:
         if tensors.feature_flags & _PENALIZED:
             penalize(own, self._counts, tensors.rows, *tensors.penalties)
         return own, torch.arange(own.shape[0], device=own.device)
+
+    def _forbid(self, own: Tensor, tensors: SamplingTensors) -> None:
+        """Apply allowed tokens and bad words to the logits of all choices, in place."""
+        if tensors.feature_flags & _MASKED:
+            rows = np.where(self._feature_flags[tensors.host_rows] & _MASKED, tensors.host_rows, -1)
+            apply_token_bitmask(own, self._allowed, upload(rows, own.device))
+        if tensors.bad_words is not None:
+            places, before, rows = upload(tensors.bad_words, own.device).unbind()
+            completes = (before == ANY_TOKEN) | (before == self.last_tokens.index_select(0, rows))
+            own.view(-1).scatter_add_(0, places, completes.float() * _COMPLETES_BAD_WORD)
 
     def _told(self, logits: Tensor, tensors: SamplingTensors, tokens: Tensor) -> Sampled:
         num_logprobs = self._num_logprobs[tensors.host_rows]
@@ -208,6 +259,7 @@ class SamplingTensors:
     host_rows: NDArray[np.int64]
     feature_flags: int  # what any of them needs
     too_short: NDArray[np.bool_]  # has fewer than min_tokens outputs
+    bad_words: NDArray[np.int64] | None
 
 
 _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, and what to add to their logits
@@ -218,3 +270,12 @@ def _entries(tokens: Seq[int], values: Seq[float]) -> _Entries:
 
 
 _NO_ENTRIES = _entries((), ())
+_NO_BAD_WORDS = BadWords(())
+
+
+def bitmask_of(tokens: Collection[int], vocab_size: int) -> NDArray[np.int32]:
+    """One row of the bitmask of `apply_token_bitmask`, with the bits of these tokens set."""
+    allowed = np.zeros(-(-vocab_size // TOKENS_PER_WORD) * TOKENS_PER_WORD, np.bool_)
+    known = np.fromiter(tokens, np.int64, len(tokens))
+    allowed[known[known < vocab_size]] = True
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)

@@ -8,5 +8,5 @@ roles' state machines exchange (`messages`) with their only conversion to and fr
 
 __version__ = "0.1.0"
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Spoken in the first message of each stream. Raised when an old peer would misread a new one."""

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
+from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
 from router.generation_request import GenerationRequest
 from router.http.fields import (
     CONFIG,
@@ -20,6 +20,7 @@ from router.http.fields import (
     TemplateValues,
     Text,
     Whole,
+    Words,
     between,
     sampling,
 )
@@ -72,6 +73,8 @@ class GenerationFields(BaseModel):
     ignore_eos: bool | None = None
     stop: Strings = ()
     stop_token_ids: list[Whole] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    allowed_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: Words = ()
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -98,6 +101,7 @@ class GenerationFields(BaseModel):
         return {
             "n": 1 if self.n is None else self.n,
             "stop": self.stop,
+            "bad_words": self.bad_words,
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "skip_special_tokens": self.skip_special_tokens is not False,
             "timeout_s": self.timeout,

@@ -41,8 +41,6 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "tools": _is_empty,
     "web_search_options": _never,
     # vLLM's
-    "allowed_token_ids": _is_empty,
-    "bad_words": _is_empty,
     "chat_template": _is_empty,
     "continue_final_message": _is_empty,
     "documents": _is_empty,

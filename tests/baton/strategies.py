@@ -48,6 +48,8 @@ def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.frozensets(int31, max_size=4)),
         num_logprobs=draw(st.integers(-1, 20)),
+        allowed_token_ids=draw(st.frozensets(int31, max_size=4)),
+        bad_words_token_ids=draw(st.lists(st.lists(int31, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)),
     )
 
 

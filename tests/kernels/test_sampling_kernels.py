@@ -166,6 +166,23 @@ def test_penalties_are_those_of_the_reference(device: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_bitmask_forbids_what_the_definition_says(device: str) -> None:
+    size = 2500  # not a multiple of the bits in a word
+    logits = torch.randn(4, size, generator=torch.Generator().manual_seed(3)).to(device)
+    bits = torch.randint(-(2**31), 2**31, (3, -(-size // 32)), generator=torch.Generator().manual_seed(4)).int()
+    rows = torch.tensor([2, -1, 0, 2])
+    expected = logits.clone()
+    for i, row in enumerate(rows.tolist()):
+        for token in range(size) if row >= 0 else ():
+            if not bits[row, token // 32].item() >> (token % 32) & 1:
+                expected[i, token] = float("-inf")
+    for apply in (kernel.apply_token_bitmask, *([reference.apply_token_bitmask] if device == "cpu" else [])):
+        own = logits.clone()
+        apply(own, bits.to(device), rows.to(device))
+        assert torch.equal(own, expected)
+
+
 def test_a_step_without_choices_launches_nothing() -> None:
     none = torch.empty(0, dtype=torch.int64)
     assert kernel.sample(torch.zeros(3, 100), none, None, False).shape == (0,)

@@ -107,6 +107,17 @@ async def test_sampling_reaches_the_nodes(client, nodes):
     assert sampling.logit_bias == {17: 3.0}
 
 
+async def test_allowed_tokens_and_bad_words_reach_the_nodes_as_ids(client, nodes):
+    body = {"prompt": [5], "allowed_token_ids": [7, 9.0, 7], "bad_words": ["hello", " world", "hello"]}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    sampling, tokenizer = nodes.prefills[0].sampling, tiny_tokenizer()
+    assert sampling.allowed_token_ids == {7, 9}
+    ids = {text: tokenizer.encode(text, False) for text in ("hello", " hello", "world", " world")}
+    expected = [ids[text] for text in ("hello", "world")]
+    expected += [ids[" " + word] for word in ("hello", "world") if len(ids[" " + word]) == len(ids[word])]
+    assert sorted(sampling.bad_words_token_ids) == sorted(expected)
+
+
 async def test_prompts_in_every_form(client, nodes):
     text = (await client.post("/v1/completions", json={"prompt": "hello"})).json()
     assert nodes.prefills[0].prompt_tokens == tiny_tokenizer().encode("hello", True)

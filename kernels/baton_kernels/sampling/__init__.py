@@ -11,7 +11,10 @@ from torch import Tensor
 from baton_kernels.sampling import reference
 from baton_kernels.sampling.reference import IN_PROMPT
 
-__all__ = ["IN_PROMPT", "DrawParams", "penalize", "sample"]
+__all__ = ["IN_PROMPT", "TOKENS_PER_WORD", "DrawParams", "apply_token_bitmask", "penalize", "sample"]
+
+TOKENS_PER_WORD = 32
+"""Of a bitmask of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,24 @@ def penalize(
         kernel.penalize(logits, counts, rows, repetition, frequency, presence)
     else:
         reference.penalize(logits, counts, rows, repetition, frequency, presence)
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+    """Forbid, in place, the tokens whose bits are 0 in row `rows[i]` of the bitmask: their logits become -inf.
+
+    logits: [num_choices, vocab_size], fp32, contiguous. bitmask: [num_rows, words], int32, contiguous, of at least
+    ceil(vocab_size / 32) words: bit t % 32 of word t // 32 is token t's, as xgrammar and vLLM have it. rows:
+    [num_choices], int64; -1: all tokens are allowed.
+    """
+    assert rows.shape == logits.shape[:1]
+    assert logits.dtype == torch.float32
+    assert bitmask.dtype == torch.int32
+    assert bitmask.shape[1] * TOKENS_PER_WORD >= logits.shape[1]
+    assert logits.is_contiguous()
+    assert bitmask.is_contiguous()
+    if logits.is_cuda:
+        from baton_kernels.sampling import kernel
+
+        kernel.apply_token_bitmask(logits, bitmask, rows)
+    else:
+        reference.apply_token_bitmask(logits, bitmask, rows)

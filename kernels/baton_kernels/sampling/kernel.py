@@ -170,6 +170,18 @@ def _penalize_kernel(
         tl.store(places, x, mask=seen)
 
 
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
+def _bitmask_kernel(logits_ptr, bitmask_ptr, rows_ptr, vocab_size, num_words, TILE: tl.constexpr):
+    choice = tl.program_id(0)
+    row = tl.load(rows_ptr + choice).to(tl.int64)
+    if row >= 0:
+        tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        words = tl.load(bitmask_ptr + row * num_words + tokens // 32, mask=tokens < vocab_size, other=-1)
+        forbidden = ((words >> (tokens % 32)) & 1) == 0
+        minus_inf = tl.full([TILE], float("-inf"), tl.float32)
+        tl.store(logits_ptr + choice.to(tl.int64) * vocab_size + tokens, minus_inf, mask=forbidden)
+
+
 _choose = Launcher(_choose_kernel, num_warps=8)
 _combine = Launcher(_combine_kernel, num_warps=1)
 
@@ -218,3 +230,10 @@ def penalize(
         _penalize_kernel[grid](
             logits, counts, rows, repetition, frequency, presence, vocab_size, IN_PROMPT, _TILE, num_warps=8
         )
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+    num_choices, vocab_size = logits.shape
+    if num_choices:
+        grid = num_choices, triton.cdiv(vocab_size, _TILE)
+        _bitmask_kernel[grid](logits, bitmask, rows, vocab_size, bitmask.shape[1], _TILE, num_warps=8)

@@ -43,6 +43,13 @@ def penalize(
     logits -= frequency[:, None] * in_output + presence[:, None] * (in_output > 0)
 
 
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    words = bitmask[rows.clamp(min=0)][:, tokens // 32]
+    forbidden = (words >> (tokens % 32).int()) & 1 == 0
+    logits.masked_fill_(forbidden & (rows >= 0)[:, None], float("-inf"))
+
+
 def _draw(logits: Tensor, params: DrawParams, filtered: bool) -> Tensor:
     """[num_rows], int64. logits: [num_rows, vocab_size], fp32."""
     scores = logits / params.temperature[:, None]
