@@ -17,12 +17,14 @@ from baton.sampling import (
     SamplingParams,
 )
 from router.bad_words import check_bad_words
-from router.limits import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from router.limits import MAX_COUNTED_CHARS, MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.models import ServedModel
 
 SEED_SPACE = 2**64
 _DRAWN_SEED_BITS = 63
 _INT32_END = 2**31
+_ALL_THAT_FIT = -1
+"""As `truncate_prompt_tokens`: what max_tokens leaves of the context."""
 _PROBE_CHARS_PER_TOKEN = 8
 """Twice what common text has. Of a longer text, the beginning is tokenized first."""
 
@@ -48,6 +50,8 @@ class GenerationRequest:
     bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     timeout_s: float | None = None
     cache_salt: str = ""
 
@@ -67,6 +71,11 @@ class GenerationRequest:
         _at_most(MAX_ALLOWED_TOKEN_IDS, len(self.sampling.get("allowed_token_ids", ())), "allowed_token_ids", "ids")
         _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
         check_bad_words(self.bad_words)
+        kept = self.truncate_prompt_tokens
+        if kept is not None and kept != _ALL_THAT_FIT and kept < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1, or 1 or more, not {kept}", "truncate_prompt_tokens"
+            )
         if any(not 0 <= token < _INT32_END for token in stop_token_ids):
             raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
@@ -78,9 +87,11 @@ def _at_most(limit: int, count: int, param: str, what: str) -> None:
         raise InvalidRequest(f"{param} must have at most {limit} {what}, not {count}", param)
 
 
-def encode(text: str, model: ServedModel, add_special_tokens: bool, free_chars: int = 0) -> tuple[int, ...]:
-    """Token ids of a text. If the text is far too long, and longer than `free_chars`, raises ContextTooLong without
-    tokenizing all of it.
+def encode(
+    text: str, model: ServedModel, add_special_tokens: bool, free_chars: int = 0, most: int | None = None
+) -> tuple[int, ...]:
+    """Token ids of a text, of a longer one the last `most`. If the text is far too long, and longer than `free_chars`,
+    raises ContextTooLong without tokenizing all of it.
 
     The number of characters does not tell how few tokens a text may have: a tokenizer may drop characters, and
     thousands of blanks may be one token. But a tokenizer works from left to right, so the beginning of a text has
@@ -91,7 +102,31 @@ def encode(text: str, model: ServedModel, add_special_tokens: bool, free_chars: 
         num_tokens = model.tokenizer.count(beginning)
         if num_tokens > model.max_model_len + model.max_model_len // 2:
             raise _too_long(model, f"more than {num_tokens}")
-    return model.tokenizer.encode(text, add_special_tokens)
+    return model.tokenizer.encode(text, add_special_tokens, most)
+
+
+def num_kept_tokens(wanted: GenerationRequest, model: ServedModel) -> int | None:
+    """How many tokens are left of a longer prompt; None: all. Raises InvalidRequest for more than the context has."""
+    kept = wanted.truncate_prompt_tokens
+    if kept == _ALL_THAT_FIT:
+        return max(1, model.max_model_len - (wanted.sampling.get("max_tokens") or 1))
+    if kept is not None and kept > model.max_model_len:
+        text = f"truncate_prompt_tokens must be at most {model.max_model_len}, the model's context, not {kept}"
+        raise InvalidRequest(text, "truncate_prompt_tokens")
+    return kept
+
+
+def prompt_tokens(
+    prompt: str | tuple[int, ...], model: ServedModel, add_special_tokens: bool, most: int | None = None
+) -> tuple[int, ...]:
+    """The prompt's token ids, checked; `most`: the last ones, of a text with the special tokens around it. Raises
+    InvalidRequest."""
+    if isinstance(prompt, str):
+        tokens = encode(prompt, model, add_special_tokens, 0 if most is None else MAX_COUNTED_CHARS, most)
+    else:
+        tokens = prompt if most is None else prompt[-most:]
+    check_prompt(tokens, model)
+    return tokens
 
 
 def check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:

@@ -14,7 +14,7 @@ from router.answer import Answer
 from router.bad_words import bad_words_token_ids
 from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
-from router.generation_request import GenerationRequest, check_prompt, encode, sampling_params
+from router.generation_request import GenerationRequest, num_kept_tokens, prompt_tokens, sampling_params
 from router.life import RoutedRequest
 from router.models import Models, ServedModel
 from router.offload import Offload, Pauses
@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 
 _MAX_TEXT_SIZE = 64 * 2**20
 """Characters of texts that are being parsed, tokenized and so on; each takes about a hundred bytes meanwhile."""
-
-Prompt = str | tuple[int, ...]
 
 
 class Service:
@@ -84,19 +82,14 @@ class Service:
             raise InvalidRequest("messages must not be empty", "messages")
         return await self.offload.run(lambda: chat.render(messages(), add_generation_prompt, variables), size)
 
-    async def tokenize(
-        self, model: ServedModel, prompts: Sequence[Prompt], add_special_tokens: bool
-    ) -> list[tuple[int, ...]]:
-        """Token ids of each prompt, checked; prompts given as ids stay as they are. Raises InvalidRequest or
-        Overloaded."""
+    async def tokenize(self, model: ServedModel, wanted: GenerationRequest) -> list[tuple[int, ...]]:
+        """Token ids of each prompt, checked. Raises InvalidRequest or Overloaded."""
+        most = num_kept_tokens(wanted, model)
 
         def encode_all() -> list[tuple[int, ...]]:
-            every = [encode(p, model, add_special_tokens) if isinstance(p, str) else p for p in prompts]
-            for prompt in every:
-                check_prompt(prompt, model)
-            return every
+            return [prompt_tokens(prompt, model, wanted.add_special_tokens, most) for prompt in wanted.prompts]
 
-        return await self.offload.run(encode_all, sum(map(len, prompts)))
+        return await self.offload.run(encode_all, sum(map(len, wanted.prompts)))
 
     async def generate(
         self, model: ServedModel, wanted: GenerationRequest, received: float, admitted: Admitted
@@ -105,7 +98,7 @@ class Service:
 
         The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
-        prompts = await self.tokenize(model, wanted.prompts, wanted.add_special_tokens)
+        prompts = await self.tokenize(model, wanted)
         admitted.resize(sum(map(len, prompts)))
         words = wanted.bad_words
         bad_words = (
@@ -152,7 +145,7 @@ class Service:
         eos = () if sampling.ignore_eos else model.defaults.eos_token_ids
         return Answer(
             index,
-            model.tokenizer.detokenizer(wanted.skip_special_tokens),
+            model.tokenizer.detokenizer(wanted.skip_special_tokens, wanted.spaces_between_special_tokens),
             StopScanner(stops, wanted.include_stop_str_in_output),
             sampling.stop_token_ids.union(eos),
             sampling.min_tokens,

@@ -205,8 +205,8 @@ class Sampler:
             rows = np.where(self._feature_flags[tensors.host_rows] & _MASKED, tensors.host_rows, -1)
             apply_token_bitmask(own, self._allowed, upload(rows, own.device))
         if tensors.bad_words is not None:
-            places, before, rows = upload(tensors.bad_words, own.device).unbind()
-            completes = (before == ANY_TOKEN) | (before == self.last_tokens.index_select(0, rows))
+            places, before, of_rows = upload(tensors.bad_words, own.device).unbind()
+            completes = (before == ANY_TOKEN) | (before == self.last_tokens.index_select(0, of_rows))
             own.view(-1).scatter_add_(0, places, completes.float() * _COMPLETES_BAD_WORD)
 
     def _told(self, logits: Tensor, tensors: SamplingTensors, tokens: Tensor) -> Sampled:

@@ -17,7 +17,7 @@ from router.generation_request import GenerationRequest, check_answer, encode
 from router.http.answers import dump_json, raw_json_response
 from router.http.body import BodyReader
 from router.http.limits import Bodies
-from router.http.logprobs import token_text
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, token_text
 from router.http.responses import EventResponse, WholeResponse
 from router.http.schemas import (
     ChatRequest,
@@ -26,6 +26,7 @@ from router.http.schemas import (
     GenerationFields,
     TokenizeRequest,
 )
+from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
@@ -59,8 +60,9 @@ class GenerateRoutes:
         body = await self._bodies.read(request, ChatRequest)
         body.check()
         model = self._service.models.get(body.model)
-        request_id = request.state.request_id
-        shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids))
+        request_id = request_id_of(request, body.request_id)
+        logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
+        shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids))
         with self._service.admit(model, [size_of_chat(body.messages)], body.n or 1) as admitted:
             wanted = body.wanted(request_id, await self._chat_prompt(model, body))
             return await self._respond(request, model, body, wanted, shape, admitted)
@@ -69,11 +71,12 @@ class GenerateRoutes:
         body = await self._bodies.read(request, CompletionRequest)
         body.check()
         model = self._service.models.get(body.model)
-        wanted = body.wanted(request.state.request_id)
+        wanted = body.wanted(request_id_of(request, body.request_id))
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
             echoes = await self._echoes(model, wanted) if body.echo else {}
-            ids = bool(body.return_token_ids)
-            shape = CompletionShape(wanted.request_id, model, body.logprobs is not None, ids, echoes)
+            logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids))
+            shown = None if body.logprobs is None else logprobs
+            shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes)
             return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def models(self) -> JSONResponse:

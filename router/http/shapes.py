@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from router.answer import Delta
 from router.generation import Generation, Usage
-from router.http.logprobs import CompletionLogprobs, chat_logprobs
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs
 from router.life import RequestTimings
 from router.models import ServedModel
 
@@ -24,9 +24,8 @@ class Shape(Protocol):
 
 
 class ChatShape:
-    def __init__(self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool) -> None:
+    def __init__(self, request_id: str, model: ServedModel, logprobs: ChatLogprobs | None, token_ids: bool) -> None:
         self._head = _head(f"chatcmpl-{request_id}", model)
-        self._tokenizer = model.tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._begun: set[int] = set()
@@ -52,7 +51,7 @@ class ChatShape:
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage_of(usage)}
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._tokenizer, delta) if self._logprobs else None
+        logprobs = self._logprobs.of(delta) if self._logprobs else None
         return _choice(delta, content, logprobs, self._token_ids)
 
 
@@ -60,10 +59,15 @@ class CompletionShape:
     """`echoes[i]` comes before the text of answer i."""
 
     def __init__(
-        self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool, echoes: Mapping[int, str]
+        self,
+        request_id: str,
+        model: ServedModel,
+        logprobs: CompletionLogprobs | None,
+        token_ids: bool,
+        echoes: Mapping[int, str],
     ) -> None:
         self._head = {**_head(f"cmpl-{request_id}", model), "object": "text_completion"}
-        self._logprobs = CompletionLogprobs(model.tokenizer) if logprobs else None
+        self._logprobs = logprobs
         self._token_ids = token_ids
         self._echoes = dict(echoes)
 

@@ -55,10 +55,8 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
     "prompt_logprobs": _is_one_of(False),
-    "return_tokens_as_token_ids": _is_empty,
     "structured_outputs": _is_empty,
     "thinking_token_budget": _never,
-    "truncate_prompt_tokens": _never,
     "use_beam_search": _is_empty,
     # SGLang's
     "custom_logit_processor": _is_empty,
@@ -99,7 +97,7 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
 
 _MEANINGLESS = frozenset(
     {
-        *("best_of", "echo", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id"),
+        *("echo", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key"),
         *("safety_identifier", "service_tier", "store", "user"),
     }
 )
