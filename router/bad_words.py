@@ -21,9 +21,10 @@ def check_bad_words(words: Sequence[str]) -> None:
         raise InvalidRequest("bad_words must not contain an empty or blank string", "bad_words")
 
 
-def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Token sequences that the output must not contain, as in vLLM: each word as it is at the beginning of a text, and
-    after a space if that has as many tokens and begins with another one."""
+    after a space if that has as many tokens and begins with another one. Sequences that a model of `vocab_size` tokens
+    cannot say are left out."""
     found: list[tuple[int, ...]] = []
     for word in words:
         first = tokenizer.encode(word.lstrip(), add_special_tokens=False)
@@ -31,4 +32,4 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
         found.append(first)
         if len(within) == len(first) and within[:1] != first[:1]:
             found.append(within)
-    return tuple(dict.fromkeys(tokens for tokens in found if tokens))
+    return tuple(dict.fromkeys(tokens for tokens in found if tokens and max(tokens) < vocab_size))

@@ -100,12 +100,7 @@ class Service:
         """
         prompts = await self.tokenize(model, wanted)
         admitted.resize(sum(map(len, prompts)))
-        words = wanted.bad_words
-        bad_words = (
-            await self.offload.run(lambda: bad_words_token_ids(words, model.tokenizer), 2 * sum(map(len, words)))
-            if words
-            else ()
-        )
+        bad_words = await self._bad_words(model, wanted.bad_words)
         stops = StopStrings(wanted.stop)
         parts: list[Part] = []
         pause = Pauses()
@@ -116,6 +111,12 @@ class Service:
         await generation.start(received)
         log.debug("placed prompts=%d n=%d", len(prompts), wanted.n)
         return generation
+
+    async def _bad_words(self, model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if not words:
+            return ()
+        size = 2 * sum(map(len, words))
+        return await self.offload.run(lambda: bad_words_token_ids(words, model.tokenizer, model.vocab_size), size)
 
     def _part(
         self,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baton_kernels.paged_attention import PagedBatch
 from baton_kernels.step_inputs import step_inputs
+from engine.model.choices import SampleBatch
 from engine.model.extensions import BatchExtension, torch_dtype
-from engine.model.sampler import SampleBatch
 from engine.model.upload import upload
 from engine.step import Chunk
 

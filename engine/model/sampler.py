@@ -7,7 +7,6 @@ penalties; then the most likely token when greedy, else a draw (see `baton_kerne
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,19 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
 from baton_kernels.sampling import (
     IN_PROMPT,
-    TOKENS_PER_WORD,
     DrawParams,
     apply_token_bitmask,
     penalize,
     sample,
 )
 from engine.model.bad_words import ANY_TOKEN, BadWords
-from engine.model.upload import download, upload
-from engine.step import Choice
+from engine.model.choices import SampleBatch, Sampled
+from engine.model.token_bitmask import num_words, pack_bitmask
+from engine.model.upload import upload
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: dividing by them would overflow."""
@@ -43,25 +41,6 @@ _COMPLETES_BAD_WORD = -1e20
 _PADDING = 4  # rows of an upload have a multiple of so many columns: aligns each to 16 bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SampleBatch:
-    """The choices of one step: item i of each list, or integer array, belongs to choice i.
-
-    logits_rows: the row of its logits. rows: the sequence's row in the sampler. samples: for which of the request's
-    answers. positions: of the new token in its sequence, which is the number of tokens before it.
-    Several samples of one prompt share both rows. Choices after draft tokens share the sequence's row, at different
-    positions; `last_tokens` may then have any of them, since the host supplies the sequence's next token.
-    tokens: prompt and output of its sequence, as far as the host knows them: all tokens before `positions`, or all but
-    the last one. Read during `prepare`, for sequences with bad words.
-    """
-
-    logits_rows: Seq[int] | NDArray[np.integer]
-    rows: Seq[int] | NDArray[np.integer]
-    samples: Seq[int] | NDArray[np.integer]
-    positions: Seq[int] | NDArray[np.integer]
-    tokens: Seq[Seq[int]] = ()
-
-
 class Sampler:
     """Chooses tokens for batches of sequences, each of which has a row here from `begin` on for as long as it runs.
 
@@ -74,7 +53,7 @@ class Sampler:
     def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
-        self._allowed = torch.zeros(num_rows, -(-vocab_size // TOKENS_PER_WORD), dtype=torch.int32, device=device)
+        self._allowed = torch.zeros(num_rows, num_words(vocab_size), dtype=torch.int32, device=device)
         self._eos_token_ids = eos_token_ids
         # What is the same at every step of a sequence, by row.
         self._feature_flags = np.zeros(num_rows, np.int64)
@@ -111,7 +90,7 @@ class Sampler:
         if p.has_penalties:
             self._count_known(row, prompt_tokens, output_tokens)
         if p.allowed_token_ids:
-            self._allowed[row] = upload(bitmask_of(p.allowed_token_ids, self._counts.shape[1]), self._counts.device)
+            self._allowed[row] = upload(pack_bitmask(p.allowed_token_ids, self._counts.shape[1]), self._counts.device)
 
     def prepare(self, batch: SampleBatch) -> SamplingTensors | None:
         """All that `launch` needs for every choice, on the device by one copy; None if there are no choices.
@@ -223,30 +202,6 @@ class Sampler:
         return Sampled(tokens, (chosen, values, ids), asks)
 
 
-class Sampled:
-    """The choices of a launch. tokens: [num_choices], int32, on the device."""
-
-    def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
-        """asked: (choice, number of logprobs) pairs. logprobs, for these: of the chosen token [num_asked], and of the
-        most likely tokens [num_asked, width] logprobs and ids."""
-        self.tokens = tokens
-        self._told = (tokens, *logprobs)
-        self._asked = asked
-
-    def to_host(self) -> None:
-        """Start the copies to the host, on the current stream."""
-        self._told = tuple(download(tensor) for tensor in self._told)
-
-    def choices(self) -> list[Choice]:
-        """One per choice of the batch. The caller must make sure that the copies of `to_host` are done."""
-        tokens, *logprobs = (tensor.tolist() for tensor in self._told)
-        choices = [Choice(token) for token in tokens]
-        for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
-            top = tuple(zip(ids, values, strict=True))[:num]
-            choices[i] = Choice(tokens[i], TokenLogprobs(chosen, top))
-        return choices
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """Per choice, on the device, [num_choices] each; then what the host has to know about them."""
@@ -271,11 +226,3 @@ def _entries(tokens: Seq[int], values: Seq[float]) -> _Entries:
 
 _NO_ENTRIES = _entries((), ())
 _NO_BAD_WORDS = BadWords(())
-
-
-def bitmask_of(tokens: Collection[int], vocab_size: int) -> NDArray[np.int32]:
-    """One row of the bitmask of `apply_token_bitmask`, with the bits of these tokens set."""
-    allowed = np.zeros(-(-vocab_size // TOKENS_PER_WORD) * TOKENS_PER_WORD, np.bool_)
-    known = np.fromiter(tokens, np.int64, len(tokens))
-    allowed[known[known < vocab_size]] = True
-    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)

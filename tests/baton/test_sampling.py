@@ -86,3 +86,17 @@ def test_each_has_a_field_of_its_name_between_nodes_and_from_clients() -> None:
     assert set(NAMES) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     from_clients = set(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
     assert set(NAMES) - from_clients == {"num_logprobs", "bad_words_token_ids"}, "`logprobs` and `bad_words` there"
+
+
+@pytest.mark.parametrize(
+    ("params", "depends"),
+    [
+        ({}, False),
+        ({"bad_words_token_ids": ((1,), (2,)), "allowed_token_ids": frozenset({3})}, False),
+        ({"bad_words_token_ids": ((1,), (2, 3))}, True),
+        ({"presence_penalty": 0.5}, True),
+    ],
+    ids=str,
+)
+def test_which_parameters_depend_on_earlier_tokens(params: dict[str, Any], depends: bool) -> None:
+    assert SamplingParams(**params).depends_on_output is depends

@@ -13,7 +13,8 @@ import torch
 
 from baton.sampling import SamplingParams
 from baton_kernels.sampling import reference
-from engine.model.sampler import SampleBatch, Sampled, Sampler
+from engine.model.choices import SampleBatch, Sampled
+from engine.model.sampler import Sampler
 from engine.step import Choice
 
 torch.set_num_threads(1)
@@ -117,6 +118,7 @@ def test_nothing_waits_for_the_device() -> None:
     asks = [
         Ask(SamplingParams(seed=1, top_k=3, top_p=0.9, min_p=0.1, num_logprobs=2), row=0),
         Ask(greedy(repetition_penalty=1.2, logit_bias={1: 2.0}, min_tokens=4), row=1, output=(5,)),
+        Ask(greedy(allowed_token_ids=frozenset({1, 2, 4}), bad_words_token_ids=((1,), (5, 2))), row=1, output=(5,)),
     ]
     values = logits(2).cuda()
     expected = choose(values, *asks)
@@ -126,6 +128,7 @@ def test_nothing_waits_for_the_device() -> None:
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         sampler.begin(3, asks[1].params, asks[1].prompt, asks[1].output)
+        sampler.begin(4, asks[2].params, asks[2].prompt, asks[2].output)
         sampled = sampler.launch(values, sampler.prepare(batch))
         sampled.to_host()
     finally:
