@@ -63,16 +63,16 @@ async def ask(house: House, cases: Iterable[Case]) -> list[Answers]:
 
         async def of_case(path: str, body: Fields) -> Answers:
             plain = {name: value for name, value in body.items() if name in (*BASE, "prompt", "messages")}
-            *answers, singles = await asyncio.gather(
-                parameters.whole(alone, path, body),
-                parameters.whole(alone, path, {**plain, **BASE}),
-                parameters.whole(handed_off, path, body),
-                parameters.whole(late, path, body),
-                Stream(handed_off, path, body).end(),
-                parameters.whole(handed_off, path, {**body, "n": NUM_SAMPLES}),
-                of_seeds(path, body),
-            )
-            return Answers(*answers, singles)
+            asked = {
+                "alone": parameters.whole(alone, path, body),
+                "plain": parameters.whole(alone, path, {**plain, **BASE}),
+                "handed_off": parameters.whole(handed_off, path, body),
+                "late": parameters.whole(late, path, body),
+                "streamed": Stream(handed_off, path, body).end(),
+                "together": parameters.whole(handed_off, path, {**body, "n": NUM_SAMPLES}),
+                "singles": of_seeds(path, body),
+            }
+            return Answers(**dict(zip(asked, await asyncio.gather(*asked.values()), strict=True)))
 
         async def of_seeds(path: str, body: Fields) -> Choices:
             bodies = [{**body, "seed": body["seed"] + i} for i in range(NUM_SAMPLES)]
