@@ -31,8 +31,8 @@ class SamplingBenchSettings(EngineBenchSettings):
     num_steps: int = Field(60, ge=2, description=f"steps to measure in each turn, after {WARM_STEPS}")
 
 
-def samplings(vocab_size: int) -> dict[str, SamplingParams]:
-    """By name; tokens are spread over the vocabulary."""
+def samplings(vocab_size: int, num_tokens: int) -> dict[str, SamplingParams]:
+    """By name; tokens are spread over the vocabulary. num_tokens: of each answer."""
     spread = range(0, vocab_size, max(1, vocab_size // 1000))
     greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
     drawn = {"temperature": 0.8, "ignore_eos": True}
@@ -45,7 +45,9 @@ def samplings(vocab_size: int) -> dict[str, SamplingParams]:
         "bad_words, 16 of 2 tokens": SamplingParams(
             **greedy, bad_words_token_ids=tuple((token, token + 1) for token in spread[:16])
         ),
-        "min_tokens": SamplingParams(**greedy, min_tokens=1, stop_token_ids=frozenset(spread[:8])),
+        "min_tokens": SamplingParams(
+            **greedy, min_tokens=num_tokens, max_tokens=num_tokens, stop_token_ids=frozenset(spread[:8])
+        ),
         "logprobs, 5": SamplingParams(**greedy, num_logprobs=5),
     }
 
@@ -57,7 +59,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     batch, context, num_steps = QUICK if settings.quick else (settings.batch, settings.context, settings.num_steps)
     fill_pool(bench)
     rows = []
-    for name, params in samplings(bench.engine.config.vocab_size).items():
+    for name, params in samplings(bench.engine.config.vocab_size, num_steps + 2 * WARM_STEPS).items():
         note(f"decode, batch {batch} at {context}, {name}")
         greedy_ms, ms = list[float](), list[float]()
         for _ in range(1 if settings.quick else NUM_TURNS):

@@ -88,7 +88,7 @@ def test_constrained_sequences_are_measured(folder: Path) -> None:
 def test_sampling_parameters_are_measured(folder: Path) -> None:
     bench, _ = open_bench(parse(engine_sampling.SamplingBenchSettings, [*SMALL, f"--model={folder}"]))
     told = engine_sampling.measure(bench)
-    assert [row["sampling"] for row in told["rows"]] == list(engine_sampling.samplings(bench.engine.config.vocab_size))
+    assert [row["sampling"] for row in told["rows"]] == list(engine_sampling.samplings(1000, 10))
     assert all(row["ms"] > 0 for row in told["rows"])
     assert not bench.engine.has_work
 
