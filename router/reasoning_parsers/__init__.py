@@ -8,11 +8,13 @@ from collections.abc import Mapping
 
 from router.plugins import load_plugin
 from router.reasoning_parsers.base import Parted, ReasoningParser
+from router.reasoning_parsers.harmony import GptOssParser
 from router.reasoning_parsers.tags import DeepSeekR1Parser, MistralParser, Qwen3Parser
 
 GROUP = "baton.reasoning_parsers"
 REASONING_PARSERS: Mapping[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekR1Parser,
+    "gpt_oss": GptOssParser,
     "mistral": MistralParser,
     "qwen3": Qwen3Parser,
 }

@@ -63,7 +63,7 @@ class MistralParser(ReadingParser):
         yield from source.literal(found)
         yield from source.blanks()
         if (yield from source.literal("[")):
-            yield from self._read_list()
+            yield from self.read_call_list()
             return
         name = yield from source.text_of(_NAME, _MAX_NAME_CHARS)
         if name not in self.tools:
@@ -74,19 +74,6 @@ class MistralParser(ReadingParser):
         yield from source.literal("[ARGS]")
         yield from source.blanks()
         yield from self.read_arguments(name, call_id)
-
-    def _read_list(self) -> Reading[None]:
-        source = self.source
-        while True:
-            yield from source.blanks()
-            if not (yield from self.read_call_object()):
-                return
-            yield from source.blanks()
-            if (yield from source.literal("]")):
-                source.begin()
-                return
-            if not (yield from source.literal(",")):
-                return
 
 
 class KimiK2Parser(ReadingParser):
