@@ -1,4 +1,4 @@
-"""Calls written as a Python list, `[f(a=1), g(b="x")]`: Llama 3.2 and 4, ToolACE. Only literals are read."""
+"""Calls written in Python, whose arguments are literals: Llama 3.2 and 4, ToolACE, Olmo 3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_STRING = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "'\""}
 
 
 class PythonicParser(ReadingParser):
-    """`<|python_start|>` and `<|python_end|>` may be around the list. A call is emitted as a whole."""
+    """`[f(a=1), g(b="x")]`, maybe between `<|python_start|>` and `<|python_end|>`. A call is emitted as a whole."""
 
     _START: ClassVar[str] = "<|python_start|>"
     marks: ClassVar[tuple[str, ...]] = (_START, "[")
@@ -108,3 +108,19 @@ class PythonicParser(ReadingParser):
             escaped = yield from source.peek()
             yield from source.literal(escaped)
             pieces.append("\\" + escaped if escaped in _ESCAPED else "\\\\" + escaped)
+
+
+class Olmo3Parser(PythonicParser):
+    """`<function_calls>f(a=1)`, the next call on the next line, `</function_calls>`."""
+
+    marks = ("<function_calls>",)
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        yield from source.literal(found)
+        while (yield from self.read_one()):
+            source.begin()
+            yield from source.blanks()
+            if (yield from source.literal("</function_calls>")):
+                source.begin()
+                return

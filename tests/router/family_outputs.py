@@ -1,4 +1,4 @@
-"""More of what models write when they call tools: Gemma and gpt-oss. See `tool_outputs`."""
+"""More of what models write when they call tools, by families. See `tool_outputs`."""
 
 from tests.router.tool_outputs import DALLAS, Case
 
@@ -134,4 +134,144 @@ GPT_OSS = [
         )
     ),
 ]
-CASES = [*GEMMA, *GEMMA4, *GPT_OSS]
+TOKYO = '{"city": "Tokyo", "unit": "celsius"}'
+DEEPSEEK = [
+    Case(
+        "deepseek_v3",
+        "Let me check.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        f"{TOKYO}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Let me check.",
+        [("get_weather", TOKYO), ("add", "{}")],
+    ),
+    Case(
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Tokyo"\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [("get_weather", '{"city": "Tokyo"\n')],
+    ),
+    *(
+        Case("deepseek_v3", text, text, [])
+        for text in (
+            "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>unknown\n```json\n{}\n```<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n{}<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        )
+    ),
+    Case(
+        "deepseek_v31",
+        'some prefix text<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"x":1}<｜tool▁call▁end｜>'
+        '<｜tool▁call▁begin｜>multiply<｜tool▁sep｜>{"y":2}<｜tool▁call▁end｜><｜tool▁calls▁end｜> some suffix text',
+        "some prefix text some suffix text",
+        [("add", '{"x":1}'), ("multiply", '{"y":2}')],
+    ),
+    *(
+        Case("deepseek_v31", text, text, [])
+        for text in (
+            "Let me look that up.<｜tool▁calls▁begin｜>get_weather",
+            '<｜tool▁calls▁begin｜>add<｜tool▁sep｜>{"x":1}<｜tool▁calls▁end｜>',
+            "<｜tool▁call▁begin｜>unknown<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+            "<｜tool▁call▁begin｜>add<｜tool▁sep｜>x",
+        )
+    ),
+]
+INVOKE = [
+    Case(
+        "minimax_m2",
+        'Let me check. <minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Seattle</parameter>\n'
+        '<parameter name="days">5</parameter>\n</invoke>\n'
+        '<invoke name="add"><parameter name="x">1</parameter></invoke>\n</minimax:tool_call>',
+        "Let me check. ",
+        [("get_weather", '{"city": "Seattle", "days": 5}'), ("add", '{"x": "1"}')],
+    ),
+    Case(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="unknown"></invoke><invoke name="add"></invoke></minimax:tool_call>',
+        '<minimax:tool_call><invoke name="unknown"></invoke>',
+        [("add", "{}")],
+    ),
+    Case(
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="add"><parameter name="code">if a < b:\n  x',
+        "",
+        [("add", '{"code": "if a < b:\\n  x"')],
+    ),
+    *(
+        Case("minimax_m2", text, text, [])
+        for text in ("<minimax:tool_call>\n", '<invoke name="add" x>', '<invoke name="add"><parameter name="a>')
+    ),
+    Case(
+        "deepseek_v32",
+        'Sure!<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">SF</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">42</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">[1, {"k": "v"}]</｜DSML｜parameter>'
+        '<｜DSML｜parameter name="b" string="true">1</｜DSML｜parameter></｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "Sure!",
+        [("get_weather", '{"city": "SF", "days": 42}'), ("add", '{"a": [1, {"k": "v"}], "b": "1"}')],
+    ),
+    *(
+        Case("deepseek_v32", text, text, [])
+        for text in (
+            '<｜DSML｜invoke name="unknown">\n</｜DSML｜invoke>',
+            '<｜DSML｜invoke name="add"><｜DSML｜parameter name="a" string="maybe">',
+        )
+    ),
+]
+LISTS = [
+    Case(
+        "granite",
+        '<|tool_call|> [\n  {"name": "get_weather", "arguments": {"city": "Tokyo"}},\n'
+        '  {"arguments": {"a": 1}, "name": "add"}\n]\nI\'ll get that.',
+        "\nI'll get that.",
+        [("get_weather", '{"city": "Tokyo"}'), ("add", '{"a": 1}')],
+    ),
+    Case("granite", '<tool_call>[{"name": "add", "arguments": {}}]', "", [("add", "{}")]),
+    Case(
+        "granite",
+        '<|tool_call|> {"name": "add", "arguments": {}}',
+        '<|tool_call|> {"name": "add", "arguments": {}}',
+        [],
+    ),
+    Case(
+        "phi4_mini_json",
+        'Let me check.\nfunctools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]\nMore?',
+        "Let me check.\n\nMore?",
+        [("get_weather", '{"city": "Tokyo"}')],
+    ),
+    *(
+        Case("phi4_mini_json", text, text, [])
+        for text in ("import functools", "functools[] This is text", 'functools[{"name": "unknown", "arguments": {}}]')
+    ),
+    Case(
+        "internlm",
+        'Look: <|action_start|><|plugin|>\n{"name": "get_weather", "parameters": {"city": "Tokyo"}}<|action_end|>',
+        "Look: ",
+        [("get_weather", '{"city": "Tokyo"}')],
+    ),
+    *(
+        Case("internlm", text, text, [])
+        for text in (
+            "<|action_start|><|interpreter|>1 + 1<|action_end|>",
+            "<|action_start|><|plugin|>not json<|action_end|>",
+        )
+    ),
+]
+OLMO3 = [
+    Case(
+        "olmo3",
+        "<function_calls>get_weather(city='San Francisco', metric='celsius')\nadd(role=null, ok=true)</function_calls>",
+        "",
+        [("get_weather", '{"city": "San Francisco", "metric": "celsius"}'), ("add", '{"role": null, "ok": true}')],
+    ),
+    Case(
+        "olmo3",
+        "<function_calls>add()\nadd(x=b'z')</function_calls>",
+        "\nadd(x=b'z')</function_calls>",
+        [("add", "{}")],
+    ),
+    *(Case("olmo3", text, text, []) for text in ("<function_calls>unknown()</function_calls>", "[add()]")),
+]
+CASES = [*GEMMA, *GEMMA4, *GPT_OSS, *DEEPSEEK, *INVOKE, *LISTS, *OLMO3]
