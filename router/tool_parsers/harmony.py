@@ -46,9 +46,8 @@ def read_header(source: Source, begun: str = "") -> Reading[Header | None]:
     pieces = [begun]
     yield from source.literal(START)
     for _ in range(_MAX_PARTS):
-        text = yield from source.text_of(_IN_HEADER, _MAX_PART_CHARS)
-        pieces.append(text)
-        mark = (yield from _mark(source)) if len(text) <= _MAX_PART_CHARS else ""
+        pieces.append((yield from source.text_of(_IN_HEADER, _MAX_PART_CHARS)))
+        mark = yield from _mark(source)
         if mark == MESSAGE:
             return parse_header("".join(pieces))
         if not mark:
