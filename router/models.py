@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,13 +23,15 @@ class UnknownModel(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`max_model_len` is the shortest context of all nodes in use, in tokens."""
+    """`max_model_len` is the shortest context of all nodes in use, in tokens. `chat` is `chat_template`, compiled."""
 
     name: str
     max_model_len: int
     vocab_size: int
     tokenizer: Tokenizer
     chat: ChatTemplate | None
+    chat_template: str
+    special_tokens: Mapping[str, str]
     defaults: GenerationDefaults
 
 
@@ -113,5 +115,7 @@ def _model_of(info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
         vocab_size=info.vocab_size,
         tokenizer=tokenizer,
         chat=ChatTemplate(info.chat_template, info.special_tokens) if info.chat_template else None,
+        chat_template=info.chat_template,
+        special_tokens=info.special_tokens,
         defaults=info.generation_defaults,
     )
