@@ -1,7 +1,7 @@
 """What fields and paths are for, in `/openapi.json`, `/docs` and docs/api.md.
 
 A field's own description comes first, then `Schema.field` here, then `field`, since most names mean the same
-everywhere. "unset:" says what happens without the field, where `field_table` does not know.
+everywhere. After "unset:" comes what applies without the field, where `field_table` does not know.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPERATIONS: Mapping[str, str] = {
 }
 
 FIELDS: Mapping[str, str] = {
-    "model": "name of the model; unset: the only one",
+    "model": "name of the model; unset: the one that is served",
     "messages": "the chat so far",
     "prompt": "a text, token ids, or a list of either",
     "system": "system prompt",
@@ -40,7 +40,7 @@ FIELDS: Mapping[str, str] = {
     "stream": "send the answer in pieces, as server-sent events",
     "stream_options": "needs `stream`",
     "temperature": "0: the most likely token",
-    "top_p": "least probability of the set of likely tokens to draw from",
+    "top_p": "draw from the likeliest tokens that have this probability together",
     "top_k": "number of likely tokens to draw from; 0 or -1: all",
     "min_p": "least probability of a token, relative to the most likely one",
     "repetition_penalty": "factor for tokens of the prompt and the answer",
@@ -75,15 +75,18 @@ FIELDS: Mapping[str, str] = {
     "ChatRequest.echo": "begin each content with the last message, if that is the assistant's or is continued",
     "add_special_tokens": "add the tokenizer's special tokens to a text; unset: true",
     "ChatRequest.add_special_tokens": "add the tokenizer's special tokens to what the template wrote; unset: false",
-    "TokenizeRequest.add_special_tokens": "unset: true for a prompt, false for a chat",
+    "TokenizeRequest.add_special_tokens": "add special tokens; unset: true for a prompt, false for a chat",
+    "TokenizeRequest.prompt": "a text",
+    "GenerateRequest.prompt": "a text",
+    "GenerateRequest.prompt_tokens": "token ids",
+    "TokenizeRequest.messages": "a chat, instead of `prompt`",
     "add_generation_prompt": "begin the assistant's message at the prompt's end; unset: true",
     "continue_final_message": "the answer goes on from within the last message; excludes `add_generation_prompt`",
     "chat_template": "Jinja template instead of the model's; needs --trust-request-chat-template",
     "chat_template_kwargs": "more variables for the template",
-    "documents": "for the template, as `documents`",
     "reasoning_effort": "for the template, as `reasoning_effort`",
     "tools": "functions that the model may call",
-    "tool_choice": "unset: `auto` if there are tools",
+    "tool_choice": "whether the model may call tools; unset: `auto` if there are tools",
     "parallel_tool_calls": "false: at most one call; unset: true",
     "metadata": "accepted, no effect",
     "tokens": "token ids",
@@ -98,6 +101,20 @@ FIELDS: Mapping[str, str] = {
     "Function.strict": "accepted, no effect: nothing constrains what the model writes",
     "Message.content": "a text, or blocks of text, which become lines",
 }
+
+
+NO_EFFECT: Mapping[str, str] = {
+    "cache_control": "Anthropic's; all prompts are cached",
+    "metadata": "OpenAI's; nothing is stored",
+    "parallel_tool_calls": "OpenAI's; outside chats nothing calls tools",
+    "priority": "vLLM's; requests are served in the order of their arrival",
+    "prompt_cache_key": "OpenAI's; the router finds the node that has the prompt by itself",
+    "safety_identifier": "OpenAI's; nothing is moderated",
+    "service_tier": "OpenAI's; there is one",
+    "store": "OpenAI's; nothing is stored",
+    "user": "OpenAI's; nothing is told apart by it",
+}
+"""Fields that are accepted although they do nothing, and why they need not."""
 
 
 def with_descriptions(document: dict[str, Any]) -> dict[str, Any]:
@@ -116,4 +133,4 @@ def with_descriptions(document: dict[str, Any]) -> dict[str, Any]:
 def operations(document: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     """By method, in capitals, and path."""
     found = [(path, method, content) for path, item in document["paths"].items() for method, content in item.items()]
-    return {(method.upper(), path): content for path, method, content in found if method in ("get", "post")}
+    return {(method.upper(), path): content for path, method, content in found if "operationId" in content}

@@ -3,6 +3,7 @@ files beside the code, as Swagger's page would."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -73,7 +74,7 @@ def _field(row: FieldRow) -> str:
     return f"<tr><td><code>{escape(row.name)}</code></td>{cells}</tr>"
 
 
-def body_models(content: dict[str, Any], document: dict[str, Any]) -> list[str]:
+def body_models(content: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
     """The names of the schemas of an operation's body: the body, then those that it refers to."""
     names = models_of(content.get("requestBody", {}))
     for name in names:  # grows meanwhile

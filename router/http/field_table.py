@@ -16,7 +16,6 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingP
 _OWN_DEFAULTS = {
     "seed": "drawn",
     "max_tokens": "the model's, else what fits into the context",
-    "min_tokens": "`0`",
     "n": "`1`",
 }
 
@@ -45,8 +44,11 @@ def models_of(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _row(name: str, field: Mapping[str, Any], required: bool) -> FieldRow:
-    default = "required" if required else _default(name)
-    return FieldRow(name, _kind(field), "; ".join(dict.fromkeys(_values(field))), default, field.get("description", ""))
+    """The description may end with `unset:` and the default."""
+    description, _, stated = field.get("description", "").partition("unset: ")
+    kind = _kind(field)
+    default = "required" if required else stated or _default(name) or ("false" if kind == "boolean" else "")
+    return FieldRow(name, kind, "; ".join(dict.fromkeys(_values(field))), default, description.removesuffix("; "))
 
 
 def _default(name: str) -> str:
@@ -69,7 +71,10 @@ def _kind(field: Mapping[str, Any]) -> str:
         value = field.get("const", next(iter(field.get("enum", ())), ""))
         return "string" if isinstance(value, str) else "number"
     kind = field.get("type", "any")
-    return f"list of {_kind(field.get('items', {}))}" if kind == "array" else str(kind)
+    if kind != "array":
+        return str(kind)
+    inner = _kind(field.get("items", {}))
+    return f"list of ({inner})" if " or " in inner else f"list of {inner}"
 
 
 def _choices(field: Mapping[str, Any]) -> list[Mapping[str, Any]]:

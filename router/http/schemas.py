@@ -121,8 +121,10 @@ class GenerationFields(BaseModel):
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
-        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
-            raise InvalidRequest("`best_of` other than `n` is not supported here.", "best_of")
+        n = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of != n:
+            text = f"`best_of` must be `n`, {n}, not {self.best_of}: anything else is not supported here."
+            raise InvalidRequest(text, "best_of")
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
 
@@ -169,6 +171,9 @@ class ChatRequest(GenerationFields, TemplateFields):
         super().check()
         check_tools(self.tools, self.tool_choice)
         self.check_template()
+        limit, valid = self.max_completion_tokens, RANGES["max_tokens"]
+        if limit is not None and limit not in valid:
+            raise InvalidRequest(f"max_completion_tokens {valid.text}, not {limit}", "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         _check_num_logprobs(self.top_logprobs, "top_logprobs")

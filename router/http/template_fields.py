@@ -35,7 +35,9 @@ class TemplateFields(BaseModel):
     continue_final_message: bool | None = None
     chat_template: str | None = Field(None, max_length=MAX_CHAT_TEMPLATE_CHARS)
     chat_template_kwargs: TemplateValues | None = None
-    documents: Documents | None = None
+    documents: Documents | None = Field(
+        None, description=f"for the template, as `documents`; all together at most {MAX_DOCUMENT_CHARS} characters"
+    )
     reasoning_effort: ReasoningEffort | None = None
 
     def check_template(self) -> None:
