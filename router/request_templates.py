@@ -69,4 +69,5 @@ class RequestTemplates:
 
 def question_of(source: str, special_tokens: Mapping[str, str], arguments: Mapping[str, Any]) -> str:
     """A line for the worker. `arguments`: of `ChatTemplate.render`."""
-    return json.dumps({"source": source, "special_tokens": dict(special_tokens), **arguments})
+    content = {"source": source, "special_tokens": dict(special_tokens), **arguments}
+    return "".join(json.JSONEncoder().iterencode(content))  # in Python: see `router.offload`

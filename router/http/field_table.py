@@ -105,10 +105,14 @@ def _interval(part: Mapping[str, Any]) -> str:
     least, above, most = part.get("minimum"), part.get("exclusiveMinimum"), part.get("maximum")
     if least is None and above is None and most is None:
         return ""
-    first = f"({above:g}" if above is not None else f"[{least:g}" if least is not None else "("
+    first = f"({_number(above)}" if above is not None else f"[{_number(least)}" if least is not None else "("
     if most is None or most >= 2**31 - 1:
-        return f"above {above:g}" if above is not None else f"{least:g} or more"
-    return f"{first}, {most:g}]"
+        return f"above {_number(above)}" if above is not None else f"{_number(least)} or more"
+    return f"{first}, {_number(most)}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}".replace("e+0", "e")
 
 
 def _plain(value: object) -> str:
