@@ -71,7 +71,8 @@ def wrong_type(field: dict[str, Any]) -> Any:
 async def refusal(client: httpx.AsyncClient, path: str, name: str, value: Any) -> tuple[str | None, str]:
     """The field that is named, and the message."""
     schema = BODIES[path]
-    body = {field: VALID[field] for field in schema.get("required", ())} | BESIDE.get(name, {}) | {name: value}
+    beside = {field: given for field, given in BESIDE.get(name, {}).items() if field in schema["properties"]}
+    body = {field: VALID[field] for field in schema.get("required", ())} | beside | {name: value}
     if path == "/tokenize" and name != "messages":
         body.setdefault("prompt", "x")
     response = await client.post(path, json={key: given for key, given in body.items() if given is not None})
