@@ -105,13 +105,14 @@ def _interval(part: Mapping[str, Any]) -> str:
     least, above, most = part.get("minimum"), part.get("exclusiveMinimum"), part.get("maximum")
     if least is None and above is None and most is None:
         return ""
-    first = f"({_number(above)}" if above is not None else f"[{_number(least)}" if least is not None else "("
     if most is None or most >= 2**31 - 1:
         return f"above {_number(above)}" if above is not None else f"{_number(least)} or more"
-    return f"{first}, {_number(most)}]"
+    if above is not None:
+        return f"({_number(above)}, {_number(most)}]"
+    return f"[{_number(least)}, {_number(most)}]" if least is not None else f"at most {_number(most)}"
 
 
-def _number(value: float) -> str:
+def _number(value: Any) -> str:
     return f"{value:g}".replace("e+0", "e")
 
 
