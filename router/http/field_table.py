@@ -103,13 +103,11 @@ def _values(field: Mapping[str, Any]) -> Iterator[str]:
 
 def _interval(part: Mapping[str, Any]) -> str:
     least, above, most = part.get("minimum"), part.get("exclusiveMinimum"), part.get("maximum")
-    if least is None and above is None and most is None:
-        return ""
+    if least is None and above is None:
+        return "" if most is None else f"at most {_number(most)}"
     if most is None or most >= 2**31 - 1:
         return f"above {_number(above)}" if above is not None else f"{_number(least)} or more"
-    if above is not None:
-        return f"({_number(above)}, {_number(most)}]"
-    return f"[{_number(least)}, {_number(most)}]" if least is not None else f"at most {_number(most)}"
+    return f"({_number(above)}, {_number(most)}]" if above is not None else f"[{_number(least)}, {_number(most)}]"
 
 
 def _number(value: Any) -> str:
