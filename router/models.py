@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from baton.errors import InvalidRequest, NodeUnavailable
@@ -30,9 +30,9 @@ class ServedModel:
     vocab_size: int
     tokenizer: Tokenizer
     chat: ChatTemplate | None
-    chat_template: str
-    special_tokens: Mapping[str, str]
     defaults: GenerationDefaults
+    chat_template: str = ""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 class Models:
