@@ -22,6 +22,8 @@ from router.http.anthropic.routes import MessagesRoutes
 from router.http.app import create_app
 from router.http.generate import GenerateRoutes
 from router.http.limits import Bodies, HttpLimits
+from router.http.responses_api.routes import ResponsesRoutes
+from router.http.responses_api.store import ResponseStore
 from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.models import Models
@@ -71,7 +73,10 @@ class RouterServer:
         limits = HttpLimits(bodies, settings.keep_alive_interval)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
         generate = GenerateRoutes(self._service, limits, make_parsers(settings))
-        self.app = create_app(generate, MessagesRoutes(self._service, limits), status, self._edge.access)
+        messages = MessagesRoutes(self._service, limits)
+        store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+        responses = ResponsesRoutes(self._service, limits, generate, store)
+        self.app = create_app(generate, messages, responses, status, self._edge.access)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

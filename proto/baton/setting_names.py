@@ -61,6 +61,8 @@ ALL_NAMES = frozenset(
         "max_num_requests",
         "max_num_samples",
         "max_num_seqs",
+        "max_stored_response_bytes",
+        "max_stored_responses",
         "max_waiting",
         "metrics_port",
         "model",

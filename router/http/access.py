@@ -14,7 +14,7 @@ ALIVE = frozenset({"/health", "/ready"})
 
 
 class RequireKey:
-    """ASGI middleware. Puts `tenant` (see `router.api_keys.salted`) into the request's state."""
+    """ASGI middleware. Puts `owner` and `tenant` of ApiKeys into the request's state."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = ALIVE) -> None:
         self._app = app
@@ -24,10 +24,11 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             try:
-                scope["state"]["tenant"] = self._keys.check(_authorization(scope))
+                owner = self._keys.owner(_authorization(scope))
             except InvalidApiKey as error:
                 await response_to(error, scope)(scope, receive, send)
                 return
+            scope["state"].update(owner=owner, tenant=self._keys.tenant(owner))
         await self._app(scope, receive, send)
 
 

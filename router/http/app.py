@@ -17,6 +17,7 @@ from router.http import errors, openapi
 from router.http.access import ALIVE, RequireKey
 from router.http.anthropic.routes import MessagesRoutes
 from router.http.generate import GenerateRoutes
+from router.http.responses_api.routes import ResponsesRoutes
 from router.http.scope import RequestScope
 from router.http.status import StatusRoutes
 
@@ -46,12 +47,19 @@ class Access:
         )
 
 
-def create_app(generate: GenerateRoutes, messages: MessagesRoutes, status: StatusRoutes, access: Access) -> ASGIApp:
+def create_app(
+    generate: GenerateRoutes,
+    messages: MessagesRoutes,
+    responses: ResponsesRoutes,
+    status: StatusRoutes,
+    access: Access,
+) -> ASGIApp:
     """FastAPI's documentation pages are off, because they fetch scripts from elsewhere and the API is not our own.
     Redirects for missing slashes are off, because they would repeat the host that the client named."""
     app = FastAPI(title="baton", version=baton.__version__, openapi_url=None, redirect_slashes=False)
     app.include_router(generate.routes)
     app.include_router(messages.routes)
+    app.include_router(responses.routes)
     app.include_router(status.routes)
     app.include_router(openapi.routes())
     app.add_exception_handler(BatonError, errors.on_baton_error)

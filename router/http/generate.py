@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import State
 
 from baton.errors import InvalidRequest
-from router.admission import Admitted
 from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
 from router.generation import Generation
@@ -63,17 +63,26 @@ class GenerateRoutes:
         body = await self._bodies.read(request, ChatRequest)
         body.check()
         model = self._service.models.get(body.model)
+        generation, reading = await self.start_chat(request.state, model, body)
         request_id = request.state.request_id
+        shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids), reading)
+        return self._response(generation, body, shape)
+
+    async def start_chat(
+        self, state: State, model: ServedModel, body: ChatRequest
+    ) -> tuple[Generation, AnswerReading | None]:
+        """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
+        as they are. Raises BatonError."""
         if body.callable_tools and not self._parsers.may_call_tools:
             raise InvalidRequest(_NO_TOOL_PARSER, "tools")
         with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
             prompt = await self._chat_prompt(model, body)
             reading = self._reading(body, prompt)
-            wanted = body.wanted(request_id, prompt)
+            wanted = body.wanted(state.request_id, prompt)
             if reading is not None and reading.keeps_special_tokens:
                 wanted = dataclasses.replace(wanted, skip_special_tokens=False)
-            shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids), reading)
-            return await self._respond(request, model, body, wanted, shape, admitted)
+            wanted = salted(wanted, state.tenant)
+            return await self._service.generate(model, wanted, state.received, admitted), reading
 
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
@@ -84,7 +93,9 @@ class GenerateRoutes:
             echoes = await self._echoes(model, wanted) if body.echo else {}
             ids = bool(body.return_token_ids)
             shape = CompletionShape(wanted.request_id, model, body.logprobs is not None, ids, echoes)
-            return await self._respond(request, model, body, wanted, shape, admitted)
+            state = request.state
+            generation = await self._service.generate(model, salted(wanted, state.tenant), state.received, admitted)
+            return self._response(generation, body, shape)
 
     async def models(self) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [self._described(self._service.models.get(None))]})
@@ -119,18 +130,7 @@ class GenerateRoutes:
         with self._service.admit(model, [len(body.tokens)]):
             return raw_json_response(await self._service.offload.run(answer, len(body.tokens)))
 
-    async def _respond(
-        self,
-        request: Request,
-        model: ServedModel,
-        body: GenerationFields,
-        wanted: GenerationRequest,
-        shape: Shape,
-        admitted: Admitted,
-    ) -> Response:
-        generation: Generation = await self._service.generate(
-            model, salted(wanted, request.state.tenant), request.state.received, admitted
-        )
+    def _response(self, generation: Generation, body: GenerationFields, shape: Shape) -> Response:
         if body.stream:
             events = ChunkEvents(generation, shape, body.stream_options)
             return EventResponse(generation, events, self._limits.keep_alive_s)

@@ -19,8 +19,8 @@ _QUIET = frozenset({"/health", "/ready", "/metrics"})
 
 
 class RequestScope:
-    """Outermost ASGI application. Puts `request_id`, `received` (`time.monotonic`) and `tenant` (None if there are no
-    keys) into the request's state."""
+    """Outermost ASGI application. Puts `request_id`, `received` (`time.monotonic`), `owner` and `tenant` (b"" and None
+    if there are no keys) into the request's state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -32,7 +32,7 @@ class RequestScope:
         received = time.monotonic()
         given = next((value for name, value in scope["headers"] if name == HEADER), b"")
         request_id = usable_request_id(given.decode("latin-1"))
-        scope.setdefault("state", {}).update(request_id=request_id, received=received, tenant=None)
+        scope.setdefault("state", {}).update(request_id=request_id, received=received, owner=b"", tenant=None)
         named = [(HEADER, request_id.encode())]
         if in_messages_api(scope["path"]):
             named.append((_ANTHROPIC_HEADER, request_id.encode()))
