@@ -19,7 +19,7 @@ from router.http.answers import dump_json, raw_json_response
 from router.http.body import BodyReader
 from router.http.chunks import ChunkEvents
 from router.http.limits import HttpLimits
-from router.http.logprobs import token_text
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, token_text
 from router.http.responses import EventResponse, WholeResponse
 from router.http.schemas import (
     ChatRequest,
@@ -29,6 +29,7 @@ from router.http.schemas import (
     TokenizeRequest,
     size_of_prompt,
 )
+from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.http.tools import plain_tools
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
@@ -63,13 +64,14 @@ class GenerateRoutes:
         body = await self._bodies.read(request, ChatRequest)
         body.check()
         model = self._service.models.get(body.model)
-        generation, reading = await self.start_chat(request.state, model, body)
-        request_id = request.state.request_id
-        shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids), reading)
+        request_id = request_id_of(request, body.request_id)
+        generation, reading = await self.start_chat(request.state, request_id, model, body)
+        logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
+        shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading)
         return self._response(generation, body, shape)
 
     async def start_chat(
-        self, state: State, model: ServedModel, body: ChatRequest
+        self, state: State, request_id: str, model: ServedModel, body: ChatRequest
     ) -> tuple[Generation, AnswerReading | None]:
         """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
         as they are. Raises BatonError."""
@@ -78,7 +80,7 @@ class GenerateRoutes:
         with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
             prompt = await self._chat_prompt(model, body)
             reading = self._reading(body, prompt)
-            wanted = body.wanted(state.request_id, prompt)
+            wanted = body.wanted(request_id, prompt)
             if reading is not None and reading.keeps_special_tokens:
                 wanted = dataclasses.replace(wanted, skip_special_tokens=False)
             wanted = salted(wanted, state.tenant)
@@ -88,11 +90,12 @@ class GenerateRoutes:
         body = await self._bodies.read(request, CompletionRequest)
         body.check()
         model = self._service.models.get(body.model)
-        wanted = body.wanted(request.state.request_id)
+        wanted = body.wanted(request_id_of(request, body.request_id))
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
             echoes = await self._echoes(model, wanted) if body.echo else {}
-            ids = bool(body.return_token_ids)
-            shape = CompletionShape(wanted.request_id, model, body.logprobs is not None, ids, echoes)
+            logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids))
+            shown = None if body.logprobs is None else logprobs
+            shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes)
             state = request.state
             generation = await self._service.generate(model, salted(wanted, state.tenant), state.received, admitted)
             return self._response(generation, body, shape)

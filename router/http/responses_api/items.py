@@ -1,5 +1,5 @@
-"""The items of a conversation that clients send: messages, calls of functions and their results, reasoning. The items of
-a response's output have the same form, so that clients can send them back."""
+"""The items of a conversation that clients send: messages, calls of functions and their results, reasoning. The output
+of a response has the same form, so that clients can send it back."""
 
 from __future__ import annotations
 

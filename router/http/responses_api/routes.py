@@ -24,6 +24,7 @@ from router.http.responses_api.pages import page_of
 from router.http.responses_api.schemas import ResponsesRequest
 from router.http.responses_api.shape import ResponseShape
 from router.http.responses_api.store import Keeper, ResponseStore, dump_items
+from router.http.scope import request_id_of
 from router.offload import Offload
 from router.service import Service
 
@@ -65,12 +66,12 @@ class ResponsesRoutes:
 
     async def create(self, request: Request) -> Response:
         body = await self._bodies.read(request, ResponsesRequest)
-        started = await self.start(request.state, body)
+        started = await self.start(request.state, request_id_of(request, body.request_id), body)
         if body.stream:
             return EventResponse(started.generation, started.events(), self._keep_alive_s)
         return _WholeResponse(started, self._service.offload)
 
-    async def start(self, state: State, body: ResponsesRequest) -> Started:
+    async def start(self, state: State, request_id: str, body: ResponsesRequest) -> Started:
         """Start a response, with the state of its HTTP request. Raises BatonError."""
         body.check()
         model = self._service.models.get(body.model)
@@ -80,7 +81,7 @@ class ResponsesRoutes:
         earlier = await self._earlier(state.owner, body.previous_response_id)
         chat = body.chat(earlier)
         items = await self._dumped([*earlier, *body.input]) if keeps else b""
-        generation, reading = await self._generate.start_chat(state, model, chat)
+        generation, reading = await self._generate.start_chat(state, request_id, model, chat)
         shape = ResponseShape(body, model, generation, reading, keeps)
         return Started(generation, shape, Keeper(self._store, state.owner, shape.id, items) if keeps else None)
 

@@ -44,7 +44,7 @@ class TextConfig(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """`effort` goes to the chat template as `reasoning_effort`. There are no summaries: an answer has the text itself."""
+    """`effort` goes to the chat template as `reasoning_effort`. There are no summaries: answers have the text."""
 
     model_config = CONFIG
     effort: Name | None = None

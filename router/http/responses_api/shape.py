@@ -11,7 +11,7 @@ from baton.sampling import FinishReason
 from router.answer import Delta
 from router.answer_reader import AnswerReading, Parts
 from router.generation import Generation, Usage
-from router.http.logprobs import chat_logprobs
+from router.http.logprobs import ChatLogprobs
 from router.http.responses_api.output import Event, Output
 from router.http.responses_api.schemas import ResponsesRequest
 from router.http.shapes import timings_of
@@ -38,8 +38,8 @@ class ResponseShape:
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._generation = generation
-        self._tokenizer = model.tokenizer
-        self._logprobs = body.wants_logprobs
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._logprobs = ChatLogprobs(model.tokenizer, as_ids) if body.wants_logprobs else None
         self._reader = reading.reader() if reading else None
         self._output = Output()
         self._reason: FinishReason | None = None
@@ -55,7 +55,7 @@ class ResponseShape:
 
     def read(self, delta: Delta) -> Iterator[Event]:
         """The events of a delta; the last one's include the end of the output."""
-        logprobs = chat_logprobs(self._tokenizer, delta)["content"] if self._logprobs else []
+        logprobs = self._logprobs.of(delta)["content"] if self._logprobs else []
         yield from self._output.read(self._parts(delta), len(delta.token_ids), logprobs)
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason

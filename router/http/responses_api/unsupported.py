@@ -35,5 +35,5 @@ IN_RESPONSES: Mapping[str, Harmless] = {
 }
 """Those of this API, and those of chats that have another name here."""
 
-CHATS_ONLY = ("max_tokens", "response_format", "return_token_ids")
+CHATS_ONLY = ("max_tokens", "response_format", "return_token_ids", "best_of")
 """Fields of `GenerationFields` that responses do not have."""
