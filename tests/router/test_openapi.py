@@ -7,6 +7,7 @@ import pytest
 from baton.sampling import NAMES, RANGES
 from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.http.openapi import describe
+from router.http.responses_api.schemas import ResponsesRequest
 from router.http.schemas import ChatRequest, CompletionRequest
 
 
@@ -42,6 +43,14 @@ def test_the_messages_api_is_described():
     assert failure == {"$ref": "#/components/schemas/MessagesError"}
 
 
+def test_the_responses_api_is_described():
+    described = describe()["components"]["schemas"]["ResponsesRequest"]
+    chats = {"n", "best_of", "max_tokens", "response_format", "return_token_ids"}
+    assert set(described["properties"]) == set(ResponsesRequest.model_fields) - chats
+    assert described["required"] == ["input"]
+    assert described["properties"]["input"]["anyOf"][0] == {"type": "string"}
+
+
 def test_sampling_parameters_are_described_by_their_declaration():
     described = describe()["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(NAMES) - set(described) == {"num_logprobs", "bad_words_token_ids"}
@@ -59,8 +68,10 @@ async def test_it_is_served_and_pages_of_documentation_are_not(client):
 
 
 async def test_every_path_of_it_is_there(client):
+    made = (await client.post("/v1/responses", json={"input": "hi"})).json()["id"]
     for path, methods in describe()["paths"].items():
-        for method in methods.keys() & {"get", "post"}:
-            response = await client.request(method, path.replace("{name}", "tiny"), content=b"{}")
-            assert response.status_code not in (404, 405), path
+        named = path.replace("{name}", "tiny").replace("{response_id}", made)
+        for method in sorted(methods.keys() & {"delete", "get", "post"}, reverse=True):
+            response = await client.request(method, named, content=b"{}")
+            assert response.status_code not in ((405,) if "{response_id}" in path else (404, 405)), path
             assert str(response.status_code) in methods[method]["responses"]

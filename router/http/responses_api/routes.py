@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ from router.service import Service
 
 PATH = "/v1/responses"
 
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "prompt": "input", "response_format": "text"}
+"""Of fields of chats: what they are here."""
 _NOT_KEPT = "`store` is true, but this router keeps no responses (--max-stored-responses)."
 _NOT_IN_BACKGROUND = "Only responses with `background` can be cancelled, and that is not supported here."
 _NOT_STREAMED_AGAIN = "A response that is kept is not streamed again: `stream` is not supported here."
@@ -79,9 +82,11 @@ class ResponsesRoutes:
             raise InvalidRequest(_NOT_KEPT, "store")
         keeps = body.store is not False and self._store.is_on
         earlier = await self._earlier(state.owner, body.previous_response_id)
-        chat = body.chat(earlier)
+        with _own_names():
+            chat = body.chat(earlier)
         items = await self._dumped([*earlier, *body.input]) if keeps else b""
-        generation, reading = await self._generate.start_chat(state, request_id, model, chat)
+        with _own_names():
+            generation, reading = await self._generate.start_chat(state, request_id, model, chat)
         shape = ResponseShape(body, model, generation, reading, keeps)
         return Started(generation, shape, Keeper(self._store, state.owner, shape.id, items) if keeps else None)
 
@@ -113,6 +118,16 @@ class ResponsesRoutes:
 
     async def _dumped(self, items: Sequence[AnyItem]) -> bytes:
         return await self._service.offload.run(lambda: dump_items(items), sum(item.size for item in items))
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """An error of a chat names the field of the response that it came from."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
 
 
 class _WholeResponse(WholeResponse):
