@@ -20,10 +20,14 @@ from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
 from router.http.anthropic.routes import MessagesRoutes
 from router.http.app import create_app
+from router.http.chat_websocket import PATHS as CHATS
+from router.http.chat_websocket import ChatWebSocket
 from router.http.generate import GenerateRoutes
-from router.http.limits import Bodies, HttpLimits
+from router.http.limits import Bodies, HttpLimits, WebSockets
+from router.http.responses_api.routes import PATH as RESPONSES
 from router.http.responses_api.routes import ResponsesRoutes
 from router.http.responses_api.store import ResponseStore
+from router.http.responses_api.websocket import ResponsesWebSocket
 from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.models import Models
@@ -70,13 +74,18 @@ class RouterServer:
             settings.timings,
         )
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
-        limits = HttpLimits(bodies, settings.keep_alive_interval)
+        limits = HttpLimits(bodies, settings.keep_alive_interval, settings.websocket_idle_timeout)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
         generate = GenerateRoutes(self._service, limits, make_parsers(settings))
         messages = MessagesRoutes(self._service, limits)
         store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         responses = ResponsesRoutes(self._service, limits, generate, store)
-        self.app = create_app(generate, messages, responses, status, self._edge.access)
+        websockets = (
+            ResponsesWebSocket(responses, limits, self._service.offload).routes,
+            ChatWebSocket(generate, limits, self._service).routes,
+        )
+        self.app = create_app(generate, messages, responses, websockets, status, self._edge.access)
+        self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -92,7 +101,7 @@ class RouterServer:
             listener.close()
             raise
         drain_s = self._settings.drain_timeout + _CLOSE_S
-        self._http = HttpServer(self.app, self._edge.limits, self._edge.tls, drain_s)
+        self._http = HttpServer(self.app, self._edge.limits, self._edge.tls, drain_s, self._websockets)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         await self._http_up()
         log.info(

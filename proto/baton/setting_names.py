@@ -86,6 +86,7 @@ ALL_NAMES = frozenset(
         "transfer_interface",
         "transport",
         "verify_transfers",
+        "websocket_idle_timeout",
         "write_timeout",
     }
 )

@@ -66,9 +66,7 @@ class GenerateRoutes:
         model = self._service.models.get(body.model)
         request_id = request_id_of(request, body.request_id)
         generation, reading = await self.start_chat(request.state, request_id, model, body)
-        logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
-        shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading)
-        return self._response(generation, body, shape)
+        return self._response(generation, body, chat_shape(request_id, model, body, reading))
 
     async def start_chat(
         self, state: State, request_id: str, model: ServedModel, body: ChatRequest
@@ -179,3 +177,8 @@ class GenerateRoutes:
             "parent": None,
             "max_model_len": model.max_model_len,
         }
+
+
+def chat_shape(request_id: str, model: ServedModel, body: ChatRequest, reading: AnswerReading | None) -> ChatShape:
+    logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
+    return ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading)

@@ -27,6 +27,9 @@ class RequestScope:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -54,6 +57,16 @@ class RequestScope:
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             took_ms = (time.monotonic() - received) * 1e3
             log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], status, took_ms)
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Its requests have ids and lines of their own."""
+        request_id = usable_request_id("")
+        scope["state"].update(request_id=request_id, owner=b"", tenant=None)
+        with request_scope(request_id):
+            try:
+                await self._app(scope, receive, send)
+            except Exception:
+                log.exception("internal error in websocket %s", scope["path"])
 
 
 def request_id_of(request: Request, in_body: str | None) -> str:
