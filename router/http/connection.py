@@ -175,8 +175,11 @@ class Connection(HttpToolsProtocol):
         websockets = self._gate.websockets
         if websockets is None or self._addressed()["path"] not in websockets.paths:
             raise _Refused(400, "There is no WebSocket here: answers are streamed as server-sent events.")
-        if self.cycle is not None and not self.cycle.response_complete:
-            raise _Refused(400, "A WebSocket cannot begin before the answers to earlier requests have ended.")
+        if self.parser.get_method() != b"GET":
+            raise _Refused(400, "A WebSocket begins with GET.")
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or self.transport.get_write_buffer_size():
+            raise _Refused(400, "A WebSocket cannot begin before the answers to earlier requests have been read.")
         from router.http.websocket_connection import (
             WebSocketConnection,
         )  # late: few routers need it, and it takes 0.2 s

@@ -46,10 +46,14 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             return
         super().data_received(data)
         self._release()
+        if not self.handshake_initiated:
+            self.transport.close()  # it was no valid handshake: that is known at once, since the request came whole
 
     async def receive(self) -> Any:
         message = await super().receive()
         self._release()
+        if not self.writable.is_set():
+            self._stop_reading()
         return message
 
     async def send(self, message: Any) -> None:
@@ -70,13 +74,21 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             self._close_in_time()
 
     def pause_writing(self) -> None:
+        """Read no more either: a client may send pings without end, and each is answered."""
         super().pause_writing()
         self._start_write_timer()
+        self._stop_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
             self._stop_write_timer()
+            if not self.read_paused:
+                self.transport.resume_reading()
+
+    def _stop_reading(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
 
     def _take(self, num_bytes: int) -> bool:
         """Count bytes that came. False: there is no room for them, and the connection ends."""

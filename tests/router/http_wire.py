@@ -87,6 +87,11 @@ class Peer:
         await self.gone()
         return status, error["message"]
 
+    async def rest(self) -> bytes:
+        """All that comes until the other side ends it."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._reader.read()
+
     async def gone(self) -> None:
         """Wait for the other side to end it; nothing more may come."""
         async with asyncio.timeout(PATIENCE_S):

@@ -441,7 +441,9 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "`messages`"),
     ({"max_tokens": 5}, "max_tokens", "`max_tokens`"),
     ({"response_format": {"type": "text"}}, "response_format", "`response_format`"),
-    ({"n": 2}, "n", "one answer"),
+    ({"n": 2}, "n", "`n` is not a field of responses"),
+    ({"best_of": 1}, "best_of", "`best_of`"),
+    ({"return_token_ids": True}, "return_token_ids", "`return_token_ids`"),
     ({"max_output_tokens": 0}, "max_output_tokens", "1 or more, not 0"),
     ({"include": ["file_search_call.results"]}, "include", "not 'file_search_call.results'"),
     ({"top_logprobs": 2}, "top_logprobs", "needs 'message.output_text.logprobs'"),
@@ -479,6 +481,7 @@ def test_mistakes_are_named(fields, param, says):
 
 async def test_harmless_fields_are_taken(client):
     harmless = {
+        "n": 1,
         "background": False,
         "conversation": None,
         "truncation": "disabled",

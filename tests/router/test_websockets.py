@@ -17,7 +17,7 @@ from router.http.limits import Bodies, WebSockets
 from tests.router.conftest import Router, says
 from tests.router.fake_node import PATIENCE_S, Answer
 from tests.router.http_shapes import CHAT
-from tests.router.http_wire import peer, serving
+from tests.router.http_wire import echo, peer, serving
 from tests.router.test_access import bearer, running
 from tests.router.test_responses import HI
 
@@ -229,6 +229,24 @@ async def test_a_client_that_does_not_read_is_cut_off():
         await client.send(HANDSHAKE)
         async with asyncio.timeout(PATIENCE_S):
             await ended.wait()
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (HANDSHAKE.replace(b"GET", b"POST"), 400),
+        (HANDSHAKE.replace(b"version: 13", b"version: 12"), 400),
+        (HANDSHAKE.replace(b"dGhlIHNhbXBsZSBub25jZQ==", b"x"), 400),
+        (HANDSHAKE.replace(b"host: x\r\n", b"".join(b"a%d: x\r\n" % i for i in range(200))), None),
+        (HANDSHAKE.replace(b"host: x\r\n", b"content-length: 3\r\n"), None),
+    ],
+)
+async def test_what_is_no_handshake_ends_the_connection(head, status):
+    sockets = WebSockets(frozenset({"/"}), Bodies(1024, 1024))
+    async with serving(echo, websockets=sockets) as port, peer(port) as client:
+        await client.send(head)
+        answer = await client.rest()
+        assert answer.startswith(b"HTTP/1.1 %d" % status) if status else answer == b""
 
 
 async def test_a_request_that_is_still_answered_keeps_its_connection():

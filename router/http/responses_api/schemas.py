@@ -12,7 +12,7 @@ from baton.sampling import MAX_LOGPROBS
 from router.http.fields import CONFIG, Name, TemplateValues, Whole, between
 from router.http.responses_api.conversation import AnyItem, messages_of
 from router.http.responses_api.items import Items
-from router.http.responses_api.unsupported import CHATS_ONLY, IN_RESPONSES
+from router.http.responses_api.unsupported import IN_RESPONSES, SHARED
 from router.http.schemas import ChatRequest, GenerationFields
 from router.http.tools import Function, FunctionName, Schema, Tool
 from router.http.unsupported import refuse_unsupported
@@ -71,13 +71,17 @@ class StreamChoices(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-def _without_chats_fields(schema: dict[str, Any]) -> None:
-    for name in (*CHATS_ONLY, "n"):
-        schema["properties"].pop(name, None)
+_OWN = frozenset({"stream_options"})
+_NOT_HERE = GenerationFields.model_fields.keys() - SHARED - _OWN
+
+
+def _described(schema: dict[str, Any]) -> None:
+    for name in _NOT_HERE:
+        del schema["properties"][name]
 
 
 class ResponsesRequest(GenerationFields):
-    model_config = ConfigDict(**CONFIG, json_schema_extra=_without_chats_fields)
+    model_config = ConfigDict(**CONFIG, json_schema_extra=_described)
     input: Items
     instructions: str | None = None
     max_output_tokens: Whole | None = between(1)
@@ -103,11 +107,9 @@ class ResponsesRequest(GenerationFields):
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions. `chat` has the checks of chats."""
         refuse_unsupported(self.model_extra or {}, IN_RESPONSES)
-        for name in CHATS_ONLY:
-            if getattr(self, name) is not None:
+        for name in sorted(_NOT_HERE & self.model_fields_set):
+            if getattr(self, name) not in (None, (), 1 if name == "n" else None):
                 raise InvalidRequest(f"`{name}` is not a field of responses.", name)
-        if self.n not in (None, 1):
-            raise InvalidRequest("`n` is not a field of responses: there is one answer.", "n")
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise InvalidRequest(
                 f"`max_output_tokens` must be 1 or more, not {self.max_output_tokens}.", "max_output_tokens"
@@ -127,7 +129,7 @@ class ResponsesRequest(GenerationFields):
             raise InvalidRequest(
                 f"`input` has {len(items)} items with those before it, of at most {MAX_MESSAGES}.", "input"
             )
-        shared = self.model_fields_set & GenerationFields.model_fields.keys() - {"stream_options"}
+        shared = self.model_fields_set & SHARED & GenerationFields.model_fields.keys()
         given = {name: getattr(self, name) for name in shared}
         chat = ChatRequest.model_construct(
             **given,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from baton.sampling import NAMES
 from router.http.unsupported import Harmless
+from router.structured_output import GUIDED
 
 
 def _is_empty(value: Any) -> bool:
@@ -35,5 +37,13 @@ IN_RESPONSES: Mapping[str, Harmless] = {
 }
 """Those of this API, and those of chats that have another name here."""
 
-CHATS_ONLY = ("max_tokens", "response_format", "return_token_ids", "best_of")
-"""Fields of `GenerationFields` that responses do not have."""
+SHARED = frozenset(
+    {
+        *NAMES,
+        *("bad_words", "cache_salt", "include_stop_str_in_output", "model", "priority", "request_id"),
+        *("return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stream"),
+        *("structured_outputs", "timeout", "truncate_prompt_tokens"),
+        *GUIDED,
+    }
+) - {"max_tokens", "num_logprobs", "prompt_logprobs", "num_prompt_logprobs"}
+"""Fields of `GenerationFields` that responses have too, with the same meaning. The others are refused."""
