@@ -21,6 +21,9 @@ from router.http.websocket import TRY_AGAIN_LATER, WebSocketState
 
 log = logging.getLogger(__name__)
 
+_INVALID_DATA = 1007
+"""The code of a close."""
+
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
     """The application finds its WebSocketState as `websocket` in the scope's state."""
@@ -48,6 +51,13 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._release()
         if not self.handshake_initiated:
             self.transport.close()  # it was no valid handshake: that is known at once, since the request came whole
+
+    def send_receive_event_to_app(self) -> None:
+        if self.curr_msg_data_type == "text" and not _is_text(b"".join(self.frames)):
+            self.frames = []
+            self._fail(_INVALID_DATA, "a text must be UTF-8")
+            return
+        super().send_receive_event_to_app()
 
     async def receive(self) -> Any:
         message = await super().receive()
@@ -97,11 +107,15 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         try:
             self._count(num_bytes)
         except Overloaded as error:
-            self.conn.fail(TRY_AGAIN_LATER, error.message)
-            self.handle_parser_exception()
-            self._close_in_time()
+            self._fail(TRY_AGAIN_LATER, error.message)
             return False
         return True
+
+    def _fail(self, code: int, reason: str) -> None:
+        if not self.close_sent:
+            self.conn.fail(code, reason)
+            self.handle_parser_exception()
+            self._close_in_time()
 
     def _release(self) -> None:
         """Count nothing once all that came has been taken."""
@@ -126,3 +140,11 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     def _does_not_read(self) -> None:
         log.info("cut off client=%s: it did not read for %g s", self.client, self._limits.write_timeout_s)
         self.transport.abort()
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -119,6 +119,22 @@ async def test_mistakes_leave_the_socket_open(router, nodes):
         assert (await response_of(websocket))[-1]["type"] == "response.completed"
 
 
+async def test_a_socket_remembers_its_last_response_that_is_not_stored(router, nodes):
+    async with socket(router) as websocket:
+        ids = []
+        for _ in range(2):
+            await say(websocket, **CREATE, store=False)
+            ids.append((await response_of(websocket))[-1]["response"]["id"])
+        await say(websocket, **CREATE, store=False, previous_response_id=ids[0])
+        assert (await hear(websocket))["error"]["code"] == "previous_response_not_found"
+        await say(websocket, **CREATE, previous_response_id=ids[1])
+        assert (await response_of(websocket))[-1]["type"] == "response.completed"
+    assert len(nodes.prefills[-1].prompt_tokens) > len(nodes.prefills[0].prompt_tokens)
+    async with socket(router) as websocket:
+        await say(websocket, **CREATE, previous_response_id=ids[1])
+        assert (await hear(websocket))["error"]["code"] == "previous_response_not_found"
+
+
 async def test_a_failure_in_mid_stream_fails_the_response(router, nodes):
     nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
     async with socket(router) as websocket:

@@ -74,21 +74,25 @@ class ResponsesRoutes:
             return EventResponse(started.generation, started.events(), self._keep_alive_s)
         return _WholeResponse(started, self._service.offload)
 
-    async def start(self, state: State, request_id: str, body: ResponsesRequest) -> Started:
-        """Start a response, with the state of its HTTP request. Raises BatonError."""
+    async def start(
+        self, state: State, request_id: str, body: ResponsesRequest, own: ResponseStore | None = None
+    ) -> Started:
+        """Start a response, with the state of its HTTP request. `own`: of a connection, for responses that are not to
+        be stored. Raises BatonError."""
         body.check()
         model = self._service.models.get(body.model)
         if body.store and not self._store.is_on:
             raise InvalidRequest(_NOT_KEPT, "store")
-        keeps = body.store is not False and self._store.is_on
-        earlier = await self._earlier(state.owner, body.previous_response_id)
+        stored = body.store is not False and self._store.is_on
+        store = self._store if stored else own
+        earlier = await self._earlier(state.owner, body.previous_response_id, own)
         with _own_names():
             chat = body.chat(earlier)
-        items = await self._dumped([*earlier, *body.input]) if keeps else b""
+        items = await self._dumped([*earlier, *body.input]) if store else b""
         with _own_names():
             generation, reading = await self._generate.start_chat(state, request_id, model, chat)
-        shape = ResponseShape(body, model, generation, reading, keeps)
-        return Started(generation, shape, Keeper(self._store, state.owner, shape.id, items) if keeps else None)
+        shape = ResponseShape(body, model, generation, reading, stored)
+        return Started(generation, shape, Keeper(store, state.owner, shape.id, items) if store else None)
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
@@ -110,10 +114,13 @@ class ResponsesRoutes:
         items = await self._service.offload.run(stored.input_items, len(stored.input))
         return JSONResponse(page_of(items, request.query_params))
 
-    async def _earlier(self, owner: bytes, previous_response_id: str | None) -> Sequence[AnyItem]:
+    async def _earlier(
+        self, owner: bytes, previous_response_id: str | None, own: ResponseStore | None
+    ) -> Sequence[AnyItem]:
         if previous_response_id is None:
             return ()
-        stored = self._store.previous(owner, previous_response_id)
+        store = own if own is not None and own.has(owner, previous_response_id) else self._store
+        stored = store.previous(owner, previous_response_id)
         return await self._service.offload.run(stored.conversation, stored.size)
 
     async def _dumped(self, items: Sequence[AnyItem]) -> bytes:

@@ -73,6 +73,9 @@ class ResponseStore:
         self._kept.move_to_end((owner, response_id))
         return response
 
+    def has(self, owner: bytes, response_id: str) -> bool:
+        return (owner, response_id) in self._kept
+
     def previous(self, owner: bytes, response_id: str) -> StoredResponse:
         """Raises PreviousResponseNotFound."""
         try:
