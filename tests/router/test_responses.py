@@ -5,18 +5,19 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pydantic
 import pytest
+import pytest_asyncio
 from openai.types.responses import Response
 from pydantic import SecretStr
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.errors import Overloaded
 from baton.messages import NodeRole
 from baton.structured_output import StructuredKind
 from router.http.body import validate
 from router.http.responses_api.schemas import ResponsesRequest
-from router.http.responses_api.store import ResponseStore, StoredResponse
 from tests.router.conftest import Router, says
 from tests.router.fake_node import Answer, FakeCluster
 from tests.router.http_shapes import error_of
@@ -30,8 +31,11 @@ TOOL: dict[str, Any] = {"type": "function", **WEATHER["function"]}
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
 
-@pytest.fixture
-async def nodes() -> AsyncIterator[FakeCluster]:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[FakeCluster]:
     cluster = FakeCluster(says("hello world"))
     for role in NodeRole:
         await cluster.add(role, chat_template=TEMPLATE, max_model_len=4096)
@@ -39,9 +43,10 @@ async def nodes() -> AsyncIterator[FakeCluster]:
     await cluster.close()
 
 
-@pytest.fixture
-async def router(nodes) -> AsyncIterator[Router]:
-    router = Router(nodes, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(cluster) -> AsyncIterator[Router]:
+    """The tests of this file share one."""
+    router = Router(cluster, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
     await router.start()
     await router.ready()
     yield router
@@ -49,7 +54,22 @@ async def router(nodes) -> AsyncIterator[Router]:
 
 
 @pytest.fixture
-async def official(router):
+def nodes(cluster: FakeCluster) -> FakeCluster:
+    """As if nothing had happened."""
+    cluster.script = says("hello world")
+    cluster.prefills.clear()
+    cluster.aborts.clear()
+    return cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(router, nodes):
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def official(router, nodes):
     async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -392,91 +412,7 @@ async def test_a_router_may_keep_nothing(nodes):
         assert (refused.status_code, error_of(refused)["param"]) == (400, "store")
 
 
-def test_the_store_drops_what_was_used_least_recently():
-    def kept(size: int) -> StoredResponse:
-        return StoredResponse(b"x" * (size - StoredResponse(b"", b"").size), b"")
-
-    store = ResponseStore(max_responses=3, max_bytes=10_000)
-    for name in ("a", "b", "c"):
-        store.put(b"", name, kept(3_000))
-    store.get(b"", "a")
-    store.put(b"", "d", kept(2_000))
-    assert [name for name in "abcd" if _has(store, name)] == ["a", "c", "d"]
-    store.put(b"", "e", kept(6_000))
-    assert [name for name in "acde" if _has(store, name)] == ["d", "e"]
-    store.put(b"", "f", kept(10_001))
-    assert not _has(store, "f")
-    store.delete(b"", "d")
-    store.delete(b"", "e")
-    assert store.num_bytes == 0
-
-
-def _has(store: ResponseStore, name: str) -> bool:
-    return (b"", name) in store._kept
-
-
-# ---- refusals ----
-
-
-def item(**fields: Any) -> dict[str, Any]:
-    return {"input": [fields]}
-
-
-IMAGE = {"type": "input_image", "image_url": "x"}
-FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-MISTAKES: list[tuple[dict[str, Any], str, str]] = [
-    ({"input": []}, "input", "must not be empty"),
-    ({"input": 3}, "input", "a string or a list of items"),
-    ({"input": ["x"]}, "input", "item 0 must be an object"),
-    (item(type="item_reference", id="x"), "input", "item 0 of type 'item_reference' is not supported"),
-    (item(type="computer_call_output"), "input", "'computer_call_output'"),
-    (item(role="user", content=[IMAGE]), "input", "type 'input_image' is not supported"),
-    (item(role="user", content=[{"type": "input_file"}]), "input", "type 'input_file'"),
-    (item(role="tool", content="x"), "input", "role"),
-    (item(type="function_call", call_id="c", name="f", arguments="["), "messages", "JSON object"),
-    ({"background": True}, "background", "`background` is not supported"),
-    ({"conversation": "conv_1"}, "conversation", "`conversation`"),
-    ({"prompt": {"id": "p"}}, "prompt", "`prompt`"),
-    ({"truncation": "auto"}, "truncation", "disabled"),
-    ({"messages": []}, "messages", "`messages`"),
-    ({"max_tokens": 5}, "max_tokens", "`max_tokens`"),
-    ({"response_format": {"type": "text"}}, "response_format", "`response_format`"),
-    ({"n": 2}, "n", "`n` is not a field of responses"),
-    ({"best_of": 1}, "best_of", "`best_of`"),
-    ({"return_token_ids": True}, "return_token_ids", "`return_token_ids`"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "1 or more, not 0"),
-    ({"include": ["file_search_call.results"]}, "include", "not 'file_search_call.results'"),
-    ({"top_logprobs": 2}, "top_logprobs", "needs 'message.output_text.logprobs'"),
-    ({**LOGPROBS, "top_logprobs": 99}, "top_logprobs", "[0, 20]"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type: Input should be 'function'"),
-    ({"tools": [{**TOOL, "defer_loading": True}]}, "tools", "`defer_loading` in `tools`"),
-    ({"tools": [TOOL, TOOL]}, "tools", "2 functions called `get_weather`"),
-    ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "type 'web_search'"),
-    ({"text": {"verbosity": "high"}}, "text", "verbosity"),
-    ({"text": {"format": {"type": "xml"}}}, "text", "text.format.type"),
-    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "`schema`"),
-    ({"text": {"format": FORMAT}, "guided_regex": "a"}, "text", "exclude each other"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning", "auto"),
-    ({"reasoning": {"mode": "pro"}}, "reasoning", "`mode` in `reasoning`"),
-    ({"stream_options": {"include_obfuscation": True}}, "stream_options", "include_obfuscation"),
-    ({"metadata": {"a": "x" * 513}}, "metadata", "512"),
-    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "17 entries"),
-]
-
-
-def read(**fields: Any) -> None:
-    body = validate(json.dumps({**HI, **fields}).encode(), ResponsesRequest)
-    body.check()
-    for message in body.chat().messages:
-        message.plain()
-
-
-@pytest.mark.parametrize(("fields", "param", "says"), MISTAKES)
-def test_mistakes_are_named(fields, param, says):
-    with pytest.raises(InvalidRequest) as refusal:
-        read(**fields)
-    assert says in refusal.value.message
-    assert refusal.value.param == param
+# ---- fields and failures ----
 
 
 async def test_harmless_fields_are_taken(client):
@@ -503,7 +439,7 @@ async def test_harmless_fields_are_taken(client):
 async def test_failures_of_a_chat_name_the_fields_of_a_response(client):
     for fields, param in (
         ({"max_output_tokens": 9999}, "max_output_tokens"),
-        (item(type="function_call", call_id="c", name="f", arguments="["), "input"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input"),
         ({"input": "x" * 9999}, "input"),
     ):
         response = await client.post(PATH, json={**HI, **fields})
