@@ -96,10 +96,11 @@ class _Checker:
 
 def trigger_of(triggered: Format, tag: Format) -> str:
     """The trigger with which the tag begins. Raises InvalidRequest."""
-    for trigger in triggered["triggers"]:
-        if tag["begin"].startswith(trigger):
-            return str(trigger)
-    _refuse(f"a tag begins with {tag['begin'][:64]!r}, which none of the triggers begins")
+    begin: str = tag["begin"]
+    trigger: str | None = next((t for t in triggered["triggers"] if begin.startswith(t)), None)
+    if trigger is None:
+        _refuse(f"a tag begins with {begin[:64]!r}, which none of the triggers begins")
+    return trigger
 
 
 def _is_text(value: Any) -> bool:

@@ -11,8 +11,10 @@ from fastapi.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
 from router.admission import Admitted
-from router.answer_reader import AnswerReading, Parsers
+from router.answer_reader import Parsers
 from router.api_keys import salted
+from router.call_plan import plan_calls
+from router.constraints import constrained, naming_tools
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, encode
 from router.http.answers import dump_json, raw_json_response
@@ -30,15 +32,10 @@ from router.http.schemas import (
     size_of_prompt,
 )
 from router.http.shapes import ChatShape, CompletionShape, Shape
-from router.http.tools import plain_tools
+from router.http.tools import offered_tools, plain_tools
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
 from router.service import Service
-
-_NO_TOOL_PARSER = (
-    "`tools` need --enable-auto-tool-choice and --tool-call-parser, with which this router was not started. "
-    "With `tool_choice` 'none' the model sees them, and calls none."
-)
 
 
 class GenerateRoutes:
@@ -64,16 +61,18 @@ class GenerateRoutes:
         body.check()
         model = self._service.models.get(body.model)
         request_id = request.state.request_id
-        if body.callable_tools and not self._parsers.may_call_tools:
-            raise InvalidRequest(_NO_TOOL_PARSER, "tools")
+        parallel = body.parallel_tool_calls is not False
+        plan = plan_calls(self._parsers, offered_tools(body.callable_tools), body.call_mode, parallel)
         with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
             prompt = await self._chat_prompt(model, body)
-            reading = self._reading(body, prompt)
+            reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)
             if reading is not None and reading.keeps_special_tokens:
                 wanted = dataclasses.replace(wanted, skip_special_tokens=False)
             shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids), reading)
-            return await self._respond(request, model, body, wanted, shape, admitted)
+            with naming_tools(plan):
+                wanted = constrained(wanted, plan, reading)
+                return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
@@ -147,12 +146,6 @@ class GenerateRoutes:
             body.chat_template_kwargs,
             tools=lambda: plain_tools(body.tools),
         )
-
-    def _reading(self, body: ChatRequest, prompt: str) -> AnswerReading | None:
-        """How its answers are read; None: as they are."""
-        tools = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
-        reading = AnswerReading(self._parsers, prompt, tools, body.parallel_tool_calls is not False)
-        return reading if reading.is_needed else None
 
     async def _echoes(self, model: ServedModel, wanted: GenerationRequest) -> dict[int, str]:
         """The text of the prompt, for each answer."""

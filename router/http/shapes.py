@@ -39,6 +39,7 @@ class ChatShape:
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._reading = reading
+        self._is_named = reading is not None and reading.is_named  # OpenAI says stop then
         self._readers: dict[int, AnswerReader] = {}
         self._calling: set[int] = set()  # answers with tool calls
         self._begun: set[int] = set()
@@ -81,7 +82,7 @@ class ChatShape:
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = chat_logprobs(self._tokenizer, delta) if self._logprobs else None
         choice = _choice(delta, content, logprobs, self._token_ids)
-        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling and not self._is_named:
             choice["finish_reason"] = "tool_calls"
         return choice
 

@@ -7,6 +7,7 @@ import re
 import string
 from typing import ClassVar
 
+from router.tool_parsers.call_form import CallForm
 from router.tool_parsers.reader import ReadingParser
 from router.tool_parsers.source import Reading
 
@@ -20,6 +21,9 @@ class HermesParser(ReadingParser):
 
     marks = ("<tool_call>",)
     keeps_special_tokens = True
+    form = CallForm(
+        '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n", trigger="<tool_call>"
+    )
 
     def read_call(self, found: str) -> Reading[None]:
         source = self.source
@@ -39,6 +43,7 @@ class Llama3JsonParser(ReadingParser):
 
     marks = ("<|python_tag|>", "{")
     separators = ";"
+    form = CallForm('{"name": "', '", "parameters": ', "}", separator="; ")
 
     def read_call(self, found: str) -> Reading[None]:
         if found != "{":
@@ -63,7 +68,7 @@ class MistralParser(ReadingParser):
         yield from source.literal(found)
         yield from source.blanks()
         if (yield from source.literal("[")):
-            yield from self._read_list()
+            yield from self.read_call_list()
             return
         name = yield from source.text_of(_NAME, _MAX_NAME_CHARS)
         if name not in self.tools:
@@ -74,19 +79,6 @@ class MistralParser(ReadingParser):
         yield from source.literal("[ARGS]")
         yield from source.blanks()
         yield from self.read_arguments(name, call_id)
-
-    def _read_list(self) -> Reading[None]:
-        source = self.source
-        while True:
-            yield from source.blanks()
-            if not (yield from self.read_call_object()):
-                return
-            yield from source.blanks()
-            if (yield from source.literal("]")):
-                source.begin()
-                return
-            if not (yield from source.literal(",")):
-                return
 
 
 class KimiK2Parser(ReadingParser):

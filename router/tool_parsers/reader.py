@@ -99,6 +99,20 @@ class ReadingParser(ToolParser):
             if not (yield from mark(source, ",", _ignore)):
                 return False
 
+    def read_call_list(self) -> Reading[None]:
+        """Calls as objects in a list, whose bracket was read."""
+        source = self.source
+        while True:
+            yield from source.blanks()
+            if not (yield from self.read_call_object()):
+                return
+            yield from source.blanks()
+            if (yield from source.literal("]")):
+                source.begin()
+                return
+            if not (yield from source.literal(",")):
+                return
+
     def _read_member(self, call: _Call, key: str) -> Reading[bool]:
         if key in _IGNORED_KEYS:
             return (yield from read_value(self.source, _ignore))
