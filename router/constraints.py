@@ -18,7 +18,9 @@ _JSON_KINDS = (StructuredKind.JSON, StructuredKind.JSON_OBJECT)
 
 
 def constrained(wanted: GenerationRequest, plan: CallPlan, reading: AnswerReading | None) -> GenerationRequest:
-    """The request with the constraint of its answers. Raises InvalidRequest."""
+    """The request as the nodes and the reading of its answers need it. Raises InvalidRequest."""
+    if reading is not None and reading.keeps_special_tokens:
+        wanted = dataclasses.replace(wanted, skip_special_tokens=False)
     reasoning = reading.reasoning_format() if reading else None
     asked: StructuredOutput | None = wanted.sampling.get("structured_outputs")
     if asked is not None and plan.is_forced:

@@ -70,8 +70,10 @@ class RouterServer:
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
         limits = HttpLimits(bodies, settings.keep_alive_interval)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
-        generate = GenerateRoutes(self._service, limits, make_parsers(settings))
-        self.app = create_app(generate, MessagesRoutes(self._service, limits), status, self._edge.access)
+        parsers = make_parsers(settings)
+        generate = GenerateRoutes(self._service, limits, parsers)
+        messages = MessagesRoutes(self._service, limits, parsers)
+        self.app = create_app(generate, messages, status, self._edge.access)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -32,7 +31,7 @@ from router.http.schemas import (
     size_of_prompt,
 )
 from router.http.shapes import ChatShape, CompletionShape, Shape
-from router.http.tools import offered_tools, plain_tools
+from router.http.tools import call_mode, offered_tools, plain_tools
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
 from router.service import Service
@@ -62,13 +61,11 @@ class GenerateRoutes:
         model = self._service.models.get(body.model)
         request_id = request.state.request_id
         parallel = body.parallel_tool_calls is not False
-        plan = plan_calls(self._parsers, offered_tools(body.callable_tools), body.call_mode, parallel)
+        plan = plan_calls(self._parsers, offered_tools(body.callable_tools), call_mode(body.tool_choice), parallel)
         with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
             prompt = await self._chat_prompt(model, body)
             reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)
-            if reading is not None and reading.keeps_special_tokens:
-                wanted = dataclasses.replace(wanted, skip_special_tokens=False)
             shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids), reading)
             with naming_tools(plan):
                 wanted = constrained(wanted, plan, reading)

@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
-from router.call_plan import CallMode
 from router.generation_request import GenerationRequest
 from router.http.fields import (
     CONFIG,
@@ -25,7 +24,7 @@ from router.http.fields import (
     between,
     sampling,
 )
-from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, check_tools, named_function
+from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, callable_tools, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
 from router.service import size_of_chat
@@ -155,16 +154,7 @@ class ChatRequest(GenerationFields):
     @property
     def callable_tools(self) -> Sequence[Tool]:
         """Those that the model may call."""
-        if self.tool_choice == "none":
-            return ()
-        name = named_function(self.tool_choice)
-        return [tool for tool in self.tools or () if name is None or tool.function.name == name]
-
-    @property
-    def call_mode(self) -> CallMode:
-        if isinstance(self.tool_choice, dict):
-            return CallMode.ONE
-        return CallMode.REQUIRED if self.tool_choice == "required" else CallMode.AUTO
+        return callable_tools(self.tools, self.tool_choice)
 
     def check(self) -> None:
         super().check()

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema
 
 from baton.errors import InvalidRequest
-from router.call_plan import OfferedTool
+from router.call_plan import CallMode, OfferedTool
 from router.http.fields import CONFIG, Name, ValueLimits, bound_values, num_chars
 from router.http.parse import parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
@@ -26,7 +26,15 @@ def _function_name(value: str) -> str:
 
 
 FunctionName = Annotated[str, AfterValidator(_function_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
-Schema = Annotated[dict[str, Any], AfterValidator(lambda value: bound_values(value, _LIMITS))]
+
+
+def bound_schema(value: dict[str, Any]) -> dict[str, Any]:
+    """A schema, or the arguments of a call. Raises ValueError if it has too much."""
+    bound_values(value, _LIMITS)
+    return value
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(bound_schema)]
 
 
 class Function(BaseModel):
@@ -133,11 +141,6 @@ def check_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | Non
         raise InvalidRequest(f"`tools` has {size} characters, of at most {MAX_TOOL_CHARS}.", "tools")
 
 
-def named_function(choice: str | dict[str, Any] | None) -> str | None:
-    """The name in a checked choice of one function."""
-    return choice["function"]["name"] if isinstance(choice, dict) else None
-
-
 def _check_named(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -146,6 +149,20 @@ def _check_named(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
         raise InvalidRequest(f"`tool_choice` as an object must be {form}.", "tool_choice")
     if name not in [tool.function.name for tool in tools or ()]:
         raise InvalidRequest(f"`tool_choice` names `{name[:64]}`, which `tools` lacks.", "tool_choice")
+
+
+def callable_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None) -> list[Tool]:
+    """Those that a checked choice lets the model call."""
+    if choice == "none":
+        return []
+    name = choice["function"]["name"] if isinstance(choice, dict) else None
+    return [tool for tool in tools or () if name is None or tool.function.name == name]
+
+
+def call_mode(choice: str | dict[str, Any] | None) -> CallMode:
+    if isinstance(choice, dict):
+        return CallMode.ONE
+    return CallMode.REQUIRED if choice == "required" else CallMode.AUTO
 
 
 def offered_tools(tools: Sequence[Tool]) -> list[OfferedTool]:

@@ -33,8 +33,8 @@ HERMES = "\n".join(
     for name, arguments in (("look", LOOK), ("add-2", ADD))
 )
 LLAMA = f'{{"name": "look", "parameters": {LOOK}}}; {{"name": "add-2", "parameters": {ADD}}}'
-_OWN: dict[str | None, str] = {"hermes": HERMES, "llama3_json": LLAMA}
-TEXTS = {None: LIST, **dict.fromkeys(TOOL_PARSERS, LIST), **_OWN}
+_NAMES: list[str | None] = [None, *TOOL_PARSERS]
+TEXTS = {**dict.fromkeys(_NAMES, LIST), "hermes": HERMES, "llama3_json": LLAMA}
 JSON_CITY = StructuredOutput(StructuredKind.JSON, json.dumps(CITY))
 
 
