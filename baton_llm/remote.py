@@ -157,6 +157,8 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
         stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
+        spaces_between_special_tokens=request.spaces_between_special_tokens,
+        bad_words=request.bad_words,
         **sampling,
     )
 

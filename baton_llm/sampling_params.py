@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from router.structured_output import structured_output_of
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _WHOLE = ("n", "top_k", "min_tokens")
 _WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs")
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
+_TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,9 @@ class SamplingParams:
     n: answers to each prompt. seed: None draws one; the same seed gives the same answers. max_tokens: None is what the
     context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely too. stop:
     texts that end an answer, of which they are no part unless `include_stop_str_in_output`. structured_outputs: what an
-    answer must match, one of json, json_object, regex, choice and grammar with its value. Raises InvalidRequest, whose
-    `param` is the name of the field.
+    answer must match, one of json, json_object, regex, choice and grammar with its value. allowed_token_ids: no other
+    token is chosen. bad_words: no token completes one of these. Raises InvalidRequest, whose `param` is the name of the
+    field.
     """
 
     n: int = 1
@@ -47,12 +49,15 @@ class SamplingParams:
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     structured_outputs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
-        request_of(self, "", ())  # checks n and stop
-        ranged = {**self.sampling(), "stop_token_ids": frozenset(self.stop_token_ids or ())}
+        request_of(self, "", ())  # checks n, stop and bad_words
+        ranged = {**self.sampling(), **{name: frozenset(getattr(self, name) or ()) for name in _TOKEN_LISTS}}
         ranged["seed"] = ranged.get("seed", 0) % SEED_SPACE
         ranged["top_k"] = max(0, self.top_k) if self.top_k == -1 else self.top_k  # -1: vLLM's older way to say off
         ranged.setdefault("max_tokens", max(1, self.min_tokens))
@@ -79,12 +84,14 @@ class SamplingParams:
         for name in _FLAGS:
             _check(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
         _check(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more, or None", self.logprobs)
-        _check(all(isinstance(text, str) for text in self.stops), "stop", "a text or a list of texts", self.stop)
+        _check(_are_texts(self.stops), "stop", "a text or a list of texts", self.stop)
         _check(
             isinstance(self.structured_outputs or {}, Mapping), "structured_outputs", "a dict", self.structured_outputs
         )
-        ids = self.stop_token_ids or ()
-        _check(all(map(_is_whole, ids)), "stop_token_ids", "a list of token ids", self.stop_token_ids)
+        _check(_are_texts(self.bad_words or ()), "bad_words", "a list of texts", self.bad_words)
+        for name in _TOKEN_LISTS:
+            _check(all(map(_is_whole, getattr(self, name) or ())), name, "a list of token ids", getattr(self, name))
+        _check(self.allowed_token_ids != [], "allowed_token_ids", "a list with token ids, or None", [])
         biases = self.logit_bias or {}
         is_map = isinstance(biases, Mapping) and all(map(_is_whole, biases)) and all(map(_is_number, biases.values()))
         _check(is_map, "logit_bias", "a dict of token ids and numbers", self.logit_bias)
@@ -102,12 +109,18 @@ def request_of(params: SamplingParams | None, request_id: str, prompt: tuple[int
         stop=tuple(dict.fromkeys(params.stops)),
         include_stop_str_in_output=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        bad_words=tuple(params.bad_words or ()),
     )
 
 
 def _check(holds: bool, param: str, kind: str, value: object) -> None:
     if not holds:
         raise InvalidRequest(f"{param} must be {kind}, not {value!r}", param)
+
+
+def _are_texts(values: Iterable[object]) -> bool:
+    return not isinstance(values, str) and all(isinstance(value, str) for value in values)
 
 
 def _is_whole(value: object) -> bool:

@@ -105,11 +105,11 @@ class Sequence:
     @property
     def takes_drafts(self) -> bool:
         """Whether its next step may verify draft tokens: only the KV of its last token is missing, and the step is not
-        launched ahead. Penalties and matchers rule this out, because they depend on tokens chosen earlier in the same
-        step, which the sampler does not know."""
+        launched ahead. Penalties, bad words and matchers rule this out, because they depend on tokens chosen
+        earlier in the same step, which the sampler does not know."""
         stands = self.num_launched_tokens == self.num_computed_tokens == len(self.tokens) - 1
         generates = self.state is SequenceState.RUNNING and self.generates
-        depends = self.sampling.has_penalties or self.matcher is not None
+        depends = self.sampling.depends_on_output or self.matcher is not None
         return stands and generates and not self.runs_ahead and not depends
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -74,3 +74,20 @@ class WindowDetokenizer:
     def _new_text(self) -> str:
         before = self._decode(self._context)
         return self._decode(self._context + self._pending)[len(before) :]
+
+
+class JoiningDetokenizer:
+    """Leaves out the space that another detokenizer has between two added tokens, as vLLM does. added: their texts."""
+
+    def __init__(self, inner: Detokenizer, added: Mapping[int, str]) -> None:
+        self._inner = inner
+        self._added = added
+        self._after_added = False
+
+    def add(self, token_id: int) -> str:
+        piece, text = self._inner.add(token_id), self._added.get(token_id)
+        joins, self._after_added = self._after_added and text is not None, text is not None
+        return text if joins and text is not None else piece
+
+    def flush(self) -> str:
+        return self._inner.flush()

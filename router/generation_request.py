@@ -8,13 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NAMES, SamplingParams
-from router.limits import MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from baton.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    NAMES,
+    SamplingParams,
+)
+from router.bad_words import check_bad_words
+from router.limits import MAX_COUNTED_CHARS, MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.models import ServedModel
 
 SEED_SPACE = 2**64
 _DRAWN_SEED_BITS = 63
 _INT32_END = 2**31
+_ALL_THAT_FIT = -1
+"""As `truncate_prompt_tokens`: what max_tokens leaves of the context."""
 _PROBE_CHARS_PER_TOKEN = 8
 """Twice what common text has. Of a longer text, the beginning is tokenized first."""
 
@@ -37,8 +47,11 @@ class GenerationRequest:
     n: int = 1
     sampling: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     timeout_s: float | None = None
     cache_salt: str = ""
 
@@ -55,7 +68,14 @@ class GenerationRequest:
         stop_token_ids = self.sampling.get("stop_token_ids", ())
         _at_most(MAX_STOP_TOKEN_IDS, len(stop_token_ids), "stop_token_ids", "ids")
         _at_most(MAX_LOGIT_BIAS, len(self.sampling.get("logit_bias", ())), "logit_bias", "entries")
+        _at_most(MAX_ALLOWED_TOKEN_IDS, len(self.sampling.get("allowed_token_ids", ())), "allowed_token_ids", "ids")
         _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
+        check_bad_words(self.bad_words)
+        kept = self.truncate_prompt_tokens
+        if kept is not None and kept != _ALL_THAT_FIT and kept < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1, or 1 or more, not {kept}", "truncate_prompt_tokens"
+            )
         if any(not 0 <= token < _INT32_END for token in stop_token_ids):
             raise InvalidRequest("stop_token_ids must be token ids, 0 or more", "stop_token_ids")
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
@@ -67,9 +87,11 @@ def _at_most(limit: int, count: int, param: str, what: str) -> None:
         raise InvalidRequest(f"{param} must have at most {limit} {what}, not {count}", param)
 
 
-def encode(text: str, model: ServedModel, add_special_tokens: bool, free_chars: int = 0) -> tuple[int, ...]:
-    """Token ids of a text. If the text is far too long, and longer than `free_chars`, raises ContextTooLong without
-    tokenizing all of it.
+def encode(
+    text: str, model: ServedModel, add_special_tokens: bool, free_chars: int = 0, most: int | None = None
+) -> tuple[int, ...]:
+    """Token ids of a text, of a longer one the last `most`. If the text is far too long, and longer than `free_chars`,
+    raises ContextTooLong without tokenizing all of it.
 
     The number of characters does not tell how few tokens a text may have: a tokenizer may drop characters, and
     thousands of blanks may be one token. But a tokenizer works from left to right, so the beginning of a text has
@@ -80,7 +102,31 @@ def encode(text: str, model: ServedModel, add_special_tokens: bool, free_chars: 
         num_tokens = model.tokenizer.count(beginning)
         if num_tokens > model.max_model_len + model.max_model_len // 2:
             raise _too_long(model, f"more than {num_tokens}")
-    return model.tokenizer.encode(text, add_special_tokens)
+    return model.tokenizer.encode(text, add_special_tokens, most)
+
+
+def num_kept_tokens(wanted: GenerationRequest, model: ServedModel) -> int | None:
+    """How many tokens are left of a longer prompt; None: all. Raises InvalidRequest for more than the context has."""
+    kept = wanted.truncate_prompt_tokens
+    if kept == _ALL_THAT_FIT:
+        return max(1, model.max_model_len - (wanted.sampling.get("max_tokens") or 1))
+    if kept is not None and kept > model.max_model_len:
+        text = f"truncate_prompt_tokens must be at most {model.max_model_len}, the model's context, not {kept}"
+        raise InvalidRequest(text, "truncate_prompt_tokens")
+    return kept
+
+
+def prompt_tokens(
+    prompt: str | tuple[int, ...], model: ServedModel, add_special_tokens: bool, most: int | None = None
+) -> tuple[int, ...]:
+    """The prompt's token ids, checked; `most`: the last ones, of a text with the special tokens around it. Raises
+    InvalidRequest."""
+    if isinstance(prompt, str):
+        tokens = encode(prompt, model, add_special_tokens, 0 if most is None else MAX_COUNTED_CHARS, most)
+    else:
+        tokens = prompt if most is None else prompt[-most:]
+    check_prompt(tokens, model)
+    return tokens
 
 
 def check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
@@ -120,21 +166,39 @@ def _too_long(model: ServedModel, num_tokens: str, param: str = "prompt") -> Con
     )
 
 
-def sampling_params(wanted: GenerationRequest, model: ServedModel, num_prompt_tokens: int) -> SamplingParams:
+def sampling_params(
+    wanted: GenerationRequest,
+    model: ServedModel,
+    num_prompt_tokens: int,
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
+) -> SamplingParams:
     """What the client says, else what the model does, else what everybody does; with seed and max_tokens resolved.
     Raises InvalidRequest, naming the parameter."""
     stated = {name: getattr(model.defaults, name, None) for name in NAMES}
     given = {name: value for name, value in stated.items() if value is not None} | dict(wanted.sampling)
-    if any(not 0 <= token < model.vocab_size for token in given.get("logit_bias", ())):
-        raise InvalidRequest(f"logit_bias names a token id outside [0, {model.vocab_size})", "logit_bias")
+    for name in ("logit_bias", "allowed_token_ids"):
+        if any(not 0 <= token < model.vocab_size for token in given.get(name, ())):
+            raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size})", name)
     given["logit_bias"] = dict(given.get("logit_bias", {}))
     given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+    given["allowed_token_ids"] = frozenset(given.get("allowed_token_ids", ()))
+    given["bad_words_token_ids"] = bad_words_token_ids
     if given.get("top_k") == -1:  # vLLM's older way to say off
         given["top_k"] = 0
     seed = given.get("seed")
     given["seed"] = random.getrandbits(_DRAWN_SEED_BITS) if seed is None else seed % SEED_SPACE
     given["max_tokens"] = _max_tokens(given.get("max_tokens"), model, num_prompt_tokens)
-    return SamplingParams(**given)
+    params = SamplingParams(**given)
+    _check_may_begin(params, model)
+    return params
+
+
+def _check_may_begin(params: SamplingParams, model: ServedModel) -> None:
+    """Raises InvalidRequest if min_tokens forbids all allowed tokens."""
+    ends = params.stop_token_ids.union(() if params.ignore_eos else model.defaults.eos_token_ids)
+    if params.min_tokens and params.allowed_token_ids and params.allowed_token_ids <= ends:
+        text = f"min_tokens {params.min_tokens} forbids all of allowed_token_ids: each of them ends the answer"
+        raise InvalidRequest(text, "min_tokens")
 
 
 def _max_tokens(asked: int | None, model: ServedModel, num_prompt_tokens: int) -> int:

@@ -12,12 +12,13 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from router.limits import MAX_MESSAGES, MAX_STOP_STRINGS
+from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from router.limits import MAX_BAD_WORDS, MAX_MESSAGES, MAX_STOP_STRINGS
 
 M = TypeVar("M", bound=Message)
 
-_MAX_FIELDS = MAX_STOP_STRINGS + MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 64
+_MAX_FIELDS = MAX_STOP_STRINGS + MAX_BAD_WORDS + MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 64
+_MAX_IDS = {"stop_token_ids": MAX_STOP_TOKEN_IDS, "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS}
 _MAX_VARINT_BYTES = 10
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -25,14 +26,15 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 def parse_request(kind: type[M], data: bytes) -> M:
     """Raises InvalidRequest."""
     chat = kind.DESCRIPTOR.fields_by_name.get("chat")
-    ids = kind.DESCRIPTOR.fields_by_name.get("stop_token_ids")
+    ids = {field.number: name for name, field in kind.DESCRIPTOR.fields_by_name.items() if name in _MAX_IDS}
     try:
         num_messages = 0
         for num_fields, (number, start, end) in enumerate(_fields(data, 0, len(data))):
             if num_fields == _MAX_FIELDS:
                 raise InvalidRequest(f"the request has more than {_MAX_FIELDS} fields")
-            if ids is not None and number == ids.number and end - start > MAX_STOP_TOKEN_IDS * _MAX_VARINT_BYTES:
-                raise InvalidRequest(f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} ids", ids.name)
+            name = ids.get(number)
+            if name is not None and end - start > _MAX_IDS[name] * _MAX_VARINT_BYTES:
+                raise InvalidRequest(f"{name} must have at most {_MAX_IDS[name]} ids", name)
             if chat is not None and number == chat.number:
                 for _ in _fields(data, start, end):
                     num_messages += 1

@@ -216,8 +216,13 @@ def _generation_request(
         n=request.n or 1,
         sampling=sampling,
         stop=tuple(dict.fromkeys(request.stop)),
+        bad_words=tuple(dict.fromkeys(request.bad_words)),
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
+        spaces_between_special_tokens=request.spaces_between_special_tokens
+        if request.HasField("spaces_between_special_tokens")
+        else True,
+        truncate_prompt_tokens=request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
         timeout_s=min(timeouts, default=None),
         cache_salt=request.cache_salt,
     )

@@ -11,6 +11,9 @@ MAX_NAME_CHARS = 256
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 2048
 """Of all stop strings together: bounds the cost of building and keeping their automaton."""
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 8192
+"""Of all bad words together."""
 MAX_COUNTED_CHARS = 2**20
 """Of a text for `/tokenize`: a client that asks for the number of tokens need not know whether the text fits."""
 MAX_ECHO_CHARS = 2**22

@@ -8,9 +8,14 @@ import uuid
 RETRY_AFTER_S = 1
 """How long a client should wait before it retries, when there was no room or no node."""
 
-_USABLE = re.compile(r"[!-~]{1,128}")
+REQUEST_ID = "[!-~]{1,128}"
+_USABLE = re.compile(REQUEST_ID)
+
+
+def is_usable_request_id(given: str) -> bool:
+    return _USABLE.fullmatch(given) is not None
 
 
 def usable_request_id(given: str) -> str:
     """The client's id if it can stand in a header and a log line, else a fresh one."""
-    return given if _USABLE.fullmatch(given) else uuid.uuid4().hex
+    return given if is_usable_request_id(given) else uuid.uuid4().hex

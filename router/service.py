@@ -11,9 +11,10 @@ from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from router.admission import Admission, Admitted
 from router.answer import Answer
+from router.bad_words import bad_words_token_ids
 from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
-from router.generation_request import GenerationRequest, check_prompt, encode, sampling_params
+from router.generation_request import GenerationRequest, num_kept_tokens, prompt_tokens, sampling_params
 from router.grammars import GrammarChecker
 from router.life import RoutedRequest
 from router.models import Models, ServedModel
@@ -24,8 +25,6 @@ log = logging.getLogger(__name__)
 
 _MAX_TEXT_SIZE = 64 * 2**20
 """Characters of texts that are being parsed, tokenized and so on; each takes about a hundred bytes meanwhile."""
-
-Prompt = str | tuple[int, ...]
 
 
 class Service:
@@ -93,19 +92,14 @@ class Service:
 
         return await self.offload.run(render, size)
 
-    async def tokenize(
-        self, model: ServedModel, prompts: Sequence[Prompt], add_special_tokens: bool
-    ) -> list[tuple[int, ...]]:
-        """Token ids of each prompt, checked; prompts given as ids stay as they are. Raises InvalidRequest or
-        Overloaded."""
+    async def tokenize(self, model: ServedModel, wanted: GenerationRequest) -> list[tuple[int, ...]]:
+        """Token ids of each prompt, checked. Raises InvalidRequest or Overloaded."""
+        most = num_kept_tokens(wanted, model)
 
         def encode_all() -> list[tuple[int, ...]]:
-            every = [encode(p, model, add_special_tokens) if isinstance(p, str) else p for p in prompts]
-            for prompt in every:
-                check_prompt(prompt, model)
-            return every
+            return [prompt_tokens(prompt, model, wanted.add_special_tokens, most) for prompt in wanted.prompts]
 
-        return await self.offload.run(encode_all, sum(map(len, prompts)))
+        return await self.offload.run(encode_all, sum(map(len, wanted.prompts)))
 
     async def generate(
         self, model: ServedModel, wanted: GenerationRequest, received: float, admitted: Admitted
@@ -116,18 +110,25 @@ class Service:
         """
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
             await self._grammars.check(structured)
-        prompts = await self.tokenize(model, wanted.prompts, wanted.add_special_tokens)
+        prompts = await self.tokenize(model, wanted)
         admitted.resize(sum(map(len, prompts)))
+        bad_words = await self._bad_words(model, wanted.bad_words)
         stops = StopStrings(wanted.stop)
         parts: list[Part] = []
         pause = Pauses()
         for prompt in prompts:
-            parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n))
+            parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n, bad_words))
             await pause()
         generation = Generation(wanted.request_id, self._dispatcher, parts, admitted, self._tells_timings)
         await generation.start(received)
         log.debug("placed prompts=%d n=%d", len(prompts), wanted.n)
         return generation
+
+    async def _bad_words(self, model: ServedModel, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if not words:
+            return ()
+        size = 2 * sum(map(len, words))
+        return await self.offload.run(lambda: bad_words_token_ids(words, model.tokenizer, model.vocab_size), size)
 
     def _part(
         self,
@@ -136,8 +137,9 @@ class Service:
         stops: StopStrings,
         prompt: tuple[int, ...],
         first_index: int,
+        bad_words: tuple[tuple[int, ...], ...],
     ) -> Part:
-        sampling = sampling_params(wanted, model, len(prompt))
+        sampling = sampling_params(wanted, model, len(prompt), bad_words)
         request = RoutedRequest(
             # Unique for ever, because clients may repeat their ids and nodes remember those that were aborted.
             request_id=f"{wanted.request_id}.{next(self._serial):x}",
@@ -156,7 +158,7 @@ class Service:
         eos = () if sampling.ignore_eos else model.defaults.eos_token_ids
         return Answer(
             index,
-            model.tokenizer.detokenizer(wanted.skip_special_tokens),
+            model.tokenizer.detokenizer(wanted.skip_special_tokens, wanted.spaces_between_special_tokens),
             StopScanner(stops, wanted.include_stop_str_in_output),
             sampling.stop_token_ids.union(eos),
             sampling.min_tokens,

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from baton.errors import NodeUnavailable
-from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.detokenizer import ByteDetokenizer, Detokenizer, JoiningDetokenizer, WindowDetokenizer
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read by the library at each call
 
@@ -33,13 +33,21 @@ class Tokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._skipped = frozenset(i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._skipped = frozenset(i for i, t in added.items() if t.special)
+        self._added = {i: t.content for i, t in added.items()}
         decoder = json.loads(data).get("decoder")
         self._byte_level = _is_byte_level(decoder)
         self._byte_fallback = not self._byte_level and "ByteFallback" in _kinds(decoder)
 
-    def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self._encode(text, add_special_tokens).ids)
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> tuple[int, ...]:
+        """Token ids of a text; of more than `most` tokens the last ones, beside the special tokens around them."""
+        if most is None:
+            return tuple(self._encode(text, add_special_tokens).ids)
+        content = self._encode(text, False)
+        num_special = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        content.truncate(max(most - num_special, 0), direction="left")
+        return tuple(self._tokenizer.post_process(content, None, add_special_tokens).ids[-most:])
 
     def count(self, text: str) -> int:
         """The number of the text's tokens, without special ones."""
@@ -55,12 +63,16 @@ class Tokenizer:
         [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh one, for one sample."""
+    def detokenizer(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Detokenizer:
+        """A fresh one, for one sample. Spaces between special tokens matter only where these are not skipped, and where
+        the vocabulary is not byte-level: there, tokens have no others than their own."""
         skipped = self._skipped if skip_special_tokens else frozenset()
         if self._byte_level:
             return ByteDetokenizer(self.token_bytes, skipped)
-        return WindowDetokenizer(self._decode_all, self._is_raw_byte, skipped)
+        window = WindowDetokenizer(self._decode_all, self._is_raw_byte, skipped)
+        if skip_special_tokens or spaces_between_special_tokens:
+            return window
+        return JoiningDetokenizer(window, self._added)
 
     @functools.lru_cache(maxsize=2**18)  # noqa: B019  (a tokenizer lives as long as the process)
     def token_bytes(self, token_id: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -72,8 +73,10 @@ class LocalBackend:
         elif prompt and isinstance(prompt[0], Mapping):
             text, special = await self._render(model, prompt), False
         ids: Any = prompt
-        [token_ids] = await self._service.tokenize(model, [ids if text is None else text], special)
-        sampling_params(request_of(params, "", token_ids), model, len(token_ids))  # checks them together
+        prompts = (ids if text is None else text,)
+        wanted = dataclasses.replace(request_of(params, "", ()), prompts=prompts, add_special_tokens=special)
+        [token_ids] = await self._service.tokenize(model, wanted)
+        sampling_params(wanted, model, len(token_ids))  # checks them together
         return Encoded(text, token_ids)
 
     async def generate(self, request: GenerationRequest, take: Callable[[Sequence[Delta]], None]) -> int:

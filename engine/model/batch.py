@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baton_kernels.paged_attention import PagedBatch
 from baton_kernels.step_inputs import step_inputs
+from engine.model.choices import SampleBatch
 from engine.model.extensions import BatchExtension, torch_dtype
-from engine.model.sampler import SampleBatch
 from engine.model.upload import upload
 from engine.step import Chunk
 from engine.token_matcher import TokenMatcher
@@ -172,6 +172,7 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
     """The choices to make from the chunks' logits, which are in the order of the chunks: for each row of logits one
     choice for each sample of the sequence, with the position of the token to choose."""
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
+    tokens: list[list[int]] = []
     matchers = list[tuple[int, TokenMatcher]]()
     num_logits = 0
     for chunk, row in zip(chunks, rows, strict=True):
@@ -185,8 +186,9 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
                 own.append(row)
                 samples.append(sample)
                 positions.append(position)
+                tokens.append(chunk.sequence.tokens)
         num_logits += chunk.num_logits
-    return SampleBatch(logits_rows, own, samples, positions, matchers)
+    return SampleBatch(logits_rows, own, samples, positions, tokens, matchers)
 
 
 def _starts(size: BatchSize) -> list[int]:

@@ -17,12 +17,13 @@ from engine.config import EngineConfig
 from engine.model import batch
 from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
+from engine.model.choices import Sampled
 from engine.model.device_watch import DeviceWatch, LayerMarks, SeesLayers
 from engine.model.extensions import BatchExtension
 from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes, single_prompt_sizes
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
-from engine.model.sampler import Sampled, Sampler
+from engine.model.sampler import Sampler
 from engine.model.warm_up import first_steps
 from engine.sequence import Sequence
 from engine.step import Choice, Chunk

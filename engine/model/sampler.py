@@ -1,8 +1,9 @@
 """From logits to tokens: applies the sampling parameters on the device, then makes each choice; the host never waits.
 
-Per choice, in vLLM's order: logprobs of the raw logits; logit_bias; EOS and stop ids forbidden while there are fewer
-than min_tokens outputs; repetition, frequency and presence penalties; tokens forbidden that the sequence's matcher does
-not accept; then the most likely token when greedy, else a draw (see `baton_kernels.sampling`).
+Per choice, in vLLM's order: logprobs of the raw logits; tokens forbidden that are not allowed or complete a bad word;
+logit_bias; EOS and stop ids forbidden while there are fewer than min_tokens outputs; repetition, frequency and presence
+penalties; tokens forbidden that the sequence's matcher does not accept; then the most likely token when greedy, else a
+draw (see `baton_kernels.sampling`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
 from baton_kernels.sampling import IN_PROMPT, DrawParams, penalize, sample
-from baton_kernels.token_mask import BITS, apply_token_masks
-from engine.model.upload import download, upload
-from engine.step import Choice
+from baton_kernels.token_mask import apply_token_masks
+from engine.model.bad_words import ANY_TOKEN, BadWords
+from engine.model.choices import SampleBatch, Sampled
+from engine.model.token_bitmask import num_words, pack_bitmask
+from engine.model.upload import upload
 from engine.token_matcher import TokenMatcher
 
 GREEDY_BELOW = 1e-5
@@ -29,26 +31,11 @@ GREEDY_BELOW = 1e-5
 _INTS = ("seed", "top_k")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 """The parameters of its sequence that each choice uploads, in the order of the upload."""
-_DRAWS, _FILTERED, _BIASED, _PENALIZED = 1, 2, 4, 8
+_DRAWS, _FILTERED, _BIASED, _PENALIZED, _MASKED, _BAD_WORDS = 1, 2, 4, 8, 16, 32
+_ADJUSTED = _BIASED | _PENALIZED | _MASKED | _BAD_WORDS
+_COMPLETES_BAD_WORD = -1e20
+"""Added to a logit. It is finite: if the allowed tokens leave no other, the token is still before those not allowed."""
 _PADDING = 4  # rows of an upload have a multiple of so many columns: aligns each to 16 bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SampleBatch:
-    """The choices of one step: item i of each list, or integer array, belongs to choice i.
-
-    logits_rows: the row of its logits. rows: the sequence's row in the sampler. samples: for which of the request's
-    answers. positions: of the new token in its sequence, which is the number of tokens before it.
-    matchers: (choice, matcher) for the choices that have one.
-    Several samples of one prompt share both rows. Choices after draft tokens share the sequence's row, at different
-    positions; `last_tokens` may then have any of them, since the host supplies the sequence's next token.
-    """
-
-    logits_rows: Seq[int] | NDArray[np.integer]
-    rows: Seq[int] | NDArray[np.integer]
-    samples: Seq[int] | NDArray[np.integer]
-    positions: Seq[int] | NDArray[np.integer]
-    matchers: Seq[tuple[int, TokenMatcher]] = ()
 
 
 class Sampler:
@@ -56,12 +43,14 @@ class Sampler:
 
     State that depends on tokens which the host may not know yet is on the device: `last_tokens`, [num_rows] int32, the
     last token chosen for each row; and how often each token occurs, [num_rows, vocab_size] int32, valid only for rows
-    with penalties. All calls belong to one thread and one stream, and none waits for the device.
+    with penalties. So are the bitmasks of allowed tokens, because of their size, valid only for rows that have them.
+    All calls belong to one thread and one stream, and none waits for the device.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._allowed = torch.zeros(num_rows, num_words(vocab_size), dtype=torch.int32, device=device)
         self._eos_token_ids = eos_token_ids
         # What is the same at every step of a sequence, by row.
         self._feature_flags = np.zeros(num_rows, np.int64)
@@ -69,7 +58,9 @@ class Sampler:
         self._num_logprobs = np.full(num_rows, -1, np.int64)
         self._ints = np.zeros((len(_INTS), num_rows), np.int64)
         self._floats = np.zeros((len(_FLOATS), num_rows), np.float32)
+        self._num_prompt_tokens = np.zeros(num_rows, np.int64)
         self._bias = [_NO_ENTRIES] * num_rows
+        self._bad_words = [_NO_BAD_WORDS] * num_rows
         self._ends = [_NO_ENTRIES] * num_rows
 
     def begin(self, row: int, params: SamplingParams, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
@@ -80,18 +71,23 @@ class Sampler:
         feature_flags = (
             _DRAWS * draws | _FILTERED * filtered | _BIASED * bool(p.logit_bias) | _PENALIZED * p.has_penalties
         )
+        feature_flags |= _MASKED * bool(p.allowed_token_ids) | _BAD_WORDS * bool(p.bad_words_token_ids)
         self._feature_flags[row] = feature_flags
+        self._num_prompt_tokens[row] = len(prompt_tokens)
         self._may_end_from[row] = len(prompt_tokens) + p.min_tokens
         self._num_logprobs[row] = p.num_logprobs
         self._ints[:, row] = p.seed - (1 << 64) if p.seed >> 63 else p.seed, min(p.top_k, self._counts.shape[1])
         self._floats[:, row] = [getattr(p, name) for name in _FLOATS]
         self._floats[_FLOATS.index("temperature"), row] = p.temperature if draws else 0.0
         self._bias[row] = _entries(list(p.logit_bias), list(p.logit_bias.values()))
+        self._bad_words[row] = BadWords(p.bad_words_token_ids) if p.bad_words_token_ids else _NO_BAD_WORDS
         ends = {*p.stop_token_ids, *(() if p.ignore_eos else self._eos_token_ids)} if p.min_tokens else ()
         known = [token for token in ends if token < self._counts.shape[1]]
         self._ends[row] = _entries(known, [-np.inf] * len(known))
         if p.has_penalties:
             self._count_known(row, prompt_tokens, output_tokens)
+        if p.allowed_token_ids:
+            self._allowed[row] = upload(pack_bitmask(p.allowed_token_ids, self._counts.shape[1]), self._counts.device)
 
     def prepare(self, batch: SampleBatch) -> SamplingTensors | None:
         """All that `launch` needs for every choice, on the device by one copy; None if there are no choices.
@@ -114,16 +110,32 @@ class Sampler:
         device = upload(packed, self._counts.device)
         logits_rows, row, position, seed, top_k = device[:split].view(torch.int64).view(-1, padded)[:, :n].unbind()
         temperature, top_p, min_p, *penalties = device[split:].view(torch.float32).view(-1, padded)[:, :n].unbind()
+        feature_flags = int(np.bitwise_or.reduce(self._feature_flags[rows], initial=0))
         return SamplingTensors(
             logits_rows,
             row,
             DrawParams(temperature, top_k, top_p, min_p, seed, position),
             penalties,
             host_rows=rows,
-            feature_flags=int(np.bitwise_or.reduce(self._feature_flags[rows], initial=0)),
+            feature_flags=feature_flags,
             too_short=positions < self._may_end_from[rows],
+            bad_words=self._bad_words_of(batch, rows, positions) if feature_flags & _BAD_WORDS else None,
             matchers=batch.matchers,
         )
+
+    def _bad_words_of(
+        self, batch: SampleBatch, rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        """Tokens that may complete a bad word, [3, n]: place in the logits of all choices, the token that must be
+        before it, row. None: there are none."""
+        vocab_size = self._counts.shape[1]
+        found: list[tuple[int, int, int]] = []
+        for i in np.flatnonzero(self._feature_flags[rows] & _BAD_WORDS).tolist():
+            row, tokens = int(rows[i]), batch.tokens[i]
+            num_unknown = int(positions[i]) - len(tokens)
+            forbidden = self._bad_words[row].forbidden(tokens, int(self._num_prompt_tokens[row]), num_unknown)
+            found += [(i * vocab_size + token, before, row) for token, before in forbidden]
+        return np.array(found, np.int64).T.copy() if found else None
 
     def launch(self, logits: Tensor, tensors: SamplingTensors | None) -> Sampled:
         """Start to choose. logits: [num_rows, vocab_size], bf16 or fp32 (computed in fp32), not changed."""
@@ -149,9 +161,10 @@ class Sampler:
     def _adjusted(self, logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
         """Logits after bias, masks and penalties, and the row of each choice in them; the same tensor if no choice has
         any."""
-        if not (tensors.feature_flags & (_BIASED | _PENALIZED) or tensors.too_short.any() or tensors.matchers):
+        if not (tensors.feature_flags & _ADJUSTED or tensors.too_short.any() or tensors.matchers):
             return logits, tensors.logits_rows
         own = logits.index_select(0, tensors.logits_rows).float()
+        self._forbid(own, tensors)
         rows = tensors.host_rows.tolist()
         added = [(i, self._bias[row]) for i, row in enumerate(rows)] if tensors.feature_flags & _BIASED else []
         added += [(i, self._ends[rows[i]]) for i in np.flatnonzero(tensors.too_short).tolist()]
@@ -165,10 +178,21 @@ class Sampler:
             self._constrain(own, tensors.matchers)
         return own, torch.arange(own.shape[0], device=own.device)
 
+    def _forbid(self, own: Tensor, tensors: SamplingTensors) -> None:
+        """Apply allowed tokens and bad words to the logits of all choices, in place."""
+        if tensors.feature_flags & _MASKED:
+            choices = np.flatnonzero(self._feature_flags[tensors.host_rows] & _MASKED)
+            masks = self._allowed.index_select(0, upload(tensors.host_rows[choices], own.device))
+            apply_token_masks(own, upload(choices, own.device), masks)
+        if tensors.bad_words is not None:
+            places, before, of_rows = upload(tensors.bad_words, own.device).unbind()
+            completes = (before == ANY_TOKEN) | (before == self.last_tokens.index_select(0, of_rows))
+            own.view(-1).scatter_add_(0, places, completes.float() * _COMPLETES_BAD_WORD)
+
     def _constrain(self, own: Tensor, matchers: Seq[tuple[int, TokenMatcher]]) -> None:
         """Forbid what the matchers do not accept. own: [num_choices, vocab_size]. On a GPU, the forward runs while the
         host fills the masks."""
-        masks = np.zeros((len(matchers), -(-own.shape[1] // BITS)), np.int32)
+        masks = np.zeros((len(matchers), num_words(own.shape[1])), np.int32)
         for mask, (_, matcher) in zip(masks, matchers, strict=True):
             matcher.fill(mask)
         choices = np.array([choice for choice, _ in matchers], np.int64)
@@ -188,30 +212,6 @@ class Sampler:
         return Sampled(tokens, (chosen, values, ids), asks)
 
 
-class Sampled:
-    """The choices of a launch. tokens: [num_choices], int32, on the device."""
-
-    def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
-        """asked: (choice, number of logprobs) pairs. logprobs, for these: of the chosen token [num_asked], and of the
-        most likely tokens [num_asked, width] logprobs and ids."""
-        self.tokens = tokens
-        self._told = (tokens, *logprobs)
-        self._asked = asked
-
-    def to_host(self) -> None:
-        """Start the copies to the host, on the current stream."""
-        self._told = tuple(download(tensor) for tensor in self._told)
-
-    def choices(self) -> list[Choice]:
-        """One per choice of the batch. The caller must make sure that the copies of `to_host` are done."""
-        tokens, *logprobs = (tensor.tolist() for tensor in self._told)
-        choices = [Choice(token) for token in tokens]
-        for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
-            top = tuple(zip(ids, values, strict=True))[:num]
-            choices[i] = Choice(tokens[i], TokenLogprobs(chosen, top))
-        return choices
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """Per choice, on the device, [num_choices] each; then what the host has to know about them."""
@@ -224,6 +224,7 @@ class SamplingTensors:
     host_rows: NDArray[np.int64]
     feature_flags: int  # what any of them needs
     too_short: NDArray[np.bool_]  # has fewer than min_tokens outputs
+    bad_words: NDArray[np.int64] | None
     matchers: Seq[tuple[int, TokenMatcher]]
 
 
@@ -235,3 +236,4 @@ def _entries(tokens: Seq[int], values: Seq[float]) -> _Entries:
 
 
 _NO_ENTRIES = _entries((), ())
+_NO_BAD_WORDS = BadWords(())

@@ -16,7 +16,11 @@ _SAMPLING = SamplingParams(
     temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, num_logprobs=5, max_tokens=1
 )
 """Every parameter that makes a sampler keep a copy of its logits."""
-_KINDS = (_SAMPLING, SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
+_KINDS = (
+    dataclasses.replace(_SAMPLING, allowed_token_ids=frozenset({0}), bad_words_token_ids=((0,), (0, 0))),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+)
 _LENGTHS = (1, 6, 14, 30, 62, 126, 300, 700, 1400, 3000)
 """With two decodes these cover every number of rows for which the matmuls of few rows have a kernel, except one row."""
 _CONTEXT = 10_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -15,6 +16,11 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 """Number of entries; OpenAI's API allows 300."""
 MAX_BIAS = 100
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 512
+"""Token sequences; a word has up to two."""
+MAX_BAD_WORD_TOKENS = 4096
+"""Of all bad words together."""
 MAX_CACHE_SALT_CHARS = 256
 
 N = TypeVar("N", int, float)
@@ -57,7 +63,9 @@ class SamplingParams:
 
     The random draw for a token is a function of (`seed` + sample index, position) alone, so any node can take over at
     any position and draw the same token. `num_logprobs`: -1: none; 0: the chosen token's; k: also the k most likely;
-    logprobs are of the raw logits, before penalties and temperature. Raises InvalidRequest that names the parameter.
+    logprobs are of the raw logits, before penalties and temperature. `allowed_token_ids`: no other token is chosen;
+    empty: all are allowed. `bad_words_token_ids`: no token completes one of these in the output, unless the allowed
+    tokens leave no other. Raises InvalidRequest that names the parameter.
     """
 
     temperature: float = _within(1.0, 0.0, 1e6, "must be in [0, 1e6], 0 being greedy")
@@ -75,6 +83,8 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     num_logprobs: int = _within(-1, -1, MAX_LOGPROBS, f"must be at most {MAX_LOGPROBS}")
     structured_outputs: StructuredOutput | None = None
+    allowed_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name, valid in RANGES.items():
@@ -83,11 +93,21 @@ class SamplingParams:
         _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, RANGES["min_tokens"].text)
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        for token in self.stop_token_ids:
-            _check(0 <= token < 2**31, "stop_token_ids", token, "must be token ids, 0 or more and below 2**31")
+        _check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
+        _check_tokens("stop_token_ids", self.stop_token_ids)
+        _check_tokens("allowed_token_ids", self.allowed_token_ids)
+        self._check_bad_words()
         for token, bias in self.logit_bias.items():
             _check(0 <= token < 2**31, "logit_bias", token, "must have token ids, 0 or more and below 2**31")
             _check(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", bias, f"must be in [-{MAX_BIAS}, {MAX_BIAS}]")
+
+    def _check_bad_words(self) -> None:
+        words = self.bad_words_token_ids
+        _check(len(words) <= MAX_BAD_WORDS, "bad_words", len(words), f"must be at most {MAX_BAD_WORDS} token sequences")
+        _check_count("bad_words", sum(map(len, words)), MAX_BAD_WORD_TOKENS)
+        for word in words:
+            _check(bool(word), "bad_words", word, "must have tokens")
+            _check_tokens("bad_words", word)
 
     @property
     def greedy(self) -> bool:
@@ -95,8 +115,13 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's logit depends on the tokens before it."""
+        """Whether a token's logit depends on how often there have been which tokens."""
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words_token_ids)
 
 
 NAMES = tuple(parameter.name for parameter in fields(SamplingParams))
@@ -106,6 +131,11 @@ RANGES: dict[str, Range] = {p.name: p.metadata["range"] for p in fields(Sampling
 def _check(holds: bool, param: str, value: object, rule: str) -> None:
     if not holds:
         raise InvalidRequest(f"{param} {rule}, not {value}", param)
+
+
+def _check_tokens(param: str, tokens: Collection[int]) -> None:
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        _check(0 <= token < 2**31, param, token, "must be token ids, 0 or more and below 2**31")
 
 
 def _check_count(param: str, count: int, most: int) -> None:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJso
 
 from baton.sampling import MAX_BIAS, MAX_LOGIT_BIAS, RANGES
 from router.limits import (
+    MAX_BAD_WORDS,
     MAX_NAME_CHARS,
     MAX_ROLE_CHARS,
     MAX_STOP_STRINGS,
@@ -44,14 +45,22 @@ def _strings(value: Any) -> Any:
     """Read one string, a list of strings, or null."""
     if value is None:
         return ()
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list):
-        raise ValueError("must be a string or a list of strings")
-    if len(texts) > MAX_STOP_STRINGS:
-        raise ValueError(f"must have at most {MAX_STOP_STRINGS} strings, not {len(texts)}")
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("must be a string or a list of strings")
-    return tuple(dict.fromkeys(texts))
+    return _texts([value] if isinstance(value, str) else value, MAX_STOP_STRINGS, "a string or a list of strings")
+
+
+def _words(value: Any) -> Any:
+    """Read a list of strings, or null."""
+    return () if value is None else _texts(value, MAX_BAD_WORDS, "a list of strings")
+
+
+def _texts(value: Any, most: int, kind: str) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"must be {kind}")
+    if len(value) > most:
+        raise ValueError(f"must have at most {most} strings, not {len(value)}")
+    if not all(isinstance(text, str) for text in value):
+        raise ValueError(f"must be {kind}")
+    return tuple(dict.fromkeys(value))
 
 
 def _prompts(value: Any) -> Any:
@@ -176,6 +185,7 @@ _BIASES = {
     "maxProperties": MAX_LOGIT_BIAS,
 }
 _STOPS = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOP_STRINGS}
+_WORDS = {"type": "array", "items": {"type": "string", "pattern": "\\S"}, "maxItems": MAX_BAD_WORDS}
 _PROMPTS = {"anyOf": [_STRING, _IDS, {"type": "array", "items": {"anyOf": [_STRING, _IDS]}, "minItems": 1}]}
 
 Whole = Annotated[int, BeforeValidator(_whole)]
@@ -186,6 +196,7 @@ Strings = Annotated[
     PlainValidator(_strings),
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _STOPS, {"type": "null"}]}),
 ]
+Words = Annotated[tuple[str, ...], PlainValidator(_words), WithJsonSchema({"anyOf": [_WORDS, {"type": "null"}]})]
 Prompts = Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts), WithJsonSchema(_PROMPTS)]
 Text = Annotated[
     str,

@@ -20,7 +20,7 @@ from router.http.answers import dump_json, raw_json_response
 from router.http.body import BodyReader
 from router.http.chunks import ChunkEvents
 from router.http.limits import HttpLimits
-from router.http.logprobs import token_text
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, token_text
 from router.http.responses import EventResponse, WholeResponse
 from router.http.schemas import (
     ChatRequest,
@@ -30,6 +30,7 @@ from router.http.schemas import (
     TokenizeRequest,
     size_of_prompt,
 )
+from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from router.http.tools import call_mode, offered_tools, plain_tools
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
@@ -59,14 +60,15 @@ class GenerateRoutes:
         body = await self._bodies.read(request, ChatRequest)
         body.check()
         model = self._service.models.get(body.model)
-        request_id = request.state.request_id
+        request_id = request_id_of(request, body.request_id)
+        logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
         parallel = body.parallel_tool_calls is not False
         plan = plan_calls(self._parsers, offered_tools(body.callable_tools), call_mode(body.tool_choice), parallel)
         with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
             prompt = await self._chat_prompt(model, body)
             reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)
-            shape = ChatShape(request_id, model, bool(body.logprobs), bool(body.return_token_ids), reading)
+            shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading)
             with naming_tools(plan):
                 wanted = constrained(wanted, plan, reading)
                 return await self._respond(request, model, body, wanted, shape, admitted)
@@ -75,11 +77,12 @@ class GenerateRoutes:
         body = await self._bodies.read(request, CompletionRequest)
         body.check()
         model = self._service.models.get(body.model)
-        wanted = body.wanted(request.state.request_id)
+        wanted = body.wanted(request_id_of(request, body.request_id))
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
             echoes = await self._echoes(model, wanted) if body.echo else {}
-            ids = bool(body.return_token_ids)
-            shape = CompletionShape(wanted.request_id, model, body.logprobs is not None, ids, echoes)
+            logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids))
+            shown = None if body.logprobs is None else logprobs
+            shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes)
             return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def models(self) -> JSONResponse:

@@ -21,39 +21,54 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
-    pairs = zip(delta.token_ids, delta.logprobs, strict=True)
-    return {"content": [_chat_token(tokenizer, token_id, entry) for token_id, entry in pairs]}
+def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+    """What stands for the token among logprobs. as_id: vLLM's `return_tokens_as_token_ids`."""
+    return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
 
 
-def _chat_token(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
-    top = [_described(tokenizer, other, logprob) for other, logprob in entry.top]
-    return {**_described(tokenizer, token_id, entry.logprob), "top_logprobs": top}
+class ChatLogprobs:
+    """`as_ids`: with ids for the names of tokens, which are unique."""
 
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
 
-def _described(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    data = tokenizer.token_bytes(token_id)
-    return {"token": token_text(tokenizer, token_id), "logprob": max(logprob, LEAST), "bytes": list(data)}
+    def of(self, delta: Delta) -> dict[str, Any]:
+        pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+        return {"content": [self._token(token_id, entry) for token_id, entry in pairs]}
+
+    def _token(self, token_id: int, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [self._described(other, logprob) for other, logprob in entry.top]
+        return {**self._described(token_id, entry.logprob), "top_logprobs": top}
+
+    def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
+        name, data = token_name(self._tokenizer, token_id, self._as_ids), self._tokenizer.token_bytes(token_id)
+        return {"token": name, "logprob": max(logprob, LEAST), "bytes": list(data)}
 
 
 class CompletionLogprobs:
-    """The older form, whose `text_offset` counts characters from the answer's start."""
+    """The older form, whose `text_offset` counts characters of the text from the answer's start. `as_ids`: as in
+    ChatLogprobs."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._offsets: dict[int, int] = {}  # answer -> characters so far
 
     def of(self, delta: Delta) -> dict[str, Any]:
         texts = [token_text(self._tokenizer, token_id) for token_id in delta.token_ids]
+        names = [token_name(self._tokenizer, token_id, self._as_ids) for token_id in delta.token_ids]
         return {
-            "tokens": texts,
+            "tokens": names,
             "token_logprobs": [max(entry.logprob, LEAST) for entry in delta.logprobs],
-            "top_logprobs": [self._top(text, entry) for text, entry in zip(texts, delta.logprobs, strict=True)],
+            "top_logprobs": [self._top(name, entry) for name, entry in zip(names, delta.logprobs, strict=True)],
             "text_offset": self._advance(delta.index, texts),
         }
 
     def _top(self, chosen: str, entry: TokenLogprobs) -> dict[str, float]:
-        top = {token_text(self._tokenizer, token_id): max(logprob, LEAST) for token_id, logprob in entry.top}
+        top = {
+            token_name(self._tokenizer, token_id, self._as_ids): max(logprob, LEAST) for token_id, logprob in entry.top
+        }
         return {**top, chosen: max(entry.logprob, LEAST)}
 
     def _advance(self, index: int, texts: list[str]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
+from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
 from router.generation_request import GenerationRequest
 from router.http.fields import (
     CONFIG,
@@ -21,12 +21,14 @@ from router.http.fields import (
     TemplateValues,
     Text,
     Whole,
+    Words,
     between,
     sampling,
 )
 from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, callable_tools, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
+from router.scope import REQUEST_ID
 from router.service import size_of_chat
 from router.structured_output import GUIDED, structured_output_of
 
@@ -97,9 +99,16 @@ class GenerationFields(BaseModel):
     ignore_eos: bool | None = None
     stop: Strings = ()
     stop_token_ids: list[Whole] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    allowed_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
+    bad_words: Words = ()
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Whole | None = between(-1)  # -1: what max_tokens leaves of the context
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    best_of: Whole | None = between(1, MAX_N)
+    request_id: str | None = Field(None, pattern=f"^{REQUEST_ID}$")
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     timeout: float | None = Field(None, description="seconds until the request is given up")
     response_format: dict[str, Any] | None = None
@@ -111,10 +120,8 @@ class GenerationFields(BaseModel):
 
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
-        extra = self.model_extra or {}
-        refuse_unsupported(extra)
-        best_of = extra.get("best_of")
-        if best_of is not None and best_of != (self.n or 1):
+        refuse_unsupported(self.model_extra or {})
+        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
             raise InvalidRequest("`best_of` other than `n` is not supported here.", "best_of")
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
@@ -132,8 +139,11 @@ class GenerationFields(BaseModel):
         return {
             "n": 1 if self.n is None else self.n,
             "stop": self.stop,
+            "bad_words": self.bad_words,
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "skip_special_tokens": self.skip_special_tokens is not False,
+            "spaces_between_special_tokens": self.spaces_between_special_tokens is not False,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "timeout_s": self.timeout,
             "cache_salt": self.cache_salt or "",
         }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.telemetry import request_scope
+from baton.telemetry import rename_request, request_scope
 from router.http.anthropic.errors import in_messages_api
-from router.scope import usable_request_id
+from router.scope import is_usable_request_id, usable_request_id
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,8 @@ _QUIET = frozenset({"/health", "/ready", "/metrics"})
 
 
 class RequestScope:
-    """Outermost ASGI application. Puts `request_id`, `received` (`time.monotonic`) and `tenant` (None if there are no
-    keys) into the request's state."""
+    """Outermost ASGI application. Puts `request_id`, `is_named` (whether a header gave the id), `received`
+    (`time.monotonic`) and `tenant` (None if there are no keys) into the request's state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -30,19 +31,19 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         received = time.monotonic()
-        given = next((value for name, value in scope["headers"] if name == HEADER), b"")
-        request_id = usable_request_id(given.decode("latin-1"))
-        scope.setdefault("state", {}).update(request_id=request_id, received=received, tenant=None)
-        named = [(HEADER, request_id.encode())]
-        if in_messages_api(scope["path"]):
-            named.append((_ANTHROPIC_HEADER, request_id.encode()))
+        given = next((value for name, value in scope["headers"] if name == HEADER), b"").decode("latin-1")
+        request_id, is_named = usable_request_id(given), is_usable_request_id(given)
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, is_named=is_named, received=received, tenant=None)
+        names = (HEADER, _ANTHROPIC_HEADER) if in_messages_api(scope["path"]) else (HEADER,)
         status = 0
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *named]
+                named = state["request_id"].encode()
+                message["headers"] = [*message.get("headers", ()), *((name, named) for name in names)]
             await send(message)
 
         with request_scope(request_id):
@@ -53,3 +54,13 @@ class RequestScope:
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             took_ms = (time.monotonic() - received) * 1e3
             log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], status, took_ms)
+
+
+def request_id_of(request: Request, in_body: str | None) -> str:
+    """The request's id once its body is known: the header's, else the body's, else the one drawn. The answer's header
+    and the log have it too."""
+    state = request.state
+    if in_body is not None and not state.is_named:
+        state.request_id = in_body
+        rename_request(in_body)
+    return str(state.request_id)

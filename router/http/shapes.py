@@ -11,7 +11,7 @@ from router.answer import Delta
 from router.answer_reader import AnswerReader, AnswerReading, Parts
 from router.generation import Generation, Usage
 from router.http.chat_message import delta_of, has_calls, message_of
-from router.http.logprobs import CompletionLogprobs, chat_logprobs
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs
 from router.life import RequestTimings
 from router.models import ServedModel
 
@@ -32,10 +32,14 @@ class ChatShape:
     """`reading` says how texts become messages; None: texts are their content."""
 
     def __init__(
-        self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool, reading: AnswerReading | None = None
+        self,
+        request_id: str,
+        model: ServedModel,
+        logprobs: ChatLogprobs | None,
+        token_ids: bool,
+        reading: AnswerReading | None = None,
     ) -> None:
         self._head = _head(f"chatcmpl-{request_id}", model)
-        self._tokenizer = model.tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._reading = reading
@@ -80,7 +84,7 @@ class ChatShape:
         return parts
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._tokenizer, delta) if self._logprobs else None
+        logprobs = self._logprobs.of(delta) if self._logprobs else None
         choice = _choice(delta, content, logprobs, self._token_ids)
         if delta.finish_reason is FinishReason.STOP and delta.index in self._calling and not self._is_named:
             choice["finish_reason"] = "tool_calls"
@@ -91,10 +95,15 @@ class CompletionShape:
     """`echoes[i]` comes before the text of answer i."""
 
     def __init__(
-        self, request_id: str, model: ServedModel, logprobs: bool, token_ids: bool, echoes: Mapping[int, str]
+        self,
+        request_id: str,
+        model: ServedModel,
+        logprobs: CompletionLogprobs | None,
+        token_ids: bool,
+        echoes: Mapping[int, str],
     ) -> None:
         self._head = {**_head(f"cmpl-{request_id}", model), "object": "text_completion"}
-        self._logprobs = CompletionLogprobs(model.tokenizer) if logprobs else None
+        self._logprobs = logprobs
         self._token_ids = token_ids
         self._echoes = dict(echoes)
 

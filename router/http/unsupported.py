@@ -43,8 +43,6 @@ _HARMLESS: dict[str, Harmless] = {
     "tools": _is_empty,
     "web_search_options": _never,
     # vLLM's
-    "allowed_token_ids": _is_empty,
-    "bad_words": _is_empty,
     "chat_template": _is_empty,
     "continue_final_message": _is_empty,
     "documents": _is_empty,
@@ -55,9 +53,7 @@ _HARMLESS: dict[str, Harmless] = {
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
     "prompt_logprobs": _is_one_of(False),
-    "return_tokens_as_token_ids": _is_empty,
     "thinking_token_budget": _never,
-    "truncate_prompt_tokens": _never,
     "use_beam_search": _is_empty,
     # SGLang's
     "custom_logit_processor": _is_empty,
@@ -98,7 +94,7 @@ _HARMLESS: dict[str, Harmless] = {
 
 _MEANINGLESS = frozenset(
     {
-        *("best_of", "echo", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id"),
+        *("echo", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key"),
         *("safety_identifier", "service_tier", "store", "user"),
         "cache_control",  # Anthropic's: prefixes are cached anyway
     }

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from baton.structural_tag import Format
 from router.reasoning_parsers.base import Parted, ReasoningParser
+from router.tool_parsers.source import any_of, num_held
 
 _END_CHARS = 64
 """Of the prompt, where the template may have written a tag."""
@@ -27,6 +28,8 @@ class TagParser(ReasoningParser):
 
     opening: ClassVar[str] = "<think>"
     closing: ClassVar[str] = "</think>"
+    also_closing: ClassVar[tuple[str, ...]] = ()
+    """Marks that end the reasoning, too, and belong to the content."""
     assumes_reasoning: ClassVar[bool] = False
     """Whether an answer without the opening tag begins with reasoning too."""
 
@@ -34,6 +37,8 @@ class TagParser(ReasoningParser):
         super().__init__(prompt)
         end = prompt[-_END_CHARS:].rstrip()
         self._begins_open = end.endswith(self.opening) or (self.assumes_reasoning and not end.endswith(self.closing))
+        self._ends = (self.closing, *self.also_closing)
+        self._end = any_of(self._ends)
         self._state = _State.START
         self._held = ""
         self._blanks: list[str] = []
@@ -85,12 +90,10 @@ class TagParser(ReasoningParser):
     def _reasoning(self, text: str) -> Parted:
         text = self._held + text
         self._held = ""
-        reasoning, closing, content = text.partition(self.closing)
-        if closing:
+        if end := self._end.search(text):
             self._state = _State.CONTENT
-            return Parted(reasoning, content)
-        most = min(len(text), len(self.closing) - 1)
-        held = next((n for n in range(most, 0, -1) if self.closing.startswith(text[-n:])), 0)
+            return Parted(text[: end.start()], text[end.start() :].removeprefix(self.closing))
+        held = num_held(text, self._ends)
         self._held = text[len(text) - held :]
         return Parted(reasoning=text[: len(text) - held])
 
@@ -111,3 +114,23 @@ class MistralParser(TagParser):
     opening = "[THINK]"
     closing = "[/THINK]"
     keeps_special_tokens = True
+
+
+class KimiK2Parser(DeepSeekR1Parser):
+    """A call may come without the closing tag before it."""
+
+    also_closing = ("<|tool_calls_section_begin|>",)
+    keeps_special_tokens = True
+
+
+class Gemma4Parser(TagParser):
+    opening = "<|channel>thought"
+    closing = "<channel|>"
+    keeps_special_tokens = True
+
+
+class GraniteParser(TagParser):
+    """Granite 3.2 and 3.3."""
+
+    opening = "Here is my thought process:"
+    closing = "Here is my response:"

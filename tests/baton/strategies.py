@@ -50,6 +50,8 @@ def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
         stop_token_ids=draw(st.frozensets(int31, max_size=4)),
         num_logprobs=draw(st.integers(-1, 20)),
         structured_outputs=draw(st.none() | st.builds(StructuredOutput, st.sampled_from(StructuredKind), name)),
+        allowed_token_ids=draw(st.frozensets(int31, max_size=4)),
+        bad_words_token_ids=draw(st.lists(st.lists(int31, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)),
     )
 
 

@@ -28,6 +28,9 @@ INSIDE: list[dict[str, Any]] = [
     {"frequency_penalty": 2.0},
     {"repetition_penalty": 1e6},
     {"logit_bias": {0: -100.0, 5: 100.0}},
+    {"allowed_token_ids": frozenset({0, 2**31 - 1})},
+    {"bad_words_token_ids": ((0,),) * 512},
+    {"bad_words_token_ids": ((2**31 - 1,) * 4096,)},
 ]
 OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1e-9}, "temperature"),
@@ -50,6 +53,13 @@ OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0.0}, "repetition_penalty"),
     ({"logit_bias": {0: 100.5}}, "logit_bias"),
     ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+    ({"allowed_token_ids": frozenset({-1, 5})}, "allowed_token_ids"),
+    ({"allowed_token_ids": frozenset({5, 2**31})}, "allowed_token_ids"),
+    ({"allowed_token_ids": frozenset(range(16_385))}, "allowed_token_ids"),
+    ({"bad_words_token_ids": ((),)}, "bad_words"),
+    ({"bad_words_token_ids": ((0, 2**31),)}, "bad_words"),
+    ({"bad_words_token_ids": ((0,),) * 513}, "bad_words"),
+    ({"bad_words_token_ids": ((0,) * 2048, (0,) * 2049)}, "bad_words"),
 ]
 
 
@@ -75,4 +85,18 @@ def test_every_number_has_a_range() -> None:
 def test_each_has_a_field_of_its_name_between_nodes_and_from_clients() -> None:
     assert set(NAMES) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     from_clients = set(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
-    assert set(NAMES) - from_clients == {"num_logprobs"}, "which is `logprobs` there"
+    assert set(NAMES) - from_clients == {"num_logprobs", "bad_words_token_ids"}, "`logprobs` and `bad_words` there"
+
+
+@pytest.mark.parametrize(
+    ("params", "depends"),
+    [
+        ({}, False),
+        ({"bad_words_token_ids": ((1,), (2,)), "allowed_token_ids": frozenset({3})}, False),
+        ({"bad_words_token_ids": ((1,), (2, 3))}, True),
+        ({"presence_penalty": 0.5}, True),
+    ],
+    ids=str,
+)
+def test_which_parameters_depend_on_earlier_tokens(params: dict[str, Any], depends: bool) -> None:
+    assert SamplingParams(**params).depends_on_output is depends

@@ -29,7 +29,15 @@ from baton.messages import (
     Tokens,
     Update,
 )
-from baton.sampling import MAX_CACHE_SALT_CHARS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from baton.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from baton.v1 import common_pb2, node_pb2
 from kv_transfer.parts import LEASE_BITS, PART_BITS
 
@@ -83,6 +91,14 @@ PROMPT = [
     ("sampling.logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0), "logit_bias"),
     ("sampling.stop_token_ids", [-1], "stop_token_ids"),
     ("sampling.stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1), "stop_token_ids"),
+    ("sampling.allowed_token_ids", [100], "token ids of allowed_token_ids"),
+    ("sampling.allowed_token_ids", [-1], "allowed_token_ids"),
+    ("sampling.allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1), "allowed_token_ids"),
+    ("sampling.bad_words_token_ids", [ids([100])], "bad_words: token ids"),
+    ("sampling.bad_words_token_ids", [b"123"], "bad_words"),
+    ("sampling.bad_words_token_ids", [b""], "bad_words"),
+    ("sampling.bad_words_token_ids", [TWO] * (MAX_BAD_WORDS + 1), "bad_words"),
+    ("sampling.bad_words_token_ids", [b"1" * 4 * MAX_BAD_WORD_TOKENS, TWO], "bad_words"),
     ("sampling.top_k", -1, "top_k"),
     ("sampling.temperature", NAN, "temperature"),
     ("sampling.min_p", INF, "min_p"),

@@ -13,8 +13,9 @@ from baton_llm.sampling_params import request_of
 
 def test_every_parameter_of_the_nodes_can_be_set():
     own = {field.name for field in fields(SamplingParams)}
-    assert set(NAMES) - own == {"num_logprobs"}  # `logprobs` here
-    assert own - set(NAMES) == {"n", "stop", "logprobs", "include_stop_str_in_output", "skip_special_tokens"}
+    assert set(NAMES) - own == {"num_logprobs", "bad_words_token_ids"}  # `logprobs` and `bad_words` here
+    texts = {"stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
+    assert own - set(NAMES) == {"n", "logprobs", "bad_words", *texts}
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,10 @@ def test_every_parameter_of_the_nodes_can_be_set():
         ("stop", [str(i) for i in range(65)]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("bad_words", "word"),
+        ("bad_words", [" "]),
         ("logit_bias", {1: 101.0}),
         ("logit_bias", [1]),
         ("ignore_eos", 1),

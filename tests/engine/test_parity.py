@@ -218,6 +218,41 @@ def test_handed_off_requests_go_on_as_if_nothing_had_happened(
     assert num_hits
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_allowed_tokens_and_bad_words_hold_across_a_hand_off(
+    folder: Path, prompts: list[tuple[int, ...]], temperature: float
+) -> None:
+    """The same tokens from one engine as from two, of which the second launches steps ahead."""
+    prompts, size = prompts[:12:2], tiny_models.VOCAB_SIZE
+    wishes: dict[str, Any] = {"temperature": temperature, "seed": 5, "max_tokens": 12, "ignore_eos": True}
+    wishes["allowed_token_ids"] = frozenset(range(0, size, 3))
+    free = run(make_engine(folder)[0], [ask(str(i), p, 2, **wishes) for i, p in enumerate(prompts)])
+    words = {output[i : i + length] for output in map(tuple, free.values()) for i, length in ((0, 1), (2, 2), (4, 3))}
+    wishes["bad_words_token_ids"] = tuple(sorted(words))
+    alone = run(
+        make_engine(folder, async_scheduling=False)[0], [ask(str(i), p, 2, **wishes) for i, p in enumerate(prompts)]
+    )
+    assert all(token % 3 == 0 for output in alone.values() for token in output)
+    for output in alone.values():
+        assert not any(tuple(output[i : i + len(word)]) == word for word in words for i in range(len(output)))
+    p_engine, p_runner = make_engine(folder, max_num_batched_tokens=50)
+    d_engine, d_runner = make_engine(folder, num_blocks=1000, async_scheduling=True)
+    seqs = [ask(str(i), prompt, 2, hand_off=True, **wishes) for i, prompt in enumerate(prompts)]
+    for seq in seqs:
+        p_engine.add(seq)
+    said: Outputs = defaultdict(list)
+    while p_engine.has_work:
+        p_step = p_engine.compute(p_engine.schedule(0.0))
+        for token in p_step.sampled:
+            said[token.sequence.attempt_id.request_id, token.sample].append(token.token)
+        for seq in dict.fromkeys(token.sequence for token in p_step.sampled):
+            hand_over(seq, [token for token in p_step.sampled if token.sequence is seq], p_runner, d_engine, d_runner)
+            p_engine.release(seq)
+    for key, output in run(d_engine).items():
+        said[key] += output
+    assert said == alone
+
+
 def test_eos_is_honoured_and_min_tokens_puts_it_off(folder: Path) -> None:
     engine, _ = make_engine(folder)
     seq = ask("long", (5, 6, 7), temperature=1.0, logit_bias={tiny_models.EOS: 100.0}, min_tokens=6)

@@ -6,13 +6,15 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from baton.sampling import SamplingParams
 from baton_kernels.sampling import reference
-from engine.model.sampler import SampleBatch, Sampled, Sampler
+from engine.model.choices import SampleBatch, Sampled
+from engine.model.sampler import Sampler
 from engine.step import Choice
 
 torch.set_num_threads(1)
@@ -44,6 +46,7 @@ def begun(asks: Iterable[Ask], eos: tuple[int, ...] = (EOS,), device: str = "cpu
         rows=list(range(2, len(asks) + 2)),
         samples=[ask.sample for ask in asks],
         positions=[len(ask.prompt) + len(ask.output) for ask in asks],
+        tokens=[[*ask.prompt, *ask.output] for ask in asks],
     )
 
 
@@ -115,6 +118,7 @@ def test_nothing_waits_for_the_device() -> None:
     asks = [
         Ask(SamplingParams(seed=1, top_k=3, top_p=0.9, min_p=0.1, num_logprobs=2), row=0),
         Ask(greedy(repetition_penalty=1.2, logit_bias={1: 2.0}, min_tokens=4), row=1, output=(5,)),
+        Ask(greedy(allowed_token_ids=frozenset({1, 2, 4}), bad_words_token_ids=((1,), (5, 2))), row=1, output=(5,)),
     ]
     values = logits(2).cuda()
     expected = choose(values, *asks)
@@ -124,6 +128,7 @@ def test_nothing_waits_for_the_device() -> None:
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         sampler.begin(3, asks[1].params, asks[1].prompt, asks[1].output)
+        sampler.begin(4, asks[2].params, asks[2].prompt, asks[2].output)
         sampled = sampler.launch(values, sampler.prepare(batch))
         sampled.to_host()
     finally:
@@ -185,6 +190,68 @@ def test_ends_are_forbidden_until_min_tokens(ignore_eos: bool, forbidden: set[in
         got = adjusted(logits(), params, output=output)
         assert {i for i, x in enumerate(got) if x == -math.inf} == forbidden
     assert -math.inf not in adjusted(logits(), params, output=(4, 4))
+
+
+# ---- allowed tokens, bad words ----
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_allowed_tokens_are_chosen(device: str) -> None:
+    """Also where more are to be kept by top_k than are allowed, and beside requests that allow all."""
+    values = logits(4).to(device)
+    worst = [int(i) for i in values[0].argsort()[:2]]
+    allowed = frozenset([*worst, 10**6])
+    asks = [
+        Ask(greedy(allowed_token_ids=allowed, logit_bias={5: 100.0}, num_logprobs=1)),
+        *(Ask(SamplingParams(seed=i, top_k=4, allowed_token_ids=allowed)) for i in range(30)),
+        Ask(greedy(), row=3),
+    ]
+    first, *drawn, free = choose(values, *asks)
+    assert first.token == worst[1]
+    assert first.logprobs is not None
+    assert first.logprobs.top[0][0] == int(values[0].argmax()), "logprobs are of the raw logits"
+    assert {choice.token for choice in drawn} == set(worst)
+    assert free.token == int(values[3].argmax())
+
+
+def test_a_row_forgets_the_allowed_tokens_before() -> None:
+    values = torch.linspace(0.0, 1.0, VOCAB)[None]
+    sampler, batch = begun([Ask(greedy(allowed_token_ids=frozenset({1}), bad_words_token_ids=((2,),)))])
+    cases: list[tuple[dict[str, Any], int]]
+    cases = [({"allowed_token_ids": frozenset({2, 4})}, 4), ({}, 11), ({"bad_words_token_ids": ((11,),)}, 10)]
+    for params, expected in cases:
+        sampler.begin(2, greedy(**params), (1, 2), ())
+        assert sampler.launch(values, sampler.prepare(batch)).choices()[0].token == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_words_see_the_output_and_not_the_prompt(device: str) -> None:
+    values = torch.linspace(0.0, 1.0, VOCAB, device=device)[None]
+    words = ((11,), (2, 10), (4, 5, 9))
+    outputs = [(), (2,), (2, 4, 5), (4, 5, 2), (5,)]
+    asks = [Ask(greedy(bad_words_token_ids=words), prompt=(4, 2), output=output) for output in outputs]
+    assert [choice.token for choice in choose(values, *asks, Ask(greedy()))] == [10, 9, 10, 9, 10, 11]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_words_see_a_token_that_the_host_has_not_read(device: str) -> None:
+    values = torch.linspace(0.0, 1.0, VOCAB, device=device)[None]
+    words = ((11, 11), (11, 10, 11), (10, 9, 11), (11, 10, 10), (7,))
+    known: list[int] = [1, 2]
+    sampler, _ = begun([Ask(greedy(bad_words_token_ids=words), prompt=(1, 2))], device=device)
+    said: list[int] = []
+    for position in range(2, 8):
+        step = sampler.launch(values, sampler.prepare(SampleBatch([0], [2], [0], [position], [known])))
+        known += said[-1:]  # a step late
+        said += [choice.token for choice in read(step)]
+    assert said == [11, 10, 9, 10, 11, 10]
+
+
+def test_allowed_tokens_hold_even_if_all_of_them_complete_bad_words() -> None:
+    params: dict[str, Any] = {"allowed_token_ids": frozenset({6, 7}), "bad_words_token_ids": ((6,), (7,), (2, 7))}
+    values = logits()
+    for asked in (greedy(**params), SamplingParams(seed=2, **params), greedy(repetition_penalty=1e6, **params)):
+        assert choose(values, Ask(asked, output=(6,)))[0].token in (6, 7)
 
 
 # ---- logprobs ----

@@ -219,7 +219,9 @@ def test_forks_take_guesses_as_what_they_were_forked_from() -> None:
     assert all(fork.takes_drafts for fork in forks)
 
 
-@pytest.mark.parametrize("change", [{"runs_ahead": True}, {"presence_penalty": 0.5}])
+@pytest.mark.parametrize(
+    "change", [{"runs_ahead": True}, {"presence_penalty": 0.5}, {"bad_words_token_ids": ((7, 8),)}]
+)
 def test_who_takes_no_guess(change: dict[str, Any]) -> None:
     engine = make(Guessed())
     seq = sequence(5, max_tokens=9, **{"runs_ahead": False, **change})

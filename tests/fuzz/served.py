@@ -44,6 +44,8 @@ COMPLETION_BODY = {
     "n": 2,
     "stop": "x",
     "stop_token_ids": [3],
+    "allowed_token_ids": [5, 7],
+    "bad_words": ["x"],
     "logprobs": 1,
     "min_tokens": 1,
     "timeout": 5.0,

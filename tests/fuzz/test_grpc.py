@@ -28,8 +28,16 @@ GENERATE = pb.GenerateRequest(
 METHODS: dict[str, tuple[Message, ...]] = {
     "Generate": (
         GENERATE,
-        pb.GenerateRequest(prompt_tokens=pb.TokenIds(ids=b"\7\0\0\0" * 4), stop=["x"], stop_token_ids=[3], logprobs=1),
-        pb.GenerateRequest(chat=CHAT, timeout_s=5.0, min_tokens=1, max_tokens=3, cache_salt="a", seed=1),
+        pb.GenerateRequest(
+            prompt_tokens=pb.TokenIds(ids=b"\7\0\0\0" * 4),
+            stop=["x"],
+            stop_token_ids=[3],
+            logprobs=1,
+            allowed_token_ids=[7],
+        ),
+        pb.GenerateRequest(
+            chat=CHAT, timeout_s=5.0, min_tokens=1, max_tokens=3, cache_salt="a", seed=1, bad_words=["x"]
+        ),
     ),
     "Tokenize": (pb.TokenizeRequest(prompt="hi there"), pb.TokenizeRequest(chat=CHAT, add_special_tokens=True)),
     "Detokenize": (pb.DetokenizeRequest(model="tiny", token_ids=b"\7\0\0\0" * 4),),

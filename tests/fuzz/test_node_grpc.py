@@ -46,7 +46,13 @@ NUM_QUESTIONS = 100
 OURS = frozenset((grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE))
 WRITE_AFTER_END = "Internal error from Core"
 """What the client's grpc.aio says of a write that meets the end of its stream, instead of what the node has said."""
-SAMPLING = SamplingParams(max_tokens=4, logit_bias={7: 1.0}, stop_token_ids=frozenset((3,)))
+SAMPLING = SamplingParams(
+    max_tokens=4,
+    logit_bias={7: 1.0},
+    stop_token_ids=frozenset((3,)),
+    allowed_token_ids=frozenset((5, 7)),
+    bad_words_token_ids=((7, 5),),
+)
 
 
 def routers(epoch: int) -> list[wire.RouterToNode]:

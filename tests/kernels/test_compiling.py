@@ -21,7 +21,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 30
+    assert int(done.stdout) == 31
 
 
 def bf16(*shape: int) -> Tensor:
@@ -62,6 +62,7 @@ def launch_moves_and_inputs() -> None:
     from baton_kernels.block_copy.kernel import copy_blocks, gather_blocks
     from baton_kernels.host_copy.kernel import host_copy
     from baton_kernels.step_inputs.kernel import step_inputs, update_block_tables
+    from baton_kernels.token_mask.kernel import apply_token_masks
 
     copy_blocks(bf16(4, 4096), ints(2), ints(2))
     gather_blocks(ints(4, 4098, dtype=torch.uint8), ints(2), ints(2, 4098, dtype=torch.uint8))
@@ -72,6 +73,7 @@ def launch_moves_and_inputs() -> None:
     step_inputs(rows, rows, rows, rows, tables, 16, ints(3), ints(3))
     update_block_tables(tables, ints(3), rows)
     host_copy(ints(3), ints(3))
+    apply_token_masks(ints(3, 1000, dtype=torch.float32), ints(3), ints(3, 32, dtype=torch.int32))
 
 
 def launch_matmuls() -> None:

@@ -84,6 +84,8 @@ sampling = mostly(
         **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "num_logprobs"), int32),
         "logit_bias": st.dictionaries(int32, number, max_size=2),
         "stop_token_ids": st.lists(int32, max_size=3) | st.just(2000).map(lambda length: [3] * length),
+        "allowed_token_ids": st.lists(int32, max_size=3),
+        "bad_words_token_ids": st.lists(st.binary(max_size=8), max_size=3),
         "seed": uint64,
         "structured_outputs": st.builds(common_pb2.StructuredOutput, kind=st.sampled_from(["json", "frob"])),
     },

@@ -34,7 +34,8 @@ HERMES = "\n".join(
 )
 LLAMA = f'{{"name": "look", "parameters": {LOOK}}}; {{"name": "add-2", "parameters": {ADD}}}'
 _NAMES: list[str | None] = [None, *TOOL_PARSERS]
-TEXTS = {**dict.fromkeys(_NAMES, LIST), "hermes": HERMES, "llama3_json": LLAMA}
+PHI = "functools" + LIST.replace("parameters", "arguments")
+TEXTS = {**dict.fromkeys(_NAMES, LIST), "hermes": HERMES, "llama3_json": LLAMA, "phi4_mini_json": PHI}
 JSON_CITY = StructuredOutput(StructuredKind.JSON, json.dumps(CITY))
 
 

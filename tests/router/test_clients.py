@@ -150,6 +150,22 @@ async def test_grpc_inputs(stub, nodes):
     assert text == "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+async def test_grpc_allowed_tokens_bad_words_and_truncation(stub, nodes):
+    request = pb.GenerateRequest(
+        prompt="abc " * 100,
+        allowed_token_ids=[5, 7],
+        bad_words=["x", "x"],
+        truncate_prompt_tokens=9,
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+    )
+    await collect(stub.Generate(request))
+    (prefill,) = nodes.prefills
+    assert prefill.prompt_tokens == tiny_tokenizer().encode("abc " * 100, True, 9)
+    assert (len(prefill.prompt_tokens), prefill.sampling.allowed_token_ids) == (9, {5, 7})
+    assert tiny_tokenizer().encode("x", False) in prefill.sampling.bad_words_token_ids
+
+
 async def test_grpc_stops_and_samples(stub, nodes):
     nodes.script = says("the lazy dog")
     _, deltas, finished = await collect(stub.Generate(pb.GenerateRequest(prompt="x", n=2, stop=["lazy"])))

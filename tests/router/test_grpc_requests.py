@@ -39,6 +39,8 @@ def test_what_is_sent_is_read(request_):
         (b"\x72\x00" * 4_000, "fields"),
         (b"\xa0\x01\x05" * 4_000, "fields"),
         (pb.GenerateRequest(stop_token_ids=[5] * 20_000).SerializeToString(), "at most 1024 ids"),
+        (pb.GenerateRequest(allowed_token_ids=[5] * 200_000).SerializeToString(), "at most 16384 ids"),
+        (pb.GenerateRequest(bad_words=["x"] * 4_000).SerializeToString(), "fields"),
         (b"\x1a\x05abc", "cut off"),
         (b"\x1a", "not a baton.v1.GenerateRequest"),
         (b"\x1a\x02\xff\xfe", "not a baton.v1.GenerateRequest"),

@@ -107,6 +107,60 @@ async def test_sampling_reaches_the_nodes(client, nodes):
     assert sampling.logit_bias == {17: 3.0}
 
 
+async def test_allowed_tokens_and_bad_words_reach_the_nodes_as_ids(client, nodes):
+    body = {"prompt": [5], "allowed_token_ids": [7, 9.0, 7], "bad_words": ["hello", " world", "hello"]}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    sampling, tokenizer = nodes.prefills[0].sampling, tiny_tokenizer()
+    assert sampling.allowed_token_ids == {7, 9}
+    ids = {text: tokenizer.encode(text, False) for text in ("hello", " hello", "world", " world")}
+    expected = [ids[text] for text in ("hello", "world")]
+    expected += [ids[" " + word] for word in ("hello", "world") if len(ids[" " + word]) == len(ids[word])]
+    assert sorted(sampling.bad_words_token_ids) == sorted(expected)
+
+
+@pytest.mark.parametrize(("kept", "max_tokens", "length"), [(5, 8, 5), (-1, 100, 28), (-1, None, 127), (100, 8, 100)])
+async def test_long_prompts_are_truncated_from_the_left(client, nodes, kept, max_tokens, length):
+    """Special tokens around a text stay, as in vLLM."""
+    whole = tiny_tokenizer().encode("abcdefghi " * 40, True)
+    limits = {"truncate_prompt_tokens": kept, "max_tokens": max_tokens}
+    for prompt in ("abcdefghi " * 40, list(whole)):
+        body = (await client.post("/v1/completions", json={"prompt": prompt, **limits})).json()
+        assert body["usage"]["prompt_tokens"] == length
+    from_text, from_ids = (prefill.prompt_tokens for prefill in nodes.prefills)
+    assert from_text == whole[:1] + whole[1 - length :]
+    assert from_ids == whole[-length:]
+    await client.post("/v1/completions", json={"prompt": "hi", **limits, "max_tokens": 1})
+    assert nodes.prefills[2].prompt_tokens == tiny_tokenizer().encode("hi", True)
+
+
+async def test_tokens_may_be_named_by_their_ids(client):
+    named = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    body = {**CHAT, "logprobs": True, "top_logprobs": 1, **named}
+    (choice,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert [token["token"] for token in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert bytes(content[0]["bytes"]) == tiny_tokenizer().token_bytes(choice["token_ids"][0])
+    assert content[0]["top_logprobs"][0]["token"].startswith("token_id:")
+    plain = {"prompt": "x", "logprobs": 1}
+    (choice,) = (await client.post("/v1/completions", json={**plain, **named})).json()["choices"]
+    (other,) = (await client.post("/v1/completions", json=plain)).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert all(name in top for name, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
+    assert logprobs["text_offset"] == other["logprobs"]["text_offset"]
+
+
+async def test_a_body_may_name_the_request_and_a_header_does_so_first(client, nodes):
+    response = await client.post("/v1/chat/completions", json={**CHAT, "request_id": "from-body"})
+    assert response.headers["x-request-id"] == "from-body"
+    assert response.json()["id"] == "chatcmpl-from-body"
+    headers = {"x-request-id": "from-header"}
+    response = await client.post("/v1/completions", json={"prompt": "x", "request_id": "from-body"}, headers=headers)
+    assert response.headers["x-request-id"] == "from-header"
+    assert response.json()["id"] == "cmpl-from-header"
+    assert [p.attempt_id.request_id.partition(".")[0] for p in nodes.prefills] == ["from-body", "from-header"]
+
+
 async def test_prompts_in_every_form(client, nodes):
     text = (await client.post("/v1/completions", json={"prompt": "hello"})).json()
     assert nodes.prefills[0].prompt_tokens == tiny_tokenizer().encode("hello", True)

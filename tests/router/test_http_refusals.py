@@ -17,6 +17,7 @@ from router.http.errors import response_to
 from tests.router.conftest import says
 from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of
+from tests.router.tiny_tokenizer import IM_END
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
@@ -49,6 +50,27 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 400, "logit_bias", "integer"),
         ("chat/completions", {**CHAT, "logit_bias": {"4000": 1}}, 400, "logit_bias", "outside"),
+        ("chat/completions", {**CHAT, "allowed_token_ids": []}, 400, "allowed_token_ids", "at least 1"),
+        ("chat/completions", {**CHAT, "allowed_token_ids": [4000]}, 400, "allowed_token_ids", "outside"),
+        ("chat/completions", {**CHAT, "allowed_token_ids": [5] * 16_385}, 400, "allowed_token_ids", "at most 16384"),
+        (
+            "chat/completions",
+            {**CHAT, "allowed_token_ids": [IM_END], "min_tokens": 1},
+            400,
+            "min_tokens",
+            "forbids all",
+        ),
+        ("chat/completions", {**CHAT, "bad_words": "x"}, 400, "bad_words", "list of strings"),
+        ("chat/completions", {**CHAT, "bad_words": ["x", " "]}, 400, "bad_words", "blank"),
+        ("chat/completions", {**CHAT, "bad_words": ["x" * 8193]}, 400, "bad_words", "at most 8192 characters"),
+        ("chat/completions", {**CHAT, "bad_words": [*map(str, range(257))]}, 400, "bad_words", "at most 256 strings"),
+        ("chat/completions", {**CHAT, "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", "-1, or 1 or more"),
+        ("chat/completions", {**CHAT, "truncate_prompt_tokens": 129}, 400, "truncate_prompt_tokens", "at most 128"),
+        ("chat/completions", {**CHAT, "request_id": "a b"}, 400, "request_id", "pattern"),
+        ("chat/completions", {**CHAT, "request_id": "x" * 129}, 400, "request_id", "pattern"),
+        ("chat/completions", {**CHAT, "length_penalty": 0.5}, 400, "length_penalty", "not supported"),
+        ("chat/completions", {**CHAT, "best_of": "1"}, 400, "best_of", "integer"),
+        ("completions", {"prompt": "x", "n": 2, "best_of": 1}, 400, "best_of", "not supported"),
         ("chat/completions", {**CHAT, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "max_tokens"),
         ("chat/completions", {**CHAT, "stream_options": {}}, 400, "stream_options", "stream"),
         ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "--tool-call-parser"),

@@ -24,7 +24,7 @@ TOOLS: dict[str, Any] = {**MESSAGE, "max_tokens": 2000, "tools": [WEATHER, OTHER
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
 EMPTY = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
 ANSWER = f"<think>\nHm.\n</think>I will look.\n{CALL}\n{EMPTY}"
-BLOCKS = [
+BLOCKS: list[dict[str, Any]] = [
     {"type": "thinking", "thinking": "\nHm.\n", "signature": "unsigned"},
     {"type": "text", "text": "I will look.\n"},
     {"type": "tool_use", "name": "get_weather", "input": {"city": "Köln 🙂"}},
@@ -135,7 +135,9 @@ async def test_choices_are_those_of_chats(client, nodes):
     assert none["content"] == [{"type": "text", "text": f"{CALL}\n{CALL}"}]
     strict = [{**WEATHER, "strict": True}]
     await ask(client, tools=strict)
-    assert not matches(nodes.prefills[-1].sampling.structured_outputs, "<tool_call>x")
+    constrained = nodes.prefills[-1].sampling.structured_outputs
+    assert constrained is not None
+    assert not matches(constrained, "<tool_call>x")
 
 
 CONVERSATION: list[dict[str, Any]] = [

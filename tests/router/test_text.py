@@ -69,6 +69,32 @@ def test_byte_fallback_pieces_add_up_to_decode(ids, skip):
     assert "".join(pieces(byte_fallback(), ids, skip)) == byte_fallback().decode(ids, skip)
 
 
+def test_no_spaces_come_between_special_tokens_where_none_are_wanted():
+    """Where a vocabulary has no decoder, its tokens are joined by spaces."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    spaced = Tokenizer(tokenizer.to_str().encode())
+    for spaces, text in ((True, "a <s> </s> <s> b </s>"), (False, "a <s></s><s> b </s>")):
+        detokenizer = spaced.detokenizer(skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        assert "".join([*(detokenizer.add(token) for token in (0, 2, 3, 2, 1, 3)), detokenizer.flush()]) == text
+    skipping = spaced.detokenizer(skip_special_tokens=True, spaces_between_special_tokens=False)
+    assert "".join([*(skipping.add(token) for token in (0, 2, 3, 1)), skipping.flush()]) == "a b"
+
+
+@RUNS
+@given(st.text(max_size=40), st.integers(1, 50), st.booleans())
+def test_a_text_is_truncated_to_its_last_tokens_beside_the_special_ones(text, most, special):
+    tokenizer = tiny_tokenizer()
+    whole, content = tokenizer.encode(text, special), tokenizer.encode(text, False)
+    kept = tokenizer.encode(text, special, most)
+    if len(whole) <= most:
+        assert kept == whole
+    else:
+        num_special = len(whole) - len(content)
+        assert len(kept) == most
+        assert kept == whole[:num_special] + content[len(content) - most + num_special :]
+
+
 @RUNS
 @given(st.text(max_size=40).filter(lambda text: "<|" not in text))  # a special token's text is skipped
 def test_text_survives_a_round_trip_in_pieces(text):

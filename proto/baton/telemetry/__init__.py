@@ -3,12 +3,13 @@
 from baton.telemetry.admin import AdminGate
 from baton.telemetry.exposition import metrics_page
 from baton.telemetry.http import MetricsServer, Page
-from baton.telemetry.logs import configure_logging, request_scope
+from baton.telemetry.logs import configure_logging, rename_request, request_scope
 from baton.telemetry.metrics import ROUTER, NodeMetrics, RouterMetrics, new_registry
 
 __all__ = [
     "configure_logging",
     "request_scope",
+    "rename_request",
     "new_registry",
     "ROUTER",
     "RouterMetrics",

@@ -31,6 +31,11 @@ def request_scope(request_id: str) -> Iterator[None]:
         _request_id.reset(token)
 
 
+def rename_request(request_id: str) -> None:
+    """Lines logged from here on to the end of the request's scope carry this `request_id`."""
+    _request_id.set(request_id)
+
+
 def configure_logging(level: int, node_id: str, stream: TextIO | None = None) -> None:
     """Send all loggers of the process to `stream` (default: stderr). Replaces any previous configuration."""
     handler = logging.StreamHandler(stream or sys.stderr)

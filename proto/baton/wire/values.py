@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,9 @@ from baton.errors import BatonError, InvalidRequest, from_code
 from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
 from baton.messages import AttemptId, Auth, Sample, TokenLogprobs, TransportEndpoint
 from baton.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -197,6 +201,8 @@ def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
     others = {
         "stop_token_ids": sorted(params.stop_token_ids),
         "structured_outputs": structured and write_structured(structured),
+        "allowed_token_ids": sorted(params.allowed_token_ids),
+        "bad_words_token_ids": [pack_tokens(word, "bad_words") for word in params.bad_words_token_ids],
     }
     return common_pb2.SamplingParams(**{**given, **others})
 
@@ -206,17 +212,21 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
     for param, ids, most in (
         ("stop_token_ids", wire.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ("logit_bias", wire.logit_bias, MAX_LOGIT_BIAS),
+        ("allowed_token_ids", wire.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS),
     ):
         if len(ids) > most:
             raise InvalidRequest(f"{param}: {len(ids)} tokens are more than {most}", param)
-    biased = max(wire.logit_bias, default=0)
-    if biased >= limits.vocab_size:
-        text = f"token ids of logit_bias must be in [0, {limits.vocab_size}), not {biased}"
-        raise InvalidRequest(text, "logit_bias")
+    for param, ids in (("logit_bias", wire.logit_bias), ("allowed_token_ids", wire.allowed_token_ids)):
+        highest = max(ids, default=0)
+        if highest >= limits.vocab_size:
+            text = f"token ids of {param} must be in [0, {limits.vocab_size}), not {highest}"
+            raise InvalidRequest(text, param)
     given = {name: getattr(wire, name) for name in NAMES}
     others = {
         "logit_bias": dict(wire.logit_bias),
         "stop_token_ids": frozenset(wire.stop_token_ids),
+        "allowed_token_ids": frozenset(wire.allowed_token_ids),
+        "bad_words_token_ids": _read_bad_words(wire.bad_words_token_ids, limits) if wire.bad_words_token_ids else (),
         "structured_outputs": read_structured(wire.structured_outputs) if wire.HasField("structured_outputs") else None,
     }
     return SamplingParams(**{**given, **others})
@@ -234,6 +244,14 @@ def read_structured(wire: common_pb2.StructuredOutput) -> StructuredOutput:
         text = f"structured_outputs: {wire.kind[:64]!r} is no known kind"
         raise InvalidRequest(text, "structured_outputs") from None
     return StructuredOutput(kind, wire.text)
+
+
+def _read_bad_words(wire: Sequence[bytes], limits: Limits) -> tuple[tuple[int, ...], ...]:
+    if len(wire) > MAX_BAD_WORDS or sum(map(len, wire)) > _TOKEN_BYTES * MAX_BAD_WORD_TOKENS:
+        text = f"bad_words: more than {MAX_BAD_WORDS} token sequences, or than {MAX_BAD_WORD_TOKENS} tokens"
+        raise InvalidRequest(text, "bad_words")
+    known = dataclasses.replace(limits, max_model_len=MAX_BAD_WORD_TOKENS)
+    return tuple(read_tokens(word, known, "bad_words") for word in wire)
 
 
 def write_finish_reason(reason: FinishReason) -> node_pb2.FinishReason:

@@ -1,0 +1,60 @@
+"""The choices of a step: which ones to make, and what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.messages import TokenLogprobs
+from engine.model.upload import download
+from engine.step import Choice
+from engine.token_matcher import TokenMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """The choices of one step: item i of each list, or integer array, belongs to choice i.
+
+    logits_rows: the row of its logits. rows: the sequence's row in the sampler. samples: for which of the request's
+    answers. positions: of the new token in its sequence, which is the number of tokens before it.
+    Several samples of one prompt share both rows. Choices after draft tokens share the sequence's row, at different
+    positions; `last_tokens` may then have any of them, since the host supplies the sequence's next token.
+    tokens: prompt and output of its sequence, as far as the host knows them: all tokens before `positions`, or all but
+    the last one. Read during `prepare`, for sequences with bad words.
+    matchers: (choice, matcher) for the choices that have one.
+    """
+
+    logits_rows: Seq[int] | NDArray[np.integer]
+    rows: Seq[int] | NDArray[np.integer]
+    samples: Seq[int] | NDArray[np.integer]
+    positions: Seq[int] | NDArray[np.integer]
+    tokens: Seq[Seq[int]] = ()
+    matchers: Seq[tuple[int, TokenMatcher]] = ()
+
+
+class Sampled:
+    """The choices of a launch. tokens: [num_choices], int32, on the device."""
+
+    def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
+        """asked: (choice, number of logprobs) pairs. logprobs, for these: of the chosen token [num_asked], and of the
+        most likely tokens [num_asked, width] logprobs and ids."""
+        self.tokens = tokens
+        self._told = (tokens, *logprobs)
+        self._asked = asked
+
+    def to_host(self) -> None:
+        """Start the copies to the host, on the current stream."""
+        self._told = tuple(download(tensor) for tensor in self._told)
+
+    def choices(self) -> list[Choice]:
+        """One per choice of the batch. The caller must make sure that the copies of `to_host` are done."""
+        tokens, *logprobs = (tensor.tolist() for tensor in self._told)
+        choices = [Choice(token) for token in tokens]
+        for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
+            top = tuple(zip(ids, values, strict=True))[:num]
+            choices[i] = Choice(tokens[i], TokenLogprobs(chosen, top))
+        return choices

@@ -1,0 +1,23 @@
+"""Masks of `baton_kernels.token_mask.apply_token_masks`, made on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_kernels.token_mask import BITS
+
+
+def num_words(vocab_size: int) -> int:
+    """Of a row, int32 each."""
+    return -(-vocab_size // BITS)
+
+
+def pack_bitmask(tokens: Collection[int], vocab_size: int) -> NDArray[np.int32]:
+    """A row with the bits of these tokens set; ids beyond the vocabulary have none."""
+    allowed = np.zeros(num_words(vocab_size) * BITS, np.bool_)
+    known = np.fromiter(tokens, np.int64, len(tokens))
+    allowed[known[known < vocab_size]] = True
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
