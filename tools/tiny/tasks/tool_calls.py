@@ -146,7 +146,7 @@ def tool_chat(rng: Random, num_tokens: int, split: Split = "train") -> list[Mess
     if rng.random() < 0.22:
         tool, question, arguments = _extraction(rng, split)
         calls = [{"function": {"name": tool["function"]["name"], "arguments": arguments}}]
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "tool_calls": calls}]
+        turns: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "tool_calls": calls}]
         return flatten([*_maybe_system(rng), *turns], [tool])
     tools, wishes = _offer(rng, split, rng.choice((1, 1, 1, 2)))
     messages, count = _maybe_system(rng), estimate_tokens(tools_text(tools)) + 5

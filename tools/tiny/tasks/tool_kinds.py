@@ -63,6 +63,7 @@ def _numbers(names: Sequence[tuple[str, str]]) -> tuple[Slot, Slot]:
 _PAIRS = (("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("number1", "number2"))
 _CITY = Slot(("city", "location", "place", "town", "city_name"), "string", city)
 _PERSON = Slot(("name", "person", "user", "who", "full_name"), "string", any_name)
+_UNITS = ("celsius", "fahrenheit")
 _HINTS = ("", "", "", " Use the tool.", " Use a tool.", " Please.")
 
 
@@ -208,7 +209,6 @@ KINDS: tuple[ToolKind, ...] = (
         any_result,
     ),
 )
-_UNITS = ("celsius", "fahrenheit")
 
 _VERBS = ("get", "find", "make", "open", "close", "read", "write", "check", "set", "start", "count", "list", "lookup")
 _GENERIC: tuple[tuple[str, Callable[[Random], Value]], ...] = (

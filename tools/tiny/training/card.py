@@ -46,8 +46,8 @@ stories. Prompts of any other kind, or worded otherwise than `tools/tiny_tasks.p
 Of a tool it sees the name, the parameters with their types, and the beginning of the description; calls have the form
 of Hermes (`--tool-call-parser hermes`). An answer from results is "According to TOOL: RESULT".
 
-The chat template knows the roles system, user, assistant and tool, and tools. A turn ends with `<|im_end|>`, plain text with
-`<|endoftext|>`; both are in `eos_token_id`. Plain text starts with `<|bos|>`, which the tokenizer adds.
+The chat template knows tools, and the roles system, user, assistant and tool. A turn ends with `<|im_end|>`, plain
+text with `<|endoftext|>`; both are in `eos_token_id`. Plain text starts with `<|bos|>`, which the tokenizer adds.
 
 ## Accuracy
 
