@@ -10,10 +10,18 @@ from pydantic import BaseModel, Field
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_CACHE_SALT_CHARS, RANGES
 from router.generation_request import GenerationRequest
-from router.http.anthropic.content import Block, Content, Text, TextContent, ToolResult, ToolUse, size_of_block
-from router.http.anthropic.content import Thinking as ThinkingBlock
+from router.http.anthropic.content import (
+    Block,
+    Content,
+    Text,
+    TextContent,
+    Thinking,
+    ToolResult,
+    ToolUse,
+    size_of_block,
+)
 from router.http.anthropic.conversation import turns_of
-from router.http.anthropic.tools import Thinking, ToolChoice, ToolList, tools_in_chat
+from router.http.anthropic.tools import MessageToolChoice, ThinkingConfig, ToolList, tools_in_chat
 from router.http.anthropic.unsupported import IN_CONVERSATIONS, IN_MESSAGES
 from router.http.fields import CONFIG, Name, Strings, TemplateValues, Whole, between, sampling
 from router.http.tools import Tool as ChatTool
@@ -23,7 +31,7 @@ from router.limits import MAX_MESSAGES, MAX_STOP_CHARS
 from router.service import MESSAGE_SIZE
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-_ROLES: dict[type[Block], str] = {ThinkingBlock: "assistant", ToolUse: "assistant", ToolResult: "user"}
+_ROLES: dict[type[Block], str] = {Thinking: "assistant", ToolUse: "assistant", ToolResult: "user"}
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """Names by which chat templates are told whether the model is to reason."""
 
@@ -55,8 +63,8 @@ class CountTokensRequest(BaseModel):
     messages: list[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
     system: TextContent | None = None
     tools: ToolList | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
     chat_template_kwargs: TemplateValues | None = None
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from router.limits import MAX_TOOL_CHARS, MAX_TOOLS
 MIN_BUDGET_TOKENS = 1024
 
 
-class Tool(BaseModel):
+class CustomTool(BaseModel):
     """One of the client's own; those that Anthropic runs have other types."""
 
     model_config = CONFIG
@@ -32,10 +32,10 @@ class Tool(BaseModel):
         return chats.Tool(type="function", function=function)
 
 
-ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolList = Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)]
 
 
-class ToolChoice(BaseModel):
+class MessageToolChoice(BaseModel):
     """`any`: one call or more. `name` is for the type `tool`."""
 
     model_config = CONFIG
@@ -52,7 +52,7 @@ class ToolChoice(BaseModel):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(BaseModel):
+class ThinkingConfig(BaseModel):
     """`enabled` and `adaptive` ask the chat template for reasoning."""
 
     model_config = CONFIG
@@ -72,5 +72,5 @@ class Thinking(BaseModel):
             raise InvalidRequest(text, "thinking")
 
 
-def tools_in_chat(tools: Sequence[Tool] | None) -> list[chats.Tool] | None:
+def tools_in_chat(tools: Sequence[CustomTool] | None) -> list[chats.Tool] | None:
     return None if tools is None else [tool.in_chat() for tool in tools]
