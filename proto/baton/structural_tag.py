@@ -25,6 +25,7 @@ def load_structural_tag(text: str) -> Format:
     """The checked format that the JSON of a structural tag describes. Raises InvalidRequest."""
     try:
         tag = json.loads(text)
+        json.dumps(tag, ensure_ascii=False).encode()  # raises for half of a surrogate pair, which no text has
     except (ValueError, RecursionError):
         tag = None
     if not isinstance(tag, dict):

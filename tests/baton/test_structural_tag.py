@@ -112,6 +112,7 @@ def nested(depth: int) -> dict[str, Any]:
         ("[", "must be a JSON object"),
         ("[" * 100_000, "must be a JSON object"),
         ("[]", "must be a JSON object"),
+        ('{"format": {"type": "regex", "pattern": "\\ud800"}}', "must be a JSON object"),
         ({}, "needs `format`, or `structures`"),
         ({"format": ANY, "x": 1}, "`x` of the object"),
         ({"structures": [1], "triggers": ["a"]}, "list of objects"),
