@@ -6,9 +6,11 @@ matcher(structured, output) -> GuidanceMatcher: at once; `ready` when a thread h
 from __future__ import annotations
 
 import itertools
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -20,6 +22,11 @@ from baton.structured_output import StructuredOutput
 _NUM_THREADS = 2
 _NUM_KEPT = 256
 """Compiled grammars that are kept for the next request with the same one."""
+
+
+class _Tokenizer(NamedTuple):
+    tokens: LLTokenizer
+    special_tokens: Mapping[str, int]
 
 
 class Grammars:
@@ -37,7 +44,7 @@ class Grammars:
         self._wake = wake
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._compiled: OrderedDict[StructuredOutput, Future[LLMatcher]] = OrderedDict()
-        self._known: Future[LLTokenizer] | None = None
+        self._known: Future[_Tokenizer] | None = None
 
     def matcher(self, structured: StructuredOutput, output_tokens: Iterable[int] = ()) -> GuidanceMatcher:
         """A matcher that has accepted the output so far."""
@@ -58,13 +65,18 @@ class Grammars:
         """Of a mask: a word has 32 tokens."""
         return -(-self._vocab_size // 32)
 
-    def _make_tokenizer(self) -> LLTokenizer:
-        return LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+    def _make_tokenizer(self) -> _Tokenizer:
+        added = json.loads(self._tokenizer).get("added_tokens") or []
+        special_tokens = {token["content"]: token["id"] for token in added if token.get("special")}
+        eos = self._eos_token_ids or None
+        return _Tokenizer(LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos), special_tokens)
 
 
-def _compile(structured: StructuredOutput, tokenizer: Future[LLTokenizer]) -> LLMatcher:
+def _compile(structured: StructuredOutput, tokenizer: Future[_Tokenizer]) -> LLMatcher:
     """In its initial state. Raises ValueError, and InvalidRequest."""
-    matcher = LLMatcher(tokenizer.result(), guidance_grammar(structured), log_level=0, limits=LIMITS)
+    known = tokenizer.result()
+    grammar = guidance_grammar(structured, known.special_tokens)
+    matcher = LLMatcher(known.tokens, grammar, log_level=0, limits=LIMITS)
     if error := matcher.get_error():
         raise ValueError(error)
     return matcher

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.structural_tag import Format
 from router.reasoning_parsers import Parted, ReasoningParser
 from router.tool_parsers import Content, Piece, ToolParser, Tools, merge
 
@@ -34,12 +35,15 @@ class Parts:
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
     """How the answers to one request are read. `tools`: those that may be called, if any; of a request without
-    `parallel_tool_calls`, an answer's first call is kept. `prompt`: the chat as the template wrote it."""
+    `parallel_tool_calls`, an answer's first call is kept. `prompt`: the chat as the template wrote it. `call_parser`:
+    of answers that are constrained to call tools, which need no flags; `is_named`: they call the one that was named."""
 
     parsers: Parsers
     prompt: str
     tools: Tools
     parallel_tool_calls: bool = True
+    call_parser: type[ToolParser] | None = None
+    is_named: bool = False
 
     @property
     def is_needed(self) -> bool:
@@ -60,8 +64,14 @@ class AnswerReading:
             self.parallel_tool_calls,
         )
 
+    def reasoning_format(self) -> Format | None:
+        """See ReasoningParser.format."""
+        return self.parsers.reasoning(self.prompt).format() if self.parsers.reasoning else None
+
     @property
     def _tool_parser(self) -> type[ToolParser] | None:
+        if self.call_parser is not None:
+            return self.call_parser
         return self.parsers.tool if self.tools and self.parsers.may_call_tools else None
 
 

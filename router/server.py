@@ -78,8 +78,9 @@ class RouterServer:
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
         limits = HttpLimits(bodies, settings.keep_alive_interval, settings.websocket_idle_timeout)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry, self.admission)
-        generate = GenerateRoutes(self._service, limits, make_parsers(settings))
-        messages = MessagesRoutes(self._service, limits)
+        parsers = make_parsers(settings)
+        generate = GenerateRoutes(self._service, limits, parsers)
+        messages = MessagesRoutes(self._service, limits, parsers)
         store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         responses = ResponsesRoutes(self._service, limits, generate, store)
         websockets = (

@@ -184,6 +184,10 @@ class Service:
         )
 
 
+MESSAGE_SIZE = 32
+"""Characters that stand for what a message itself costs."""
+
+
 class Message(Protocol):
     """A message of a chat, in either front end's form."""
 
@@ -193,4 +197,4 @@ class Message(Protocol):
 
 def size_of_chat(messages: Iterable[Message]) -> int:
     """The characters of a chat, plus the cost of each message itself."""
-    return sum(len(message.content) + 32 for message in messages)
+    return sum(len(message.content) + MESSAGE_SIZE for message in messages)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import InvalidRequest
+from baton.structural_tag import load_structural_tag
 from baton.structured_output import StructuredKind, StructuredOutput
 
 GUIDED = {
@@ -50,8 +51,10 @@ def _of_response_format(wanted: Mapping[str, Any]) -> StructuredOutput | None:
         if not isinstance(schema, dict):
             raise InvalidRequest("`response_format` needs an object in `json_schema.schema`.", "response_format")
         return _constraint(StructuredKind.JSON, schema, "response_format")
+    if kind == "structural_tag":
+        return _constraint(StructuredKind.STRUCTURAL_TAG, dict(wanted), "response_format")
     shown = repr(kind[:64]) if isinstance(kind, str) else "unknown"
-    known = "'text', 'json_object' and 'json_schema'"
+    known = "'text', 'json_object', 'json_schema' and 'structural_tag'"
     raise InvalidRequest(f"`response_format` of type {shown} is not supported: {known} are.", "response_format")
 
 
@@ -78,6 +81,17 @@ def _constraint(kind: StructuredKind, value: Any, param: str) -> StructuredOutpu
         structured = StructuredOutput(kind, json.dumps(value))
         structured.choices()
         return structured
+    if kind is StructuredKind.STRUCTURAL_TAG:
+        return _structural_tag(value, param)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"`{param}`: {kind.value} must be a string that is not empty.", param)
     return StructuredOutput(kind, value)
+
+
+def _structural_tag(value: Any, param: str) -> StructuredOutput:
+    if not isinstance(value, (dict, str)):
+        raise InvalidRequest(f"`{param}`: a structural tag must be an object, or a string that has one.", param)
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    structured = StructuredOutput(StructuredKind.STRUCTURAL_TAG, text)
+    load_structural_tag(structured.text)
+    return structured

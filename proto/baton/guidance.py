@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from llguidance import LLMatcher, LLParserLimits
 
 from baton.errors import InvalidRequest
+from baton.structural_lark import structural_grammar
+from baton.structural_tag import load_structural_tag
 from baton.structured_output import StructuredKind, StructuredOutput
 
 LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
 """Of what is compiled, for all processes alike: a router must not accept what a node refuses."""
+_NO_TOKENS: Mapping[str, int] = {}
 
 
-def guidance_grammar(structured: StructuredOutput) -> str:
-    """The grammar that llguidance compiles. Raises InvalidRequest."""
+def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS) -> str:
+    """The grammar that llguidance compiles. special_tokens: the tokenizer's, for structural tags. Raises
+    InvalidRequest."""
     match structured.kind:
         case StructuredKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}')
@@ -29,6 +34,8 @@ def guidance_grammar(structured: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choices())))
         case StructuredKind.GRAMMAR:
             return LLMatcher.grammar_from_lark(structured.text)
+        case StructuredKind.STRUCTURAL_TAG:
+            return structural_grammar(load_structural_tag(structured.text), special_tokens)
 
 
 def why_invalid(structured: StructuredOutput) -> str | None:

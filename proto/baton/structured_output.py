@@ -1,4 +1,5 @@
-"""What a constrained answer must match: a JSON schema, a regular expression, choices, or a grammar."""
+"""What a constrained answer must match: a JSON schema, a regular expression, choices, a grammar, or a structural
+tag."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ class StructuredKind(enum.Enum):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """One constraint. `text`, by kind: a JSON schema; nothing; a regular expression; a JSON list of strings; a grammar
-    in Lark's form. Raises InvalidRequest for a text that is too long."""
+    in Lark's form; a structural tag in JSON. Raises InvalidRequest for a text that is too long."""
 
     kind: StructuredKind
     text: str = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -13,6 +12,8 @@ from starlette.datastructures import State
 from baton.errors import InvalidRequest
 from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
+from router.call_plan import plan_calls
+from router.constraints import constrained, naming_tools
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, encode
 from router.http.answers import dump_json, raw_json_response
@@ -31,15 +32,10 @@ from router.http.schemas import (
 )
 from router.http.scope import request_id_of
 from router.http.shapes import ChatShape, CompletionShape, Shape
-from router.http.tools import plain_tools
+from router.http.tools import call_mode, offered_tools, plain_tools
 from router.limits import MAX_COUNTED_CHARS, MAX_ECHO_CHARS
 from router.models import ServedModel
 from router.service import Service
-
-_NO_TOOL_PARSER = (
-    "`tools` need --enable-auto-tool-choice and --tool-call-parser, with which this router was not started. "
-    "With `tool_choice` 'none' the model sees them, and calls none."
-)
 
 
 class GenerateRoutes:
@@ -73,17 +69,16 @@ class GenerateRoutes:
     ) -> tuple[Generation, AnswerReading | None]:
         """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
         as they are. Raises BatonError."""
-        if body.callable_tools and not self._parsers.may_call_tools:
-            raise InvalidRequest(_NO_TOOL_PARSER, "tools")
+        parallel = body.parallel_tool_calls is not False
+        plan = plan_calls(self._parsers, offered_tools(body.callable_tools), call_mode(body.tool_choice), parallel)
         with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
             _check_echo((body.n or 1) * len(body.echoed))
             prompt = await self._chat_prompt(model, body)
-            reading = self._reading(body, prompt)
+            reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)
-            if reading is not None and reading.keeps_special_tokens:
-                wanted = dataclasses.replace(wanted, skip_special_tokens=False)
-            wanted = salted(wanted, state.tenant)
-            return await self._service.generate(model, wanted, state.received, admitted), reading
+            with naming_tools(plan):
+                wanted = salted(constrained(wanted, plan, reading), state.tenant)
+                return await self._service.generate(model, wanted, state.received, admitted), reading
 
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
@@ -153,12 +148,6 @@ class GenerateRoutes:
             lambda: plain_tools(body.tools),
             body.chat_template,
         )
-
-    def _reading(self, body: ChatRequest, prompt: str) -> AnswerReading | None:
-        """How its answers are read; None: as they are."""
-        tools = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
-        reading = AnswerReading(self._parsers, prompt, tools, body.parallel_tool_calls is not False)
-        return reading if reading.is_needed else None
 
     async def _echoes(self, model: ServedModel, wanted: GenerationRequest) -> dict[int, str]:
         """The text of the prompt, for each answer."""

@@ -25,7 +25,7 @@ from router.http.fields import (
     sampling,
 )
 from router.http.template_fields import TemplateFields
-from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, check_tools
+from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, callable_tools, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
 from router.scope import REQUEST_ID
@@ -165,7 +165,7 @@ class ChatRequest(GenerationFields, TemplateFields):
     @property
     def callable_tools(self) -> Sequence[Tool]:
         """Those that the model may call."""
-        return () if self.tool_choice == "none" else self.tools or ()
+        return callable_tools(self.tools, self.tool_choice)
 
     def check(self) -> None:
         super().check()

@@ -44,6 +44,7 @@ class ChatShape:
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._reading = reading
+        self._is_named = reading is not None and reading.is_named  # OpenAI says stop then
         self._echo = echo
         self._readers: dict[int, AnswerReader] = {}
         self._calling: set[int] = set()  # answers with tool calls
@@ -90,7 +91,7 @@ class ChatShape:
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._logprobs.of(delta) if self._logprobs else None
         choice = _choice(delta, content, logprobs, self._token_ids)
-        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling:
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._calling and not self._is_named:
             choice["finish_reason"] = "tool_calls"
         return choice
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, WithJsonSchema
 
 from baton.errors import InvalidRequest
+from router.call_plan import CallMode, OfferedTool
 from router.http.fields import CONFIG, Name, ValueLimits, bound_values, num_chars
 from router.http.parse import parse_json
 from router.limits import MAX_TOOL_CALLS, MAX_TOOL_CHARS, MAX_TOOL_DEPTH, MAX_TOOL_VALUES, MAX_TOOLS
@@ -25,12 +26,18 @@ def _function_name(value: str) -> str:
 
 
 FunctionName = Annotated[str, AfterValidator(_function_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
-Schema = Annotated[dict[str, Any], AfterValidator(lambda value: bound_values(value, _LIMITS))]
+
+
+def bound_schema(value: dict[str, Any]) -> dict[str, Any]:
+    """A schema, or the arguments of a call. Raises ValueError if it has too much."""
+    bound_values(value, _LIMITS)
+    return value
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(bound_schema)]
 
 
 class Function(BaseModel):
-    """`strict` is accepted, since OpenAI's client sets it, but calls are not constrained."""
-
     model_config = CONFIG
     name: FunctionName
     description: str | None = Field(None, max_length=MAX_TOOL_CHARS)
@@ -96,16 +103,34 @@ class ToolCall(BaseModel):
 
 ToolList = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)]
+_NAMED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
 ToolChoice = Annotated[
-    str | dict[str, Any], WithJsonSchema({"enum": ["none", "auto"], "description": "unset: auto if there are tools"})
+    str | dict[str, Any],
+    WithJsonSchema(
+        {
+            "anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED],
+            "description": "unset: auto if there are tools",
+        }
+    ),
 ]
 
 
 def check_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None) -> None:
-    """Raises InvalidRequest for a choice that is not supported, and for tools that cannot be told apart."""
-    if choice not in (None, "none", "auto"):
-        shown = repr(choice[:64]) if isinstance(choice, str) else "a named function"
-        raise InvalidRequest(f"`tool_choice` must be 'none' or 'auto' here, not {shown}.", "tool_choice")
+    """Raises InvalidRequest for a choice that is not possible, and for tools that cannot be told apart."""
+    if isinstance(choice, dict):
+        _check_named(tools, choice)
+    elif choice not in (None, "none", "auto", "required"):
+        known = "'none', 'auto', 'required' or a function"
+        raise InvalidRequest(f"`tool_choice` must be {known}, not {choice[:64]!r}.", "tool_choice")
+    elif choice == "required" and not tools:
+        raise InvalidRequest("`tool_choice` 'required' needs `tools`.", "tool_choice")
     if tools is None:
         return
     name, count = Counter(tool.function.name for tool in tools).most_common(1)[0] if tools else ("", 0)
@@ -114,6 +139,35 @@ def check_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | Non
     size = sum(tool.size for tool in tools)
     if size > MAX_TOOL_CHARS:
         raise InvalidRequest(f"`tools` has {size} characters, of at most {MAX_TOOL_CHARS}.", "tools")
+
+
+def _check_named(tools: Sequence[Tool] | None, choice: dict[str, Any]) -> None:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        form = '{"type": "function", "function": {"name": ...}}'
+        raise InvalidRequest(f"`tool_choice` as an object must be {form}.", "tool_choice")
+    if name not in [tool.function.name for tool in tools or ()]:
+        raise InvalidRequest(f"`tool_choice` names `{name[:64]}`, which `tools` lacks.", "tool_choice")
+
+
+def callable_tools(tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None) -> list[Tool]:
+    """Those that a checked choice lets the model call."""
+    if choice == "none":
+        return []
+    name = choice["function"]["name"] if isinstance(choice, dict) else None
+    return [tool for tool in tools or () if name is None or tool.function.name == name]
+
+
+def call_mode(choice: str | dict[str, Any] | None) -> CallMode:
+    if isinstance(choice, dict):
+        return CallMode.ONE
+    return CallMode.REQUIRED if choice == "required" else CallMode.AUTO
+
+
+def offered_tools(tools: Sequence[Tool]) -> list[OfferedTool]:
+    functions = [tool.function for tool in tools]
+    return [OfferedTool(f.name, f.parameters or {}, bool(f.strict)) for f in functions]
 
 
 def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from baton.structural_tag import Format
+
 
 @dataclass(frozen=True, slots=True)
 class Parted:
@@ -27,6 +29,11 @@ class ReasoningParser(ABC):
 
     def __init__(self, prompt: str) -> None:
         self.prompt = prompt
+
+    def format(self) -> Format | None:
+        """The structural tag of the reasoning that may come before content that must match something; None: there is
+        none, or its form is unknown. Before any text."""
+        return None
 
     @abstractmethod
     def feed(self, text: str) -> Parted: ...

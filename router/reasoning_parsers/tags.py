@@ -5,8 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar
 
+from baton.structural_tag import Format
 from router.reasoning_parsers.base import Parted, ReasoningParser
 from router.tool_parsers.source import any_of, num_held
+
+_END_CHARS = 64
+"""Of the prompt, where the template may have written a tag."""
+_BLANKS_AFTER = r"[ \n]{0,4}"
+"""Between reasoning and content that must match something."""
 
 
 class _State(Enum):
@@ -29,13 +35,20 @@ class TagParser(ReasoningParser):
 
     def __init__(self, prompt: str) -> None:
         super().__init__(prompt)
-        end = prompt[-64:].rstrip()
+        end = prompt[-_END_CHARS:].rstrip()
         self._begins_open = end.endswith(self.opening) or (self.assumes_reasoning and not end.endswith(self.closing))
         self._ends = (self.closing, *self.also_closing)
         self._end = any_of(self._ends)
         self._state = _State.START
         self._held = ""
         self._blanks: list[str] = []
+
+    def format(self) -> Format | None:
+        if self._begins_open:
+            return self._thought("")
+        if self.prompt[-_END_CHARS:].rstrip().endswith(self.closing):
+            return None
+        return {"type": "or", "elements": [self._thought(self.opening), {"type": "const_string", "value": ""}]}
 
     def feed(self, text: str) -> Parted:
         if self._state is _State.CONTENT:
@@ -50,6 +63,11 @@ class TagParser(ReasoningParser):
         rest = "".join([*self._blanks, self._held])
         in_reasoning = self._state is _State.REASONING or (self._state is _State.START and self._begins_open)
         return Parted(reasoning=rest) if in_reasoning else Parted(content=rest)
+
+    def _thought(self, begin: str) -> Format:
+        any_text = {"type": "any_text"}
+        tag = {"type": "tag", "begin": begin, "content": any_text, "end": self.closing}
+        return {"type": "sequence", "elements": [tag, {"type": "regex", "pattern": _BLANKS_AFTER}]}
 
     def _start(self, text: str) -> str:
         """Look for the opening tag behind blanks. Returns what comes after the decision."""

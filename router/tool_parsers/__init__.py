@@ -5,11 +5,15 @@ A parser is a state machine for one answer. It knows neither tokens nor HTTP. Ot
 """
 
 from router.tool_parsers.base import ToolParser, Tools
+from router.tool_parsers.call_form import CallForm
+from router.tool_parsers.call_list import CallListParser
 from router.tool_parsers.pieces import CallArguments, CallStart, Content, Piece, merge
 from router.tool_parsers.registry import TOOL_PARSERS, find_tool_parser
 
 __all__ = [
     "CallArguments",
+    "CallForm",
+    "CallListParser",
     "CallStart",
     "Content",
     "Piece",

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from router.tool_parsers.call_form import CallForm
 from router.tool_parsers.pieces import Piece
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -22,6 +23,8 @@ class ToolParser(ABC):
 
     keeps_special_tokens: ClassVar[bool] = False
     """Whether the marks of a call may be special tokens of a tokenizer, which are usually not part of the text."""
+    form: ClassVar[CallForm | None] = None
+    """How constrained answers write calls, a form that this parser reads; None: as the JSON list of CallListParser."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools

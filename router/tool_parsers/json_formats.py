@@ -7,6 +7,7 @@ import re
 import string
 from typing import ClassVar
 
+from router.tool_parsers.call_form import CallForm
 from router.tool_parsers.reader import ReadingParser
 from router.tool_parsers.source import Reading
 
@@ -20,6 +21,9 @@ class HermesParser(ReadingParser):
 
     marks = ("<tool_call>",)
     keeps_special_tokens = True
+    form = CallForm(
+        '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n", trigger="<tool_call>"
+    )
 
     def read_call(self, found: str) -> Reading[None]:
         source = self.source
@@ -39,6 +43,7 @@ class Llama3JsonParser(ReadingParser):
 
     marks = ("<|python_tag|>", "{")
     separators = ";"
+    form = CallForm('{"name": "', '", "parameters": ', "}", separator="; ")
 
     def read_call(self, found: str) -> Reading[None]:
         if found != "{":
@@ -130,6 +135,7 @@ class Phi4MiniJsonParser(_ListParser):
     """`functools[{"name": "f", "arguments": {"a": 1}}]`."""
 
     marks = ("functools",)
+    form = CallForm('{"name": "', '", "arguments": ', "}", separator=", ", opening="functools[", closing="]")
 
 
 class InternLmParser(ReadingParser):

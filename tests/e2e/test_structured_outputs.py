@@ -70,6 +70,22 @@ class Asker:
         events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
         return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
+    async def chat(self, **fields: Any) -> dict[str, Any]:
+        answer = await self._post_chat(**fields)
+        assert answer.status_code == 200, answer.text
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+    async def chat_deltas(self, **fields: Any) -> list[dict[str, Any]]:
+        answer = await self._post_chat(**fields, stream=True)
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [event["choices"][0]["delta"] for event in events]
+
+    async def _post_chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "Once upon a time"}]
+        body = {"messages": messages, "max_tokens": 200, "temperature": 1.0, "seed": 7, **fields}
+        return await self._client.post("/v1/chat/completions", json=body)
+
     async def close(self) -> None:
         await self._client.aclose()
 
@@ -134,6 +150,41 @@ async def test_grpc_means_the_same(house: House, alone: Asker) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="frob") as refused:
             await client.generate("x", structured_outputs=common_pb2.StructuredOutput(kind="frob"))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+PEOPLE_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": PERSON}} for name in ("add_person", "drop_person")
+]
+ONE_OF_THEM = {"type": "function", "function": {"name": "drop_person"}}
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (ONE_OF_THEM, "stop")])
+async def test_enforced_calls_are_the_same_on_every_way(
+    handed_off: Asker, alone: Asker, choice: Any, reason: str
+) -> None:
+    fields = {"tools": PEOPLE_TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    whole = await handed_off.chat(**fields)
+    message = whole["message"]
+    assert (message["content"], whole["finish_reason"]) == (None, reason)
+    [called] = [call["function"] for call in message["tool_calls"]]
+    assert called["name"] in (("add_person", "drop_person") if choice == "required" else ("drop_person",))
+    assert is_person(called["arguments"])
+    [other] = [call["function"] for call in (await alone.chat(**fields))["message"]["tool_calls"]]
+    assert other == called
+    parts = [
+        delta["tool_calls"][0]["function"] for delta in await handed_off.chat_deltas(**fields) if "tool_calls" in delta
+    ]
+    assert [part["name"] for part in parts if "name" in part] == [called["name"]]
+    assert "".join(part["arguments"] for part in parts) == called["arguments"]
+
+
+async def test_a_structural_tag_leaves_text_free_around_what_it_constrains(handed_off: Asker, alone: Asker) -> None:
+    number = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[0-9]{3}"}, "end": ">"}
+    tags = {"type": "triggered_tags", "triggers": ["<"], "tags": [number], "at_least_one": True}
+    fields = {"response_format": {"type": "structural_tag", "format": tags}, "max_tokens": 40}
+    (first,), (second,) = await handed_off.ask(**fields), await alone.ask(**fields)
+    assert first == second
+    assert re.match(r"<[0-9]{3}>", first["text"])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from router.structured_output import structured_output_of
 
 SCHEMA = {"type": "integer"}
 AS_JSON = StructuredOutput(StructuredKind.JSON, '{"type":"integer"}')
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+AS_TAG = StructuredOutput(StructuredKind.STRUCTURAL_TAG, '{"type":"structural_tag","format":{"type":"any_text"}}')
 HOSTILE = {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(20)]}
 
 
@@ -40,6 +42,9 @@ def of(
         ({"structured": {"choice": ["a"]}}, StructuredOutput(StructuredKind.CHOICE, '["a"]')),
         ({"guided_json": SCHEMA, "guided_regex": None}, AS_JSON),
         ({"guided_regex": "a+"}, StructuredOutput(StructuredKind.REGEX, "a+")),
+        ({"structured": {"structural_tag": TAG}}, AS_TAG),
+        ({"structured": {"structural_tag": AS_TAG.text}}, AS_TAG),
+        ({"response_format": TAG}, AS_TAG),
         ({"guided_grammar": "start: A"}, StructuredOutput(StructuredKind.GRAMMAR, "start: A")),
     ],
 )
@@ -55,7 +60,10 @@ def test_all_forms_are_understood(said: dict[str, Any], meant: StructuredOutput 
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "exclude each other"),
         ({"structured": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "one of"),
-        ({"structured": {"structural_tag": "x"}}, "structured_outputs", "structural_tag"),
+        ({"structured": {"frob": "x"}}, "structured_outputs", "structural_tag, not `frob`"),
+        ({"structured": {"structural_tag": "x"}}, "structured_outputs", "must be a JSON object"),
+        ({"structured": {"structural_tag": 3}}, "structured_outputs", "a structural tag must be an object"),
+        ({"response_format": {"type": "structural_tag"}}, "structured_outputs", "needs `format`"),
         ({"structured": {"json": 3}}, "structured_outputs", "must be an object"),
         ({"structured": {"regex": ""}}, "structured_outputs", "not empty"),
         ({"guided_choice": ["a", ""]}, "structured_outputs", "non-empty"),

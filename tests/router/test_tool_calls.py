@@ -18,6 +18,7 @@ from router.settings import RouterSettings
 from tests.router.conftest import ANY_PORT, Router, says
 from tests.router.fake_node import Answer, FakeCluster
 from tests.router.http_shapes import CHAT
+from tests.router.matching import matches
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
 
 TEMPLATE = """{{- tools | tojson if tools else 'no tools' }}
@@ -195,6 +196,68 @@ async def test_special_tokens_are_kept_for_parsers_that_look_for_them(client, no
     assert (await choice_of(client, tools=None))["message"]["content"] == "ab"
 
 
+# ---- calls that are required ----
+
+LIST = '[{"name": "get_weather", "parameters": {"city": "Köln"}}, {"name": "get_weather", "parameters": {}}]'
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+
+
+async def test_a_required_call_is_enforced_and_read(client, nodes):
+    nodes.script = says(f"<think>\nHm.</think>\n{CALL}\n{CALL}")
+    choice = await choice_of(client, tool_choice="required")
+    structured = nodes.prefills[-1].sampling.structured_outputs
+    assert matches(structured, f"<think>\nHm.</think>\n{CALL}\n{CALL}")
+    assert not matches(structured, "I will look.")
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning"] == "\nHm."
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [ARGUMENTS] * 2
+
+
+async def test_a_named_call_stops_as_openai_says(client, nodes):
+    other = {"type": "function", "function": {"name": "other"}}
+    nodes.script = says(CALL)
+    choice = await choice_of(client, tools=[other, WEATHER], tool_choice=NAMED)
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("stop", 1)
+    structured = nodes.prefills[-1].sampling.structured_outputs
+    assert matches(structured, CALL)
+    assert not matches(structured, CALL.replace("get_weather", "other"))
+    assert not matches(structured, f"{CALL}\n{CALL}")
+    assert '"other"' in prompt_of(nodes)  # the template sees all tools
+
+
+async def test_required_calls_need_no_flags(nodes):
+    nodes.script = says(LIST)
+    router = Router(nodes)
+    await router.start()
+    await router.ready()
+    async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as official:
+        whole = await official.chat.completions.create(**TOOLS, tool_choice="required")
+        async with official.chat.completions.stream(**TOOLS, tool_choice="required") as stream:
+            streamed = await stream.get_final_completion()
+        with pytest.raises(openai.BadRequestError, match="--enable-auto-tool-choice"):
+            await official.chat.completions.create(**TOOLS)
+    await router.stop()
+    for choice in (whole.choices[0], streamed.choices[0]):
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+        assert calls == [("get_weather", '{"city": "Köln"}'), ("get_weather", "{}")]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+
+
+async def test_schemas_that_cannot_constrain_are_named(client, nodes):
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "frob"}}}}
+    bad = {"type": "function", "function": function}
+    strict = [{**bad, "function": {**function, "strict": True}}]
+    for fields in ({"tool_choice": "required"}, {"tools": strict}):
+        response = await client.post("/v1/chat/completions", json={**CHAT, "tools": [bad], **fields})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == "tools"
+        assert error["message"].startswith("The schemas of `tools` cannot constrain calls: ")
+        assert "frob" in error["message"]
+    assert not nodes.prefills
+
+
 # ---- prompts ----
 
 
@@ -281,8 +344,13 @@ def read(**fields: Any) -> ChatRequest:
         ({"tools": [tool("f", {"a": [0] * 20_000})]}, "tools", "16384 names and values"),
         ({"tools": [tool(name, description="x" * 200_000) for name in "fg"]}, "tools", "of at most 262144"),
         ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "at most 128"),
-        ({"tool_choice": "any"}, "tool_choice", "'none' or 'auto' here, not 'any'"),
-        ({"tools": [tool("f")], "tool_choice": tool("f")}, "tool_choice", "not a named function"),
+        ({"tool_choice": "any"}, "tool_choice", "'none', 'auto', 'required' or a function, not 'any'"),
+        ({"tool_choice": "required"}, "tool_choice", "'required' needs `tools`"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "'required' needs `tools`"),
+        ({"tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice", "names `g`, which `tools` lacks"),
+        ({"tool_choice": tool("f")}, "tool_choice", "names `f`, which `tools` lacks"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "must be {"),
+        ({"tools": [tool("f")], "tool_choice": {**tool("f"), "type": "custom"}}, "tool_choice", "must be {"),
         ({"messages": [called("[1]")]}, "messages", "JSON object, not '[1]'"),
         ({"messages": [called("{")]}, "messages", "arguments of a call of `f`"),
         ({"messages": [{"role": "function", "content": ""}]}, "messages", "the role `tool`"),

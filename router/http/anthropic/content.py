@@ -1,40 +1,140 @@
-"""The content of messages that clients send: a string, or a list of blocks. Only blocks of text are served."""
+"""The content of messages that clients send: a string, or a list of blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
+from router.http.fields import num_chars
+from router.http.tools import bound_schema
+from router.limits import MAX_NAME_CHARS
 
-def _content(value: Any) -> str:
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Reasoning of an earlier turn. Its signature is not read: any model may get it back."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A call that the model made in an earlier turn."""
+
+    id: str
+    name: str
+    input: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    tool_use_id: str
+    text: str
+
+
+Block = Text | Thinking | ToolUse | ToolResult
+
+
+def size_of_block(block: Block) -> int:
+    return len(block.name) + num_chars(dict(block.input)) if isinstance(block, ToolUse) else len(block.text)
+
+
+def _blocks(value: Any) -> tuple[Block, ...]:
+    if isinstance(value, str):
+        return (Text(value),)
+    return tuple(_block(block, _READERS) for block in _list(value))
+
+
+def _text(value: Any) -> str:
     """Blocks become lines."""
     if isinstance(value, str):
         return value
+    return "\n".join(_block(block, _TEXT_ONLY).text for block in _list(value))
+
+
+def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of content blocks")
-    return "\n".join(_text_of(block) for block in value)
+    return value
 
 
-def _text_of(block: Any) -> str:
+def _block(block: Any, readers: Mapping[str, Callable[[dict[str, Any]], Any]]) -> Any:
     kind = block.get("type") if isinstance(block, dict) else None
-    if kind != "text":
+    if not isinstance(kind, str) or kind not in readers:
         shown = repr(kind[:64]) if isinstance(kind, str) else "unknown"
-        raise ValueError(f"a content block of type {shown} is not supported here: only text is")
-    if not isinstance(block.get("text"), str):
-        raise ValueError("a text block needs a string in `text`")
-    return str(block["text"])
+        raise ValueError(f"a content block of type {shown} is not supported here: {', '.join(readers)} are")
+    return readers[kind](block)
 
+
+def _read_text(block: dict[str, Any]) -> Text:
+    return Text(_string(block, "text"))
+
+
+def _read_thinking(block: dict[str, Any]) -> Thinking:
+    return Thinking(_string(block, "thinking"))
+
+
+def _read_tool_use(block: dict[str, Any]) -> ToolUse:
+    given = block.get("input")
+    if not isinstance(given, dict):
+        raise ValueError("a tool_use block needs an object in `input`")
+    return ToolUse(_name(block, "id"), _name(block, "name"), bound_schema(given))
+
+
+def _read_tool_result(block: dict[str, Any]) -> ToolResult:
+    return ToolResult(_name(block, "tool_use_id"), _text(block.get("content") or ""))
+
+
+def _string(block: dict[str, Any], field: str) -> str:
+    if not isinstance(block.get(field), str):
+        raise ValueError(f"a {block['type']} block needs a string in `{field}`")
+    return str(block[field])
+
+
+def _name(block: dict[str, Any], field: str) -> str:
+    name = _string(block, field)
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        raise ValueError(f"`{field}` of a {block['type']} block must have 1 to {MAX_NAME_CHARS} characters")
+    return name
+
+
+_TEXT_ONLY: Mapping[str, Callable[[dict[str, Any]], Text]] = {"text": _read_text}
+_READERS: Mapping[str, Callable[[dict[str, Any]], Block]] = {
+    "text": _read_text,
+    "thinking": _read_thinking,
+    "tool_use": _read_tool_use,
+    "tool_result": _read_tool_result,
+}
 
 _STRING = {"type": "string"}
-_TEXT_BLOCK = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _STRING},
-    "required": ["type", "text"],
+
+
+def _described(kind: str, required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
+    required = required or tuple(fields)
+    return {"type": "object", "properties": {"type": {"const": kind}, **fields}, "required": ["type", *required]}
+
+
+_TEXT_CONTENT = {"anyOf": [_STRING, {"type": "array", "items": _described("text", text=_STRING)}]}
+_BLOCK = {
+    "anyOf": [
+        _described("text", text=_STRING),
+        _described("thinking", thinking=_STRING),
+        _described("tool_use", id=_STRING, name=_STRING, input={"type": "object"}),
+        _described("tool_result", ("tool_use_id",), tool_use_id=_STRING, content=_TEXT_CONTENT),
+    ]
 }
 
 Content = Annotated[
-    str,
-    PlainValidator(_content),
-    WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _TEXT_BLOCK}]}),
+    tuple[Block, ...],
+    PlainValidator(_blocks),
+    WithJsonSchema({"anyOf": [_STRING, {"type": "array", "items": _BLOCK}]}),
 ]
+TextContent = Annotated[str, PlainValidator(_text), WithJsonSchema(_TEXT_CONTENT)]

@@ -7,8 +7,9 @@ from typing import Any
 
 from router.answer import Delta
 from router.generation import Generation
-from router.http.anthropic.shape import TEXT, MessageShape, stop_of, usage_of
+from router.http.anthropic.shape import SIGNATURE, TEXT, THINKING, MessageShape, tool_use, usage_of
 from router.http.shapes import timings_of
+from router.tool_parsers import CallArguments, CallStart, Content, Piece
 
 
 def event(kind: str, **content: Any) -> bytes:
@@ -24,21 +25,28 @@ class ContentBlocks:
         self._open: dict[str, Any] | None = None
         self._index = -1
 
+    def begin(self, block: dict[str, Any]) -> bytes:
+        """A block that begins as `block`, after the open one; nothing if it is the open one."""
+        if block == self._open:
+            return b""
+        closed = self.close()
+        self._open = block
+        self._index += 1
+        return closed + event("content_block_start", index=self._index, content_block=block)
+
     def write(self, block: dict[str, Any], delta: dict[str, Any]) -> bytes:
-        """A piece of a block that began as `block`. Any other block than the open one begins after it."""
-        begun = b""
-        if block != self._open:
-            begun = self.close()
-            self._open = block
-            self._index += 1
-            begun += event("content_block_start", index=self._index, content_block=block)
-        return begun + event("content_block_delta", index=self._index, delta=delta)
+        """A piece of a block that begins as `block`."""
+        return self.begin(block) + self._delta(delta)
 
     def close(self) -> bytes:
         if self._open is None:
             return b""
+        signed = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if self._open == THINKING else b""
         self._open = None
-        return event("content_block_stop", index=self._index)
+        return signed + event("content_block_stop", index=self._index)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return event("content_block_delta", index=self._index, delta=delta)
 
 
 class MessageEvents:
@@ -50,20 +58,36 @@ class MessageEvents:
         self._generation = generation
         self._shape = shape
         self._blocks = ContentBlocks()
+        self._call: dict[str, Any] = {}
+        """The last one: a call ends before the next one begins."""
         self._stop: dict[str, str | None] = {}
 
     def begin(self) -> bytes:
         return event("message_start", message=self._shape.begun(self._generation.usage))
 
     def delta(self, delta: Delta) -> bytes:
+        parts = self._shape.read(delta)
         if delta.finish_reason:
-            self._stop = stop_of(delta)
-        return self._blocks.write(TEXT, {"type": "text_delta", "text": delta.text}) if delta.text else b""
+            self._stop = self._shape.stop_of(delta)
+        thought = b""
+        if parts.reasoning:
+            thought = self._blocks.write(THINKING, {"type": "thinking_delta", "thinking": parts.reasoning})
+        return thought + b"".join(map(self._piece, parts.pieces))
 
     def end(self) -> bytes:
         usage, timings = usage_of(self._generation.usage), timings_of(self._generation.timings)
         ended = event("message_delta", delta=self._stop, usage=usage, **timings)
         return self._blocks.close() + ended + event("message_stop")
+
+    def _piece(self, piece: Piece) -> bytes:
+        match piece:
+            case Content(text):
+                return self._blocks.write(TEXT, {"type": "text_delta", "text": text})
+            case CallStart():
+                self._call = tool_use(piece)
+                return self._blocks.begin(self._call)
+            case CallArguments(_, text):
+                return self._blocks.write(self._call, {"type": "input_json_delta", "partial_json": text})
 
     def error(self, body: dict[str, Any]) -> bytes:
         return event("error", **{name: value for name, value in body.items() if name != "type"})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from router.answer_reader import Parsers
 from router.api_keys import salted
+from router.call_plan import plan_calls
+from router.constraints import constrained, naming_tools
 from router.generation_request import encode
 from router.http.answers import dump_json, raw_json_response
 from router.http.anthropic.errors import PATH
@@ -15,14 +20,18 @@ from router.http.anthropic.shape import MessageShape
 from router.http.body import BodyReader
 from router.http.limits import HttpLimits
 from router.http.responses import EventResponse, WholeResponse
+from router.http.tools import call_mode, callable_tools, offered_tools, plain_tools
 from router.limits import MAX_COUNTED_CHARS
 from router.models import ServedModel
 from router.service import Service
 
 
 class MessagesRoutes:
-    def __init__(self, service: Service, limits: HttpLimits) -> None:
+    """`parsers`: for all answers."""
+
+    def __init__(self, service: Service, limits: HttpLimits, parsers: Parsers) -> None:
         self._service = service
+        self._parsers = parsers
         self._keep_alive_s = limits.keep_alive_s
         self._bodies = BodyReader(limits.bodies, service.offload)
         self.routes = APIRouter()
@@ -34,10 +43,16 @@ class MessagesRoutes:
         body.check()
         model = self._service.models.get(body.model)
         state = request.state
-        with self._service.admit(model, [body.size]) as admitted:
-            wanted = salted(body.wanted(state.request_id, await self._prompt(model, body)), state.tenant)
+        # An answer that goes on from given text has its reasoning behind it.
+        parsers = dataclasses.replace(self._parsers, reasoning=None) if body.continues else self._parsers
+        offered = offered_tools(callable_tools(body.chat_tools, body.chat_choice))
+        plan = plan_calls(parsers, offered, call_mode(body.chat_choice), body.parallel_tool_calls)
+        with self._service.admit(model, [body.size]) as admitted, naming_tools(plan):
+            prompt = await self._prompt(model, body)
+            reading = plan.reading(parsers, prompt, body.parallel_tool_calls)
+            wanted = salted(constrained(body.wanted(state.request_id, prompt), plan, reading), state.tenant)
             generation = await self._service.generate(model, wanted, state.received, admitted)
-        shape = MessageShape(state.request_id, model)
+        shape = MessageShape(state.request_id, model, reading)
         if body.stream:
             return EventResponse(generation, MessageEvents(generation, shape), self._keep_alive_s)
         return WholeResponse(generation, shape, self._service.offload)
@@ -60,6 +75,7 @@ class MessagesRoutes:
             model,
             body.chat,
             body.size,
-            variables=body.chat_template_kwargs,
+            variables=body.variables(self._parsers.reasoning is not None),
             continue_final_message=body.continues,
+            tools=lambda: plain_tools(body.chat_tools),
         )

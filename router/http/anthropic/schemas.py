@@ -3,7 +3,6 @@ the same as in chats."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -11,20 +10,49 @@ from pydantic import BaseModel, Field
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_CACHE_SALT_CHARS, RANGES
 from router.generation_request import GenerationRequest
-from router.http.anthropic.content import Content
+from router.http.anthropic.content import (
+    Block,
+    Content,
+    Text,
+    TextContent,
+    Thinking,
+    ToolResult,
+    ToolUse,
+    size_of_block,
+)
+from router.http.anthropic.conversation import turns_of
+from router.http.anthropic.tools import MessageToolChoice, ThinkingConfig, ToolList, tools_in_chat
 from router.http.anthropic.unsupported import IN_CONVERSATIONS, IN_MESSAGES
 from router.http.fields import CONFIG, Name, Strings, TemplateValues, Whole, between, sampling
+from router.http.tools import Tool as ChatTool
+from router.http.tools import check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_STOP_CHARS
-from router.service import size_of_chat
+from router.service import MESSAGE_SIZE
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+_ROLES: dict[type[Block], str] = {Thinking: "assistant", ToolUse: "assistant", ToolResult: "user"}
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Names by which chat templates are told whether the model is to reason."""
 
 
 class Message(BaseModel):
     model_config = CONFIG
     role: Literal["user", "assistant", "system"]
     content: Content
+
+    @property
+    def size(self) -> int:
+        """In characters, with what the message itself costs."""
+        return MESSAGE_SIZE + sum(map(size_of_block, self.content))
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a block that the role cannot have."""
+        for block in self.content:
+            role = _ROLES.get(type(block), self.role)
+            if role != self.role:
+                kind = "tool_result" if isinstance(block, ToolResult) else "tool_use or thinking"
+                raise InvalidRequest(f"A {kind} block must be in a message of the {role}.", "messages")
 
 
 class CountTokensRequest(BaseModel):
@@ -33,37 +61,63 @@ class CountTokensRequest(BaseModel):
     model_config = CONFIG
     model: Name | None = None
     messages: list[Message] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
-    system: Content | None = None
+    system: TextContent | None = None
+    tools: ToolList | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingConfig | None = None
     chat_template_kwargs: TemplateValues | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {}, IN_CONVERSATIONS)
-        self._check_messages()
+        self._check_conversation(None)
 
-    def _check_messages(self) -> None:
+    def _check_conversation(self, max_tokens: int | None) -> None:
         if not self.messages:
             raise InvalidRequest("`messages` must not be empty.", "messages")
-
-    @property
-    def everything(self) -> list[Message]:
-        """The messages, after the system prompt if there is one."""
-        system = [Message(role="system", content=self.system)] if self.system else []
-        return system + self.messages
+        for message in self.messages:
+            message.check()
+        if self.continues and any(isinstance(block, ToolUse) for block in self.messages[-1].content):
+            raise InvalidRequest("The last message has a tool_use block, whose tool_result is missing.", "messages")
+        check_tools(self.chat_tools, self.chat_choice)
+        if self.thinking is not None:
+            self.thinking.check(max_tokens)
 
     @property
     def size(self) -> int:
-        return size_of_chat(self.everything)
+        system = MESSAGE_SIZE + len(self.system) if self.system else 0
+        tools = sum(tool.size for tool in self.chat_tools or ())
+        return system + sum(message.size for message in self.messages) + tools
 
     @property
     def continues(self) -> bool:
         return self.messages[-1].role == "assistant"
 
-    def chat(self) -> list[dict[str, str]]:
-        """The conversation for a chat template. Consecutive messages of one role become one, as Anthropic has it: many
-        templates insist that roles alternate."""
-        turns = itertools.groupby(self.everything, key=lambda message: message.role)
-        return [{"role": role, "content": "\n".join(m.content for m in messages)} for role, messages in turns]
+    @property
+    def parallel_tool_calls(self) -> bool:
+        return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
+
+    @property
+    def chat_tools(self) -> list[ChatTool] | None:
+        return tools_in_chat(self.tools)
+
+    @property
+    def chat_choice(self) -> str | dict[str, Any] | None:
+        return self.tool_choice.in_chat() if self.tool_choice else None
+
+    def chat(self) -> list[dict[str, Any]]:
+        """The conversation for a chat template."""
+        system: list[tuple[str, tuple[Block, ...]]] = [("system", (Text(self.system),))] if self.system else []
+        return turns_of([*system, *((message.role, message.content) for message in self.messages)])
+
+    def variables(self, may_reason: bool) -> dict[str, Any] | None:
+        """Those of the chat template. may_reason: whether answers can have thinking blocks. Raises InvalidRequest."""
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        if not may_reason:
+            if thinks:
+                raise InvalidRequest("`thinking` needs --reasoning-parser, which this router lacks.", "thinking")
+            return self.chat_template_kwargs
+        return {**dict.fromkeys(THINKING_VARIABLES, thinks), **(self.chat_template_kwargs or {})}
 
 
 class MessagesRequest(CountTokensRequest):
@@ -80,7 +134,7 @@ class MessagesRequest(CountTokensRequest):
 
     def check(self) -> None:
         refuse_unsupported(self.model_extra or {}, IN_MESSAGES)
-        self._check_messages()
+        self._check_conversation(self.max_tokens)
         if "" in self.stop_sequences:
             raise InvalidRequest("`stop_sequences` must not contain an empty string.", "stop_sequences")
         num_chars = sum(map(len, self.stop_sequences))

@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pydantic_core
+
 from baton.sampling import FinishReason
 from router.answer import Delta
+from router.answer_reader import AnswerReading, Parts
 from router.generation import Generation, Usage
+from router.http.chat_message import has_calls
 from router.http.shapes import timings_of
 from router.models import ServedModel
+from router.tool_parsers import CallArguments, CallStart, Content, Piece
 
 
 class MessageShape:
-    def __init__(self, request_id: str, model: ServedModel) -> None:
+    """`reading` says how the text becomes blocks; None: it is one block."""
+
+    def __init__(self, request_id: str, model: ServedModel, reading: AnswerReading | None = None) -> None:
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.name}
+        self._reader = reading.reader() if reading else None
+        self._has_calls = False
 
     def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
         (answer,) = answers
         return {
             **self._head,
-            "content": [{**TEXT, "text": answer.text}] if answer.text else [],
-            **stop_of(answer),
+            "content": _blocks(self.read(answer)),
+            **self.stop_of(answer),
             "usage": usage_of(generation.usage),
             **timings_of(generation.timings),
         }
@@ -31,17 +40,31 @@ class MessageShape:
         counts = {"input_tokens": usage.num_prompt_tokens, "output_tokens": 0}
         return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": counts}
 
+    def read(self, delta: Delta) -> Parts:
+        if self._reader is None:
+            return Parts("", [Content(delta.text)] if delta.text else [])
+        parts = self._reader.read(delta.text, delta.finish_reason is not None)
+        self._has_calls = self._has_calls or has_calls(parts)
+        return parts
+
+    def stop_of(self, answer: Delta) -> dict[str, str | None]:
+        """Why the answer ended. `answer` has its finish reason, and was read."""
+        if isinstance(answer.stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+        if answer.finish_reason is FinishReason.LENGTH:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._has_calls else "end_turn", "stop_sequence": None}
+
 
 TEXT = {"type": "text", "text": ""}
-"""A block of text that is to be filled."""
+"""A block of text that is to be filled, as are the following ones."""
+THINKING = {"type": "thinking", "thinking": "", "signature": ""}
+SIGNATURE = "unsigned"
+"""Clients expect some; thinking that comes back in a later request is not checked."""
 
 
-def stop_of(answer: Delta) -> dict[str, str | None]:
-    """Why the answer ended. `answer` has its finish reason."""
-    if isinstance(answer.stop, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
-    reason = "max_tokens" if answer.finish_reason is FinishReason.LENGTH else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": None}
+def tool_use(call: CallStart) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
 
 
 def usage_of(usage: Usage) -> dict[str, int]:
@@ -52,3 +75,37 @@ def usage_of(usage: Usage) -> dict[str, int]:
         return counts
     counts["input_tokens"] -= usage.num_cached_tokens
     return {**counts, "cache_creation_input_tokens": 0, "cache_read_input_tokens": usage.num_cached_tokens}
+
+
+def _blocks(parts: Parts) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if parts.reasoning:
+        blocks.append({**THINKING, "thinking": parts.reasoning, "signature": SIGNATURE})
+    return blocks + _blocks_of(parts.pieces)
+
+
+def _blocks_of(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    arguments: dict[int, str] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                blocks.append({**TEXT, "text": text})
+            case CallStart(index):
+                calls[index] = tool_use(piece)
+                blocks.append(calls[index])
+            case CallArguments(index, text):
+                arguments[index] = arguments.get(index, "") + text
+    for index, text in arguments.items():
+        calls[index]["input"] = _object(text)
+    return blocks
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call; of those that were cut off, what is there."""
+    try:
+        found = pydantic_core.from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}

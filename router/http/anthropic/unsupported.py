@@ -20,9 +20,6 @@ IN_CONVERSATIONS: Mapping[str, Harmless] = {
     "mcp_servers": operator.not_,
     "output_config": operator.not_,
     "output_format": operator.not_,
-    "thinking": lambda value: not value or value == {"type": "disabled"},
-    "tool_choice": lambda value: not value or value in ({"type": "auto"}, {"type": "none"}),
-    "tools": operator.not_,
 }
 """Those that would change the prompt, and so also its number of tokens."""
 
