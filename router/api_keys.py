@@ -65,7 +65,12 @@ class ApiKeys:
             self._next_look = clock() + _POLL_S
 
     def check(self, authorization: str) -> bytes | None:
-        """Check a header `Bearer KEY`; returns the salt of this request's cache, or None. Raises InvalidApiKey.
+        """Check a header `Bearer KEY`; returns the salt of this request's cache, or None. Raises InvalidApiKey."""
+        return self.tenant(self.owner(authorization))
+
+    def owner(self, authorization: str) -> bytes:
+        """Check a header `Bearer KEY`; returns what stands for the key, which cannot be derived without it. Raises
+        InvalidApiKey.
 
         Takes equally long for every key, known or not.
         """
@@ -81,7 +86,11 @@ class ApiKeys:
                 if authorization
                 else "No API key provided: send Authorization: Bearer KEY."
             )
-        return digest if self._per_key else None
+        return digest
+
+    def tenant(self, owner: bytes) -> bytes | None:
+        """The salt of the caches of this owner's requests, or None."""
+        return owner if self._per_key else None
 
     def _look_again(self) -> None:
         if self._file is None or self._clock() < self._next_look:

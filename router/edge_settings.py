@@ -97,6 +97,9 @@ class EdgeSettings(Settings):
     idle_timeout: float = Field(
         _CONNECTIONS.idle_timeout_s, gt=0, description="seconds that a connection may stay open without a request"
     )
+    websocket_idle_timeout: float = Field(
+        600.0, gt=0, description="seconds that a WebSocket may stay open without a request"
+    )
 
     @property
     def has_api_keys(self) -> bool:

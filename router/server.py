@@ -20,8 +20,14 @@ from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
 from router.http.anthropic.routes import MessagesRoutes
 from router.http.app import create_app
+from router.http.chat_websocket import PATHS as CHATS
+from router.http.chat_websocket import ChatWebSocket
 from router.http.generate import GenerateRoutes
-from router.http.limits import Bodies, HttpLimits
+from router.http.limits import Bodies, HttpLimits, WebSockets
+from router.http.responses_api.routes import PATH as RESPONSES
+from router.http.responses_api.routes import ResponsesRoutes
+from router.http.responses_api.store import ResponseStore
+from router.http.responses_api.websocket import ResponsesWebSocket
 from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
@@ -70,13 +76,20 @@ class RouterServer:
             settings.trust_request_chat_template,
         )
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
-        limits = HttpLimits(bodies, settings.keep_alive_interval)
+        limits = HttpLimits(bodies, settings.keep_alive_interval, settings.websocket_idle_timeout)
         status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry, self.admission)
         parsers = make_parsers(settings)
         generate = GenerateRoutes(self._service, limits, parsers)
         messages = MessagesRoutes(self._service, limits, parsers)
+        store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+        responses = ResponsesRoutes(self._service, limits, generate, store)
+        websockets = (
+            ResponsesWebSocket(responses, limits, self._service.offload).routes,
+            ChatWebSocket(generate, limits, self._service).routes,
+        )
         tokenizer_info = TokenizerInfoRoutes(self._service, settings.enable_tokenizer_info_endpoint)
-        self.app = create_app(generate, messages, tokenizer_info, status, self._edge.access)
+        self.app = create_app(generate, messages, responses, websockets, tokenizer_info, status, self._edge.access)
+        self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -92,7 +105,7 @@ class RouterServer:
             listener.close()
             raise
         drain_s = self._settings.drain_timeout + _CLOSE_S
-        self._http = HttpServer(self.app, self._edge.limits, self._edge.tls, drain_s)
+        self._http = HttpServer(self.app, self._edge.limits, self._edge.tls, drain_s, self._websockets)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         await self._http_up()
         log.info(

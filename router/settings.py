@@ -59,6 +59,12 @@ class RouterSettings(EdgeSettings, ClusterSettings):
     max_waiting: int = Field(
         1024, ge=0, description="requests that may wait while there is no node to run them; more are refused with 503"
     )
+    max_stored_responses: int = Field(
+        4096, ge=0, description="answers of /v1/responses that this router keeps in memory; 0 keeps none"
+    )
+    max_stored_response_bytes: int = Field(
+        256 * 2**20, ge=0, description="size of all kept responses with their conversations; the oldest go first"
+    )
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments, or pings, on a stream that has nothing to say yet"
     )

@@ -62,6 +62,8 @@ ALL_NAMES = frozenset(
         "max_num_requests",
         "max_num_samples",
         "max_num_seqs",
+        "max_stored_response_bytes",
+        "max_stored_responses",
         "max_waiting",
         "metrics_port",
         "model",
@@ -86,6 +88,7 @@ ALL_NAMES = frozenset(
         "transport",
         "trust_request_chat_template",
         "verify_transfers",
+        "websocket_idle_timeout",
         "write_timeout",
     }
 )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from collections.abc import Sequence
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.api_keys import ApiKeys, InvalidApiKey
-from router.http.errors import response_to
+from router.http.errors import error_body, response_to
 
 _HEADER = b"authorization"
 _ANTHROPIC_HEADER = b"x-api-key"
+_POLICY_VIOLATION = 1008
+"""The code of a WebSocket's close."""
 ALIVE = frozenset({"/health", "/ping", "/ready"})
 """Paths for load balancers and orchestrators."""
 
 
 class RequireKey:
-    """ASGI middleware. Puts `tenant` (see `router.api_keys.salted`) into the request's state."""
+    """ASGI middleware. Puts `owner` and `tenant` of ApiKeys into the request's state."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = ALIVE) -> None:
         self._app = app
@@ -22,11 +27,44 @@ class RequireKey:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        authorization = _authorization(scope)
+        try:
+            owner = self._keys.owner(authorization)
+        except InvalidApiKey as error:
+            await response_to(error, scope)(scope, receive, send)
+            return
+        scope["state"].update(owner=owner, tenant=self._keys.tenant(owner))
+
+        async def receive_while_valid() -> Message:
+            """A WebSocket may outlive its key."""
+            message = await receive()
             try:
-                scope["state"]["tenant"] = self._keys.check(_authorization(scope))
+                self._keys.owner(authorization)
             except InvalidApiKey as error:
-                await response_to(error, scope)(scope, receive, send)
+                await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message})
+                return {"type": "websocket.disconnect", "code": _POLICY_VIOLATION}
+            return message
+
+        await self._app(scope, receive_while_valid if scope["type"] == "websocket" else receive, send)
+
+
+class RefuseOrigins:
+    """ASGI middleware. Refuses WebSockets of web pages from other origins than these: browsers open them for any page,
+    and ask nobody (CORS does not cover them)."""
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and "*" not in self._allowed:
+            origin = _header(scope, b"origin")
+            if origin is not None and origin not in self._allowed:
+                message = f"The origin {origin[:256]!r} is not allowed (--allowed-origins)."
+                await JSONResponse(error_body(scope, 403, message), 403)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -14,9 +14,10 @@ import baton
 from baton.errors import BatonError
 from router.api_keys import ApiKeys
 from router.http import docs_page, errors, openapi
-from router.http.access import ALIVE, RequireKey
+from router.http.access import ALIVE, RefuseOrigins, RequireKey
 from router.http.anthropic.routes import MessagesRoutes
 from router.http.generate import GenerateRoutes
+from router.http.responses_api.routes import ResponsesRoutes
 from router.http.scope import RequestScope
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
@@ -38,6 +39,7 @@ class Access:
 
     def guard(self, app: ASGIApp) -> ASGIApp:
         """CORS comes outside the keys, because pages ask before they send a key and must be able to read a refusal."""
+        app = RefuseOrigins(app, self.origins)
         if self.keys is not None:
             app = RequireKey(app, self.keys, ALIVE if self.protect_metrics else ALIVE | {"/metrics"})
         if not self.origins:
@@ -50,6 +52,8 @@ class Access:
 def create_app(
     generate: GenerateRoutes,
     messages: MessagesRoutes,
+    responses: ResponsesRoutes,
+    websockets: Sequence[APIRouter],
     tokenizer_info: TokenizerInfoRoutes,
     status: StatusRoutes,
     access: Access,
@@ -60,6 +64,9 @@ def create_app(
     app = FastAPI(title="baton", version=baton.__version__, openapi_url=None, redirect_slashes=False)
     app.include_router(generate.routes)
     app.include_router(messages.routes)
+    app.include_router(responses.routes)
+    for routes in websockets:
+        app.include_router(routes)
     app.include_router(tokenizer_info.routes)
     app.include_router(status.routes)
     document = openapi.describe()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -47,9 +48,12 @@ class BodyReader:
                     body += piece
             except ClientDisconnect:
                 raise RequestCancelled("the client left before all of its request had come") from None
-            if len(body) <= _INLINE_BYTES:
-                return validate(bytes(body), kind)
-            return await self._offload.run(lambda: validate(bytes(body), kind), len(body))
+            return await self.parsed(lambda: validate(bytes(body), kind), len(body))
+
+    async def parsed(self, parse: Callable[[], B], num_bytes: int) -> B:
+        """What `parse` makes of so many bytes, on another thread if they are many. Raises what it raises, or
+        Overloaded."""
+        return parse() if num_bytes <= _INLINE_BYTES else await self._offload.run(parse, num_bytes)
 
     def _too_large(self) -> HTTPException:
         most = self._bodies.max_bytes
@@ -58,9 +62,19 @@ class BodyReader:
 
 def validate(body: bytes, kind: type[B]) -> B:
     """Raises InvalidRequest."""
+    return validate_fields(parse_object(body), kind)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest."""
     content = parse_json(body)
     if not isinstance(content, dict):
         raise InvalidRequest("The request body must be a JSON object.")
+    return content
+
+
+def validate_fields(content: dict[str, Any], kind: type[B]) -> B:
+    """Raises InvalidRequest."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:

@@ -12,6 +12,7 @@ import json
 import logging
 from asyncio import TimerHandle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httptools
@@ -20,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router.http.errors import error_body
-from router.http.limits import ConnectionLimits, LimitLog
+from router.http.limits import ConnectionLimits, LimitLog, WebSockets
 from router.scope import RETRY_AFTER_S
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,11 @@ _HEADER_COST = 32
 
 
 class Gate:
-    """State that the connections of one server share."""
+    """State that the connections of one server share. `websockets`: None: there are none."""
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, websockets: WebSockets | None = None) -> None:
         self.limits = limits
+        self.websockets = websockets
         self.num_turned_away = 0
         self.full = LimitLog(f"all --max-connections={limits.max_connections} are in use")
 
@@ -123,6 +125,9 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
+            if self._should_upgrade():
+                self._upgrade()
+                return
             self.cycle.keep_alive = False  # it is answered as if it had not asked; what follows may be anything
         except httptools.HttpParserError as error:
             cause = error.__context__
@@ -148,7 +153,7 @@ class Connection(HttpToolsProtocol):
         if self._read_timer is not None:
             self._stop_read_timer()
         if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
-            raise _Refused(400, "There is no WebSocket here: answers are streamed as server-sent events.")
+            self._prepare_upgrade()
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused(400, f"more than {MAX_PIPELINED} requests at once on one connection")
         super().on_headers_complete()
@@ -164,6 +169,28 @@ class Connection(HttpToolsProtocol):
         self._reading = _Reading.NOTHING
         if self._read_timer is not None:
             self._stop_read_timer()
+
+    def _prepare_upgrade(self) -> None:
+        """Let uvicorn's code upgrade when the request has come. Raises _Refused."""
+        websockets = self._gate.websockets
+        if websockets is None or self._addressed()["path"] not in websockets.paths:
+            raise _Refused(400, "There is no WebSocket here: answers are streamed as server-sent events.")
+        if self.parser.get_method() != b"GET":
+            raise _Refused(400, "A WebSocket begins with GET.")
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or self.transport.get_write_buffer_size():
+            raise _Refused(400, "A WebSocket cannot begin before the answers to earlier requests have been read.")
+        from router.http.websocket_connection import (
+            WebSocketConnection,
+        )  # late: few routers need it, and it takes 0.2 s
+
+        self.ws_protocol_class = partial(WebSocketConnection, limits=self._limits, bodies=websockets.bodies)  # type: ignore[assignment]
+
+    def _upgrade(self) -> None:
+        """The connection goes on as a WebSocket's, with timers of its own."""
+        self._stop_read_timer()
+        self._stop_write_timer()
+        self.handle_websocket_upgrade()
 
     def _too_large(self) -> _Refused:
         if len(self.url) > MAX_URL_BYTES:

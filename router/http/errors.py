@@ -16,6 +16,7 @@ from baton.v1 import common_pb2
 from router.api_keys import InvalidApiKey
 from router.generation_request import ContextTooLong
 from router.http.anthropic.errors import in_messages_api, messages_error
+from router.http.responses_api.errors import PreviousResponseNotFound
 from router.models import UnknownModel
 from router.scope import RETRY_AFTER_S
 
@@ -24,6 +25,7 @@ _CODES: dict[type[BatonError], str] = {
     UnknownModel: "model_not_found",
     ContextTooLong: "context_length_exceeded",
     InvalidApiKey: "invalid_api_key",
+    PreviousResponseNotFound: "previous_response_not_found",
 }
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import State
 
 from baton.errors import InvalidRequest
-from router.admission import Admitted
-from router.answer_reader import Parsers
+from router.answer_reader import AnswerReading, Parsers
 from router.api_keys import salted
 from router.call_plan import plan_calls
 from router.constraints import constrained, naming_tools
@@ -61,7 +61,14 @@ class GenerateRoutes:
         body.check()
         model = self._service.models.get(body.model)
         request_id = request_id_of(request, body.request_id)
-        logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
+        generation, reading = await self.start_chat(request.state, request_id, model, body)
+        return self._response(generation, body, chat_shape(request_id, model, body, reading))
+
+    async def start_chat(
+        self, state: State, request_id: str, model: ServedModel, body: ChatRequest
+    ) -> tuple[Generation, AnswerReading | None]:
+        """Start a chat that was checked, with the state of its HTTP request. Also says how its answers are read; None:
+        as they are. Raises BatonError."""
         parallel = body.parallel_tool_calls is not False
         plan = plan_calls(self._parsers, offered_tools(body.callable_tools), call_mode(body.tool_choice), parallel)
         with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
@@ -69,10 +76,9 @@ class GenerateRoutes:
             prompt = await self._chat_prompt(model, body)
             reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)
-            shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading, body.echoed)
             with naming_tools(plan):
-                wanted = constrained(wanted, plan, reading)
-                return await self._respond(request, model, body, wanted, shape, admitted)
+                wanted = salted(constrained(wanted, plan, reading), state.tenant)
+                return await self._service.generate(model, wanted, state.received, admitted), reading
 
     async def completion(self, request: Request) -> Response:
         body = await self._bodies.read(request, CompletionRequest)
@@ -84,7 +90,9 @@ class GenerateRoutes:
             logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids))
             shown = None if body.logprobs is None else logprobs
             shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes)
-            return await self._respond(request, model, body, wanted, shape, admitted)
+            state = request.state
+            generation = await self._service.generate(model, salted(wanted, state.tenant), state.received, admitted)
+            return self._response(generation, body, shape)
 
     async def models(self) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [self._described(self._service.models.get(None))]})
@@ -121,18 +129,7 @@ class GenerateRoutes:
         with self._service.admit(model, [len(body.tokens)]):
             return raw_json_response(await self._service.offload.run(answer, len(body.tokens)))
 
-    async def _respond(
-        self,
-        request: Request,
-        model: ServedModel,
-        body: GenerationFields,
-        wanted: GenerationRequest,
-        shape: Shape,
-        admitted: Admitted,
-    ) -> Response:
-        generation: Generation = await self._service.generate(
-            model, salted(wanted, request.state.tenant), request.state.received, admitted
-        )
+    def _response(self, generation: Generation, body: GenerationFields, shape: Shape) -> Response:
         if body.stream:
             events = ChunkEvents(generation, shape, body.stream_options)
             return EventResponse(generation, events, self._limits.keep_alive_s)
@@ -178,3 +175,8 @@ def _check_echo(num_chars: int) -> None:
     """Raises InvalidRequest. num_chars: of all answers' echoes."""
     if num_chars > MAX_ECHO_CHARS:
         raise InvalidRequest(f"`echo` would repeat {num_chars} characters, of at most {MAX_ECHO_CHARS}.", "echo")
+
+
+def chat_shape(request_id: str, model: ServedModel, body: ChatRequest, reading: AnswerReading | None) -> ChatShape:
+    logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
+    return ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading, body.echoed)

@@ -83,8 +83,18 @@ class Bodies:
 
 
 @dataclass(frozen=True, slots=True)
+class WebSockets:
+    """Where WebSockets may be opened. Their messages count as `bodies`."""
+
+    paths: frozenset[str]
+    bodies: Bodies
+
+
+@dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits of the routes. `keep_alive_s`: how often an idle stream sends a sign of life."""
+    """Limits of the routes. `keep_alive_s`: how often an idle stream sends a sign of life; `websocket_idle_s`: how long
+    a WebSocket may stay open without a request."""
 
     bodies: Bodies
     keep_alive_s: float = 5.0
+    websocket_idle_s: float = 600.0

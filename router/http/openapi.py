@@ -14,6 +14,9 @@ import baton
 from router.http.anthropic.errors import PATH as MESSAGES
 from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.http.descriptions import with_descriptions
+from router.http.responses_api.openapi import DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID
+from router.http.responses_api.routes import PATH as RESPONSES
+from router.http.responses_api.schemas import ResponsesRequest
 from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
@@ -132,12 +135,13 @@ _TOKENIZER = {
     },
     "required": ["tokenizer_class", "added_tokens_decoder", "model_max_length", "chat_template"],
 }
+_KEPT_ERRORS = {400: _BODY_ERRORS[400], 404: "There is no such response"}
 _NOT_READY = {503: "Not now; the message says why"}
 
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-    *(MessagesRequest, CountTokensRequest),
+    *(MessagesRequest, CountTokensRequest, ResponsesRequest),
 )
 
 
@@ -154,6 +158,20 @@ def describe() -> dict[str, Any]:
             f"{MESSAGES}/count_tokens": _post(
                 "count_tokens", CountTokensRequest, _COUNT, _BODY_ERRORS, failure=_ANTHROPIC
             ),
+            RESPONSES: _post("responses", ResponsesRequest, RESPONSE, _GENERATE_ERRORS, streams=True),
+            f"{RESPONSES}/{{response_id}}": {
+                **_get("response", _json(RESPONSE), _KEPT_ERRORS),
+                "delete": {"operationId": "delete_response", "responses": _responses(_json(DELETED), _KEPT_ERRORS)},
+                **RESPONSE_ID,
+            },
+            f"{RESPONSES}/{{response_id}}/cancel": {
+                "post": {"operationId": "cancel_response", "responses": _responses(_json(RESPONSE), _KEPT_ERRORS)},
+                **RESPONSE_ID,
+            },
+            f"{RESPONSES}/{{response_id}}/input_items": {
+                **_get("input_items", _json(PAGE_OF_ITEMS), _KEPT_ERRORS),
+                **RESPONSE_ID,
+            },
             "/tokenize": _post("tokenize", TokenizeRequest, _TOKENS, _BODY_ERRORS),
             "/detokenize": _post("detokenize", DetokenizeRequest, _TEXT, _BODY_ERRORS),
             "/v1/models": _get("models", _json(_MODELS), _NOT_READY),

@@ -78,11 +78,11 @@ class WholeResponse(Response):
     async def _answer(self, deltas: dict[int, list[Delta]]) -> Response:
         every = [delta for of_answer in deltas.values() for delta in of_answer]
         size = sum(len(delta.token_ids) + _LOGPROBS_SIZE * len(delta.logprobs) for delta in every)
+        size += self._generation.usage.num_prompt_tokens
+        return await json_response(lambda: self._whole(deltas), size, self._offload)
 
-        def whole() -> dict[str, Any]:
-            return self._shape.whole(self._generation, [join(deltas[index]) for index in sorted(deltas)])
-
-        return await json_response(whole, size + self._generation.usage.num_prompt_tokens, self._offload)
+    def _whole(self, deltas: dict[int, list[Delta]]) -> dict[str, Any]:
+        return self._shape.whole(self._generation, [join(deltas[index]) for index in sorted(deltas)])
 
 
 class EventResponse(Response):

@@ -21,12 +21,15 @@ _QUIET = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
 
 class RequestScope:
     """Outermost ASGI application. Puts `request_id`, `is_named` (whether a header gave the id), `received`
-    (`time.monotonic`) and `tenant` (None if there are no keys) into the request's state."""
+    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys) into the request's state."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -34,7 +37,7 @@ class RequestScope:
         given = next((value for name, value in scope["headers"] if name == HEADER), b"").decode("latin-1")
         request_id, is_named = usable_request_id(given), is_usable_request_id(given)
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, is_named=is_named, received=received, tenant=None)
+        state.update(request_id=request_id, is_named=is_named, received=received, owner=b"", tenant=None)
         names = (HEADER, _ANTHROPIC_HEADER) if in_messages_api(scope["path"]) else (HEADER,)
         status = 0
 
@@ -54,6 +57,16 @@ class RequestScope:
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             took_ms = (time.monotonic() - received) * 1e3
             log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], status, took_ms)
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Its requests have ids and lines of their own."""
+        request_id = usable_request_id("")
+        scope["state"].update(request_id=request_id, owner=b"", tenant=None)
+        with request_scope(request_id):
+            try:
+                await self._app(scope, receive, send)
+            except Exception:
+                log.exception("internal error in websocket %s", scope["path"])
 
 
 def request_id_of(request: Request, in_body: str | None) -> str:

@@ -13,22 +13,29 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from router.http.connection import Connection, Gate
-from router.http.limits import ConnectionLimits
+from router.http.limits import ConnectionLimits, WebSockets
 
 _BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
     """Serves `app` from `serve` until `should_exit`, then for `drain_timeout_s` more. `up` is set once it accepts
-    connections. It installs no signal handlers, because the process has its own."""
+    connections. It installs no signal handlers, because the process has its own. `websockets`: None: there are none."""
 
     def __init__(
-        self, app: ASGIApp, limits: ConnectionLimits, tls: ssl.SSLContext | None = None, drain_timeout_s: float = 0.0
+        self,
+        app: ASGIApp,
+        limits: ConnectionLimits,
+        tls: ssl.SSLContext | None = None,
+        drain_timeout_s: float = 0.0,
+        websockets: WebSockets | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
             http=Connection,  # so that no other is looked for; `startup` makes them
-            ws="none",
+            ws="none",  # likewise: a connection that may become a WebSocket's looks for it
+            ws_per_message_deflate=False,  # a small message could become a large one
+            ws_max_size=websockets.bodies.max_bytes if websockets else 0,
             lifespan="off",
             log_config=None,
             log_level=logging.WARNING,
@@ -39,7 +46,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self.up = asyncio.Event()
-        self._gate = Gate(limits)
+        self._gate = Gate(limits, websockets)
         self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -73,11 +73,31 @@ MESSAGE_BODY = {
     "metadata": {"user_id": "a"},
     "stream": True,
 }
+RESPONSE_BODY = {
+    "model": "tiny",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}]},
+    ],
+    "instructions": "x",
+    "max_output_tokens": 8,
+    "text": {"format": {"type": "text"}},
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": "none",
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 1,
+    "reasoning": {"effort": "low"},
+    "store": True,
+    "stream": False,
+    "metadata": {"a": "b"},
+}
 BODIES = {
     "/v1/chat/completions": CHAT_BODY,
     "/v1/completions": COMPLETION_BODY,
     "/v1/messages": MESSAGE_BODY,
     "/v1/messages/count_tokens": {name: MESSAGE_BODY[name] for name in ("model", "messages", "system")},
+    "/v1/responses": RESPONSE_BODY,
     "/tokenize": {"model": "tiny", "prompt": "hi there", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"model": "tiny", "tokens": [5, 6, 7, 8]},
 }

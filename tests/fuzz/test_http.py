@@ -18,6 +18,7 @@ ALLOWED = frozenset((200, 400, 404, 405, 408, 411, 413, 414, 415, 422, 429, 431,
 NUM_BODIES = {
     "/v1/chat/completions": 600,
     "/v1/completions": 700,
+    "/v1/responses": 250,
     "/v1/messages": 250,
     "/v1/messages/count_tokens": 200,
     "/tokenize": 300,

@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -33,10 +34,10 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp, tls: object = None, **limits: object) -> AsyncIterator[int]:
+async def serving(app: ASGIApp, tls: object = None, websockets: Any = None, **limits: object) -> AsyncIterator[int]:
     """Serves `app`; gives the port. What still runs at the end is ended."""
     listener = socket.create_server((LOOPBACK, 0))
-    server = HttpServer(app, ConnectionLimits(**limits), tls)  # type: ignore[arg-type]
+    server = HttpServer(app, ConnectionLimits(**limits), tls, websockets=websockets)  # type: ignore[arg-type]
     task = asyncio.create_task(server.serve([listener]))
     await server.up.wait()
     try:
@@ -85,6 +86,11 @@ class Peer:
         assert headers["connection"] == "close"
         await self.gone()
         return status, error["message"]
+
+    async def rest(self) -> bytes:
+        """All that comes until the other side ends it."""
+        async with asyncio.timeout(PATIENCE_S):
+            return await self._reader.read()
 
     async def gone(self) -> None:
         """Wait for the other side to end it; nothing more may come."""

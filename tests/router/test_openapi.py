@@ -10,6 +10,7 @@ from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.http.descriptions import operations
 from router.http.field_table import models_of, rows_of
 from router.http.openapi import describe
+from router.http.responses_api.schemas import ResponsesRequest
 from router.http.schemas import ChatRequest, CompletionRequest
 
 
@@ -43,6 +44,14 @@ def test_the_messages_api_is_described():
     assert described["properties"]["max_tokens"]["minimum"] == 1
     failure = document["paths"]["/v1/messages"]["post"]["responses"]["400"]["content"]["application/json"]["schema"]
     assert failure == {"$ref": "#/components/schemas/MessagesError"}
+
+
+def test_the_responses_api_is_described():
+    described = describe()["components"]["schemas"]["ResponsesRequest"]
+    chats = {"n", "best_of", "max_tokens", "response_format", "return_token_ids"}
+    assert set(described["properties"]) == set(ResponsesRequest.model_fields) - chats
+    assert described["required"] == ["input"]
+    assert described["properties"]["input"]["anyOf"][0] == {"type": "string"}
 
 
 def test_sampling_parameters_are_described_by_their_declaration():
@@ -91,8 +100,11 @@ async def test_every_route_is_in_it(router):
 
 
 async def test_every_path_of_it_is_there(client):
+    made = (await client.post("/v1/responses", json={"input": "hi"})).json()["id"]
     for path, methods in describe()["paths"].items():
-        for method in methods.keys() & {"get", "post"}:
-            response = await client.request(method, path.replace("{name}", "tiny"), content=b"{}")
-            assert (response.status_code in (404, 405)) is (path == "/tokenizer_info"), path
+        named = path.replace("{name}", "tiny").replace("{response_id}", made)
+        for method in sorted(methods.keys() & {"delete", "get", "post"}, reverse=True):
+            response = await client.request(method, named, content=b"{}")
+            absent = (405,) if "{response_id}" in path else (404, 405)
+            assert (response.status_code in absent) is (path == "/tokenizer_info"), path
             assert str(response.status_code) in methods[method]["responses"]

@@ -1,0 +1,72 @@
+"""Makes the messages of a chat from the items of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from router.http.responses_api.items import FunctionCall, FunctionCallOutput, InputMessage, ReasoningInput
+from router.http.schemas import ChatMessage
+from router.http.tools import CalledFunction, ToolCall
+
+AnyItem = InputMessage | FunctionCall | FunctionCallOutput | ReasoningInput
+
+
+def messages_of(items: Iterable[AnyItem], instructions: str | None = None) -> list[ChatMessage]:
+    """The chat, with `instructions` as its system prompt. The items are valid, so the messages are too."""
+    chat = _Chat()
+    if instructions:
+        chat.add("system", instructions)
+    for item in items:
+        chat.take(item)
+    chat.end_turn()
+    return chat.messages
+
+
+class _Chat:
+    """One message of the assistant has reasoning, then content, then calls, so reasoning or content that comes after
+    content or calls begins another message."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self._names: dict[str, str] = {}  # of the functions called, by the calls' ids
+        self._reasoning: list[str] = []
+        self._content: str | None = None
+        self._calls: list[ToolCall] = []
+
+    def take(self, item: AnyItem) -> None:
+        match item:
+            case ReasoningInput():
+                self._end_answer()
+                self._reasoning += [item.text] if item.text else []
+            case InputMessage(role="assistant"):
+                self._end_answer()
+                self._content = item.content
+            case InputMessage():
+                self.add(item.role, item.content)
+            case FunctionCall():
+                self._names[item.call_id] = item.name
+                function = CalledFunction.model_construct(name=item.name, arguments=item.arguments)
+                self._calls.append(ToolCall.model_construct(id=item.call_id, function=function))
+            case FunctionCallOutput():
+                name = self._names.get(item.call_id)
+                self.add("tool", item.output, tool_call_id=item.call_id, **({"name": name} if name else {}))
+
+    def add(self, role: str, content: str, **more: Any) -> None:
+        self.end_turn()
+        self.messages.append(ChatMessage.model_construct(role=role, content=content, **more))
+
+    def end_turn(self) -> None:
+        """End the assistant's message, if one is open."""
+        if not self._reasoning and self._content is None and not self._calls:
+            return
+        more: dict[str, Any] = {"tool_calls": self._calls} if self._calls else {}
+        if self._reasoning:
+            more["reasoning_content"] = "\n".join(self._reasoning)
+        content = self._content or ""
+        self._reasoning, self._content, self._calls = [], None, []
+        self.messages.append(ChatMessage.model_construct(role="assistant", content=content, **more))
+
+    def _end_answer(self) -> None:
+        if self._content is not None or self._calls:
+            self.end_turn()

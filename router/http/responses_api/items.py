@@ -1,0 +1,181 @@
+"""The items of a conversation that clients send: messages, calls of functions and their results, reasoning. The output
+of a response has the same form, so that clients can send it back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, Tag, TypeAdapter, WithJsonSchema
+
+from router.http.fields import CONFIG, Name
+from router.limits import MAX_MESSAGES
+
+_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+_REASONING_TEXTS = {"reasoning_text": "text"}
+_SUMMARY_TEXTS = {"summary_text": "text"}
+
+
+def _read(value: Any, texts: dict[str, str]) -> str:
+    """Parts become lines. `texts`: the types of parts that are read, and the field of each that has its text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of parts")
+    return "\n".join(_text_of(part, texts) for part in value)
+
+
+def _text_of(part: Any, texts: dict[str, str]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in texts:
+        shown = repr(kind[:64]) if isinstance(kind, str) else "unknown"
+        raise ValueError(f"a part of type {shown} is not supported here: {' and '.join(texts)} are")
+    if not isinstance(part.get(texts[kind]), str):
+        raise ValueError(f"a part of type '{kind}' needs a string in `{texts[kind]}`")
+    return str(part[texts[kind]])
+
+
+def _parts(texts: dict[str, str]) -> Any:
+    """A list of such parts, for the API's description."""
+    parts = [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, field: {"type": "string"}},
+            "required": ["type", field],
+        }
+        for kind, field in texts.items()
+    ]
+    return {"type": "array", "items": {"anyOf": parts}}
+
+
+def _reads(texts: dict[str, str]) -> PlainValidator:
+    return PlainValidator(lambda value: _read(value, texts))
+
+
+def _described(texts: dict[str, str]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "string"}, _parts(texts)]})
+
+
+Text = Annotated[str, _reads(_TEXTS), _described(_TEXTS)]
+ReasoningText = Annotated[str, _reads(_REASONING_TEXTS), _described(_REASONING_TEXTS)]
+SummaryText = Annotated[str, _reads(_SUMMARY_TEXTS), _described(_SUMMARY_TEXTS)]
+
+
+class InputMessage(BaseModel):
+    model_config = CONFIG
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+    id: Name | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.content)
+
+    def kept(self) -> dict[str, Any]:
+        """The item in the form of the API, with its text in one part."""
+        if self.role == "assistant":
+            part: dict[str, Any] = {"type": "output_text", "text": self.content, "annotations": []}
+        else:
+            part = {"type": "input_text", "text": self.content}
+        return {"type": "message", "role": self.role, "content": [part], "status": "completed"}
+
+
+class FunctionCall(BaseModel):
+    """A call that the model made in an earlier turn."""
+
+    model_config = CONFIG
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: str
+    id: Name | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.name) + len(self.arguments)
+
+    def kept(self) -> dict[str, Any]:
+        call = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+        return {"type": self.type, **call, "status": "completed"}
+
+
+class FunctionCallOutput(BaseModel):
+    """The result of a call."""
+
+    model_config = CONFIG
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Text
+    id: Name | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.output)
+
+    def kept(self) -> dict[str, Any]:
+        return {"type": self.type, "call_id": self.call_id, "output": self.output, "status": "completed"}
+
+
+class ReasoningInput(BaseModel):
+    """What the model thought in an earlier turn. Of a summary and the text itself, the text is used."""
+
+    model_config = CONFIG
+    type: Literal["reasoning"]
+    summary: SummaryText = ""
+    content: ReasoningText | None = None
+    id: Name | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content or self.summary
+
+    @property
+    def size(self) -> int:
+        return len(self.content or "") + len(self.summary)
+
+    def kept(self) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": self.content}] if self.content else []
+        summary = [{"type": "summary_text", "text": self.summary}] if self.summary else []
+        return {"type": self.type, "summary": summary, "content": content, "status": "completed"}
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_UNKNOWN = f"there is no such item here: only {', '.join(_KINDS)}"
+
+
+def _kind(item: Any) -> str | None:
+    if isinstance(item, BaseModel):
+        return str(item.type)  # type: ignore[attr-defined]  # every item has one
+    kind = item.get("type") if isinstance(item, dict) else None
+    return "message" if kind is None else kind if isinstance(kind, str) and kind in _KINDS else None
+
+
+def _items(value: Any) -> Any:
+    """A string is one message of the user."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of items")
+    for i, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise ValueError(f"item {i} must be an object")
+        if _kind(item) is None:
+            kind = item["type"]
+            shown = repr(kind[:64]) if isinstance(kind, str) else "unknown"
+            raise ValueError(f"item {i} of type {shown} is not supported here: {', '.join(_KINDS)} are")
+    return value
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningInput, Tag("reasoning")],
+    Discriminator(_kind, custom_error_type="item", custom_error_message=_UNKNOWN),
+]
+Items = Annotated[
+    list[Item],
+    Field(max_length=MAX_MESSAGES),
+    BeforeValidator(_items, json_schema_input_type=str | list[Item]),
+]
+ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])

@@ -1,0 +1,172 @@
+"""A response's output: items that grow with the answer's text, and the events that say how."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from router.answer_reader import Parts
+from router.tool_parsers import CallArguments, CallStart, Content, Piece
+
+Event = dict[str, Any]
+"""Without its sequence number."""
+
+
+class _Item:
+    """An output item. `content` is the item as far as it has come."""
+
+    def __init__(self, prefix: str, index: int, **fields: Any) -> None:
+        self.content: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
+        self._where = {"item_id": self.content["id"], "output_index": index}
+        self._index = index
+
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": self._copy()}
+
+    def end(self, status: str) -> Iterator[Event]:
+        self.content["status"] = status
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": self._copy()}
+
+    def _copy(self) -> dict[str, Any]:
+        """The item goes on changing after an event that shows it."""
+        return dict(self.content)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"response.{kind}", **self._where, **fields}
+
+
+class _TextItem(_Item):
+    """An item with one part of text. `kind` is that of its events."""
+
+    def __init__(self, prefix: str, index: int, kind: str, part: dict[str, Any], **fields: Any) -> None:
+        super().__init__(prefix, index, **fields, content=[])
+        self._kind = kind
+        self._part = part
+        self._texts: list[str] = []
+
+    def begin(self) -> Iterator[Event]:
+        yield from super().begin()
+        yield self._event("content_part.added", content_index=0, part=dict(self._part))
+
+    def write(self, text: str, **more: Any) -> Iterator[Event]:
+        self._texts.append(text)
+        yield self._event(f"{self._kind}.delta", content_index=0, delta=text, **more)
+
+    def end(self, status: str, **more: Any) -> Iterator[Event]:
+        text = "".join(self._texts)
+        part = {**self._part, "text": text, **more}
+        self.content["content"] = [part]
+        yield self._event(f"{self._kind}.done", content_index=0, text=text, **more)
+        yield self._event("content_part.done", content_index=0, part=part)
+        yield from super().end(status)
+
+
+class _ReasoningItem(_TextItem):
+    def __init__(self, index: int) -> None:
+        part = {"type": "reasoning_text", "text": ""}
+        super().__init__("rs", index, "reasoning_text", part, type="reasoning", summary=[])
+
+
+class _MessageItem(_TextItem):
+    """`logprobs` are of the tokens of its text, and empty if they were not asked for."""
+
+    def __init__(self, index: int) -> None:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        super().__init__("msg", index, "output_text", part, type="message", role="assistant")
+        self._logprobs: list[dict[str, Any]] = []
+
+    def write(self, text: str, **more: Any) -> Iterator[Event]:
+        self.add_logprobs(more["logprobs"])
+        return super().write(text, **more)
+
+    def end(self, status: str, **more: Any) -> Iterator[Event]:
+        return super().end(status, logprobs=self._logprobs)
+
+    def add_logprobs(self, logprobs: list[dict[str, Any]]) -> None:
+        self._logprobs += logprobs
+
+
+class _CallItem(_Item):
+    def __init__(self, index: int, call: CallStart) -> None:
+        super().__init__("fc", index, type="function_call", call_id=call.id, name=call.name, arguments="")
+        self._texts: list[str] = []
+
+    def write(self, text: str) -> Iterator[Event]:
+        self._texts.append(text)
+        yield self._event("function_call_arguments.delta", delta=text)
+
+    def end(self, status: str) -> Iterator[Event]:
+        self.content["arguments"] = "".join(self._texts)
+        yield self._event("function_call_arguments.done", arguments=self.content["arguments"])
+        yield from super().end(status)
+
+
+class Output:
+    """`read` what comes, then `end`; each gives events. At most one item is open, the last one."""
+
+    def __init__(self) -> None:
+        self.num_reasoning_tokens = 0
+        self._items: list[_Item] = []
+        self._open: _Item | None = None
+        self._num_pending = 0  # tokens that have shown nothing yet
+        self._logprobs: list[dict[str, Any]] = []  # of those
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [item.content for item in self._items]
+
+    def read(self, parts: Parts, num_tokens: int, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """`num_tokens` and `logprobs` are of the tokens that brought these parts. They count for what comes first."""
+        self._num_pending += num_tokens
+        self._logprobs += logprobs
+        if parts.reasoning:
+            yield from self._write_reasoning(parts.reasoning)
+        for piece in parts.pieces:
+            yield from self._write(piece)
+
+    def end(self, status: str) -> Iterator[Event]:
+        """`status`: of the response, and so of the item that was being written."""
+        if not self._items:
+            yield from self._begin(_MessageItem(0))
+        if isinstance(self._open, _MessageItem):
+            self._open.add_logprobs(self._take_logprobs())
+        yield from self._close(status)
+
+    def _write_reasoning(self, text: str) -> Iterator[Event]:
+        if not isinstance(self._open, _ReasoningItem):
+            yield from self._begin(_ReasoningItem(len(self._items)))
+        assert isinstance(self._open, _ReasoningItem)
+        yield from self._open.write(text)
+        self.num_reasoning_tokens += self._num_pending
+        self._take_logprobs()
+
+    def _write(self, piece: Piece) -> Iterator[Event]:
+        match piece:
+            case Content(text):
+                if not isinstance(self._open, _MessageItem):
+                    yield from self._begin(_MessageItem(len(self._items)))
+                assert isinstance(self._open, _MessageItem)
+                yield from self._open.write(text, logprobs=self._take_logprobs())
+            case CallStart():
+                yield from self._begin(_CallItem(len(self._items), piece))
+                self._take_logprobs()
+            case CallArguments(_, text):
+                assert isinstance(self._open, _CallItem)  # a call's arguments follow its start
+                yield from self._open.write(text)
+                self._take_logprobs()
+
+    def _begin(self, item: _Item) -> Iterator[Event]:
+        yield from self._close("completed")
+        self._open = item
+        self._items.append(item)
+        yield from item.begin()
+
+    def _close(self, status: str) -> Iterator[Event]:
+        item, self._open = self._open, None
+        if item is not None:
+            yield from item.end(status)
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        taken, self._logprobs, self._num_pending = self._logprobs, [], 0
+        return taken

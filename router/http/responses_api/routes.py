@@ -1,0 +1,155 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import State
+
+from baton.errors import InvalidRequest
+from router.answer import Delta
+from router.generation import Generation
+from router.http.answers import raw_json_response
+from router.http.body import BodyReader
+from router.http.generate import GenerateRoutes
+from router.http.limits import HttpLimits
+from router.http.responses import EventResponse, WholeResponse
+from router.http.responses_api.conversation import AnyItem
+from router.http.responses_api.events import ResponseEvents
+from router.http.responses_api.pages import page_of
+from router.http.responses_api.schemas import ResponsesRequest
+from router.http.responses_api.shape import ResponseShape
+from router.http.responses_api.store import Keeper, ResponseStore, dump_items
+from router.http.scope import request_id_of
+from router.offload import Offload
+from router.service import Service
+
+PATH = "/v1/responses"
+
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "prompt": "input", "response_format": "text"}
+"""Of fields of chats: what they are here."""
+_NOT_KEPT = "`store` is true, but this router keeps no responses (--max-stored-responses)."
+_NOT_IN_BACKGROUND = "Only responses with `background` can be cancelled, and that is not supported here."
+_NOT_STREAMED_AGAIN = "A response that is kept is not streamed again: `stream` is not supported here."
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A response under way. `keeper` keeps it when it has ended; None: it is not kept."""
+
+    generation: Generation
+    shape: ResponseShape
+    keeper: Keeper | None
+
+    def events(self) -> ResponseEvents:
+        return ResponseEvents(self.shape, self.keeper)
+
+
+class ResponsesRoutes:
+    """`generate` runs responses as chats."""
+
+    def __init__(self, service: Service, limits: HttpLimits, generate: GenerateRoutes, store: ResponseStore) -> None:
+        self._service = service
+        self._keep_alive_s = limits.keep_alive_s
+        self._bodies = BodyReader(limits.bodies, service.offload)
+        self._generate = generate
+        self._store = store
+        self.routes = APIRouter()
+        self.routes.add_api_route(PATH, self.create, methods=["POST"])
+        one = f"{PATH}/{{response_id}}"
+        self.routes.add_api_route(one, self.retrieve, methods=["GET"])
+        self.routes.add_api_route(one, self.delete, methods=["DELETE"])
+        self.routes.add_api_route(f"{one}/cancel", self.cancel, methods=["POST"])
+        self.routes.add_api_route(f"{one}/input_items", self.input_items, methods=["GET"])
+
+    async def create(self, request: Request) -> Response:
+        body = await self._bodies.read(request, ResponsesRequest)
+        started = await self.start(request.state, request_id_of(request, body.request_id), body)
+        if body.stream:
+            return EventResponse(started.generation, started.events(), self._keep_alive_s)
+        return _WholeResponse(started, self._service.offload)
+
+    async def start(
+        self, state: State, request_id: str, body: ResponsesRequest, own: ResponseStore | None = None
+    ) -> Started:
+        """Start a response, with the state of its HTTP request. `own`: of a connection, for responses that are not to
+        be stored. Raises BatonError."""
+        body.check()
+        model = self._service.models.get(body.model)
+        if body.store and not self._store.is_on:
+            raise InvalidRequest(_NOT_KEPT, "store")
+        stored = body.store is not False and self._store.is_on
+        store = self._store if stored else own
+        earlier = await self._earlier(state.owner, body.previous_response_id, own)
+        with _own_names():
+            chat = body.chat(earlier)
+        items = await self._dumped([*earlier, *body.input]) if store else b""
+        with _own_names():
+            generation, reading = await self._generate.start_chat(state, request_id, model, chat)
+        shape = ResponseShape(body, model, generation, reading, stored)
+        return Started(generation, shape, Keeper(store, state.owner, shape.id, items) if store else None)
+
+    async def retrieve(self, request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream", "false") not in ("false", "0"):
+            raise InvalidRequest(_NOT_STREAMED_AGAIN, "stream")
+        return raw_json_response(self._store.get(request.state.owner, response_id).body)
+
+    async def delete(self, request: Request, response_id: str) -> JSONResponse:
+        self._store.delete(request.state.owner, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request, response_id: str) -> Response:
+        """Refuses: every response that is kept has ended."""
+        self._store.get(request.state.owner, response_id)
+        raise InvalidRequest(_NOT_IN_BACKGROUND, "response_id")
+
+    async def input_items(self, request: Request, response_id: str) -> JSONResponse:
+        """The whole conversation before the response."""
+        stored = self._store.get(request.state.owner, response_id)
+        items = await self._service.offload.run(stored.input_items, len(stored.input))
+        return JSONResponse(page_of(items, request.query_params))
+
+    async def _earlier(
+        self, owner: bytes, previous_response_id: str | None, own: ResponseStore | None
+    ) -> Sequence[AnyItem]:
+        if previous_response_id is None:
+            return ()
+        store = own if own is not None and own.has(owner, previous_response_id) else self._store
+        stored = store.previous(owner, previous_response_id)
+        return await self._service.offload.run(stored.conversation, stored.size)
+
+    async def _dumped(self, items: Sequence[AnyItem]) -> bytes:
+        return await self._service.offload.run(lambda: dump_items(items), sum(item.size for item in items))
+
+
+@contextlib.contextmanager
+def _own_names() -> Iterator[None]:
+    """An error of a chat names the field of the response that it came from."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
+
+
+class _WholeResponse(WholeResponse):
+    """The response at once; kept before it is sent."""
+
+    def __init__(self, started: Started, offload: Offload) -> None:
+        super().__init__(started.generation, started.shape, offload)
+        self._started = started
+
+    async def _answer(self, deltas: dict[int, list[Delta]]) -> Response:
+        response = await super()._answer(deltas)
+        if self._started.keeper is not None:
+            self._started.keeper.keep(bytes(response.body))
+        return response
+
+    def _whole(self, deltas: dict[int, list[Delta]]) -> dict[str, Any]:
+        """Delta by delta, so that tokens count for what they brought."""
+        return self._started.shape.whole(self._started.generation, deltas.get(0, ()))

@@ -1,0 +1,144 @@
+"""A response as clients get it: whole, and as events show it from its beginning to its end."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from baton.sampling import FinishReason
+from router.answer import Delta
+from router.answer_reader import AnswerReading, Parts
+from router.generation import Generation, Usage
+from router.http.logprobs import ChatLogprobs
+from router.http.responses_api.output import Event, Output
+from router.http.responses_api.schemas import ResponsesRequest
+from router.http.shapes import timings_of
+from router.models import ServedModel
+from router.tool_parsers import Content
+
+_ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("safety_identifier", "user"),
+)
+"""Fields of the request that the response repeats as they are."""
+
+
+class ResponseShape:
+    """One response, whose answer is read with `reading`; None: as it is. `stored`: whether it will be kept."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        model: ServedModel,
+        generation: Generation,
+        reading: AnswerReading | None,
+        stored: bool,
+    ) -> None:
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._generation = generation
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._logprobs = ChatLogprobs(model.tokenizer, as_ids) if body.wants_logprobs else None
+        self._reader = reading.reader() if reading else None
+        self._output = Output()
+        self._reason: FinishReason | None = None
+        self._head = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model.name,
+            **_echo(body),
+            **_taken(generation),
+            "store": stored,
+        }
+
+    def read(self, delta: Delta) -> Iterator[Event]:
+        """The events of a delta; the last one's include the end of the output."""
+        logprobs = self._logprobs.of(delta)["content"] if self._logprobs else []
+        yield from self._output.read(self._parts(delta), len(delta.token_ids), logprobs)
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+            yield from self._output.end(self._status)
+
+    def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]:
+        """The response whose only answer came as these deltas."""
+        for delta in answers:
+            for _ in self.read(delta):
+                pass
+        return self.ended()
+
+    def begun(self) -> dict[str, Any]:
+        """The response before its first token."""
+        return {
+            **self._head,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
+
+    def ended(self) -> dict[str, Any]:
+        """The response after its last token."""
+        incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return {
+            **self._head,
+            "status": self._status,
+            "completed_at": int(time.time()) if incomplete is None else None,
+            "error": None,
+            "incomplete_details": incomplete,
+            "output": self._output.items,
+            "usage": usage_of(self._generation.usage, self._output.num_reasoning_tokens),
+            **timings_of(self._generation.timings),
+        }
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The response of a generation that failed. `error`: with its code and message."""
+        return {**self.begun(), "status": "failed", "error": error, "output": self._output.items}
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
+
+    def _parts(self, delta: Delta) -> Parts:
+        if self._reader is None:
+            return Parts("", [Content(delta.text)] if delta.text else [])
+        return self._reader.read(delta.text, delta.finish_reason is not None)
+
+
+def usage_of(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
+    """A client that is not told what was cached gets a count of 0: the field cannot be absent."""
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens or 0, "cache_write_tokens": 0},
+        "output_tokens": usage.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+    }
+
+
+def _echo(body: ResponsesRequest) -> dict[str, Any]:
+    wanted = body.text.format if body.text else None
+    format_ = wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}
+    return {
+        **{name: getattr(body, name) for name in _ECHOED},
+        "background": False,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "service_tier": "default",
+        "text": {"format": format_},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [
+            {"parameters": None, "strict": None, **tool.model_dump(exclude_unset=True)} for tool in body.tools or ()
+        ],
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": "disabled",
+    }
+
+
+def _taken(generation: Generation) -> dict[str, Any]:
+    """The sampling parameters as they are, which the model's defaults may have decided."""
+    sampling = generation.parts[0].request.sampling
+    return {"temperature": sampling.temperature, "top_p": sampling.top_p}

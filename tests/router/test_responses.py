@@ -1,0 +1,463 @@
+"""OpenAI's Responses API: requests become chats, answers become output items, whole and streamed, and are kept."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+import pytest_asyncio
+from openai.types.responses import Response
+from pydantic import SecretStr
+
+from baton.errors import Overloaded
+from baton.messages import NodeRole
+from router.http.body import validate
+from router.http.responses_api.schemas import ResponsesRequest
+from tests.router.conftest import Router, says
+from tests.router.fake_node import Answer, FakeCluster
+from tests.router.http_shapes import error_of
+from tests.router.matching import matches
+from tests.router.test_access import bearer, running
+from tests.router.test_tool_calls import ANSWER, ARGUMENTS, CALL, TEMPLATE, WEATHER, prompt_of
+from tests.router.tiny_tokenizer import tiny_tokenizer
+
+PATH = "/v1/responses"
+HI: dict[str, Any] = {"model": "tiny", "input": "hi"}
+TOOL: dict[str, Any] = {"type": "function", **WEATHER["function"]}
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[FakeCluster]:
+    cluster = FakeCluster(says("hello world"))
+    for role in NodeRole:
+        await cluster.add(role, chat_template=TEMPLATE, max_model_len=4096)
+    yield cluster
+    await cluster.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(cluster) -> AsyncIterator[Router]:
+    """The tests of this file share one."""
+    router = Router(cluster, tool_call_parser="hermes", enable_auto_tool_choice=True, reasoning_parser="qwen3")
+    await router.start()
+    await router.ready()
+    yield router
+    await router.stop()
+
+
+@pytest.fixture
+def nodes(cluster: FakeCluster) -> FakeCluster:
+    """As if nothing had happened."""
+    cluster.script = says("hello world")
+    cluster.prefills.clear()
+    cluster.aborts.clear()
+    return cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(router, nodes):
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def official(router, nodes):
+    async with openai.AsyncOpenAI(base_url=f"{router.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def post(client, **fields: Any) -> dict[str, Any]:
+    response = await client.post(PATH, json={**HI, **fields})
+    assert response.status_code == 200, response.text
+    body = response.json()
+    Response.model_validate(body, strict=True)
+    return body
+
+
+def messages_of(nodes: FakeCluster) -> list[dict[str, Any]]:
+    """Of the last prompt."""
+    return [json.loads("{" + message) for message in prompt_of(nodes).split("|{")[1:]]
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Each event's data, whose type is the event's name, and whose numbers count them."""
+    found = []
+    for lines in filter(None, text.split("\n\n")):
+        name, data = lines.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == len(found)
+        found.append(event)
+    return found
+
+
+def output_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Without ids, which must all differ."""
+    ids = [item["id"] for item in body["output"]] + [item["call_id"] for item in body["output"] if "call_id" in item]
+    assert len(set(ids)) == len(ids)
+    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in body["output"]]
+
+
+def message(text: str, status: str = "completed") -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "role": "assistant", "status": status, "content": [part]}
+
+
+# ---- answers ----
+
+
+async def test_a_response(client, nodes):
+    nodes.script = says("hello world", num_cached_tokens=16)
+    sampling = {"temperature": 0.25, "top_p": 0.5, "top_k": 7, "seed": 11, "max_output_tokens": 50, "timeout": 9.0}
+    body = await post(client, **sampling, metadata={"a": "b"}, user="u", instructions="Be brief.")
+    assert body["id"].startswith("resp_")
+    assert (body["object"], body["status"], body["model"], body["store"]) == ("response", "completed", "tiny", True)
+    assert output_of(body) == [message("hello world")]
+    assert (body["error"], body["incomplete_details"], body["previous_response_id"]) == (None, None, None)
+    assert (body["temperature"], body["top_p"], body["max_output_tokens"]) == (0.25, 0.5, 50)
+    assert (body["metadata"], body["user"], body["instructions"]) == ({"a": "b"}, "u", "Be brief.")
+    assert (body["tools"], body["tool_choice"], body["parallel_tool_calls"]) == ([], "auto", True)
+    assert body["text"] == {"format": {"type": "text"}}
+    [prefill] = nodes.prefills
+    num_output_tokens = len(tiny_tokenizer().encode("hello world", False)) + 1
+    assert body["usage"] == {
+        "input_tokens": len(prefill.prompt_tokens),
+        "input_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 0},
+        "output_tokens": num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": len(prefill.prompt_tokens) + num_output_tokens,
+    }
+    taken = prefill.sampling
+    assert (taken.temperature, taken.top_p, taken.top_k, taken.seed, taken.max_tokens) == (0.25, 0.5, 7, 11, 50)
+    assert messages_of(nodes) == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    defaults = await post(client)
+    assert (defaults["temperature"], defaults["top_p"], defaults["max_output_tokens"]) == (0.7, 0.9, None)
+
+
+async def test_reasoning_text_and_calls_are_items(client, nodes):
+    nodes.script = says(ANSWER)
+    body = await post(client, tools=[TOOL])
+    call = {"type": "function_call", "status": "completed", "name": "get_weather", "arguments": ARGUMENTS}
+    thought = [{"type": "reasoning_text", "text": "\nThe weather.\n"}]
+    assert output_of(body) == [
+        {"type": "reasoning", "status": "completed", "summary": [], "content": thought},
+        message("\n\nI will look.\n"),
+        call,
+        call,
+    ]
+    assert body["tools"] == [TOOL]
+    num_reasoning = body["usage"]["output_tokens_details"]["reasoning_tokens"]
+    text = "<think>\nThe weather.\n"
+    assert num_reasoning == len(tiny_tokenizer().encode(text, False))
+    assert len(output_of(await post(client, tools=[TOOL], parallel_tool_calls=False))) == 3
+
+
+async def test_an_answer_that_is_cut_off_is_incomplete(client, nodes):
+    nodes.script = says("the lazy dog")
+    body = await post(client, max_output_tokens=1)
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (output_of(body), body["completed_at"]) == ([message("the", "incomplete")], None)
+    text = (await client.post(PATH, json={**HI, "max_output_tokens": 1, "stream": True})).text
+    last = events_of(text)[-1]
+    assert (last["type"], output_of(last["response"])) == ("response.incomplete", output_of(body))
+    nodes.script = says(CALL)
+    begun = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "K'
+    num_tokens = len(tiny_tokenizer().encode(begun, False))
+    [call] = output_of(await post(client, tools=[TOOL], max_output_tokens=num_tokens))
+    assert (call["type"], call["status"], call["arguments"]) == ("function_call", "incomplete", '{"city": "K')
+
+
+async def test_an_answer_without_text_has_an_empty_message(client, nodes):
+    nodes.script = says("")
+    assert output_of(await post(client)) == [message("")]
+    assert [e["type"] for e in events_of((await client.post(PATH, json={**HI, "stream": True})).text)].count(
+        "response.output_item.done"
+    ) == 1
+
+
+async def test_logprobs_are_of_the_tokens_of_the_text(client, nodes):
+    nodes.script = says("<think>a b c</think>hello world")
+    body = await post(client, **LOGPROBS)
+    thought, answer = body["output"]
+    assert "logprobs" not in thought["content"][0]
+    [part] = answer["content"]
+    tokens = [entry["token"] for entry in part["logprobs"]]
+    assert "hello world" in "".join(tokens)
+    assert "b" not in "".join(tokens).split("hello")[0].replace("</think>", "")
+    assert [entry["logprob"] for entry in part["logprobs"][0]["top_logprobs"]] == [-0.5]
+    events = events_of((await client.post(PATH, json={**HI, **LOGPROBS, "stream": True})).text)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    assert all(delta["logprobs"] for delta in deltas)
+    assert [entry["token"] for entry in done["logprobs"]] == tokens
+    assert body["top_logprobs"] == 1
+
+
+# ---- streams ----
+
+
+async def test_a_stream_tells_how_the_response_grows(client, nodes):
+    nodes.script = says(ANSWER)
+    whole = await post(client, tools=[TOOL])
+    response = await client.post(PATH, json={**HI, "tools": [TOOL], "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    created, in_progress, *events, completed = events_of(response.text)
+    assert [created["type"], in_progress["type"]] == ["response.created", "response.in_progress"]
+    begun = created["response"]
+    assert (begun["status"], begun["output"], begun["usage"]) == ("in_progress", [], None)
+    assert completed["type"] == "response.completed"
+    final = completed["response"]
+    assert (final["id"], output_of(final), final["usage"]) == (begun["id"], output_of(whole), whole["usage"])
+    part = ["content_part.added", "delta", "done", "content_part.done"]
+    call = ["delta", "done"]
+    for index, (item, kinds) in enumerate(zip(final["output"], [part, part, call, call], strict=True)):
+        own = [event for event in events if event["output_index"] == index]
+        assert own[0]["type"] == "response.output_item.added"
+        assert own[0]["item"]["id"] == item["id"]
+        assert own[0]["item"]["status"] == "in_progress"
+        assert (own[-1]["type"], own[-1]["item"]) == ("response.output_item.done", item)
+        inner = own[1:-1]
+        assert {event["item_id"] for event in inner} == {item["id"]}
+        found = [event["type"].removeprefix("response.") for event in inner]
+        found = [kind if kind in part else kind.rpartition(".")[2] for kind in found]
+        assert list(dict.fromkeys(found)) == kinds
+        deltas = [event["delta"] for event in inner if event["type"].endswith(".delta")]
+        [done] = [e for e in inner if e["type"].endswith((".delta", ".done")) and ("text" in e or "arguments" in e)]
+        assert "".join(deltas) == (done["text"] if "text" in done else done["arguments"])
+        assert len(deltas) > 2
+
+
+async def test_openais_client_reads_streams(official, nodes):
+    nodes.script = says(ANSWER)
+    async with official.responses.stream(model="tiny", input="hi", tools=[{**TOOL, "strict": True}]) as stream:
+        kinds = {event.type async for event in stream}
+        final = await stream.get_final_response()
+    assert final.output_text == "\n\nI will look.\n"
+    assert final.output[2].parsed_arguments == {"city": "Köln 🙂"}
+    assert {"response.output_text.delta", "response.reasoning_text.delta"} <= kinds
+    assert {"response.function_call_arguments.delta", "response.completed"} <= kinds
+
+
+async def test_a_call_may_be_required(official, nodes):
+    nodes.script = says(CALL)
+    other = {"type": "function", "name": "other", "parameters": None}
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        response = await official.responses.create(model="tiny", input="hi", tools=[TOOL, other], tool_choice=choice)
+        [call] = response.output
+        assert (call.type, call.name, call.arguments) == ("function_call", "get_weather", ARGUMENTS)
+        assert not matches(nodes.prefills[-1].sampling.structured_outputs, "I will look.")
+
+
+async def test_openais_client_parses_what_matches_a_schema(official, nodes):
+    class City(pydantic.BaseModel):
+        name: str
+
+    nodes.script = says('{"name": "Köln"}')
+    parsed = await official.responses.parse(model="tiny", input="hi", text_format=City)
+    assert parsed.output_parsed == City(name="Köln")
+    structured = nodes.prefills[-1].sampling.structured_outputs
+    assert matches(structured, '<think>Hm.</think>{"name": "Köln"}')
+    assert not matches(structured, '<think>Hm.</think>{"name": 1}')
+    assert parsed.text.format.name == "City"
+    async with official.responses.stream(model="tiny", input="hi", text_format=City) as stream:
+        assert (await stream.get_final_response()).output_parsed == City(name="Köln")
+
+
+async def test_a_failure_in_mid_stream_fails_the_response(client, nodes, router):
+    nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
+    response = await client.post(PATH, json={**HI, "stream": True, "timeout": 0.3})
+    last = events_of(response.text)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "server_error", "message": "not finished within 0.3 s"}
+    assert (await client.get(f"{PATH}/{last['response']['id']}")).status_code == 404
+    await router.idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_response(client, nodes, router, stream):
+    nodes.script = says("hello world, hello there", hold=asyncio.Event(), hold_at=2)
+    request = asyncio.create_task(client.post(PATH, json={**HI, "stream": stream}))
+    await nodes.until(lambda: nodes.prefills)
+    request.cancel()
+    await nodes.until(lambda: nodes.aborts)
+    await router.idle()
+
+
+# ---- conversations ----
+
+
+async def test_items_become_messages(client, nodes):
+    call = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Köln"}'}
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        call,
+        {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "Rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "Sun"}]},
+        {"role": "assistant", "content": "One."},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "So."}]},
+        {"role": "assistant", "content": "Two."},
+    ]
+    await post(client, input=items)
+    function = {"name": "get_weather", "arguments": {"city": "Köln"}}
+    assert messages_of(nodes) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": f"c{i}", "type": "function", "function": function} for i in (1, 2)],
+            "reasoning": "Hm.",
+            "reasoning_content": "Hm.",
+        },
+        {"role": "tool", "content": "Rain", "name": "get_weather", "tool_call_id": "c1"},
+        {"role": "tool", "content": "Sun", "name": "get_weather", "tool_call_id": "c2"},
+        {"role": "assistant", "content": "One."},
+        {"role": "assistant", "content": "Two.", "reasoning": "So.", "reasoning_content": "So."},
+    ]
+
+
+async def test_the_template_gets_the_effort_and_the_tools(client, nodes):
+    await post(client, tools=[TOOL], reasoning={"effort": "low"}, chat_template_kwargs={"thinking": True})
+    assert prompt_of(nodes).endswith("<think>\n")
+    tools = json.loads(prompt_of(nodes).split("|{")[0])
+    assert tools == [{"type": "function", "function": {k: v for k, v in WEATHER["function"].items() if k != "strict"}}]
+    effort = validate(json.dumps({**HI, "reasoning": {"effort": "low"}}).encode(), ResponsesRequest).chat()
+    assert effort.chat_template_kwargs == {"reasoning_effort": "low"}
+
+
+async def test_a_response_goes_on_from_the_previous_one(official, nodes):
+    nodes.script = says(ANSWER)
+    first = await official.responses.create(model="tiny", input="hi", tools=[TOOL], instructions="Be brief.")
+    calls = [item for item in first.output if item.type == "function_call"]
+    nodes.script = says("Rain.")
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "Rain"} for call in calls]
+    second = await official.responses.create(model="tiny", input=results, previous_response_id=first.id)
+    chained = messages_of(nodes)
+    assert second.previous_response_id == first.id
+    user, assistant, *tools = chained
+    assert user == {"role": "user", "content": "hi"}  # and no instructions
+    assert (assistant["reasoning"], assistant["content"]) == ("\nThe weather.\n", "\n\nI will look.\n")
+    assert [call["id"] for call in assistant["tool_calls"]] == [call.call_id for call in calls]
+    assert [tool["tool_call_id"] for tool in tools] == [call.call_id for call in calls]
+    by_hand = [{"role": "user", "content": "hi"}, *first.output, *results]
+    await official.responses.create(model="tiny", input=by_hand)
+    assert messages_of(nodes) == chained
+    await official.responses.create(model="tiny", input="And now?", previous_response_id=second.id)
+    assert messages_of(nodes) == [
+        *chained,
+        {"role": "assistant", "content": "Rain."},
+        {"role": "user", "content": "And now?"},
+    ]
+
+
+# ---- what is kept ----
+
+
+async def test_a_response_is_kept_until_it_is_deleted(official, client):
+    made = await official.responses.create(model="tiny", input="hi")
+    again = await official.responses.retrieve(made.id)
+    assert again.to_dict() == made.to_dict()
+    assert (await client.get(f"{PATH}/{made.id}?stream=true")).status_code == 400
+    refused = await client.post(f"{PATH}/{made.id}/cancel")
+    assert (refused.status_code, "background" in error_of(refused)["message"]) == (400, True)
+    await official.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        await official.responses.retrieve(made.id)
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        assert (await client.request(method, f"{PATH}/{made.id}{path}")).status_code == 404
+    with pytest.raises(openai.BadRequestError) as gone:
+        await official.responses.create(model="tiny", input="hi", previous_response_id=made.id)
+    assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_streamed_responses_are_kept_too_unless_they_must_not_be(official, client):
+    async with official.responses.stream(model="tiny", input="hi") as stream:
+        final = await stream.get_final_response()
+    assert (await official.responses.retrieve(final.id)).output_text == "hello world"
+    body = await post(client, store=False)
+    assert body["store"] is False
+    assert (await client.get(f"{PATH}/{body['id']}")).status_code == 404
+
+
+async def test_the_items_of_a_conversation_come_in_pages(official, client):
+    first = await official.responses.create(model="tiny", input="one")
+    second = await official.responses.create(model="tiny", input="two", previous_response_id=first.id)
+    pages = official.responses.input_items.list(second.id, limit=2, order="asc")
+    items = [item async for item in pages]
+    assert [item.content[0].text for item in items] == ["one", "hello world", "two"]
+    page = (await client.get(f"{PATH}/{second.id}/input_items?limit=1")).json()
+    assert ([item["content"][0]["text"] for item in page["data"]], page["has_more"]) == (["two"], True)
+    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=none"):
+        assert (await client.get(f"{PATH}/{second.id}/input_items?{query}")).status_code == 400
+
+
+async def test_one_client_does_not_see_anothers_responses(nodes):
+    async with running(nodes, api_key=(SecretStr("sk-one"), SecretStr("sk-two"))) as (_, client):
+        one, two = bearer("sk-one"), bearer("sk-two")
+        made = (await client.post(PATH, json=HI, headers=one)).json()["id"]
+        for method in ("GET", "DELETE"):
+            assert (await client.request(method, f"{PATH}/{made}", headers=two)).status_code == 404
+        response = await client.post(PATH, json={**HI, "previous_response_id": made}, headers=two)
+        assert error_of(response)["code"] == "previous_response_not_found"
+        assert (await client.get(f"{PATH}/{made}", headers=one)).status_code == 200
+
+
+async def test_a_router_may_keep_nothing(nodes):
+    async with running(nodes, max_stored_responses=0) as (_, client):
+        body = (await client.post(PATH, json=HI)).json()
+        assert body["store"] is False
+        assert (await client.get(f"{PATH}/{body['id']}")).status_code == 404
+        refused = await client.post(PATH, json={**HI, "store": True})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "store")
+
+
+# ---- fields and failures ----
+
+
+async def test_harmless_fields_are_taken(client):
+    harmless = {
+        "n": 1,
+        "background": False,
+        "conversation": None,
+        "truncation": "disabled",
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "max_tool_calls": 3,
+        "include": ["reasoning.encrypted_content"],
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tools": [{**TOOL, "allowed_callers": ["direct"]}],
+        "tool_choice": "none",
+        "reasoning": {"summary": "auto"},
+        "stream_options": {"include_obfuscation": False},
+    }
+    body = await post(client, **harmless)
+    assert (body["service_tier"], body["prompt_cache_key"], body["tool_choice"]) == ("default", "k", "none")
+
+
+async def test_failures_of_a_chat_name_the_fields_of_a_response(client):
+    for fields, param in (
+        ({"max_output_tokens": 9999}, "max_output_tokens"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input"),
+        ({"input": "x" * 9999}, "input"),
+    ):
+        response = await client.post(PATH, json={**HI, **fields})
+        assert (response.status_code, error_of(response)["param"]) == (400, param)
+
+
+async def test_failures_of_nodes_have_their_status(client, nodes):
+    nodes.script = lambda prefill: Answer(error=Overloaded("full"))
+    for stream in (False, True):
+        assert (await client.post(PATH, json={**HI, "stream": stream})).status_code == 429
