@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "hi"}
 VALID: dict[str, Any] = {"messages": [USER], "prompt": "x", "tokens": [5], "max_tokens": 8, "input": "x"}
 """For fields that are required."""
 BESIDE: dict[str, dict[str, Any]] = {
-    "top_logprobs": {"logprobs": True},
+    "top_logprobs": {"logprobs": True, "include": ["message.output_text.logprobs"]},
     "min_tokens": {"max_tokens": None},
     "stream_options": {"stream": True},
 }
