@@ -15,12 +15,12 @@ from pydantic import SecretStr
 
 from baton.errors import Overloaded
 from baton.messages import NodeRole
-from baton.structured_output import StructuredKind
 from router.http.body import validate
 from router.http.responses_api.schemas import ResponsesRequest
 from tests.router.conftest import Router, says
 from tests.router.fake_node import Answer, FakeCluster
 from tests.router.http_shapes import error_of
+from tests.router.matching import matches
 from tests.router.test_access import bearer, running
 from tests.router.test_tool_calls import ANSWER, ARGUMENTS, CALL, TEMPLATE, WEATHER, prompt_of
 from tests.router.tiny_tokenizer import tiny_tokenizer
@@ -246,6 +246,16 @@ async def test_openais_client_reads_streams(official, nodes):
     assert {"response.function_call_arguments.delta", "response.completed"} <= kinds
 
 
+async def test_a_call_may_be_required(official, nodes):
+    nodes.script = says(CALL)
+    other = {"type": "function", "name": "other", "parameters": None}
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        response = await official.responses.create(model="tiny", input="hi", tools=[TOOL, other], tool_choice=choice)
+        [call] = response.output
+        assert (call.type, call.name, call.arguments) == ("function_call", "get_weather", ARGUMENTS)
+        assert not matches(nodes.prefills[-1].sampling.structured_outputs, "I will look.")
+
+
 async def test_openais_client_parses_what_matches_a_schema(official, nodes):
     class City(pydantic.BaseModel):
         name: str
@@ -254,8 +264,8 @@ async def test_openais_client_parses_what_matches_a_schema(official, nodes):
     parsed = await official.responses.parse(model="tiny", input="hi", text_format=City)
     assert parsed.output_parsed == City(name="Köln")
     structured = nodes.prefills[-1].sampling.structured_outputs
-    assert structured.kind is StructuredKind.STRUCTURAL_TAG  # reasoning may come first
-    assert '"required":["name"]' in structured.text
+    assert matches(structured, '<think>Hm.</think>{"name": "Köln"}')
+    assert not matches(structured, '<think>Hm.</think>{"name": 1}')
     assert parsed.text.format.name == "City"
     async with official.responses.stream(model="tiny", input="hi", text_format=City) as stream:
         assert (await stream.get_final_response()).output_parsed == City(name="Köln")
