@@ -316,6 +316,8 @@ class Engine:
             sampled = []
             self._settle(chunk, min(chunk.end, len(seq.tokens) - 1))
         result.sampled += sampled
+        if seq.matcher is not None:
+            result.failed += [token for token in sampled if token.error is not None]
 
     def _append(self, chunk: Chunk, choices: list[Choice]) -> list[SampledToken]:
         """The sequence's next tokens, up to the one that ends it."""

@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from baton.errors import InternalError, InvalidRequest, Overloaded
-from baton.structured_output import StructuredOutput
+from baton.structured_output import StructuredBackend, StructuredOutput
+from router.models import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,8 @@ _START_S = 30.0
 _MAX_WAIT_S = 5.0
 """For others that are being checked."""
 _NUM_KEPT = 1024
+_MAX_REASON_CHARS = 2048
+"""Of a compiler's words, which may quote the text."""
 
 
 class GrammarChecker:
@@ -31,24 +35,26 @@ class GrammarChecker:
     def __init__(self) -> None:
         self._worker: _Worker | None = None
         self._lock = asyncio.Lock()
-        self._known: OrderedDict[StructuredOutput, str | None] = OrderedDict()
+        self._known: OrderedDict[tuple[_Setup, bytes], str | None] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammar-check")
 
-    async def check(self, structured: StructuredOutput) -> None:
+    async def check(self, structured: StructuredOutput, model: ServedModel) -> None:
         """Raises InvalidRequest unless it compiles in time, or Overloaded."""
-        if structured not in self._known:
+        setup = _Setup.of(model)
+        digest = (setup, structured.digest)
+        if digest not in self._known:
             try:
                 async with asyncio.timeout(_MAX_WAIT_S):
                     await self._lock.acquire()
             except TimeoutError:
                 raise Overloaded(f"other structured outputs have been compiled for {_MAX_WAIT_S:g} s") from None
             try:
-                if structured not in self._known:
-                    self._keep(structured, await self._ask(structured))
+                if digest not in self._known:
+                    self._keep(digest, await self._ask(structured, setup, model))
             finally:
                 self._lock.release()
-        self._known.move_to_end(structured)
-        if reason := self._known[structured]:
+        self._known.move_to_end(digest)
+        if reason := self._known[digest]:
             raise InvalidRequest(f"structured_outputs: {structured.kind.value}: {reason}", "structured_outputs")
 
     def close(self) -> None:
@@ -58,16 +64,18 @@ class GrammarChecker:
             self._worker = None
         self._thread.shutdown(wait=False)
 
-    def _keep(self, structured: StructuredOutput, reason: str | None) -> None:
-        self._known[structured] = reason
+    def _keep(self, digest: tuple[_Setup, bytes], reason: str | None) -> None:
+        self._known[digest] = reason and reason[:_MAX_REASON_CHARS]
         while len(self._known) > _NUM_KEPT:
             self._known.popitem(last=False)
 
-    async def _ask(self, structured: StructuredOutput) -> str | None:
+    async def _ask(self, structured: StructuredOutput, setup: _Setup, model: ServedModel) -> str | None:
         """Why it does not compile, or None."""
+        if self._worker is not None and self._worker.setup != setup:
+            self._worker.end()
         if self._worker is None or self._worker.ended:
-            self._worker = _Worker()
-            if not await self._answer(self._worker, "", _START_S):
+            self._worker = _Worker(setup)
+            if not await self._answer(self._worker, setup.first_line(model), _START_S):
                 raise InternalError("the process that compiles structured outputs does not start")
         question = json.dumps([structured.kind.value, structured.text])
         line = await self._answer(self._worker, question, TIME_LIMIT_S)
@@ -93,10 +101,32 @@ class GrammarChecker:
         return line
 
 
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What the process compiles with. llguidance needs no vocabulary to tell whether something compiles; what takes
+    XGrammar's time is the vocabulary."""
+
+    backend: StructuredBackend
+    tokenizer_digest: str = ""
+
+    @classmethod
+    def of(cls, model: ServedModel) -> _Setup:
+        backend = model.structured_outputs_backend
+        return cls(backend, model.tokenizer.digest if backend is StructuredBackend.XGRAMMAR else "")
+
+    def first_line(self, model: ServedModel) -> str:
+        """For the process."""
+        if not self.tokenizer_digest:
+            return json.dumps([self.backend.value])
+        eos = list(model.defaults.eos_token_ids)
+        return json.dumps([self.backend.value, model.tokenizer.to_json(), model.vocab_size, eos])
+
+
 class _Worker:
     """The process. `subprocess` starts it without the fork handlers of gRPC, which uvloop would run in the child."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: _Setup) -> None:
+        self.setup = setup
         command = (sys.executable, "-m", "router.grammar_worker")
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -109,13 +139,12 @@ class _Worker:
         return self._process.poll() is not None
 
     def ask(self, question: str) -> str:
-        """Its next line, after the question, if that is not empty; empty if it has ended. Blocks until then."""
+        """Its next line, after the question; empty if it has ended. Blocks until then."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            if question:
-                self._process.stdin.write(question + "\n")
-                self._process.stdin.flush()
+            self._process.stdin.write(question + "\n")
+            self._process.stdin.flush()
             return self._process.stdout.readline()
         except (BrokenPipeError, ValueError):  # ValueError: `end` has closed the pipes
             return ""

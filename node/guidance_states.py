@@ -1,0 +1,50 @@
+"""Outputs in grammars that llguidance compiled (https://github.com/guidance-ai/llguidance)."""
+
+from __future__ import annotations
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from baton.guidance import LIMITS, guidance_grammar
+from baton.structured_output import StructuredOutput
+
+
+class GuidanceBackend:
+    """Implements `node.grammars.Backend`."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
+        """Takes a second for a large vocabulary."""
+        self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+
+    def compile(self, structured: StructuredOutput) -> GuidanceState:
+        matcher = LLMatcher(self._tokenizer, guidance_grammar(structured), log_level=0, limits=LIMITS)
+        if error := matcher.get_error():
+            raise ValueError(error)
+        return GuidanceState(matcher)
+
+
+class GuidanceState:
+    """Implements `node.grammars.GrammarState`."""
+
+    num_bytes = 0
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str | None:
+        return self._matcher.get_error() or None
+
+    @property
+    def finished(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def accept(self, tokens: list[int]) -> None:
+        self._matcher.consume_tokens(tokens)
+
+    def copy(self) -> GuidanceState:
+        return GuidanceState(self._matcher.deep_copy())
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
