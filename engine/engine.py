@@ -320,7 +320,7 @@ class Engine:
             result.failed += [token for token in sampled if token.error is not None]
 
     def _append(self, chunk: Chunk, choices: list[Choice]) -> list[SampledToken]:
-        """The sequence's next tokens, up to the one that ends it."""
+        """The sequence's next tokens, up to the one that ends it: those chosen, and those that must follow them."""
         seq, sampled = chunk.sequence, []
         assert len(choices) <= chunk.num_logits, f"{seq.attempt_id}: a step chose tokens that it has no logits of"
         if chunk.num_logits and seq.num_pending_tokens:
@@ -331,7 +331,13 @@ class Engine:
             sampled.append(self._check_stop(seq, seq.samples[0], choice, seq.matcher))
             seq.tokens.append(choice.token)
             if sampled[-1].finish:
-                break
+                return sampled
+        if sampled and seq.takes_forced and seq.matcher is not None:
+            for token in seq.matcher.forced():  # the next step computes them all
+                sampled.append(self._check_stop(seq, seq.samples[0], Choice(token), seq.matcher))
+                seq.tokens.append(token)
+                if sampled[-1].finish:
+                    break
         return sampled
 
     def _settle(self, chunk: Chunk, num_computed: int) -> None:

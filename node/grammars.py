@@ -41,6 +41,9 @@ class GrammarState(Protocol):
     def accept(self, tokens: list[int]) -> None:
         """The next tokens of the output."""
 
+    def forced(self) -> list[int]:
+        """See `TokenMatcher.forced`."""
+
     def copy(self) -> GrammarState:
         """Another one in the same state."""
 
@@ -158,6 +161,10 @@ class GrammarMatcher:
 
     def accept(self, token: int) -> None:
         self._pending.append(token)
+
+    def forced(self) -> list[int]:
+        state = self._current()
+        return [] if state.error else state.forced()
 
     def fork(self, tokens: Iterable[int] = ()) -> GrammarMatcher:
         state = self._state.copy() if self._state is not None else None

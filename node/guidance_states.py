@@ -43,6 +43,9 @@ class GuidanceState:
     def accept(self, tokens: list[int]) -> None:
         self._matcher.consume_tokens(tokens)
 
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
     def copy(self) -> GuidanceState:
         return GuidanceState(self._matcher.deep_copy())
 

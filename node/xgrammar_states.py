@@ -55,6 +55,10 @@ class XgrammarState:
             if self.error is None and not self._matcher.accept_token(token):
                 self.error = f"token {token} does not match the grammar"
 
+    def forced(self) -> list[int]:
+        """None: of a text that must come next, the library's masks leave every way to cut it into tokens."""
+        return []
+
     def copy(self) -> XgrammarState:
         return XgrammarState(self._compiled, self._matcher.fork(), self._no_ends, self.error)
 

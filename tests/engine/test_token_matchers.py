@@ -35,6 +35,9 @@ class Ends:
     def accept(self, token: int) -> None:
         self.tokens.append(token)
 
+    def forced(self) -> list[int]:
+        return []
+
     def fork(self, tokens: Iterable[int] = ()) -> Ends:
         other = Ends(self.after, self.ready, self.breaks_at)
         other.tokens = [*self.tokens, *tokens]

@@ -126,6 +126,23 @@ def test_a_rebuilt_or_forked_matcher_is_where_the_first_one_is(
     assert stepped.error is None
 
 
+def test_tokens_that_are_forced_are_the_only_ones_that_masks_allow(compiler: Compiler) -> None:
+    named = '{"type": "object", "properties": {"long_name": {"const": "and value"}}, "required": ["long_name"]}'
+    structured = StructuredOutput(StructuredKind.JSON, named.replace("}}, ", '}}, "additionalProperties": false, '))
+    found = []
+    for text in ("", "{", '{"', '{"long', '{"long_name"', '{"long_name": "and'):
+        matcher = compiler(structured, text)
+        for token in matcher.forced():
+            assert compiler.allowed(matcher) == {token}
+            matcher.accept(token)
+            found.append(token)
+        assert matcher.error is None
+    assert bool(found) == (compiler.backend is StructuredBackend.GUIDANCE)
+    broken = compiler(structured, "x")
+    assert broken.error
+    assert broken.forced() == []
+
+
 def test_each_backend_has_its_own_form_of_grammars(compiler: Compiler) -> None:
     known, other = (LARK, GBNF) if compiler.backend is StructuredBackend.GUIDANCE else (GBNF, LARK)
     assert compiler.texts(compiler(known)) == {"x"}
