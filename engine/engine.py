@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -327,17 +327,11 @@ class Engine:
             seq.num_pending_tokens -= 1
         if chunk.num_logits > 1:
             seq.draft_tokens = ()  # checked
-        for choice in choices:
+        for choice in _and_forced(seq, choices):
             sampled.append(self._check_stop(seq, seq.samples[0], choice, seq.matcher))
             seq.tokens.append(choice.token)
             if sampled[-1].finish:
-                return sampled
-        if sampled and seq.takes_forced and seq.matcher is not None:
-            for token in seq.matcher.forced():  # the next step computes them all
-                sampled.append(self._check_stop(seq, seq.samples[0], Choice(token), seq.matcher))
-                seq.tokens.append(token)
-                if sampled[-1].finish:
-                    break
+                break
         return sampled
 
     def _settle(self, chunk: Chunk, num_computed: int) -> None:
@@ -463,3 +457,11 @@ class Engine:
             for block in seq.block_table[seq.num_computed_tokens // self.config.block_size :]:
                 assert self.blocks.hash_of(block) is None, f"{seq.attempt_id} would write the sealed block {block}"
                 assert self.blocks.num_owners(block) == 1, f"{seq.attempt_id} would write the shared block {block}"
+
+
+def _and_forced(seq: Sequence, choices: list[Choice]) -> Iterator[Choice]:
+    """The choices; then, once the sequence's matcher has accepted these, the tokens that must come next. One step
+    computes the KV of them all."""
+    yield from choices
+    if choices and seq.takes_forced and seq.matcher is not None:
+        yield from map(Choice, seq.matcher.forced())

@@ -33,8 +33,8 @@ class TokenMatcher(Protocol):
         """The next token of the output."""
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, in order: at each of them the mask would leave no other. Some may be left out at
-        the end. Empty after an error. `ready` must hold."""
+        """Tokens that must come next, in order: at each of them the mask would leave no other. Those that follow the
+        token accepted last, as far as the mask before it told."""
 
     def fork(self, tokens: Seq[int] = ()) -> TokenMatcher:
         """Another matcher in the same state, which then accepts these tokens."""

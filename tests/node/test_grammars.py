@@ -132,15 +132,23 @@ def test_tokens_that_are_forced_are_the_only_ones_that_masks_allow(compiler: Com
     found = []
     for text in ("", "{", '{"', '{"long', '{"long_name"', '{"long_name": "and'):
         matcher = compiler(structured, text)
+        assert matcher.forced() == [], "nothing is known before a mask"
+        (first, *_) = compiler.allowed(matcher)
+        matcher.accept(first)
+        found += matcher.forced()
         for token in matcher.forced():
             assert compiler.allowed(matcher) == {token}
             matcher.accept(token)
-            found.append(token)
         assert matcher.error is None
     assert bool(found) == (compiler.backend is StructuredBackend.GUIDANCE)
-    broken = compiler(structured, "x")
-    assert broken.error
-    assert broken.forced() == []
+
+
+def test_a_token_that_was_not_forced_ends_the_run(compiler: Compiler) -> None:
+    matcher = compiler(StructuredOutput(StructuredKind.REGEX, "abcdefgh 12345678"))
+    (first, *_) = compiler.allowed(matcher)
+    matcher.accept(first + 1)
+    assert matcher.forced() == []
+    assert matcher.error
 
 
 def test_each_backend_has_its_own_form_of_grammars(compiler: Compiler) -> None:
