@@ -189,5 +189,4 @@ class GrammarMatcher:
 
 
 def _has_one_token(mask: NDArray[np.int32]) -> bool:
-    words = mask[mask.nonzero()]
-    return len(words) == 1 and int(words[0]).bit_count() == 1
+    return np.count_nonzero(mask) == 1 and int(mask.view(np.uint32).max()).bit_count() == 1

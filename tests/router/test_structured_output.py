@@ -77,7 +77,8 @@ def test_mistakes_are_named(said: dict[str, Any], param: str, says: str) -> None
 
 def served(backend: StructuredBackend) -> ServedModel:
     tokenizer = Tokenizer((CHECKPOINT / "tokenizer.json").read_bytes())
-    return ServedModel("m", 64, 4096, tokenizer, None, GenerationDefaults((0,)), backend)
+    defaults = GenerationDefaults((0,))
+    return ServedModel("m", 64, 4096, tokenizer, None, defaults, structured_outputs_backend=backend)
 
 
 class Checker(GrammarChecker):
