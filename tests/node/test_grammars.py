@@ -210,3 +210,11 @@ def test_what_is_kept_is_bounded_in_number_and_size(compiler: Compiler, monkeypa
     compiler(newest)
     assert list(compiler.grammars._kept) == [newest.digest]
     assert all(len(digest) == 16 for digest in compiler.grammars._kept)
+
+
+@pytest.mark.parametrize(
+    ("words", "one"),
+    [([0, 8, 0], True), ([0, -(2**31), 0], True), ([0, 9, 0], False), ([8, 8, 0], False), ([-1, 0, 0], False)],
+)
+def test_masks_of_one_token(words: list[int], one: bool) -> None:
+    assert grammars._has_one_token(np.array(words, np.int32)) == one
