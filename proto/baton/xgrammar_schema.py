@@ -149,6 +149,10 @@ def _of_objects(schema: Mapping[str, Any]) -> Iterator[str]:
         properties = {}
     if properties and "patternProperties" in schema:
         yield "`patternProperties` beside `properties`"
+    patterns = schema.get("patternProperties")
+    for pattern in patterns if isinstance(patterns, dict) else ():
+        if reason := why_unsupported_regex(pattern):
+            yield reason.removeprefix("XGrammar does not enforce ")
     required = schema.get("required")
     if isinstance(required, list):
         missing = next((name for name in required if isinstance(name, str) and name not in properties), None)

@@ -36,6 +36,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "format": "date", "minLength": 11}, "`minLength` beside `format`"),
     ({"type": "string", "format": "regex"}, "`format` 'regex'"),
     ({"type": "string", "pattern": "^(?!a).*$"}, "look-around"),
+    ({"type": "object", "patternProperties": {"^(?!a)b$": I}}, "look-around"),
     ({"type": "object", "required": ["b"]}, "`required` of 'b'"),
     ({**A, "patternProperties": {"^c": I}}, "`patternProperties` beside `properties`"),
     ({"type": "string", "enum": ["a", 1]}, "`type` beside `enum`"),
