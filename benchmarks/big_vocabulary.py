@@ -28,7 +28,8 @@ def big_vocabulary(size: int) -> bytes:
             break
         tokens["".join(chars[byte] for byte in word.encode())] = None
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {"type": "BPE", "vocab": {token: index for index, token in enumerate(tokens)}, "merges": []}
+    vocab = {token: index for index, token in enumerate(tokens)}
+    model = {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": True}  # a word that is a token becomes it
     return json.dumps({"version": "1.0", "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}).encode()
 
 

@@ -93,7 +93,8 @@ def _adopt(
 ) -> list[Sequence]:
     """A batch at its context, the constrained ones first."""
     engine, (batch, context, constrained, num_steps) = bench.engine, sizes
-    params = replace(SAMPLINGS[GREEDY], max_tokens=num_steps + 2 * WARM_STEPS)
+    num_forced = 8  # tokens that a step may add to the chosen one, on average
+    params = replace(SAMPLINGS[GREEDY], max_tokens=(num_steps + 2 * WARM_STEPS) * (1 + num_forced))
     running, opening = [], _opening(grammars, wanted)
     for i in range(batch):
         prompt = bench.prompt(context + i % engine.config.block_size)

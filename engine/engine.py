@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -316,16 +316,18 @@ class Engine:
             sampled = []
             self._settle(chunk, min(chunk.end, len(seq.tokens) - 1))
         result.sampled += sampled
+        if seq.matcher is not None:
+            result.failed += [token for token in sampled if token.error is not None]
 
     def _append(self, chunk: Chunk, choices: list[Choice]) -> list[SampledToken]:
-        """The sequence's next tokens, up to the one that ends it."""
+        """The sequence's next tokens, up to the one that ends it: those chosen, and those that must follow them."""
         seq, sampled = chunk.sequence, []
         assert len(choices) <= chunk.num_logits, f"{seq.attempt_id}: a step chose tokens that it has no logits of"
         if chunk.num_logits and seq.num_pending_tokens:
             seq.num_pending_tokens -= 1
         if chunk.num_logits > 1:
             seq.draft_tokens = ()  # checked
-        for choice in choices:
+        for choice in _and_forced(seq, choices):
             sampled.append(self._check_stop(seq, seq.samples[0], choice, seq.matcher))
             seq.tokens.append(choice.token)
             if sampled[-1].finish:
@@ -455,3 +457,11 @@ class Engine:
             for block in seq.block_table[seq.num_computed_tokens // self.config.block_size :]:
                 assert self.blocks.hash_of(block) is None, f"{seq.attempt_id} would write the sealed block {block}"
                 assert self.blocks.num_owners(block) == 1, f"{seq.attempt_id} would write the shared block {block}"
+
+
+def _and_forced(seq: Sequence, choices: list[Choice]) -> Iterator[Choice]:
+    """The choices; then, once the sequence's matcher has accepted these, the tokens that must come next. One step
+    computes the KV of them all."""
+    yield from choices
+    if choices and seq.takes_forced and seq.matcher is not None:
+        yield from map(Choice, seq.matcher.forced())

@@ -113,6 +113,14 @@ class Sequence:
         return stands and generates and not self.runs_ahead and not depends
 
     @property
+    def takes_forced(self) -> bool:
+        """Whether a token that its matcher leaves no alternative to may be appended without a choice by the sampler:
+        not if the choice's logprobs are wanted, if the sampler counts tokens, or if it may forbid this one."""
+        params = self.sampling
+        forbids = params.min_tokens or params.bad_words_token_ids or params.allowed_token_ids
+        return self.matcher is not None and params.num_logprobs < 0 and not params.has_penalties and not forbids
+
+    @property
     def awaits_matcher(self) -> bool:
         """Whether what its output must match is still being compiled."""
         return self.matcher is not None and not self.matcher.ready

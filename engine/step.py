@@ -120,5 +120,6 @@ class StepResult:
 
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
     sampled: list[SampledToken] = field(default_factory=list)
+    failed: list[SampledToken] = field(default_factory=list)  # those of `sampled` with an error
     num_tokens: int = 0  # computed by the retired step
     again: bool = False  # compute again at once; False: nothing to do before an event or the end of a step

@@ -32,6 +32,10 @@ class TokenMatcher(Protocol):
     def accept(self, token: int) -> None:
         """The next token of the output."""
 
+    def forced(self) -> list[int]:
+        """Tokens that must come next, in order: at each of them the mask would leave no other. Those that follow the
+        token accepted last, as far as the mask before it told."""
+
     def fork(self, tokens: Seq[int] = ()) -> TokenMatcher:
         """Another matcher in the same state, which then accepts these tokens."""
 

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 import baton
 from baton.layout import KvLayout, num_blocks_for
 from baton.messages import NodeInfo, NodeRole, TransportEndpoint
+from baton.structured_output import StructuredBackend
 from engine.checkpoint import EMBEDDED, has_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -152,6 +153,7 @@ def describe(
         generation_defaults=built.checkpoint.generation_defaults,
         vocab_size=config.vocab_size,
         version=baton.__version__,
+        structured_outputs_backend=StructuredBackend(settings.structured_outputs_backend),
     )
 
 

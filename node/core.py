@@ -93,9 +93,9 @@ class RoleCore(ABC):
 
     def _take(self, result: StepResult) -> None:
         self._take_results(result)
-        for token in result.sampled:
-            if token.error is not None:
-                self._end_attempt(token.sequence.attempt_id, InternalError(token.error))
+        for token in result.failed:
+            assert token.error is not None
+            self._end_attempt(token.sequence.attempt_id, InternalError(token.error))
 
     @property
     def device_busy_since(self) -> float | None:

@@ -1,32 +1,61 @@
 """Compiles what answers must match, on threads beside the engine's, and keeps what was compiled last.
 
-matcher(structured, output) -> GuidanceMatcher: at once; `ready` when a thread has compiled it, and the loop is woken
+matcher(structured, output) -> GrammarMatcher: at once; `ready` when a thread has compiled it, and the loop is woken
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from baton.guidance import LIMITS, guidance_grammar
-from baton.structured_output import StructuredOutput
+from baton.structured_output import StructuredBackend, StructuredOutput
 
 _NUM_THREADS = 2
 _NUM_KEPT = 256
 """Compiled grammars that are kept for the next request with the same one."""
+_BYTES_KEPT = 512 * 2**20
+"""Of these, as far as their sizes are known."""
 
 
-class _Tokenizer(NamedTuple):
-    tokens: LLTokenizer
-    special_tokens: Mapping[str, int]
+class GrammarState(Protocol):
+    """Where an output stands in its grammar. Belongs to one thread at a time."""
+
+    num_bytes: int
+    """Of the compiled grammar, which all states of it share. 0: not known."""
+
+    @property
+    def error(self) -> str | None:
+        """Why no token can follow."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but EOS may follow. Of use only without an error."""
+
+    def accept(self, tokens: list[int]) -> None:
+        """The next tokens of the output."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next: at each of them the mask leaves no other."""
+
+    def copy(self) -> GrammarState:
+        """Another one in the same state."""
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """See `TokenMatcher.fill`."""
+
+
+class Backend(Protocol):
+    """Compiles for one tokenizer."""
+
+    def compile(self, structured: StructuredOutput) -> GrammarState:
+        """The initial state. Raises ValueError or InvalidRequest, readable for clients. On any thread."""
 
 
 class Grammars:
@@ -36,60 +65,83 @@ class Grammars:
     """
 
     def __init__(
-        self, tokenizer: bytes, vocab_size: int, eos_token_ids: Iterable[int], wake: Callable[[], None]
+        self,
+        tokenizer: bytes,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        wake: Callable[[], None],
+        backend: StructuredBackend = StructuredBackend.GUIDANCE,
     ) -> None:
         self._tokenizer = tokenizer.decode()
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._wake = wake
+        self._name = backend
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
-        self._compiled: OrderedDict[StructuredOutput, Future[LLMatcher]] = OrderedDict()
-        self._known: Future[_Tokenizer] | None = None
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by digest
+        self._backend: Future[Backend] | None = None
 
-    def matcher(self, structured: StructuredOutput, output_tokens: Iterable[int] = ()) -> GuidanceMatcher:
+    def matcher(self, structured: StructuredOutput, output_tokens: Iterable[int] = ()) -> GrammarMatcher:
         """A matcher that has accepted the output so far."""
-        compiled = self._compiled.get(structured)
-        if compiled is None:
-            if self._known is None:
-                self._known = self._threads.submit(self._make_tokenizer)
-            compiled = self._threads.submit(_compile, structured, self._known)
-            compiled.add_done_callback(lambda _: self._wake())
-            self._compiled[structured] = compiled
-            while len(self._compiled) > _NUM_KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(structured)
-        return GuidanceMatcher(compiled, output_tokens)
+        digest = structured.digest
+        if digest not in self._kept:
+            self._kept[digest] = _Kept(self._compile(structured), len(structured.text))
+            self._drop_oldest()
+        self._kept.move_to_end(digest)
+        return GrammarMatcher(self._kept[digest].compiled, output_tokens)
 
     @property
     def num_mask_words(self) -> int:
         """Of a mask: a word has 32 tokens."""
         return -(-self._vocab_size // 32)
 
-    def _make_tokenizer(self) -> _Tokenizer:
-        added = json.loads(self._tokenizer).get("added_tokens") or []
-        special_tokens = {token["content"]: token["id"] for token in added if token.get("special")}
-        eos = self._eos_token_ids or None
-        return _Tokenizer(LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos), special_tokens)
+    def _compile(self, structured: StructuredOutput) -> Future[GrammarState]:
+        if self._backend is None:
+            self._backend = self._threads.submit(self._make_backend)
+        backend = self._backend
+        compiled = self._threads.submit(lambda: backend.result().compile(structured))
+        compiled.add_done_callback(lambda _: self._wake())
+        return compiled
+
+    def _drop_oldest(self) -> None:
+        """Down to the limits, but for the newest."""
+        num_bytes = sum(kept.num_bytes for kept in self._kept.values())
+        while len(self._kept) > _NUM_KEPT or (num_bytes > _BYTES_KEPT and len(self._kept) > 1):
+            _, dropped = self._kept.popitem(last=False)
+            num_bytes -= dropped.num_bytes
+
+    def _make_backend(self) -> Backend:
+        if self._name is StructuredBackend.XGRAMMAR:
+            from node.xgrammar_states import XgrammarBackend  # an extra
+
+            return XgrammarBackend(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        from node.guidance_states import GuidanceBackend
+
+        return GuidanceBackend(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
-def _compile(structured: StructuredOutput, tokenizer: Future[_Tokenizer]) -> LLMatcher:
-    """In its initial state. Raises ValueError, and InvalidRequest."""
-    known = tokenizer.result()
-    grammar = guidance_grammar(structured, known.special_tokens)
-    matcher = LLMatcher(known.tokens, grammar, log_level=0, limits=LIMITS)
-    if error := matcher.get_error():
-        raise ValueError(error)
-    return matcher
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    compiled: Future[GrammarState]
+    num_chars: int
+
+    @property
+    def num_bytes(self) -> int:
+        known = self.compiled.done() and self.compiled.exception() is None
+        return max(self.num_chars, self.compiled.result().num_bytes if known else 0)
 
 
-class GuidanceMatcher:
+class GrammarMatcher:
     """Implements `engine.token_matcher.TokenMatcher`. Keeps the output's tokens until it is compiled."""
 
-    def __init__(self, compiled: Future[LLMatcher], tokens: Iterable[int], state: LLMatcher | None = None) -> None:
+    def __init__(
+        self, compiled: Future[GrammarState], tokens: Iterable[int], state: GrammarState | None = None
+    ) -> None:
         """state: that of the matcher, which has accepted all but `tokens`."""
         self._compiled = compiled
         self._pending = list(tokens)
         self._state = state
+        self._run: list[int] = []  # the tokens that must come next, as far as they are known
 
     @property
     def ready(self) -> bool:
@@ -101,28 +153,40 @@ class GuidanceMatcher:
             return None
         if self._state is None and (error := self._compiled.exception()) is not None:
             return f"structured_outputs: {error}"
-        reason = self._current().get_error()
+        reason = self._current().error
         return f"structured_outputs: {reason}" if reason else None
 
     @property
     def finished(self) -> bool:
-        return self.error is None and self.ready and self._current().is_stopped()
+        return self.error is None and self.ready and self._current().finished
 
     def accept(self, token: int) -> None:
         self._pending.append(token)
+        self._run = self._run[1:] if self._run[:1] == [token] else []
 
-    def fork(self, tokens: Iterable[int] = ()) -> GuidanceMatcher:
-        state = self._state.deep_copy() if self._state is not None else None
-        return GuidanceMatcher(self._compiled, itertools.chain(self._pending, tokens), state)
+    def forced(self) -> list[int]:
+        return list(self._run)
+
+    def fork(self, tokens: Iterable[int] = ()) -> GrammarMatcher:
+        state = self._state.copy() if self._state is not None else None
+        return GrammarMatcher(self._compiled, itertools.chain(self._pending, tokens), state)
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        self._current().unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        """Also finds forced tokens, if there is a first one: that takes longer than a mask (20 us, 5 us), and a GPU
+        computes the forward meanwhile."""
+        state = self._current()
+        state.fill(mask)
+        self._run = state.forced() if _has_one_token(mask) else []
 
-    def _current(self) -> LLMatcher:
+    def _current(self) -> GrammarState:
         """The state after all tokens. Raises what compiling raised."""
         if self._state is None:
-            self._state = self._compiled.result().deep_copy()
+            self._state = self._compiled.result().copy()
         if self._pending:
             pending, self._pending = self._pending, []
-            self._state.consume_tokens(pending)
+            self._state.accept(pending)
         return self._state
+
+
+def _has_one_token(mask: NDArray[np.int32]) -> bool:
+    return np.count_nonzero(mask) == 1 and int(mask.view(np.uint32).max()).bit_count() == 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import kv_transfer
+from baton.structured_output import StructuredBackend
 from engine.model.memory import out_of_memory
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.staging import Staging
@@ -94,5 +95,6 @@ def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
     interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
     transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
     config = built.engine.config
-    grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake)
+    backend = StructuredBackend(settings.structured_outputs_backend)
+    grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake, backend)
     return Base(settings, built, staging, transport, new_incarnation(), grammars)

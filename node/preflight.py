@@ -7,6 +7,7 @@ import importlib.util
 import os
 import socket
 
+from baton import xgrammar_compiler
 from baton.address import HostPort
 from baton.telemetry.admin import read_key
 from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
@@ -25,6 +26,7 @@ def check(settings: NodeSettings) -> None:
     _check_model(settings)
     _check_device(settings)
     _check_transport(settings)
+    _check_structured_outputs(settings)
     _check_pool(settings)
 
 
@@ -73,6 +75,13 @@ def _check_transport(settings: NodeSettings) -> None:
     module, extra = _PACKAGES.get(transport, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise StartupError(f"--transport: {transport} needs the package {module}: pip install 'baton-serve[{extra}]'")
+
+
+def _check_structured_outputs(settings: NodeSettings) -> None:
+    if settings.structured_outputs_backend == "xgrammar" and not xgrammar_compiler.is_installed():
+        raise StartupError(
+            "--structured-outputs-backend: xgrammar needs the package xgrammar: pip install 'baton-serve[xgrammar]'"
+        )
 
 
 def _check_pool(settings: NodeSettings) -> None:

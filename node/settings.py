@@ -105,6 +105,12 @@ class NodeSettings(ClusterSettings):
         None, ge=1, description="bytes of the KV pool; unset: the share of the GPU that is left, on a CPU at most 1 GiB"
     )
 
+    structured_outputs_backend: Literal["guidance", "xgrammar"] = Field(
+        "guidance",
+        description="what compiles structured outputs, the same on all nodes: guidance; xgrammar (extra [xgrammar], "
+        "which the router needs too)",
+    )
+
     transport: Literal["ucx", "ipc", "nixl", "nccl"] = Field(
         "ucx",
         description="what carries KV blocks between nodes, the same on all: ucx; ipc (all on one host); "

@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from baton import xgrammar_compiler
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.messages import GenerationDefaults, NodeInfo
+from baton.structured_output import StructuredBackend
 from router.chat import ChatTemplate
 from router.tokenizer import Tokenizer, check_digest
 
@@ -33,6 +35,7 @@ class ServedModel:
     defaults: GenerationDefaults
     chat_template: str = ""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
 
 
 class Models:
@@ -71,8 +74,8 @@ class Models:
     def join(self, info: NodeInfo, tokenizer: Tokenizer) -> None:
         """The node is in use from now until `leave`.
 
-        Raises NodeUnavailable if it is already in use under another address, or serves another model than the nodes in
-        use.
+        Raises NodeUnavailable if it is already in use under another address, serves another model than the nodes in
+        use, or compiles structured outputs with another backend, or with one that is not installed here.
         """
         self._check(info)
         if self._model is None or not self._nodes:
@@ -88,12 +91,18 @@ class Models:
     def _check(self, info: NodeInfo) -> None:
         if info.incarnation in self._nodes:
             raise NodeUnavailable("is configured twice, under different addresses")
+        if info.structured_outputs_backend is StructuredBackend.XGRAMMAR and not xgrammar_compiler.is_installed():
+            lacking = "which this router cannot check: pip install 'baton-serve[xgrammar]'"
+            raise NodeUnavailable(f"compiles structured outputs with xgrammar, {lacking}")
         for node in self._nodes.values():
             if info.served_model_name != node.served_model_name:
                 what = f"{info.served_model_name!r}, while {node.node_id} serves {node.served_model_name!r}"
                 raise NodeUnavailable(f"serves model {what}")
             if info.tokenizer_digest != node.tokenizer_digest:
                 raise NodeUnavailable(f"has another tokenizer than {node.node_id}")
+            if info.structured_outputs_backend is not node.structured_outputs_backend:
+                own, other = info.structured_outputs_backend.value, node.structured_outputs_backend.value
+                raise NodeUnavailable(f"compiles structured outputs with {own}, but {node.node_id} with {other}")
 
     def _limited(self, model: ServedModel) -> ServedModel:
         return dataclasses.replace(model, max_model_len=min(node.max_model_len for node in self._nodes.values()))
@@ -118,4 +127,5 @@ def _model_of(info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
         chat_template=info.chat_template,
         special_tokens=info.special_tokens,
         defaults=info.generation_defaults,
+        structured_outputs_backend=info.structured_outputs_backend,
     )

@@ -127,7 +127,7 @@ class Service:
         The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
-            await self._grammars.check(structured)
+            await self._grammars.check(structured, model)
         prompts = await self.tokenize(model, wanted)
         admitted.resize(sum(map(len, prompts)))
         bad_words = await self._bad_words(model, wanted.bad_words)

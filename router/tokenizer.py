@@ -40,6 +40,10 @@ class Tokenizer:
         self._byte_level = _is_byte_level(decoder)
         self._byte_fallback = not self._byte_level and "ByteFallback" in _kinds(decoder)
 
+    def to_json(self) -> str:
+        """An equal `tokenizer.json`."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> tuple[int, ...]:
         """Token ids of a text; of more than `most` tokens the last ones, beside the special tokens around them."""
         if most is None:

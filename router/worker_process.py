@@ -30,9 +30,9 @@ class WorkerProcess:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    async def started(self) -> bool:
-        """Whether it is ready, in time. Call it first, and once."""
-        return bool(await self.answer("", _START_S))
+    async def started(self, setup: str = "") -> bool:
+        """Whether it is ready, in time. Call it first, and once. setup: its first line, if it wants one."""
+        return bool(await self.answer(setup, _START_S))
 
     async def answer(self, question: str, timeout_s: float) -> str:
         """Its next line, after the question if that is not empty; one at a time. Empty: none came in time, and it is

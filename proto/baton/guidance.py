@@ -27,12 +27,17 @@ def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, 
             try:
                 return LLMatcher.grammar_from_json_schema(structured.text)
             except ValueError as error:
-                raise InvalidRequest(f"structured_outputs: {error}", "structured_outputs") from None
+                raise InvalidRequest(str(error), "structured_outputs") from None
         case StructuredKind.REGEX:
             return LLMatcher.grammar_from_regex(structured.text)
         case StructuredKind.CHOICE:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, structured.choices())))
         case StructuredKind.GRAMMAR:
+            if structured.is_gbnf:
+                raise InvalidRequest(
+                    "llguidance takes grammars in its variant of Lark, `start: ...`, not in GBNF",
+                    "structured_outputs",
+                )
             return LLMatcher.grammar_from_lark(structured.text)
         case StructuredKind.STRUCTURAL_TAG:
             return structural_grammar(load_structural_tag(structured.text), special_tokens)

@@ -20,6 +20,7 @@ from baton.block_hash import BlockHash
 from baton.errors import BatonError
 from baton.layout import KvLayout
 from baton.sampling import FinishReason, SamplingParams
+from baton.structured_output import StructuredBackend
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -368,6 +369,7 @@ class NodeInfo:
     vocab_size: int
     protocol_version: int = PROTOCOL_VERSION
     version: str = ""
+    structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ ALL_NAMES = frozenset(
         "ssl_certfile",
         "ssl_keyfile",
         "step_timeout",
+        "structured_outputs_backend",
         "timings",
         "tool_call_parser",
         "transfer_interface",

@@ -4,12 +4,16 @@ tag."""
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
+import re
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
 
 MAX_STRUCTURED_CHARS = 256 * 1024
+
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 class StructuredKind(enum.Enum):
@@ -23,10 +27,17 @@ class StructuredKind(enum.Enum):
     STRUCTURAL_TAG = "structural_tag"
 
 
+class StructuredBackend(enum.Enum):
+    """What compiles it. The values are vLLM's names."""
+
+    GUIDANCE = "guidance"
+    XGRAMMAR = "xgrammar"
+
+
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """One constraint. `text`, by kind: a JSON schema; nothing; a regular expression; a JSON list of strings; a grammar
-    in Lark's form; a structural tag in JSON. Raises InvalidRequest for a text that is too long."""
+    in the form of the backend; a structural tag in JSON. Raises InvalidRequest for a text that is too long."""
 
     kind: StructuredKind
     text: str = ""
@@ -38,6 +49,16 @@ class StructuredOutput:
                 f"{MAX_STRUCTURED_CHARS}",
                 "structured_outputs",
             )
+
+    @property
+    def digest(self) -> bytes:
+        """Stands for it where many are remembered: a text may be long."""
+        return hashlib.blake2b(f"{self.kind.value}:{self.text}".encode(errors="surrogatepass"), digest_size=16).digest()
+
+    @property
+    def is_gbnf(self) -> bool:
+        """Whether this grammar has a rule in GBNF, `name ::= ...`, which no grammar in Lark's form has."""
+        return _GBNF_RULE.search(self.text) is not None
 
     def choices(self) -> list[str]:
         """Of kind CHOICE. Raises InvalidRequest."""

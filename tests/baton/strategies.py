@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from baton import errors, messages
 from baton.layout import KvLayout, LayerKv
 from baton.sampling import FinishReason, SamplingParams
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
 
 uint32 = st.integers(0, 2**32 - 1)
 some32 = st.integers(1, 2**32 - 1)
@@ -191,4 +191,5 @@ node_info = st.builds(
     vocab_size=st.integers(1, 2**31),
     protocol_version=uint32,
     version=text,
+    structured_outputs_backend=st.sampled_from(StructuredBackend),
 )

@@ -35,6 +35,9 @@ class Ends:
     def accept(self, token: int) -> None:
         self.tokens.append(token)
 
+    def forced(self) -> list[int]:
+        return []
+
     def fork(self, tokens: Iterable[int] = ()) -> Ends:
         other = Ends(self.after, self.ready, self.breaks_at)
         other.tokens = [*self.tokens, *tokens]
@@ -122,10 +125,13 @@ def test_a_running_sequence_is_in_no_step_until_its_matcher_is_ready() -> None:
 def test_an_error_of_a_matcher_comes_with_the_token() -> None:
     engine, _ = make()
     engine.add(seq := constrained(Ends(after=9, breaks_at=11)))
-    errors = []
-    while not any(errors):
-        errors += [token.error for token in engine.compute(engine.schedule(0.0)).sampled]
-    assert errors == [None, "broken"]
+    engine.add(sequence(5, first=30, max_tokens=20))
+    failed, num_sampled = [], 0
+    while not failed:
+        result = engine.compute(engine.schedule(0.0))
+        failed, num_sampled = result.failed, num_sampled + len(result.sampled)
+    assert [(token.sequence, token.token, token.error) for token in failed] == [(seq, 11, "broken")]
+    assert num_sampled == 4
     engine.release(seq)
 
 

@@ -1,4 +1,4 @@
-"""Matchers of llguidance: masks, states that any node can rebuild, and compiling beside the engine."""
+"""Matchers of both backends: masks, states that any node can rebuild, and compiling beside the engine."""
 
 from __future__ import annotations
 
@@ -10,26 +10,51 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from baton.structured_output import StructuredKind, StructuredOutput
-from node.grammars import Grammars, GuidanceMatcher
+from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
+from node import grammars
+from node.grammars import GrammarMatcher, Grammars
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 VOCAB_SIZE = 4096
 EOS = json.loads((CHECKPOINT / "generation_config.json").read_text())["eos_token_id"]
+EOS_IDS = [EOS] if isinstance(EOS, int) else EOS
 WAIT_S = 30.0
 
 DIGITS = StructuredOutput(StructuredKind.REGEX, "[0-9]{2,4}")
 WORDS = StructuredOutput(StructuredKind.CHOICE, '["ab", "abc", "d\\n\\""]')
+RECORD = StructuredOutput(
+    StructuredKind.JSON,
+    '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]}',
+)
+OBJECT = StructuredOutput(StructuredKind.JSON_OBJECT)
+TAG = StructuredOutput(
+    StructuredKind.STRUCTURAL_TAG,
+    json.dumps(
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "sequence",
+                "elements": [
+                    {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]+"}, "end": "</a>"},
+                    {"type": "json_schema", "json_schema": json.loads(RECORD.text)},
+                ],
+            },
+        }
+    ),
+)
+LARK = StructuredOutput(StructuredKind.GRAMMAR, 'start: "x" D+\nD: /[0-9]/')
+GBNF = StructuredOutput(StructuredKind.GRAMMAR, 'root ::= "x" d+\nd ::= [0-9]')
 
 
 class Compiler:
-    def __init__(self) -> None:
+    def __init__(self, backend: StructuredBackend) -> None:
         self.woken = threading.Event()
         tokenizer = (CHECKPOINT / "tokenizer.json").read_bytes()
         self.tokenizer = Tokenizer.from_str(tokenizer.decode())
-        self.grammars = Grammars(tokenizer, VOCAB_SIZE, [EOS] if isinstance(EOS, int) else EOS, self.woken.set)
+        self.grammars = Grammars(tokenizer, VOCAB_SIZE, EOS_IDS, self.woken.set, backend)
+        self.backend = backend
 
-    def __call__(self, structured: StructuredOutput, text: str = "") -> GuidanceMatcher:
+    def __call__(self, structured: StructuredOutput, text: str = "") -> GrammarMatcher:
         """A matcher that is ready, and has accepted the text."""
         matcher = self.grammars.matcher(structured, self.ids(text))
         while not matcher.ready:
@@ -41,18 +66,20 @@ class Compiler:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def allowed(self, matcher: GuidanceMatcher) -> set[int]:
+    def allowed(self, matcher: GrammarMatcher) -> set[int]:
         mask = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
         matcher.fill(mask)
         return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
-    def texts(self, matcher: GuidanceMatcher) -> set[str]:
+    def texts(self, matcher: GrammarMatcher) -> set[str]:
         return {self.tokenizer.decode([token], skip_special_tokens=False) for token in self.allowed(matcher)}
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
+@pytest.fixture(scope="module", params=list(StructuredBackend), ids=lambda backend: backend.value)
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    if request.param is StructuredBackend.XGRAMMAR:
+        pytest.importorskip("xgrammar", reason="the extra [xgrammar] is not installed")
+    return Compiler(request.param)
 
 
 def test_a_mask_has_exactly_what_may_follow(compiler: Compiler) -> None:
@@ -63,6 +90,16 @@ def test_a_mask_has_exactly_what_may_follow(compiler: Compiler) -> None:
     assert {text for text in after_three if text.isdecimal()} == set("0123456789")
 
 
+def test_an_end_is_allowed_where_the_output_may_end_and_no_special_token_anywhere(compiler: Compiler) -> None:
+    special = {t for t, added in compiler.tokenizer.get_added_tokens_decoder().items() if added.special}
+    for text, may_end in (("", False), ("1", False), ("12", True), ("123", True)):
+        allowed = compiler.allowed(compiler(DIGITS, text))
+        assert allowed & special == (set(EOS_IDS) if may_end else set()), text
+    inside = compiler.allowed(compiler(OBJECT, '{"a": "'))
+    assert len(inside) > 1000
+    assert not inside & special
+
+
 def test_it_is_finished_when_nothing_may_follow(compiler: Compiler) -> None:
     assert not compiler(DIGITS, "12").finished
     assert compiler(DIGITS, "1234").finished
@@ -71,17 +108,77 @@ def test_it_is_finished_when_nothing_may_follow(compiler: Compiler) -> None:
     assert compiler(WORDS, 'd\n"').finished
 
 
-def test_a_rebuilt_or_forked_matcher_is_where_the_first_one_is(compiler: Compiler) -> None:
-    structured = StructuredOutput(StructuredKind.JSON, '{"type": "object", "properties": {"a": {"type": "integer"}}}')
-    text = '{"a": 12'
+def test_it_is_finished_by_an_end_where_more_could_follow(compiler: Compiler) -> None:
+    matcher = compiler(DIGITS, "12")
+    matcher.accept(EOS_IDS[0])
+    assert matcher.error is None
+    assert matcher.finished
+
+
+@pytest.mark.parametrize(
+    ("structured", "text", "also"),
+    [
+        (RECORD, '{"a": 12, "b": "c d"}', {"}", ","}),
+        (OBJECT, '{"k": [1, {"l": null}]}', {"}", ","}),
+        (DIGITS, "12", {"3"}),
+        (WORDS, "ab", {"c"}),
+        (TAG, '<a>12</a>{"a": 12, "b": "c d"', {"}"}),
+    ],
+)
+def test_a_rebuilt_or_forked_matcher_is_where_the_first_one_is(
+    compiler: Compiler, structured: StructuredOutput, text: str, also: set[str]
+) -> None:
     stepped = compiler(structured)
-    for end, token in enumerate(compiler.ids(text)):
+    ids = compiler.ids(text)
+    for end, token in enumerate(ids):
         assert token in compiler.allowed(stepped)
         before, had = stepped.fork(), compiler.allowed(stepped)
         stepped.accept(token)
         assert compiler.allowed(before) == had
-        rebuilt = compiler.grammars.matcher(structured, compiler.ids(text)[: end + 1])
-        assert compiler.allowed(rebuilt) == compiler.allowed(stepped) == compiler.allowed(before.fork([token]))
+        rebuilt = compiler.grammars.matcher(structured, ids[: end + 1])
+        forked = before.fork([token])
+        assert compiler.allowed(rebuilt) == compiler.allowed(stepped) == compiler.allowed(forked)
+        assert rebuilt.finished == stepped.finished == forked.finished == (stepped.finished and end + 1 == len(ids))
+    assert stepped.error is None
+
+
+def test_tokens_that_are_forced_are_the_only_ones_that_masks_allow(compiler: Compiler) -> None:
+    named = '{"type": "object", "properties": {"long_name": {"const": "and value"}}, "required": ["long_name"]}'
+    structured = StructuredOutput(StructuredKind.JSON, named.replace("}}, ", '}}, "additionalProperties": false, '))
+    found = []
+    for text in ("", "{", '{"', '{"long', '{"long_name"', '{"long_name": "and'):
+        matcher = compiler(structured, text)
+        assert matcher.forced() == [], "nothing is known before a mask"
+        (first, *_) = compiler.allowed(matcher)
+        matcher.accept(first)
+        found += matcher.forced()
+        for token in matcher.forced():
+            assert compiler.allowed(matcher) == {token}
+            matcher.accept(token)
+        assert matcher.error is None
+    assert bool(found) == (compiler.backend is StructuredBackend.GUIDANCE)
+
+
+def test_a_token_that_was_not_forced_ends_the_run(compiler: Compiler) -> None:
+    matcher = compiler(StructuredOutput(StructuredKind.REGEX, "abcdefgh 12345678"))
+    (first, *_) = compiler.allowed(matcher)
+    matcher.accept(first + 1)
+    assert matcher.forced() == []
+    assert matcher.error
+
+
+def test_schemas_within_structural_tags_are_checked(compiler: Compiler) -> None:
+    broken = {"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}}
+    text = json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": [broken]}})
+    assert "uniqueItems" in (compiler(StructuredOutput(StructuredKind.STRUCTURAL_TAG, text)).error or "")
+
+
+def test_each_backend_has_its_own_form_of_grammars(compiler: Compiler) -> None:
+    known, other = (LARK, GBNF) if compiler.backend is StructuredBackend.GUIDANCE else (GBNF, LARK)
+    assert compiler.texts(compiler(known)) == {"x"}
+    assert compiler(known, "x1").error is None
+    form = "Lark" if known is LARK else "GBNF"
+    assert form in (compiler(other).error or "")
 
 
 def test_what_cannot_be_compiled_is_ready_and_says_why(compiler: Compiler) -> None:
@@ -89,6 +186,12 @@ def test_what_cannot_be_compiled_is_ready_and_says_why(compiler: Compiler) -> No
     assert "frob" in (matcher.error or "")
     assert not matcher.finished
     assert "frob" in (matcher.fork([1]).error or "")
+    for structured in (
+        StructuredOutput(StructuredKind.JSON, '{"type": '),
+        StructuredOutput(StructuredKind.REGEX, "(a"),
+        StructuredOutput(StructuredKind.CHOICE, "[]"),
+    ):
+        assert compiler(structured).error
 
 
 def test_a_token_that_does_not_match_is_an_error_and_no_end(compiler: Compiler) -> None:
@@ -97,6 +200,13 @@ def test_a_token_that_does_not_match_is_an_error_and_no_end(compiler: Compiler) 
     matcher.accept(compiler.ids("x")[-1])
     assert matcher.error is not None
     assert not matcher.finished
+    assert matcher.fork([compiler.ids("1")[-1]]).error is not None
+
+
+def test_the_same_text_of_another_kind_is_another_constraint(compiler: Compiler) -> None:
+    text = '["ab"]'
+    assert '"' not in compiler.texts(compiler(StructuredOutput(StructuredKind.CHOICE, text)))
+    assert '"' in compiler.texts(compiler(StructuredOutput(StructuredKind.REGEX, text)))
 
 
 def test_one_that_is_known_is_ready_at_once(compiler: Compiler) -> None:
@@ -109,3 +219,24 @@ def test_a_fork_of_one_that_is_not_compiled_yet_has_its_tokens(compiler: Compile
     fork = compiler.grammars.matcher(structured, compiler.ids("12")).fork(compiler.ids("345"))
     compiler(structured)
     assert fork.finished
+
+
+def test_what_is_kept_is_bounded_in_number_and_size(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_NUM_KEPT", 3)
+    monkeypatch.setattr(grammars, "_BYTES_KEPT", 2**30)
+    for length in range(1, 6):
+        compiler(StructuredOutput(StructuredKind.REGEX, "a" * length))
+    assert len(compiler.grammars._kept) == 3
+    monkeypatch.setattr(grammars, "_BYTES_KEPT", 1)
+    newest = StructuredOutput(StructuredKind.REGEX, "a" * 6)
+    compiler(newest)
+    assert list(compiler.grammars._kept) == [newest.digest]
+    assert all(len(digest) == 16 for digest in compiler.grammars._kept)
+
+
+@pytest.mark.parametrize(
+    ("words", "one"),
+    [([0, 8, 0], True), ([0, -(2**31), 0], True), ([0, 9, 0], False), ([8, 8, 0], False), ([-1, 0, 0], False)],
+)
+def test_masks_of_one_token(words: list[int], one: bool) -> None:
+    assert grammars._has_one_token(np.array(words, np.int32)) == one

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton import xgrammar_compiler
 from engine.checkpoint import local_folder
 from node import preflight
 from node.errors import StartupError
@@ -80,6 +81,14 @@ def test_a_pool_beyond_this_machines_memory(folder: Path, monkeypatch: pytest.Mo
 def test_a_transports_package_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(preflight._PACKAGES, "nixl", ("no_such_package", "nixl"))
     assert told(folder, transport="nixl").endswith("needs the package no_such_package: pip install 'baton-serve[nixl]'")
+
+
+def test_a_backend_of_structured_outputs_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xgrammar_compiler, "is_installed", lambda: False)
+    says = told(folder, structured_outputs_backend="xgrammar")
+    assert says.endswith("needs the package xgrammar: pip install 'baton-serve[xgrammar]'")
+    monkeypatch.setattr(xgrammar_compiler, "is_installed", lambda: True)
+    preflight.check(NodeSettings(model=str(folder), structured_outputs_backend="xgrammar"))
 
 
 def test_an_admin_key_that_is_not_there(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from baton.errors import (
     RequestCancelled,
 )
 from baton.messages import Abort, Adopted, AttemptId, Commit, End, Refuse, Release, SampleEnd
+from baton.structured_output import StructuredKind, StructuredOutput
 from node.events import Draining, FromPeer, FromRouter, PeerOpened, SessionLost
+from tests.engine.test_token_matchers import Ends
 from tests.protocol.decoding import PEER, PROMPT, SAMPLING, WORK, Decoding
 from tests.protocol.fake_model import expected_output
 from tests.protocol.network import EPOCH
@@ -359,3 +362,20 @@ def test_the_deadline_is_what_the_commit_says_is_left(decoding: Decoding) -> Non
     decoding.world.now = 23.0
     decoding.turn()
     assert ends(decoding) == [DeadlineExceeded]
+
+
+class Breaks:
+    """Stands for `Grammars`: its matchers break at the output's third token."""
+
+    def matcher(self, structured: StructuredOutput, output: Iterable[int] = ()) -> Ends:
+        matcher = Ends(after=MAX_MODEL_LEN, breaks_at=WANT[0][2])
+        return matcher.fork(output)
+
+
+def test_an_output_that_no_token_can_follow_ends_its_request(decoding: Decoding) -> None:
+    decoding.core._grammars = Breaks()  # type: ignore[assignment]
+    structured = StructuredOutput(StructuredKind.REGEX, "a")
+    hand_over(decoding, sampling=dataclasses.replace(SAMPLING, structured_outputs=structured))
+    decoding.run()
+    assert ends(decoding) == [InternalError]
+    assert decoding.core.idle

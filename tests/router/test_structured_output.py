@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.structured_output import MAX_STRUCTURED_CHARS, StructuredKind, StructuredOutput
+from baton.messages import GenerationDefaults
+from baton.structured_output import MAX_STRUCTURED_CHARS, StructuredBackend, StructuredKind, StructuredOutput
 from router.grammars import GrammarChecker
+from router.models import ServedModel
 from router.structured_output import structured_output_of
+from router.tokenizer import Tokenizer
+
+CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 
 SCHEMA = {"type": "integer"}
 AS_JSON = StructuredOutput(StructuredKind.JSON, '{"type":"integer"}')
@@ -77,34 +83,79 @@ def test_mistakes_are_named(said: dict[str, Any], param: str, says: str) -> None
     assert says in refused.value.message
 
 
+def served(backend: StructuredBackend) -> ServedModel:
+    tokenizer = Tokenizer((CHECKPOINT / "tokenizer.json").read_bytes())
+    defaults = GenerationDefaults((0,))
+    return ServedModel("m", 64, 4096, tokenizer, None, defaults, structured_outputs_backend=backend)
+
+
+class Checker(GrammarChecker):
+    """For one model."""
+
+    def __init__(self, backend: StructuredBackend) -> None:
+        super().__init__()
+        self.model = served(backend)
+
+    async def says(self, structured: StructuredOutput) -> None:
+        await self.check(structured, self.model)
+
+
 @pytest.fixture
-async def checker() -> AsyncIterator[GrammarChecker]:
-    checker = GrammarChecker()
+async def checker() -> AsyncIterator[Checker]:
+    checker = Checker(StructuredBackend.GUIDANCE)
     yield checker
     checker.close()
 
 
-async def test_a_hostile_schema_is_refused_in_time_and_the_next_is_served(checker: GrammarChecker) -> None:
-    await checker.check(AS_JSON)  # starts the process
+async def test_a_hostile_schema_is_refused_in_time_and_the_next_is_served(checker: Checker) -> None:
+    await checker.says(AS_JSON)  # starts the process
     first = checker._worker
     hostile = StructuredOutput(StructuredKind.JSON, json.dumps(HOSTILE))
     began = asyncio.get_running_loop().time()
     with pytest.raises(InvalidRequest, match="within 1 s"):
-        await checker.check(hostile)
+        await checker.says(hostile)
     with pytest.raises(InvalidRequest, match="within 1 s"):
-        await checker.check(hostile)  # remembered
+        await checker.says(hostile)  # remembered
     assert asyncio.get_running_loop().time() - began < 1.9
     assert first is not None
     assert first.ended
-    await asyncio.gather(*(checker.check(StructuredOutput(StructuredKind.REGEX, "a" * n)) for n in range(1, 9)))
+    await asyncio.gather(*(checker.says(StructuredOutput(StructuredKind.REGEX, "a" * n)) for n in range(1, 9)))
     assert checker._worker is not first
 
 
-async def test_a_process_that_dies_is_started_again_and_answers_are_remembered(checker: GrammarChecker) -> None:
-    await checker.check(AS_JSON)
+async def test_a_process_that_dies_is_started_again_and_answers_are_remembered(checker: Checker) -> None:
+    await checker.says(AS_JSON)
     assert checker._worker is not None
     checker._worker.end()
-    await checker.check(AS_JSON)
+    await checker.says(AS_JSON)
     assert checker._worker.ended, "what is known needs no process"
     with pytest.raises(InvalidRequest, match="regex"):
-        await checker.check(StructuredOutput(StructuredKind.REGEX, "(a"))
+        await checker.says(StructuredOutput(StructuredKind.REGEX, "(a"))
+
+
+async def test_a_long_text_is_remembered_by_its_digest_alone(checker: Checker) -> None:
+    await checker.says(StructuredOutput(StructuredKind.REGEX, "a" * 10_000))
+    with pytest.raises(InvalidRequest) as refused:
+        await checker.says(StructuredOutput(StructuredKind.GRAMMAR, "start: " + "?" * 10_000))
+    assert len(repr(checker._known)) < 5_000
+    assert len(refused.value.message) < 3_000
+
+
+@pytest.mark.timeout(60)
+async def test_xgrammar_checks_with_the_model_s_own_vocabulary() -> None:
+    pytest.importorskip("xgrammar", reason="the extra [xgrammar] is not installed")
+    checker = Checker(StructuredBackend.XGRAMMAR)
+    try:
+        await checker.says(AS_JSON)
+        for text, reason in (('{"uniqueItems": true}', "does not enforce `uniqueItems`"), ('{"type": "frob"}', "frob")):
+            with pytest.raises(InvalidRequest, match=reason):
+                await checker.says(StructuredOutput(StructuredKind.JSON, text))
+        with pytest.raises(InvalidRequest, match="GBNF"):
+            await checker.says(StructuredOutput(StructuredKind.GRAMMAR, 'start: "a"'))
+        first = checker._worker
+        checker.model = served(StructuredBackend.GUIDANCE)
+        await checker.says(StructuredOutput(StructuredKind.GRAMMAR, 'start: "a"'))
+        assert first is not None
+        assert first.ended, "each backend has a process of its own"
+    finally:
+        checker.close()

@@ -9,6 +9,7 @@ from dataclasses import fields
 from baton.audit import KvAudit, KvBlock, KvHolder, KvSlot
 from baton.errors import InvalidRequest
 from baton.messages import GenerationDefaults, NodeInfo, NodeRole
+from baton.structured_output import StructuredBackend
 from baton.v1 import common_pb2, node_pb2
 from baton.wire import values
 from baton.wire.limits import MAX_NAME_CHARS, MAX_SPECIAL_TOKENS, MAX_TEMPLATE_CHARS, MAX_TOKEN_IDS
@@ -40,6 +41,7 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
         generation_defaults=_write_defaults(info.generation_defaults),
         vocab_size=info.vocab_size,
         version=info.version,
+        structured_outputs_backend=info.structured_outputs_backend.value,
     )
 
 
@@ -69,7 +71,18 @@ def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
         vocab_size=wire.vocab_size,
         protocol_version=wire.protocol_version,
         version=values.read_text(wire.version, "version"),
+        structured_outputs_backend=_read_backend(wire.structured_outputs_backend),
     )
+
+
+def _read_backend(name: str) -> StructuredBackend:
+    try:
+        return StructuredBackend(name) if name else StructuredBackend.GUIDANCE
+    except ValueError:
+        shown = repr(name[:MAX_NAME_CHARS])
+        raise InvalidRequest(
+            f"structured outputs backend {shown} is not known here", "structured_outputs_backend"
+        ) from None
 
 
 def _read_template(text: str) -> str:

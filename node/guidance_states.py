@@ -1,0 +1,58 @@
+"""Outputs in grammars that llguidance compiled (https://github.com/guidance-ai/llguidance)."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from baton.guidance import LIMITS, guidance_grammar
+from baton.structured_output import StructuredOutput
+
+
+class GuidanceBackend:
+    """Implements `node.grammars.Backend`."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
+        """Takes a second for a large vocabulary."""
+        added = json.loads(tokenizer).get("added_tokens") or []
+        self._special_tokens = {token["content"]: token["id"] for token in added if token.get("special")}
+        self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+
+    def compile(self, structured: StructuredOutput) -> GuidanceState:
+        grammar = guidance_grammar(structured, self._special_tokens)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        if error := matcher.get_error():
+            raise ValueError(error)
+        return GuidanceState(matcher)
+
+
+class GuidanceState:
+    """Implements `node.grammars.GrammarState`."""
+
+    num_bytes = 0
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def error(self) -> str | None:
+        return self._matcher.get_error() or None
+
+    @property
+    def finished(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def accept(self, tokens: list[int]) -> None:
+        self._matcher.consume_tokens(tokens)
+
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def copy(self) -> GuidanceState:
+        return GuidanceState(self._matcher.deep_copy())
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
