@@ -19,7 +19,7 @@ from router.http.answers import dump_json, raw_json_response
 from router.http.body import BodyReader
 from router.http.chunks import ChunkEvents
 from router.http.limits import HttpLimits
-from router.http.logprobs import ChatLogprobs, CompletionLogprobs, token_text
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_shape, token_text
 from router.http.responses import EventResponse, WholeResponse
 from router.http.schemas import (
     ChatRequest,
@@ -74,7 +74,8 @@ class GenerateRoutes:
             wanted = body.wanted(request_id, prompt)
             if reading is not None and reading.keeps_special_tokens:
                 wanted = dataclasses.replace(wanted, skip_special_tokens=False)
-            shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading)
+            prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
+            shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading, prompts)
             return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def completion(self, request: Request) -> Response:
@@ -84,9 +85,11 @@ class GenerateRoutes:
         wanted = body.wanted(request_id_of(request, body.request_id))
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
             echoes = await self._echoes(model, wanted) if body.echo else {}
-            logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids))
+            num_echoed = body.logprobs if body.echo else None
+            logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids), num_echoed)
             shown = None if body.logprobs is None else logprobs
-            shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes)
+            prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
+            shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes, prompts)
             return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def models(self) -> JSONResponse:
