@@ -113,7 +113,8 @@ def test_a_preempted_sequence_reports_each_token_once() -> None:
     """Its prompt is computed again from the first token on, though the cache has it, until all are reported."""
     engine, _ = counting.make(num_blocks=17, max_num_batched_tokens=8, async_scheduling=True)
     old = counting.sequence(16, max_tokens=40, ignore_eos=True)
-    young = counting.sequence(43, first=10, max_tokens=4, ignore_eos=True, num_prompt_logprobs=0)
+    young = counting.sequence(43, first=10, max_tokens=4, ignore_eos=True)
+    young.num_prompt_logprobs = 0
     engine.add(old)
     engine.add(young)
     results = counting.run(engine)

@@ -120,7 +120,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("completions", {"prompt": [7] * 128}, 400, "prompt", "maximum context length is 128 tokens"),
         ("completions", {"prompt": "x", "best_of": 2}, 400, "best_of", "not supported"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
-        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+        ("completions", {"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs", "in [0, 20]"),
         ("completions", {"prompt": "x", "logprobs": True}, 400, "logprobs", "integer"),
     ],
 )
