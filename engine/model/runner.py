@@ -148,19 +148,20 @@ class TorchModelRunner:
             logits = self._graphs.run(chunks, rows, marks)
             if logits is not None:
                 return logits
-        if self.model.device.type == "cpu":
-            self._clear_fresh_blocks(chunks)
-        return self._forward(batch.build(chunks, rows, self._state), marks)
+        return self._forward(self._inputs(chunks, rows), marks)
 
     def _score(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None) -> tuple[Tensor, list[Scored]]:
         """As `_logits`, without graphs, and the logprobs of prompts."""
-        if self.model.device.type == "cpu":
-            self._clear_fresh_blocks(chunks)
-        inputs = batch.build(chunks, rows, self._state)
+        inputs = self._inputs(chunks, rows)
         with self._hidden_states.kept() as hidden:
             logits = self._forward(inputs, marks)
         head = self._hidden_states.head(_arguments(inputs))
         return logits, prompt_logprobs.score(chunks, hidden[0], head, self._config.vocab_size)
+
+    def _inputs(self, chunks: Seq[Chunk], rows: list[int]) -> ModelInputs:
+        if self.model.device.type == "cpu":
+            self._clear_fresh_blocks(chunks)
+        return batch.build(chunks, rows, self._state)
 
     def _forward(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
         self._step.batch, self._step.slot_mapping, self._step.marks = inputs.paged, inputs.slot_mapping, marks
