@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.messages import TokenLogprobs
 from baton_llm.prompts import Encoded
 from router.answer import Delta
+from router.prompt_logprobs import ScoredPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answers to one prompt. `prompt`: None where token ids were given. `num_cached_tokens`: prompt tokens that did
-    not have to be computed, known at the end."""
+    not have to be computed, known at the end. `prompt_logprobs`, if asked for and known: a dict for each token of the
+    prompt, by token id, the token itself first; None for the first token, which has none."""
 
     request_id: str
     prompt: str | None
@@ -49,6 +51,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 TokenText = Callable[[int], str | None]
@@ -60,10 +63,14 @@ class Collector:
     def __init__(self, request_id: str, prompt: Encoded, n: int, with_logprobs: bool, token_text: TokenText) -> None:
         self._request_id = request_id
         self._prompt = prompt
+        self._token_text = token_text
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._answers = [_Answer(index, with_logprobs, token_text) for index in range(n)]
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
+            if delta.prompt is not None and self._prompt_logprobs is None:
+                self._prompt_logprobs = _of_prompt(delta.prompt, self._token_text)
             self._answers[delta.index].add(delta)
 
     @property
@@ -83,6 +90,7 @@ class Collector:
             outputs=[answer.output() for answer in self._answers],
             finished=finished,
             num_cached_tokens=num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 
@@ -122,3 +130,15 @@ class _Answer:
 def _by_token(chosen: int, entry: TokenLogprobs, token_text: TokenText) -> dict[int, Logprob]:
     top = {token: Logprob(value, rank, token_text(token)) for rank, (token, value) in enumerate(entry.top, 1)}
     return {chosen: top.pop(chosen, Logprob(entry.logprob, None, token_text(chosen))), **top}
+
+
+def _of_prompt(prompt: ScoredPrompt, token_text: TokenText) -> list[dict[int, Logprob] | None]:
+    told: list[dict[int, Logprob] | None] = []
+    for token_id, score in prompt.scores():
+        if score is None:
+            told.append(None)
+            continue
+        own = {token_id: Logprob(score.logprob, score.rank, token_text(token_id))}
+        top = {other: Logprob(value, rank, token_text(other)) for rank, (other, value) in enumerate(score.top, 1)}
+        told.append({**own, **top} | own)
+    return told

@@ -6,6 +6,7 @@ gRPC, not HTTP: it sends the ids and logprobs of tokens as numbers, and streams 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,12 +26,14 @@ from baton.errors import (
     Overloaded,
     RequestCancelled,
 )
+from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
 from baton_llm.prompts import Encoded, Input
 from baton_llm.sampling_params import SamplingParams
 from router.answer import Delta
 from router.generation_request import SEED_SPACE, GenerationRequest
+from router.prompt_logprobs import ScoredPrompt
 
 _MAX_IN_FLIGHT = 256
 _CONNECT_S = 10.0
@@ -101,11 +104,19 @@ class RemoteBackend:
 
     async def generate(self, request: GenerationRequest, take: Callable[[Sequence[Delta]], None]) -> int:
         call = self._stub.Generate(_message(request, self._model), metadata=self._metadata)
+        scored = "num_prompt_logprobs" in request.sampling
+        pieces: list[PromptLogprobs] = []
         try:
             async for answer in call:
                 match answer.WhichOneof("event"):
+                    case "prompt_logprobs":
+                        pieces.append(wire.read_prompt_logprobs(answer.prompt_logprobs))
                     case "delta":
-                        take([_delta(answer.delta)])
+                        delta = _delta(answer.delta)
+                        if scored:
+                            scored = False
+                            delta = replace(delta, prompt=_scored(request, pieces))
+                        take([delta])
                     case "finished":
                         return int(answer.finished.usage.num_cached_tokens)
         except grpc.aio.AioRpcError as error:
@@ -145,6 +156,7 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
     assert not isinstance(prompt, str)
     sampling = dict(request.sampling)
     logprobs = sampling.pop("num_logprobs", None)
+    prompt_logprobs = sampling.pop("num_prompt_logprobs", None)
     if "seed" in sampling:  # an int64 there, of which the router takes the remainder by 2^64
         sampling["seed"] = (sampling["seed"] + SEED_SPACE // 2) % SEED_SPACE - SEED_SPACE // 2
     if "structured_outputs" in sampling:
@@ -154,6 +166,7 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
         prompt_tokens=pb.TokenIds(ids=wire.pack_tokens(prompt)),
         n=request.n,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
@@ -161,6 +174,16 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
         bad_words=request.bad_words,
         **sampling,
     )
+
+
+def _scored(request: GenerationRequest, pieces: Sequence[PromptLogprobs]) -> ScoredPrompt:
+    """Raises InternalError if the pieces are not those of the prompt."""
+    [prompt] = request.prompts
+    assert not isinstance(prompt, str)
+    ends = [1, *(piece.end_index for piece in pieces)]
+    if [piece.first_index for piece in pieces] != ends[:-1] or ends[-1] != len(prompt):
+        raise InternalError("the router's prompt_logprobs are not those of the prompt's tokens")
+    return ScoredPrompt(prompt, tuple(pieces))
 
 
 def _delta(delta: pb.GenerationDelta) -> Delta:

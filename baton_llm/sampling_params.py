@@ -14,7 +14,7 @@ from router.structured_output import structured_output_of
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _WHOLE = ("n", "top_k", "min_tokens")
-_WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs")
+_WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 _TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
 
@@ -27,8 +27,8 @@ class SamplingParams:
     context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely too. stop:
     texts that end an answer, of which they are no part unless `include_stop_str_in_output`. structured_outputs: what an
     answer must match, one of json, json_object, regex, choice and grammar with its value. allowed_token_ids: no other
-    token is chosen. bad_words: no token completes one of these. Raises InvalidRequest, whose `param` is the name of the
-    field.
+    token is chosen. bad_words: no token completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each
+    with so many of the most likely ones. Raises InvalidRequest, whose `param` is the name of the field.
     """
 
     n: int = 1
@@ -47,6 +47,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -69,7 +70,8 @@ class SamplingParams:
 
     def sampling(self) -> dict[str, Any]:
         """What it says of `baton.sampling.SamplingParams`, by name."""
-        said = {name: getattr(self, name) for name in NAMES if hasattr(self, name)} | {"num_logprobs": self.logprobs}
+        said = {name: getattr(self, name) for name in NAMES if hasattr(self, name)}
+        said |= {"num_logprobs": self.logprobs, "num_prompt_logprobs": self.prompt_logprobs}
         said["structured_outputs"] = structured_output_of(None, self.structured_outputs, {})
         return {name: value for name, value in said.items() if value is not None}
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from baton.prompt_logprobs import PromptLogprobs
 from engine.model.runner import TorchStep
 from engine.sequence import Sequence
 from engine.step import Choice, Chunk, LaunchedStep, ModelRunner
@@ -60,3 +61,6 @@ class _TimedStep:
             self.step.done.synchronize()
             self.times.wait += time.perf_counter() - began
         return self.step.wait()
+
+    def prompt_logprobs(self) -> list[tuple[Sequence, PromptLogprobs]]:
+        return self.step.prompt_logprobs()

@@ -85,6 +85,8 @@ class DecodeCore(RoleCore):
         self._running.end_overdue(now)
 
     def _take_results(self, result: StepResult) -> None:
+        for sequence, piece in result.prompt_logprobs:
+            self._outbox.to_router(sequence.attempt_id, piece)
         for token in result.sampled:
             self._running.sampled(token)
 

@@ -285,12 +285,22 @@ class Engine:
         """Wait for a step, and apply its output, except to sequences that have ended since it was launched."""
         waited = retired.step.wait()
         self._pace.retired(self.clock())
+        if any(chunk.sequence.lacks_prompt_logprobs for chunk in retired.chunks):
+            self._report_prompts(retired.step, result)
         for chunk, choices in zip(retired.chunks, waited, strict=True):
             result.num_tokens += chunk.length
             if chunk.sequence.state is SequenceState.RUNNING:
                 self._apply_output(chunk, choices, result)
         for _, table in retired.released:
             self.blocks.release(table)
+
+    def _report_prompts(self, step: LaunchedStep, result: StepResult) -> None:
+        """Report the logprobs of prompts. Each token's are reported once, even if it is computed again."""
+        for seq, piece in step.prompt_logprobs():
+            if seq.state is SequenceState.RUNNING:
+                assert piece.first_index == seq.num_scored_tokens + 1, f"{seq.attempt_id}: prompt logprobs out of order"
+                seq.num_scored_tokens += piece.num_tokens
+                result.prompt_logprobs.append((seq, piece))
 
     def _apply_output(self, chunk: Chunk, choices: list[Choice], result: StepResult) -> None:
         """Append the sequence's tokens, and seal its full blocks."""

@@ -223,6 +223,8 @@ class Scheduler:
 
     def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
         """Its blocks in the prefix cache, and the hash of the next block if that is being loaded."""
+        if seq.lacks_prompt_logprobs:
+            return [], None
         block_size = self._config.block_size
         # At least one token is computed, for its logits, and never into a shared block.
         hashes = seq.block_hashes((seq.num_tokens - 1) // block_size, block_size)

@@ -50,8 +50,9 @@ class Sequence:
     `runs_ahead`: its next step may be launched before the host knows the tokens of the last one. False if the host
     takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
     carry besides tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted
-    the output so far, and the sequence then does not run ahead. If KV depends on it, `cache_salt` must differ from
-    that of other sequences with the same tokens.
+    the output so far, and the sequence then does not run ahead. `num_prompt_logprobs`: report logprobs of the prompt,
+    with so many of the most likely tokens; None: do not. Forks and adopted sequences do not. If KV depends on
+    `extensions`, `cache_salt` must differ from that of other sequences with the same tokens.
     """
 
     attempt_id: AttemptId
@@ -66,6 +67,7 @@ class Sequence:
     runs_ahead: bool = True
     extensions: Mapping[str, Any] = field(default_factory=dict)
     matcher: TokenMatcher | None = None
+    num_prompt_logprobs: int | None = None
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
     block_table: list[int] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Sequence:
     num_launched_tokens: int = 0  # tokens whose KV exists or is being computed
     num_pending_tokens: int = 0  # being sampled: not yet in `tokens`, but a later step may continue from them
     draft_tokens: tuple[int, ...] = ()  # guesses at what follows `tokens`, for the next step to verify
+    num_scored_tokens: int = 0  # of the prompt, whose logits have given logprobs of the tokens after them
     num_cached_tokens: int = 0  # prefix hit when it was first scheduled
     started_s: float | None = None  # when it was first scheduled
     num_preemptions: int = 0
@@ -124,6 +127,12 @@ class Sequence:
     def awaits_matcher(self) -> bool:
         """Whether what its output must match is still being compiled."""
         return self.matcher is not None and not self.matcher.ready
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether logprobs of its prompt are still to be reported. Its tokens must then all be computed: KV from the
+        prefix cache has no logits."""
+        return self.num_prompt_logprobs is not None and self.num_scored_tokens < len(self.prompt_tokens) - 1
 
     @property
     def in_flight(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.messages import TokenLogprobs
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason
 from engine.sequence import Sequence
 
@@ -43,6 +44,16 @@ class Chunk:
         return self.num_logits > 0
 
     @property
+    def scored_positions(self) -> range:
+        """Its positions whose logits give logprobs of the prompt: each those of the token after it. Empty unless the
+        sequence asks."""
+        seq = self.sequence
+        if not seq.lacks_prompt_logprobs:
+            return range(0)
+        first = max(self.start, seq.num_scored_tokens)
+        return range(first, max(first, min(self.end, len(seq.prompt_tokens) - 1)))
+
+    @property
     def draft_tokens(self) -> tuple[int, ...]:
         """The draft tokens at its end, after the sequence's own tokens."""
         return self.sequence.draft_tokens[: self.num_logits - 1] if self.num_logits > 1 else ()
@@ -74,6 +85,9 @@ class LaunchedStep(Protocol):
         - Otherwise the tokens that follow the sequence's, in order: each draft token that equals the choice before it,
           up to the first that does not, and one more choice after these; so 1 to `num_logits`.
         """
+
+    def prompt_logprobs(self) -> list[tuple[Sequence, PromptLogprobs]]:
+        """After `wait`: the logprobs of the prompts' tokens after the chunks' `scored_positions`, in their order."""
 
 
 class ModelRunner(Protocol):
@@ -121,5 +135,6 @@ class StepResult:
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
     sampled: list[SampledToken] = field(default_factory=list)
     failed: list[SampledToken] = field(default_factory=list)  # those of `sampled` with an error
+    prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)  # to report before `sampled`
     num_tokens: int = 0  # computed by the retired step
     again: bool = False  # compute again at once; False: nothing to do before an event or the end of a step

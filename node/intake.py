@@ -24,4 +24,5 @@ def make_sequence(prefill: Prefill, *, hand_off: bool, now: float, matcher: Toke
         cache_salt=prefill.cache_salt,
         arrived_s=now,
         matcher=matcher,
+        num_prompt_logprobs=prefill.sampling.num_prompt_logprobs,
     )

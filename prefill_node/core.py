@@ -71,6 +71,8 @@ class PrefillCore(RoleCore):
         self._outgoing.end_overdue(now)
 
     def _take_results(self, result: StepResult) -> None:
+        for sequence, piece in result.prompt_logprobs:
+            self._outbox.to_router(sequence.attempt_id, piece)
         for token in result.sampled:
             self._outgoing.sampled(token)
         for sequence in result.advanced:

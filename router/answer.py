@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from baton.messages import TokenLogprobs
 from baton.sampling import FinishReason
 from router.detokenizer import Detokenizer
+from router.prompt_logprobs import ScoredPrompt
 from router.stops import StopScanner
 
 
@@ -18,7 +19,7 @@ class Delta:
     """The new part of answer `index`. `logprobs`: one per token id, or none at all.
 
     `finish_reason` is set on an answer's last delta; `stop` is the stop string or the token of `stop_token_ids` that
-    ended it.
+    ended it. `prompt`: what was asked for of the prompt, in an answer's first delta.
     """
 
     index: int
@@ -27,6 +28,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
+    prompt: ScoredPrompt | None = None
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
@@ -35,10 +37,28 @@ def join(deltas: Sequence[Delta]) -> Delta:
         return deltas[0]
     return dataclasses.replace(
         deltas[-1],
+        prompt=deltas[0].prompt,
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(itertools.chain.from_iterable(delta.token_ids for delta in deltas)),
         logprobs=tuple(itertools.chain.from_iterable(delta.logprobs for delta in deltas)),
     )
+
+
+class NoAnswer:
+    """In place of an answer that nobody wants: the request is about its prompt. Its one token is dropped."""
+
+    num_tokens = 0
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ended = False
+
+    def add(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Delta:
+        return Delta(self.index, "")
+
+    def end(self, reason: FinishReason, stop_token_id: int | None) -> Delta:
+        self.ended = True
+        return Delta(self.index, "", finish_reason=FinishReason.LENGTH)
 
 
 class Answer:

@@ -30,6 +30,7 @@ from baton.messages import (
     Tokens,
     Update,
 )
+from baton.prompt_logprobs import PromptLogprobs
 from router.actions import Action, Outbox
 from router.attempts import Attempts
 from router.life import (
@@ -179,6 +180,8 @@ class RouterCore:
         match update.kind:
             case Started() as started:
                 self._started(life, attempt, started, incarnation)
+            case PromptLogprobs() as piece:
+                self._prompt_logprobs(life, attempt, piece, now)
             case Tokens() | SampleEnd() as item:
                 self._item(life, attempt, item, incarnation, now)
             case HandedOff() as handed_off:
@@ -205,6 +208,16 @@ class RouterCore:
             life.timings.queue_s = started.queue_s
             life.timings.num_cached_tokens = started.num_cached_tokens
 
+    def _prompt_logprobs(self, life: RequestLife, attempt: Attempt, piece: PromptLogprobs, now: float) -> None:
+        """Pass on what is new; an attempt repeats what an earlier one told."""
+        try:
+            fresh = life.take_prompt_logprobs(piece)
+        except InternalError as error:
+            self._fail(life, attempt, error, now, retry=True)
+            return
+        if fresh is not None:
+            self._outbox.to_client(life.request.request_id, fresh)
+
     def _item(
         self, life: RequestLife, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
     ) -> None:
@@ -213,7 +226,11 @@ class RouterCore:
             self._fail(life, attempt, InternalError(f"{attempt.id}: sample {item.sample} was not asked for"), now)
         elif not sample.ended:
             gap = isinstance(item, Tokens) and item.first_index > len(sample.tokens)
-            if incarnation == attempt.decode and not attempt.handed_off and (sample.early or gap):
+            if (
+                incarnation == attempt.decode
+                and not attempt.handed_off
+                and (sample.early or gap or life.lacks_prompt_logprobs)
+            ):
                 sample.early.append(item)  # it overtook the prefill node's tokens
             elif self._accept(life, attempt, sample, item, now):
                 self._after_progress(life, attempt, now)
@@ -222,6 +239,10 @@ class RouterCore:
         self, life: RequestLife, attempt: Attempt, sample: SampleLife, item: Tokens | SampleEnd, now: float
     ) -> bool:
         """Take one item in index order. False: the attempt failed."""
+        if life.lacks_prompt_logprobs:
+            lacking = InternalError(f"{attempt.id}: sample {sample.index} came before all logprobs of the prompt")
+            self._fail(life, attempt, lacking, now, retry=True)
+            return False
         if isinstance(item, SampleEnd):
             sample.ended = True
             sample.early.clear()

@@ -6,14 +6,16 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from baton.errors import BatonError, InternalError
+from baton.prompt_logprobs import PromptLogprobs
 from router.admission import Admitted
-from router.answer import Answer, Delta, join
+from router.answer import Answer, Delta, NoAnswer, join
 from router.dispatcher import Dispatcher
 from router.life import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut, TokensOut
 from router.offload import Pauses
+from router.prompt_logprobs import ScoredPrompt
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +25,21 @@ _MAX_DELTAS = 128
 
 @dataclass(slots=True)
 class Part:
-    """One prompt of a request. `answers[i]` is sample i."""
+    """One prompt of a request. `answers[i]` is sample i. `prompt_logprobs`: what has come of them; `begun`: the samples
+    that have a delta."""
 
     request: RoutedRequest
-    answers: Sequence[Answer]
+    answers: Sequence[Answer | NoAnswer]
     timings: RequestTimings | None = None  # set with its end
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    begun: set[int] = field(default_factory=set)
+
+    def with_prompt(self, sample: int, delta: Delta) -> Delta:
+        """The delta, with the prompt's logprobs if they are asked for and it is the sample's first."""
+        if self.request.sampling.num_prompt_logprobs is None or sample in self.begun:
+            return delta
+        self.begun.add(sample)
+        return replace(delta, prompt=ScoredPrompt(self.request.prompt_tokens, tuple(self.prompt_logprobs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +152,18 @@ class Generation:
 
     def _take(self, part: Part, event: RequestEvent) -> None:
         match event:
+            case PromptLogprobs() as piece:
+                part.prompt_logprobs.append(piece)
             case TokensOut(sample, token_ids, logprobs):
                 answer = part.answers[sample]
                 if not answer.ended:
-                    self._waiting.append(answer.add(token_ids, logprobs))
+                    self._waiting.append(part.with_prompt(sample, answer.add(token_ids, logprobs)))
                     if answer.ended:
                         self._dispatcher.stop_sample(part.request.request_id, sample)
             case SampleOut(sample, reason, stop_token_id):
                 answer = part.answers[sample]
                 if not answer.ended:
-                    self._waiting.append(answer.end(reason, stop_token_id))
+                    self._waiting.append(part.with_prompt(sample, answer.end(reason, stop_token_id)))
             case RequestEnd(error, timings):
                 part.timings = timings
                 self._live.discard(part.request.request_id)

@@ -17,7 +17,7 @@ from baton.sampling import (
     SamplingParams,
 )
 from router.bad_words import check_bad_words
-from router.limits import MAX_COUNTED_CHARS, MAX_N, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from router.limits import MAX_COUNTED_CHARS, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from router.models import ServedModel
 
 SEED_SPACE = 2**64
@@ -38,7 +38,7 @@ class GenerationRequest:
     """A generation as the client wants it.
 
     Each of `prompts` (text or token ids) gets `n` answers. `sampling`: what the client says of SamplingParams, by name.
-    The rest takes the model's generation defaults, or follows from the context.
+    The rest takes the model's generation defaults, or follows from the context. `prompt_only`: the answers are dropped.
     """
 
     request_id: str
@@ -52,6 +52,8 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    prompt_only: bool = False
+    max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
     timeout_s: float | None = None
     cache_salt: str = ""
 

@@ -25,6 +25,7 @@ from router.grpc_requests import parse_request
 from router.life import RequestTimings
 from router.limits import MAX_COUNTED_CHARS, MAX_NAME_CHARS, MAX_ROLE_CHARS
 from router.models import ServedModel
+from router.prompt_logprobs import check_num_prompt_logprobs
 from router.scope import RETRY_AFTER_S, usable_request_id
 from router.service import Service, size_of_chat
 
@@ -147,8 +148,14 @@ class GenerationService:
 
         started = pb.GenerationStarted(num_prompt_tokens=usage.num_prompt_tokens, model=model.name)
         await write(pb.GenerateResponse(request_id=rid, started=started))
+        told_prompt = False  # once, for all answers
         while not generation.done:
             for delta in await generation.next():
+                if delta.prompt is not None and not told_prompt:
+                    told_prompt = True
+                    for piece in delta.prompt.pieces:
+                        written = wire.write_prompt_logprobs(piece)
+                        await write(pb.GenerateResponse(request_id=rid, prompt_logprobs=written))
                 await write(pb.GenerateResponse(request_id=rid, delta=_delta(delta)))
         finished = pb.GenerationFinished(usage=_usage(generation), timings=_timings(generation.timings))
         await write(pb.GenerateResponse(request_id=rid, finished=finished))
@@ -205,6 +212,8 @@ def _generation_request(
         if request.logprobs < 0:
             raise InvalidRequest(f"logprobs must be 0 or more, not {request.logprobs}", "logprobs")
         sampling["num_logprobs"] = request.logprobs
+    if request.HasField("prompt_logprobs"):
+        sampling["num_prompt_logprobs"] = check_num_prompt_logprobs(request.prompt_logprobs)
     if request.HasField("structured_outputs"):
         sampling["structured_outputs"] = wire.read_structured(request.structured_outputs)
     timeouts = [left_s] if left_s is not None else []

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
-from baton.errors import BatonError, DeadlineExceeded, NodeUnavailable, PeerLost
+from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost
 from baton.messages import (
     Adopted,
     AttemptId,
@@ -19,6 +19,7 @@ from baton.messages import (
     TokenLogprobs,
     Tokens,
 )
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 
 
@@ -116,7 +117,7 @@ class RequestEnd:
 
 
 SampleEvent = TokensOut | SampleOut
-RequestEvent = SampleEvent | RequestEnd
+RequestEvent = PromptLogprobs | SampleEvent | RequestEnd
 
 
 @dataclass(slots=True)
@@ -210,6 +211,7 @@ class RequestLife:
     blamed: set[str] = field(default_factory=set)  # those of them that a peer took for lost
     lost: dict[str, str] = field(default_factory=dict)  # nodes that were lost while they ran it, and how
     told: bool = False  # its client has a token
+    num_scored: int = 0  # tokens of the prompt whose logprobs its client has
 
     def is_poisonous(self, max_lost: int) -> bool:
         """Whether at least `max_lost` nodes were lost while they ran it. A node that only its peer reports as lost
@@ -228,17 +230,46 @@ class RequestLife:
             return [samples]
         return [[s] for s in samples]
 
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether logprobs of the prompt are still to come."""
+        asked = self.request.sampling.num_prompt_logprobs is not None
+        return asked and self.num_scored < len(self.request.prompt_tokens) - 1
+
+    def take_prompt_logprobs(self, piece: PromptLogprobs) -> PromptLogprobs | None:
+        """What is new of a piece, now taken; None: nothing. Raises InternalError if the piece was not asked for, or
+        leaves tokens out."""
+        known = 1 + self.num_scored - piece.first_index
+        asked = self.request.sampling.num_prompt_logprobs
+        if asked is None or piece.num_top > asked or piece.end_index > len(self.request.prompt_tokens) or known < 0:
+            raise InternalError(
+                f"logprobs of tokens {piece.first_index} to {piece.end_index - 1} of the prompt, {piece.num_top} for "
+                f"each, do not follow those of {self.num_scored}, with {asked} wanted"
+            )
+        if known >= piece.num_tokens:
+            return None
+        self.num_scored = piece.end_index - 1
+        return piece.without_first(known)
+
     def prefill(self, attempt: Attempt, decode: DecodeTarget | None, now: float) -> Prefill:
         return Prefill(
             attempt_id=attempt.id,
             target_incarnation=attempt.prefill,
             prompt_tokens=self.request.prompt_tokens,
             samples=tuple(Sample(s.index, tuple(s.tokens)) for s in attempt.samples),
-            sampling=self.request.sampling,
+            sampling=self._sampling,
             deadline_s=self.deadline - now,
             decode=decode,
             cache_salt=self.request.cache_salt,
         )
+
+    @property
+    def _sampling(self) -> SamplingParams:
+        """Those of the next attempt: logprobs of the prompt are computed again only if some have not come."""
+        sampling = self.request.sampling
+        if sampling.num_prompt_logprobs is None or self.lacks_prompt_logprobs:
+            return sampling
+        return dataclasses.replace(sampling, num_prompt_logprobs=None)
 
     def overdue(self, why_not_ready: str) -> BatonError:
         """What ends a request whose time is up: it is the nodes' fault if there was none to run it."""

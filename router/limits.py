@@ -18,6 +18,10 @@ MAX_COUNTED_CHARS = 2**20
 """Of a text for `/tokenize`: a client that asks for the number of tokens need not know whether the text fits."""
 MAX_ECHO_CHARS = 2**22
 """Of all answers to a request that repeat their prompt."""
+MAX_PROMPT_LOGPROBS = 2**20
+"""Of all answers to a request: a prompt of 32,768 tokens with 20 alternatives each has 688,128."""
+MAX_STREAMED_PROMPT_LOGPROBS = 2**15
+"""Of all answers to a streamed request, since they are written in one chunk of each."""
 MAX_TEMPLATE_VALUES = 256
 MAX_TEMPLATE_CHARS = 16_384
 MAX_TEMPLATE_DEPTH = 8

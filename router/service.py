@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from router.admission import Admission, Admitted
-from router.answer import Answer
+from router.answer import Answer, NoAnswer
 from router.bad_words import bad_words_token_ids
 from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
@@ -19,6 +19,7 @@ from router.grammars import GrammarChecker
 from router.life import RoutedRequest
 from router.models import Models, ServedModel
 from router.offload import Offload, Pauses
+from router.prompt_logprobs import check_prompt_logprobs
 from router.request_templates import RequestTemplates, question_of
 from router.stops import StopScanner, StopStrings
 
@@ -129,6 +130,7 @@ class Service:
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
             await self._grammars.check(structured, model)
         prompts = await self.tokenize(model, wanted)
+        check_prompt_logprobs(prompts, wanted)
         admitted.resize(sum(map(len, prompts)))
         bad_words = await self._bad_words(model, wanted.bad_words)
         stops = StopStrings(wanted.stop)
@@ -167,7 +169,10 @@ class Service:
             deadline_s=min(self._request_timeout_s, wanted.timeout_s or self._request_timeout_s),
             cache_salt=wanted.cache_salt,
         )
-        answers = [self._answer(model, wanted, stops, first_index + sample, sampling) for sample in range(wanted.n)]
+        answers: list[Answer | NoAnswer] = [
+            NoAnswer(index) if wanted.prompt_only else self._answer(model, wanted, stops, index, sampling)
+            for index in range(first_index, first_index + wanted.n)
+        ]
         return Part(request, answers)
 
     def _answer(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from baton.layout import layer_groups_of
+from baton.prompt_logprobs import PromptLogprobs
 from baton_kernels.paged_attention import warm_up
 from engine.config import EngineConfig
-from engine.model import batch
+from engine.model import batch, prompt_logprobs
 from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
 from engine.model.choices import Sampled
@@ -23,6 +25,7 @@ from engine.model.extensions import BatchExtension
 from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes, single_prompt_sizes
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
+from engine.model.prompt_logprobs import HiddenStates, Scored
 from engine.model.sampler import Sampler
 from engine.model.warm_up import first_steps
 from engine.sequence import Sequence
@@ -59,6 +62,7 @@ class TorchModelRunner:
         self._state = DeviceState(
             self._input_batch.block_tables, self._sampler.last_tokens, config.block_size, extensions
         )
+        self._hidden_states = HiddenStates(model)
         self._graphs: StepGraphs | None = None
         self._watch = DeviceWatch(model.device, wake) if wake and model.device.type == "cuda" else None
         groups = layer_groups_of(len(probed.kv), layer_groups)
@@ -111,8 +115,13 @@ class TorchModelRunner:
         rows = self._input_batch.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
         marks = self._marks(chunks)
-        sampled = self._sampler.launch(self._logits(ordered, rows, marks), columns)
-        step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers))
+        scored: list[Scored] = []
+        if prompt_logprobs.wanted(ordered):
+            logits, scored = self._score(ordered, rows, marks)
+        else:
+            logits = self._logits(ordered, rows, marks)
+        sampled = self._sampler.launch(logits, columns)
+        step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
         if self._watch is not None:
             for event in step.events:
                 self._watch.add(event)
@@ -139,19 +148,24 @@ class TorchModelRunner:
             logits = self._graphs.run(chunks, rows, marks)
             if logits is not None:
                 return logits
+        return self._forward(self._inputs(chunks, rows), marks)
+
+    def _score(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None) -> tuple[Tensor, list[Scored]]:
+        """As `_logits`, without graphs, and the logprobs of prompts."""
+        inputs = self._inputs(chunks, rows)
+        with self._hidden_states.kept() as hidden:
+            logits = self._forward(inputs, marks)
+        head = self._hidden_states.head(_arguments(inputs))
+        return logits, prompt_logprobs.score(chunks, hidden[0], head, self._config.vocab_size)
+
+    def _inputs(self, chunks: Seq[Chunk], rows: list[int]) -> ModelInputs:
         if self.model.device.type == "cpu":
             self._clear_fresh_blocks(chunks)
-        return self._forward(batch.build(chunks, rows, self._state), marks)
+        return batch.build(chunks, rows, self._state)
 
     def _forward(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
         self._step.batch, self._step.slot_mapping, self._step.marks = inputs.paged, inputs.slot_mapping, marks
-        output = self.model(
-            input_ids=inputs.input_ids[None],
-            use_cache=False,
-            logits_to_keep=0 if inputs.keep is None else inputs.keep,
-            **{"position_ids": inputs.positions[None], **inputs.extensions},
-        )
-        logits: Tensor = output.logits[0]
+        logits: Tensor = self.model(**_arguments(inputs)).logits[0]
         return logits
 
     def _clear_fresh_blocks(self, chunks: Seq[Chunk]) -> None:
@@ -178,6 +192,7 @@ class TorchStep:
     done: torch.cuda.Event | None
     marks: LayerMarks | None
     num_layers: int
+    scored: list[Scored] = field(default_factory=list)
 
     @property
     def events(self) -> list[torch.cuda.Event]:
@@ -205,6 +220,20 @@ class TorchStep:
                 own[id(chunk)] = accepted(choices[first:end], chunk.draft_tokens)
             first = end
         return [own[id(chunk)] for chunk in self.chunks]
+
+    def prompt_logprobs(self) -> list[tuple[Sequence, PromptLogprobs]]:
+        return [(scored.sequence, scored.piece()) for scored in self.scored]
+
+
+def _arguments(inputs: ModelInputs) -> dict[str, Any]:
+    """Those of the model's forward."""
+    return {
+        "input_ids": inputs.input_ids[None],
+        "use_cache": False,
+        "logits_to_keep": 0 if inputs.keep is None else inputs.keep,
+        "position_ids": inputs.positions[None],
+        **inputs.extensions,
+    }
 
 
 def accepted(choices: list[Choice], draft_tokens: Seq[int]) -> list[Choice]:

@@ -1,7 +1,8 @@
 """The messages that routers, prefill nodes and decode nodes exchange, as used by the state machines.
 
     router -> node      Subscribe, Prefill, Abort
-    node -> router      Subscribed, Update(work, Started | Tokens | SampleEnd | HandedOff | Adopted | End), Load
+    node -> router      Subscribed, Load,
+                        Update(work, Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End)
     prefill -> decode   Reserve, Commit, Release
     decode -> prefill   Grant, Credit, Refuse, CommitReply
 
@@ -19,6 +20,7 @@ from baton import PROTOCOL_VERSION
 from baton.block_hash import BlockHash
 from baton.errors import BatonError
 from baton.layout import KvLayout
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from baton.structured_output import StructuredBackend
 
@@ -198,7 +200,7 @@ class End:
     error: BatonError | None = None
 
 
-UpdateKind = Started | Tokens | SampleEnd | HandedOff | Adopted | End
+UpdateKind = Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     num_logprobs: int = _within(-1, -1, MAX_LOGPROBS, f"must be at most {MAX_LOGPROBS}")
+    num_prompt_logprobs: int | None = None
     structured_outputs: StructuredOutput | None = None
     allowed_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
@@ -90,6 +91,9 @@ class SamplingParams:
         for name, valid in RANGES.items():
             value = getattr(self, name)
             _check(value in valid, "logprobs" if name == "num_logprobs" else name, value, valid.text)
+        prompt = self.num_prompt_logprobs
+        in_range = prompt is None or 0 <= prompt <= MAX_LOGPROBS
+        _check(in_range, "prompt_logprobs", prompt, f"must be in [0, {MAX_LOGPROBS}]")
         _check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, RANGES["min_tokens"].text)
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)

@@ -75,6 +75,7 @@ FIELDS: Mapping[str, str] = {
     "structured_outputs": "`json`, `regex`, `choice`, `grammar` or `structural_tag`",
     "logprobs": "logprobs of the answer's tokens, and of so many likely ones",
     "ChatRequest.logprobs": "logprobs of the answer's tokens",
+    "prompt_logprobs": "logprobs of the prompt's tokens, and of so many likely ones; with `echo`, `logprobs` has them too",
     "top_logprobs": "logprobs of so many likely tokens; needs `logprobs`",
     "echo": "begin each text with its prompt",
     "ChatRequest.echo": "begin each content with the last message, if that is the assistant's or is continued",

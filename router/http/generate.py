@@ -20,7 +20,7 @@ from router.http.answers import dump_json, raw_json_response
 from router.http.body import BodyReader
 from router.http.chunks import ChunkEvents
 from router.http.limits import HttpLimits
-from router.http.logprobs import ChatLogprobs, CompletionLogprobs, token_text
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_shape, token_text
 from router.http.responses import EventResponse, WholeResponse
 from router.http.schemas import (
     ChatRequest,
@@ -87,9 +87,11 @@ class GenerateRoutes:
         wanted = body.wanted(request_id_of(request, body.request_id))
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
             echoes = await self._echoes(model, wanted) if body.echo else {}
-            logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids))
+            num_echoed = body.logprobs if body.echo else None
+            logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids), num_echoed)
             shown = None if body.logprobs is None else logprobs
-            shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes)
+            prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
+            shape = CompletionShape(wanted.request_id, model, shown, bool(body.return_token_ids), echoes, prompts)
             state = request.state
             generation = await self._service.generate(model, salted(wanted, state.tenant), state.received, admitted)
             return self._response(generation, body, shape)
@@ -179,4 +181,5 @@ def _check_echo(num_chars: int) -> None:
 
 def chat_shape(request_id: str, model: ServedModel, body: ChatRequest, reading: AnswerReading | None) -> ChatShape:
     logprobs = ChatLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids)) if body.logprobs else None
-    return ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading, body.echoed)
+    prompts = prompt_shape(model.tokenizer, body.prompt_logprobs)
+    return ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading, body.echoed, prompts)

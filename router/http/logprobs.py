@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from baton.messages import TokenLogprobs
+from baton.prompt_logprobs import PromptTokenLogprob
 from router.answer import Delta
+from router.prompt_logprobs import ScoredPrompt
 from router.tokenizer import Tokenizer
 
 LEAST = -9999.0
@@ -24,6 +27,27 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
     """What stands for the token among logprobs. as_id: vLLM's `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}" if as_id else token_text(tokenizer, token_id)
+
+
+PromptShape = Callable[[ScoredPrompt], list[dict[str, Any] | None]]
+
+
+def prompt_shape(tokenizer: Tokenizer, num_top: int | None) -> PromptShape | None:
+    """What gives a prompt's logprobs in vLLM's form: for each token a dict by token id, in which the token itself comes
+    first; null for the first token. None: not wanted."""
+    if num_top is None:
+        return None
+
+    def entry(logprob: float, rank: int, token_id: int) -> dict[str, Any]:
+        return {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
+
+    def described(token_id: int, score: PromptTokenLogprob) -> dict[str, Any]:
+        own = {str(token_id): entry(score.logprob, score.rank, token_id)}
+        top = enumerate(score.top[:num_top], 1)
+        others = {str(other): entry(value, rank, other) for rank, (other, value) in top if other != token_id}
+        return own | others
+
+    return lambda prompt: [score and described(token_id, score) for token_id, score in prompt.scores()]
 
 
 class ChatLogprobs:
@@ -48,22 +72,35 @@ class ChatLogprobs:
 
 class CompletionLogprobs:
     """The older form, whose `text_offset` counts characters of the text from the answer's start. `as_ids`: as in
-    ChatLogprobs."""
+    ChatLogprobs. `num_echoed`: an answer begins with its prompt, whose tokens have so many of the most likely ones;
+    None: it does not."""
 
-    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False, num_echoed: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
+        self._num_echoed = num_echoed
         self._offsets: dict[int, int] = {}  # answer -> characters so far
 
     def of(self, delta: Delta) -> dict[str, Any]:
-        texts = [token_text(self._tokenizer, token_id) for token_id in delta.token_ids]
-        names = [token_name(self._tokenizer, token_id, self._as_ids) for token_id in delta.token_ids]
+        told = [*self._echoed(delta), *zip(delta.token_ids, delta.logprobs, strict=True)]
+        texts = [token_text(self._tokenizer, token_id) for token_id, _ in told]
+        names = [token_name(self._tokenizer, token_id, self._as_ids) for token_id, _ in told]
+        entries = [entry for _, entry in told]
         return {
             "tokens": names,
-            "token_logprobs": [max(entry.logprob, LEAST) for entry in delta.logprobs],
-            "top_logprobs": [self._top(name, entry) for name, entry in zip(names, delta.logprobs, strict=True)],
+            "token_logprobs": [entry and max(entry.logprob, LEAST) for entry in entries],
+            "top_logprobs": [entry and self._top(name, entry) for name, entry in zip(names, entries, strict=True)],
             "text_offset": self._advance(delta.index, texts),
         }
+
+    def _echoed(self, delta: Delta) -> list[tuple[int, TokenLogprobs | None]]:
+        """The prompt's tokens; the first has no logprob."""
+        if self._num_echoed is None or delta.prompt is None:
+            return []
+        return [
+            (token_id, score and TokenLogprobs(score.logprob, score.top[: self._num_echoed]))
+            for token_id, score in delta.prompt.scores()
+        ]
 
     def _top(self, chosen: str, entry: TokenLogprobs) -> dict[str, float]:
         top = {

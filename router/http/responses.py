@@ -24,6 +24,8 @@ _HEADERS = [
 ]
 _LOGPROBS_SIZE = 50
 """The cost of writing a token's logprobs, relative to a token."""
+_PROMPT_LOGPROB_SIZE = 5
+"""The cost of writing one logprob of a prompt."""
 
 
 class WholeShape(Protocol):
@@ -78,6 +80,7 @@ class WholeResponse(Response):
     async def _answer(self, deltas: dict[int, list[Delta]]) -> Response:
         every = [delta for of_answer in deltas.values() for delta in of_answer]
         size = sum(len(delta.token_ids) + _LOGPROBS_SIZE * len(delta.logprobs) for delta in every)
+        size += sum(_PROMPT_LOGPROB_SIZE * delta.prompt.size for delta in every if delta.prompt)
         size += self._generation.usage.num_prompt_tokens
         return await json_response(lambda: self._whole(deltas), size, self._offload)
 

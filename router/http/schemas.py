@@ -27,7 +27,7 @@ from router.http.fields import (
 from router.http.template_fields import TemplateFields
 from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, callable_tools, check_tools
 from router.http.unsupported import refuse_unsupported
-from router.limits import MAX_MESSAGES, MAX_N
+from router.limits import MAX_MESSAGES, MAX_N, MAX_PROMPT_LOGPROBS, MAX_STREAMED_PROMPT_LOGPROBS
 from router.scope import REQUEST_ID
 from router.service import size_of_chat
 from router.structured_output import GUIDED, structured_output_of
@@ -105,6 +105,7 @@ class GenerationFields(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Whole | None = between(-1)  # -1: what max_tokens leaves of the context
+    prompt_logprobs: Whole | None = between(0, MAX_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     best_of: Whole | None = between(1, MAX_N)
@@ -121,6 +122,7 @@ class GenerationFields(BaseModel):
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
+        _check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
         n = 1 if self.n is None else self.n
         if self.best_of is not None and self.best_of != n:
             text = f"`best_of` must be `n`, {n}, not {self.best_of}: anything else is not supported here."
@@ -145,6 +147,7 @@ class GenerationFields(BaseModel):
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),
             "skip_special_tokens": self.skip_special_tokens is not False,
             "spaces_between_special_tokens": self.spaces_between_special_tokens is not False,
+            "max_prompt_logprobs": MAX_STREAMED_PROMPT_LOGPROBS if self.stream else MAX_PROMPT_LOGPROBS,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "timeout_s": self.timeout,
             "cache_salt": self.cache_salt or "",
@@ -196,6 +199,7 @@ class ChatRequest(GenerationFields, TemplateFields):
             sampling=self.sampling(
                 max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
                 num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                num_prompt_logprobs=self.prompt_logprobs,
             ),
             **self.shared(),
         )
@@ -203,22 +207,41 @@ class ChatRequest(GenerationFields, TemplateFields):
 
 class CompletionRequest(GenerationFields):
     prompt: Prompts
+    max_tokens: Whole | None = between(0, RANGES["max_tokens"].most)  # 0: with `echo`, the prompt alone
     logprobs: Whole | None = between(0, MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("`echo` together with `logprobs` is not supported here.", "echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("`max_tokens` must be 1 or more, or 0 with `echo`, not 0.", "max_tokens")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise InvalidRequest(f"`min_tokens` must be in [0, max_tokens], not {self.min_tokens}.", "min_tokens")
         _check_num_logprobs(self.logprobs, "logprobs")
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the answer is dropped. A token of it is computed, as no request of a node has none."""
+        return self.max_tokens == 0
+
+    @property
+    def _num_prompt_logprobs(self) -> int | None:
+        """For `prompt_logprobs` and for the logprobs of what `echo` repeats."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
     def wanted(self, request_id: str) -> GenerationRequest:
         return GenerationRequest(
             request_id=request_id,
             prompts=self.prompt,
             add_special_tokens=self.add_special_tokens is not False,
-            sampling=self.sampling(num_logprobs=self.logprobs),
+            sampling=self.sampling(
+                num_logprobs=self.logprobs,
+                num_prompt_logprobs=self._num_prompt_logprobs,
+                max_tokens=1 if self.prompt_only else self.max_tokens,
+            ),
+            prompt_only=self.prompt_only,
             **self.shared(),
         )
 

@@ -11,7 +11,7 @@ from router.answer import Delta
 from router.answer_reader import AnswerReader, AnswerReading, Parts
 from router.generation import Generation, Usage
 from router.http.chat_message import delta_of, has_calls, message_of
-from router.http.logprobs import ChatLogprobs, CompletionLogprobs
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, PromptShape
 from router.life import RequestTimings
 from router.models import ServedModel
 
@@ -39,7 +39,9 @@ class ChatShape:
         token_ids: bool,
         reading: AnswerReading | None = None,
         echo: str = "",
+        prompt_shape: PromptShape | None = None,
     ) -> None:
+        self._prompt_shape = prompt_shape
         self._head = _head(f"chatcmpl-{request_id}", model)
         self._logprobs = logprobs
         self._token_ids = token_ids
@@ -90,7 +92,7 @@ class ChatShape:
 
     def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._logprobs.of(delta) if self._logprobs else None
-        choice = _choice(delta, content, logprobs, self._token_ids)
+        choice = _choice(delta, content, logprobs, self._token_ids, self._prompt_shape)
         if delta.finish_reason is FinishReason.STOP and delta.index in self._calling and not self._is_named:
             choice["finish_reason"] = "tool_calls"
         return choice
@@ -106,7 +108,9 @@ class CompletionShape:
         logprobs: CompletionLogprobs | None,
         token_ids: bool,
         echoes: Mapping[int, str],
+        prompt_shape: PromptShape | None = None,
     ) -> None:
+        self._prompt_shape = prompt_shape
         self._head = {**_head(f"cmpl-{request_id}", model), "object": "text_completion"}
         self._logprobs = logprobs
         self._token_ids = token_ids
@@ -129,7 +133,7 @@ class CompletionShape:
     def _choice(self, delta: Delta) -> dict[str, Any]:
         logprobs = self._logprobs.of(delta) if self._logprobs else None
         text = self._echoes.pop(delta.index, "") + delta.text
-        return _choice(delta, {"text": text}, logprobs, self._token_ids)
+        return _choice(delta, {"text": text}, logprobs, self._token_ids, self._prompt_shape)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
@@ -185,8 +189,17 @@ def _prompt_ids(generation: Generation) -> dict[str, Any]:
     return {"prompt_token_ids": list(generation.parts[0].request.prompt_tokens)}
 
 
-def _choice(delta: Delta, content: dict[str, Any], logprobs: dict[str, Any] | None, token_ids: bool) -> dict[str, Any]:
-    """The fields that all kinds of choice have around their content; `stop_reason` and `token_ids` are vLLM's."""
+def _choice(
+    delta: Delta,
+    content: dict[str, Any],
+    logprobs: dict[str, Any] | None,
+    token_ids: bool,
+    prompt_shape: PromptShape | None,
+) -> dict[str, Any]:
+    """The fields that all kinds of choice have around their content; `stop_reason`, `prompt_logprobs`
+    and `token_ids` are vLLM's."""
     reason = delta.finish_reason.value if delta.finish_reason else None
     choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason, "stop_reason": delta.stop}
+    if prompt_shape is not None and delta.prompt is not None:
+        choice["prompt_logprobs"] = prompt_shape(delta.prompt)
     return {**choice, "token_ids": list(delta.token_ids)} if token_ids else choice

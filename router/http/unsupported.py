@@ -63,7 +63,6 @@ HARMLESS: dict[str, Harmless] = {
     "logits_processors": _is_empty,
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
-    "prompt_logprobs": _is_one_of(False),
     "thinking_token_budget": _never,
     "use_beam_search": _is_empty,
     # SGLang's

@@ -1,11 +1,13 @@
 """Hypothesis strategies for every message of the shared language."""
 
+import array
 import dataclasses
 
 from hypothesis import strategies as st
 
 from baton import errors, messages
 from baton.layout import KvLayout, LayerKv
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
 
@@ -49,6 +51,7 @@ def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.frozensets(int31, max_size=4)),
         num_logprobs=draw(st.integers(-1, 20)),
+        num_prompt_logprobs=draw(st.none() | st.integers(0, 20)),
         structured_outputs=draw(st.none() | st.builds(StructuredOutput, st.sampled_from(StructuredKind), name)),
         allowed_token_ids=draw(st.frozensets(int31, max_size=4)),
         bad_words_token_ids=draw(st.lists(st.lists(int31, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)),
@@ -90,7 +93,16 @@ def said_tokens(draw: st.DrawFn) -> messages.Tokens:
     return messages.Tokens(draw(sample), draw(st.integers(0, 10**9)), ids, logprobs)
 
 
+@st.composite
+def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
+    count, num_top = draw(st.integers(1, 5)), draw(st.integers(0, 20))
+    sizes = [count, count, count * num_top, count * num_top]
+    numbers = [array.array(kind, [1] * size).tobytes() for kind, size in zip("fIIf", sizes, strict=True)]
+    return PromptLogprobs(draw(st.integers(1, 10**9)), num_top, *numbers)
+
+
 update_kind = st.one_of(
+    prompt_logprobs(),
     st.builds(messages.Started, uint32, seconds),
     said_tokens(),
     st.builds(messages.SampleEnd, sample, st.sampled_from(FinishReason), st.none() | int31),

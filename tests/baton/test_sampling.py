@@ -85,7 +85,9 @@ def test_every_number_has_a_range() -> None:
 def test_each_has_a_field_of_its_name_between_nodes_and_from_clients() -> None:
     assert set(NAMES) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     from_clients = set(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
-    assert set(NAMES) - from_clients == {"num_logprobs", "bad_words_token_ids"}, "`logprobs` and `bad_words` there"
+    assert set(NAMES) - from_clients == {"num_logprobs", "num_prompt_logprobs", "bad_words_token_ids"}, (
+        "without `num_`, `_token_ids`"
+    )
 
 
 @pytest.mark.parametrize(

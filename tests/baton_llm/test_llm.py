@@ -125,8 +125,26 @@ def test_logprobs(llm):
     assert (plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None)
 
 
+def test_logprobs_of_a_prompt_are_those_of_the_same_tokens_as_an_answer(llm):
+    """The prefill node scores what the decode node chose one by one; with a handoff and without one."""
+    prompt = list(range(100, 140))
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, ignore_eos=True)
+    [answer] = [output.outputs[0] for output in llm.generate([prompt], params, use_tqdm=False)]
+    whole = prompt + answer.token_ids
+    for max_tokens in (1, 3):
+        again = SamplingParams(n=2, temperature=0.0, max_tokens=max_tokens, prompt_logprobs=2)
+        [output] = llm.generate([whole], again, use_tqdm=False)
+        scores = output.prompt_logprobs
+        assert (len(scores), scores[0], output.num_cached_tokens) == (len(whole), None, 0)
+        for token, entry, chosen in zip(answer.token_ids, scores[len(prompt) :], answer.logprobs, strict=True):
+            assert [(t, e.rank) for t, e in entry.items()] == [(t, e.rank) for t, e in chosen.items()]
+            assert entry[token].logprob == pytest.approx(chosen[token].logprob, abs=1e-3)
+    [one] = llm.generate([[100]], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert one.prompt_logprobs == [None]
+
+
 def test_a_prompt_that_was_computed_is_not_computed_again(llm):
-    prompt = list(range(100, 180))
+    prompt = list(range(900, 980))
     first, again = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 64)
     assert first.outputs == again.outputs

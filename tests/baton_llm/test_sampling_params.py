@@ -13,9 +13,9 @@ from baton_llm.sampling_params import request_of
 
 def test_every_parameter_of_the_nodes_can_be_set():
     own = {field.name for field in fields(SamplingParams)}
-    assert set(NAMES) - own == {"num_logprobs", "bad_words_token_ids"}  # `logprobs` and `bad_words` here
+    assert set(NAMES) - own == {"num_logprobs", "num_prompt_logprobs", "bad_words_token_ids"}
     texts = {"stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"}
-    assert own - set(NAMES) == {"n", "logprobs", "bad_words", *texts}
+    assert own - set(NAMES) == {"n", "logprobs", "prompt_logprobs", "bad_words", *texts}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 from baton.messages import AttemptId
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.engine import Choice, Chunk, Engine, Plan, StepResult
@@ -21,6 +23,7 @@ _ids = itertools.count()
 class Launched:
     choices: list[list[Choice]]
     running: bool = False
+    scored: list[tuple[Sequence, PromptLogprobs]] = dataclasses.field(default_factory=list)
 
     def is_done(self) -> bool:
         return not self.running
@@ -30,6 +33,18 @@ class Launched:
 
     def wait(self) -> list[list[Choice]]:
         return self.choices
+
+    def prompt_logprobs(self) -> list[tuple[Sequence, PromptLogprobs]]:
+        return self.scored
+
+
+def piece_of(chunk: Chunk) -> PromptLogprobs:
+    """What a model that finds a token less likely the higher it is says of the prompt's tokens."""
+    about = range(chunk.scored_positions.start + 1, chunk.scored_positions.stop + 1)
+    tokens = [chunk.sequence.prompt_tokens[index] for index in about]
+    own = array.array("f", [-float(token) for token in tokens]).tobytes()
+    ranks = array.array("I", [token + 1 for token in tokens]).tobytes()
+    return PromptLogprobs(about.start, 0, own, ranks)
 
 
 class Counting:
@@ -49,6 +64,7 @@ class Counting:
         step = Launched(
             [[choice] * len(c.sequence.samples) * c.samples_token for c, choice in zip(chunks, choices, strict=True)],
             running=self.slow,
+            scored=[(chunk.sequence, piece_of(chunk)) for chunk in chunks if chunk.scored_positions],
         )
         self.steps.append(step)
         return step

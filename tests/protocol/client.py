@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.messages import AttemptId
-from router.life import AttemptState, RequestEnd, RequestLife, RoutedRequest, SampleOut, TokensOut
+from baton.prompt_logprobs import PromptLogprobs
+from router.life import AttemptState, RequestEnd, RequestEvent, RequestLife, RoutedRequest, SampleOut, TokensOut
 
 
 @dataclass
@@ -18,6 +19,7 @@ class Client:
     life: RequestLife
     waits: bool
     got: list[list[int]] = field(init=False)
+    scores: list[float] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     end: RequestEnd | None = None
@@ -29,10 +31,18 @@ class Client:
     def __post_init__(self) -> None:
         self.got = [[] for _ in self.want]
 
-    def take(self, event: TokensOut | SampleOut | RequestEnd, now: float) -> None:
+    def take(self, event: RequestEvent, now: float) -> None:
         assert self.end is None, "something came after the end"
         match event:
+            case PromptLogprobs() as piece:
+                assert not any(self.got), "logprobs of the prompt came after a token"
+                assert piece.first_index == 1 + len(self.scores), "logprobs of the prompt are missing or repeated"
+                self.scores += [entry.logprob for entry in piece]
+                tokens = self.request.prompt_tokens[1 : 1 + len(self.scores)]
+                assert self.scores == [-float(token) for token in tokens], "logprobs are those of other tokens"
             case TokensOut(sample, token_ids, _):
+                if self.request.sampling.num_prompt_logprobs is not None:
+                    assert len(self.scores) == len(self.request.prompt_tokens) - 1, "a token came too early"
                 assert sample not in self.ended, "a token came after its sample's end"
                 assert sample not in self.stopped, "a token came after its sample was stopped"
                 if not any(self.got):

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.layout import KvLayout, KvSlice, LayerKv, num_blocks_for
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence as EngineSequence
 from engine.step import Choice, Chunk
+from tests.engine.counting import piece_of
 
 VOCAB_SIZE = 97
 EOS = 1
@@ -82,6 +84,7 @@ class FakeStep:
         self._num_chunks = num_chunks
         self.num_written = 0  # chunks, each once for each layer
         self.choices: list[list[Choice]] = []
+        self.scored: list[tuple[EngineSequence, PromptLogprobs]] = []
 
     def is_done(self) -> bool:
         return self.num_layers_done() == NUM_LAYERS
@@ -93,6 +96,9 @@ class FakeStep:
         while not self.is_done():
             self._queue.advance()
         return self.choices
+
+    def prompt_logprobs(self) -> list[tuple[EngineSequence, PromptLogprobs]]:
+        return self.scored
 
 
 class FakeModel:
@@ -160,6 +166,7 @@ class FakeModel:
 
     def launch(self, chunks: Sequence[Chunk]) -> FakeStep:
         step = FakeStep(self._queue, len(chunks))
+        step.scored = [(chunk.sequence, piece_of(chunk)) for chunk in chunks if chunk.scored_positions]
         own = [
             (chunk, [*chunk.sequence.tokens, *chunk.draft_tokens], list(chunk.sequence.block_table)) for chunk in chunks
         ]

@@ -3,6 +3,7 @@ of all that could grow."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import threading
@@ -110,6 +111,7 @@ class Soak(World):
         draw = self._draw
         prompt = tuple(draw.randrange(2, 97) for _ in range(draw.randint(1, 12)))
         sampling = SamplingParams(seed=draw.randrange(9), max_tokens=draw.choice([1, 2, 3, 6]), ignore_eos=True)
+        sampling = dataclasses.replace(sampling, num_prompt_logprobs=draw.choice([None, 0]))
         deadline_s = draw.choice([0.05, 60.0, 60.0, 60.0, 60.0])
         request_id = self.submit(prompt, draw.choice([1, 1, 1, 2]), sampling, deadline_s)
         self.num_requests += 1

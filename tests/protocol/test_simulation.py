@@ -79,7 +79,10 @@ def race(seed: int, faults: float, num_blocks: int, ranks: Ranks | None = None) 
                 old = draw.choice(list(world.clients.values())).request.prompt_tokens
                 prompt = (old + prompt)[:40]
             sampling = SamplingParams(
-                seed=draw.randrange(9), max_tokens=draw.randint(1, 20), ignore_eos=draw.random() < 0.3
+                seed=draw.randrange(9),
+                max_tokens=draw.randint(1, 20),
+                ignore_eos=draw.random() < 0.3,
+                num_prompt_logprobs=draw.choice([None, None, 0]),
             )
             world.submit(prompt, draw.choice([1, 1, 1, 2, 4]), sampling, draw.choice([0.5, 1e6, 1e6]))
         acts = world.faults() if draw.random() < faults else world.enabled()

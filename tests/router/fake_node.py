@@ -1,5 +1,6 @@
 """Nodes that answer by a script: real gRPC servers with the real messages, and no model behind them."""
 
+import array
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -36,6 +37,7 @@ from baton.messages import (
     Tokens,
     Update,
 )
+from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -230,6 +232,7 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         if answer.hold and answer.hold_at == 0:
             await answer.hold.wait()
         own._send(epoch, Update(attempt_id, Started(answer.num_cached_tokens, 0.001)))
+        own._send(epoch, *(Update(attempt_id, piece) for piece in prompt_pieces(prefill)))
         if answer.error:
             own._send(epoch, Update(attempt_id, End(answer.error)))
             return
@@ -274,6 +277,23 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
         self._cluster.tell()
         if session := self.sessions.get(epoch):
             session.send(*updates)
+
+
+def prompt_pieces(prefill: Prefill, size: int = 4) -> list[PromptLogprobs]:
+    """The i-th token of the prompt has logprob -i and rank i, and 7, 8, ... are the most likely tokens."""
+    num_top, pieces = prefill.sampling.num_prompt_logprobs, list[PromptLogprobs]()
+    if num_top is None:
+        return []
+    for first in range(1, len(prefill.prompt_tokens), size):
+        indexes = range(first, min(first + size, len(prefill.prompt_tokens)))
+        own = [
+            array.array(kind, values).tobytes()
+            for kind, values in (("f", [-float(i) for i in indexes]), ("I", indexes))
+        ]
+        ids = array.array("I", [7 + j for _ in indexes for j in range(num_top)]).tobytes()
+        values = array.array("f", [-0.25 * (1 + j) for _ in indexes for j in range(num_top)]).tobytes()
+        pieces.append(PromptLogprobs(first, num_top, own[0], own[1], ids, values))
+    return pieces
 
 
 def node_info(role: NodeRole, node_id: str, address: str) -> NodeInfo:

@@ -74,7 +74,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "max_tokens"),
         ("chat/completions", {**CHAT, "stream_options": {}}, 400, "stream_options", "stream"),
         ("chat/completions", {**CHAT, "tools": [TOOL]}, 400, "tools", "--tool-call-parser"),
-        ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice", "'required'"),
         ("completions", {"prompt": "x", "tools": [TOOL]}, 400, "tools", "not supported"),
         ("chat/completions", {**CHAT, "response_format": {"type": "xml"}}, 400, "response_format", "supported"),
         ("chat/completions", {**CHAT, "modalities": ["audio"]}, 400, "modalities", "not supported"),
@@ -120,7 +119,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("completions", {"prompt": [7] * 128}, 400, "prompt", "maximum context length is 128 tokens"),
         ("completions", {"prompt": "x", "best_of": 2}, 400, "best_of", "not supported"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
-        ("completions", {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo", "logprobs"),
+        ("completions", {"prompt": "x", "prompt_logprobs": -1}, 400, "prompt_logprobs", "in [0, 20]"),
         ("completions", {"prompt": "x", "logprobs": True}, 400, "logprobs", "integer"),
     ],
 )

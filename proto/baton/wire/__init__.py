@@ -19,6 +19,7 @@ from baton.wire.handoffs import (
 )
 from baton.wire.limits import Limits
 from baton.wire.nodes import read_node_info, write_kv_audit, write_node_info
+from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logprobs
 from baton.wire.sessions import (
     NodeToRouter,
     RouterToNode,
@@ -69,6 +70,8 @@ __all__ = [
     "read_error",
     "write_logprobs",
     "read_logprobs",
+    "write_prompt_logprobs",
+    "read_prompt_logprobs",
     "write_finish_reason",
     "read_finish_reason",
     "write_structured",

@@ -22,9 +22,11 @@ from baton.messages import (
     Update,
     UpdateKind,
 )
+from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import node_pb2
 from baton.wire import values
 from baton.wire.limits import ANY, MAX_SAMPLES, Limits
+from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logprobs
 
 RouterToNode = Auth | Subscribe | Prefill | Abort
 NodeToRouter = Auth | Subscribed | Load | tuple[Update, ...]
@@ -165,6 +167,8 @@ def write_update(update: Update) -> node_pb2.Update:
         case SampleEnd(sample, reason, stop_id):
             ended = node_pb2.SampleEnd(sample=sample, reason=values.write_finish_reason(reason), stop_token_id=stop_id)
             return node_pb2.Update(attempt_id=attempt_id, sample_end=ended)
+        case PromptLogprobs() as said:
+            return node_pb2.Update(attempt_id=attempt_id, prompt_logprobs=write_prompt_logprobs(said))
         case Started(cached, queue_s):
             return node_pb2.Update(
                 attempt_id=attempt_id, started=node_pb2.Started(num_cached_tokens=cached, queue_s=queue_s)
@@ -192,6 +196,8 @@ def _read_kind(wire: node_pb2.Update, limits: Limits) -> UpdateKind:
     match wire.WhichOneof("kind"):
         case "tokens":
             return _read_tokens(wire.tokens, limits)
+        case "prompt_logprobs":
+            return read_prompt_logprobs(wire.prompt_logprobs, limits)
         case "sample_end":
             return _read_sample_end(wire.sample_end)
         case "started":

@@ -228,6 +228,7 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
         "allowed_token_ids": frozenset(wire.allowed_token_ids),
         "bad_words_token_ids": _read_bad_words(wire.bad_words_token_ids, limits) if wire.bad_words_token_ids else (),
         "structured_outputs": read_structured(wire.structured_outputs) if wire.HasField("structured_outputs") else None,
+        "num_prompt_logprobs": wire.num_prompt_logprobs if wire.HasField("num_prompt_logprobs") else None,
     }
     return SamplingParams(**{**given, **others})
 
