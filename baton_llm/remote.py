@@ -159,6 +159,7 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
         skip_special_tokens=request.skip_special_tokens,
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         bad_words=request.bad_words,
+        priority=request.priority,
         **sampling,
     )
 

@@ -97,13 +97,16 @@ class SamplingParams:
         _check(is_map, "logit_bias", "a dict of token ids and numbers", self.logit_bias)
 
 
-def request_of(params: SamplingParams | None, request_id: str, prompt: tuple[int, ...]) -> GenerationRequest:
+def request_of(
+    params: SamplingParams | None, request_id: str, prompt: tuple[int, ...], priority: int = 0
+) -> GenerationRequest:
     """The request for a prompt of these tokens. Without params, all is left to the model's generation defaults."""
     if params is None:
-        return GenerationRequest(request_id=request_id, prompts=(prompt,))
+        return GenerationRequest(request_id=request_id, prompts=(prompt,), priority=priority)
     return GenerationRequest(
         request_id=request_id,
         prompts=(prompt,),
+        priority=priority,
         n=params.n,
         sampling=params.sampling(),
         stop=tuple(dict.fromkeys(params.stops)),

@@ -81,6 +81,7 @@ class RunningRequests:
             sampling=commit.sampling,
             cache_salt=commit.cache_salt,
             arrived_s=now,
+            priority=lease.reserve.priority,
             block_table=lease.table,
             num_computed_tokens=lease.reserve.num_tokens,
             num_cached_tokens=lease.num_cached_tokens,

@@ -45,8 +45,9 @@ class Sequence:
 
     `tokens` is prompt + output, or the prompt alone if not given; only the engine appends to it. `samples` are the
     indexes of the request's answers that it stands for: several share one prefill, and fork at the first token.
-    `hand_off`: park after the prompt, with its blocks held, instead of generating. `arrived_s` orders preemption: the
-    youngest goes first. `lane`: what it may have to wait for while it holds its blocks, see `engine.lanes`.
+    `hand_off`: park after the prompt, with its blocks held, instead of generating. `priority`: a lower one is admitted
+    earlier and preempted later. `arrived_s` orders preemption among equals: the youngest goes first. `lane`: what it
+    may have to wait for while it holds its blocks, see `engine.lanes`.
     `runs_ahead`: its next step may be launched before the host knows the tokens of the last one. False if the host
     takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
     carry besides tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted
@@ -62,6 +63,7 @@ class Sequence:
     hand_off: bool = False
     cache_salt: str = ""
     arrived_s: float = 0.0
+    priority: int = 0
     lane: Hashable = None
     runs_ahead: bool = True
     extensions: Mapping[str, Any] = field(default_factory=dict)
@@ -96,6 +98,11 @@ class Sequence:
     @property
     def output_tokens(self) -> tuple[int, ...]:
         return tuple(self.tokens[len(self.prompt_tokens) :])
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Orders sequences that compete for blocks: the highest gives way first."""
+        return self.priority, self.arrived_s
 
     @property
     def generates(self) -> bool:
@@ -172,6 +179,7 @@ class Sequence:
             tokens=[*self.prompt_tokens, *output_tokens],
             cache_salt=self.cache_salt,
             arrived_s=self.arrived_s,
+            priority=self.priority,
             runs_ahead=self.runs_ahead,
             extensions=self.extensions,
             matcher=self.matcher and self.matcher.fork(output_tokens[self.num_output_tokens :]),

@@ -23,5 +23,6 @@ def make_sequence(prefill: Prefill, *, hand_off: bool, now: float, matcher: Toke
         hand_off=hand_off,
         cache_salt=prefill.cache_salt,
         arrived_s=now,
+        priority=prefill.priority,
         matcher=matcher,
     )

@@ -122,6 +122,7 @@ class Outgoing:
             max_total_tokens=len(prefill.prompt_tokens) + prefill.sampling.max_tokens,
             grouped_from_block=handoff.grouped_from_block,
             layer_groups=handoff.layer_groups,
+            priority=prefill.priority,
         )
         self._peers.setdefault(prefill.decode.incarnation, DecodePeer(prefill.decode))
         handoff.reserved = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidRequest
+from baton.priority import check_priority
 from baton.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_CACHE_SALT_CHARS,
@@ -54,6 +55,7 @@ class GenerationRequest:
     truncate_prompt_tokens: int | None = None
     timeout_s: float | None = None
     cache_salt: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the parameter."""
@@ -71,6 +73,7 @@ class GenerationRequest:
         _at_most(MAX_ALLOWED_TOKEN_IDS, len(self.sampling.get("allowed_token_ids", ())), "allowed_token_ids", "ids")
         _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
         check_bad_words(self.bad_words)
+        check_priority(self.priority)
         kept = self.truncate_prompt_tokens
         if kept is not None and kept != _ALL_THAT_FIT and kept < 1:
             raise InvalidRequest(

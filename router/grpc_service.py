@@ -225,6 +225,7 @@ def _generation_request(
         truncate_prompt_tokens=request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
         timeout_s=min(timeouts, default=None),
         cache_salt=request.cache_salt,
+        priority=request.priority,
     )
 
 

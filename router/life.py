@@ -58,6 +58,7 @@ class RoutedRequest:
     sampling: SamplingParams
     deadline_s: float
     cache_salt: str = ""
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -238,6 +239,7 @@ class RequestLife:
             deadline_s=self.deadline - now,
             decode=decode,
             cache_salt=self.request.cache_salt,
+            priority=self.request.priority,
         )
 
     def overdue(self, why_not_ready: str) -> BatonError:

@@ -148,6 +148,7 @@ class Service:
             sampling=sampling,
             deadline_s=min(self._request_timeout_s, wanted.timeout_s or self._request_timeout_s),
             cache_salt=wanted.cache_salt,
+            priority=wanted.priority,
         )
         answers = [self._answer(model, wanted, stops, first_index + sample, sampling) for sample in range(wanted.n)]
         return Part(request, answers)

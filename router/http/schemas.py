@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
+from baton.priority import MAX_PRIORITY, MIN_PRIORITY
 from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
 from router.generation_request import GenerationRequest
 from router.http.fields import (
@@ -110,6 +111,7 @@ class GenerationFields(BaseModel):
     best_of: Whole | None = between(1, MAX_N)
     request_id: str | None = Field(None, pattern=f"^{REQUEST_ID}$")
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    priority: Whole | None = between(MIN_PRIORITY, MAX_PRIORITY)  # lower: served earlier
     timeout: float | None = Field(None, description="seconds until the request is given up")
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -146,6 +148,7 @@ class GenerationFields(BaseModel):
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "timeout_s": self.timeout,
             "cache_salt": self.cache_salt or "",
+            "priority": self.priority or 0,
         }
 
 

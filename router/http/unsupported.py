@@ -94,7 +94,7 @@ _HARMLESS: dict[str, Harmless] = {
 
 _MEANINGLESS = frozenset(
     {
-        *("echo", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key"),
+        *("echo", "metadata", "parallel_tool_calls", "prompt_cache_key"),
         *("safety_identifier", "service_tier", "store", "user"),
         "cache_control",  # Anthropic's: prefixes are cached anyway
     }

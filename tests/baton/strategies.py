@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from baton import errors, messages
 from baton.layout import KvLayout, LayerKv
+from baton.priority import MAX_PRIORITY, MIN_PRIORITY
 from baton.sampling import FinishReason, SamplingParams
 from baton.structured_output import StructuredKind, StructuredOutput
 
@@ -74,6 +75,7 @@ prefill = st.builds(
     seconds,
     st.none() | target,
     text,
+    st.integers(MIN_PRIORITY, MAX_PRIORITY),
 )
 abort = st.builds(messages.Abort, attempt_id, st.lists(sample, max_size=4).map(tuple), seconds)
 subscribe = st.builds(messages.Subscribe, uint64, text, uint32)
@@ -140,6 +142,7 @@ prefill_message = st.one_of(
         st.integers(1, 1024),
         seconds,
         st.integers(2**24, 2**32 - 1),
+        priority=st.integers(MIN_PRIORITY, MAX_PRIORITY),
     ),
     st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
     st.builds(messages.Release, st.just(0) | lease, attempt_id),

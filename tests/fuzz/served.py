@@ -52,6 +52,7 @@ COMPLETION_BODY = {
     "stream": True,
     "stream_options": {"include_usage": True},
     "cache_salt": "a",
+    "priority": -1,
 }
 MESSAGE_BODY = {
     "model": "tiny",

@@ -158,9 +158,11 @@ async def test_grpc_allowed_tokens_bad_words_and_truncation(stub, nodes):
         truncate_prompt_tokens=9,
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
+        priority=-3,
     )
     await collect(stub.Generate(request))
     (prefill,) = nodes.prefills
+    assert prefill.priority == -3
     assert prefill.prompt_tokens == tiny_tokenizer().encode("abc " * 100, True, 9)
     assert (len(prefill.prompt_tokens), prefill.sampling.allowed_token_ids) == (9, {5, 7})
     assert tiny_tokenizer().encode("x", False) in prefill.sampling.bad_words_token_ids

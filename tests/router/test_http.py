@@ -133,6 +133,13 @@ async def test_long_prompts_are_truncated_from_the_left(client, nodes, kept, max
     assert nodes.prefills[2].prompt_tokens == tiny_tokenizer().encode("hi", True)
 
 
+async def test_a_priority_goes_to_the_nodes(client, nodes):
+    for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
+        for priority in ({"priority": -(2**31)}, {"priority": 5}, {"priority": None}, {}):
+            assert (await client.post(f"/v1/{path}", json={**body, **priority})).is_success
+    assert [prefill.priority for prefill in nodes.prefills] == [-(2**31), 5, 0, 0] * 2
+
+
 async def test_tokens_may_be_named_by_their_ids(client):
     named = {"return_tokens_as_token_ids": True, "return_token_ids": True}
     body = {**CHAT, "logprobs": True, "top_logprobs": 1, **named}

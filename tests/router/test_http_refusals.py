@@ -91,6 +91,8 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "stop_token_ids": [5] * 1025}, 400, "stop_token_ids", "at most 1024"),
         ("chat/completions", {**CHAT, "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias", "1024"),
         ("chat/completions", {**CHAT, "logit_bias": {"-1": 1}}, 400, "logit_bias", "integers of 0 or more"),
+        ("chat/completions", {**CHAT, "priority": 2**31}, 400, "priority", "must be in [-2^31, 2^31)"),
+        ("chat/completions", {**CHAT, "priority": "high"}, 400, "priority", "integer"),
         ("chat/completions", {**CHAT, "cache_salt": "x" * 257}, 400, "cache_salt", "at most 256"),
         ("chat/completions", {**CHAT, "model": "x" * 257}, 400, "model", "at most 256"),
         ("chat/completions", {**CHAT, "messages": CHAT["messages"] * 10_001}, 400, "messages", "at most 10000"),

@@ -149,6 +149,7 @@ def _write_reserve(message: Reserve) -> node_pb2.Reserve:
         max_total_tokens=message.max_total_tokens,
         grouped_from_block=message.grouped_from_block,
         layer_groups=message.layer_groups,
+        priority=message.priority,
     )
 
 
@@ -171,6 +172,7 @@ def _read_reserve(wire: node_pb2.Reserve, limits: Limits) -> Reserve:
         max_total_tokens=wire.max_total_tokens,
         grouped_from_block=wire.grouped_from_block,
         layer_groups=groups,
+        priority=wire.priority,
     )
 
 
