@@ -8,6 +8,7 @@ from typing import Any
 
 import baton.sampling
 from baton.errors import InvalidRequest
+from baton.logits_processors import LogitsProcessor
 from baton.sampling import NAMES
 from router.generation_request import SEED_SPACE, GenerationRequest
 from router.structured_output import structured_output_of
@@ -27,8 +28,8 @@ class SamplingParams:
     context leaves. logprobs: None for none, 0 for those of the chosen tokens, k <= 20 for the k most likely too. stop:
     texts that end an answer, of which they are no part unless `include_stop_str_in_output`. structured_outputs: what an
     answer must match, one of json, json_object, regex, choice and grammar with its value. allowed_token_ids: no other
-    token is chosen. bad_words: no token completes one of these. Raises InvalidRequest, whose `param` is the name of the
-    field.
+    token is chosen. bad_words: no token completes one of these. logits_processors: names of installed ones, or dicts
+    with `name`, `args` and `kwargs`. Raises InvalidRequest, whose `param` is the name of the field.
     """
 
     n: int = 1
@@ -53,6 +54,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: Mapping[str, Any] | None = None
+    logits_processors: Sequence[str | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -71,6 +73,7 @@ class SamplingParams:
         """What it says of `baton.sampling.SamplingParams`, by name."""
         said = {name: getattr(self, name) for name in NAMES if hasattr(self, name)} | {"num_logprobs": self.logprobs}
         said["structured_outputs"] = structured_output_of(None, self.structured_outputs, {})
+        said["logits_processors"] = tuple(map(_processor, self.logits_processors or ())) or None
         return {name: value for name, value in said.items() if value is not None}
 
     def _check_types(self) -> None:
@@ -115,6 +118,17 @@ def request_of(
         spaces_between_special_tokens=params.spaces_between_special_tokens,
         bad_words=tuple(params.bad_words or ()),
     )
+
+
+def _processor(wanted: str | Mapping[str, Any]) -> LogitsProcessor:
+    if isinstance(wanted, str):
+        return LogitsProcessor(wanted)
+    given = dict(wanted) if isinstance(wanted, Mapping) else {}
+    name = given.pop("name", None) or given.pop("qualname", None)
+    known = isinstance(name, str) and not given.keys() - {"args", "kwargs"}
+    known = known and isinstance(given.get("args", []), list) and isinstance(given.get("kwargs", {}), dict)
+    _check(known, "logits_processors", "names, or dicts with `name`, `args` and `kwargs`", wanted)
+    return LogitsProcessor.of(str(name), given.get("args"), given.get("kwargs"))
 
 
 def _check(holds: bool, param: str, kind: str, value: object) -> None:

@@ -26,6 +26,7 @@ from node.core import RoleCore
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened
 from node.grammars import Grammars
 from node.intake import make_sequence
+from node.logits_processors import LogitsProcessors
 
 
 class DecodeCore(RoleCore):
@@ -42,6 +43,7 @@ class DecodeCore(RoleCore):
         max_waiting: int = 4096,
         max_deadline_s: float = 3600.0,
         grammars: Grammars | None = None,
+        processors: LogitsProcessors | None = None,
     ) -> None:
         super().__init__(
             engine,
@@ -49,6 +51,7 @@ class DecodeCore(RoleCore):
             max_waiting=max_waiting,
             max_deadline_s=max_deadline_s,
             grammars=grammars,
+            processors=processors,
         )
         self.receiver = receiver
         self._reservations = Reservations(
@@ -121,7 +124,7 @@ class DecodeCore(RoleCore):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):
                 self._compile_ahead(commit.sampling)  # while the last parts travel
-                self._reservations.commit(peer, commit, now)
+                self._commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
                 self._reservations.release(peer, release)
             case PeerOpened(peer, part_blocks, layout) as opened:
@@ -152,11 +155,20 @@ class DecodeCore(RoleCore):
         except BatonError as error:
             self._outbox.to_prefill(peer, Refuse(attempt_id, error))
 
+    def _commit(self, peer: str, commit: Commit, now: float) -> None:
+        processors, refusal = None, None
+        try:
+            processors = self._processors.chain(commit.sampling.logits_processors)
+        except BatonError as error:
+            refusal = error
+        self._reservations.commit(peer, commit, now, processors, refusal)
+
     # ---- requests ----
 
     def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
         matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
-        return make_sequence(prefill, hand_off=False, now=now, matcher=matcher)
+        processors = self._processors.chain(prefill.sampling.logits_processors)
+        return make_sequence(prefill, hand_off=False, now=now, matcher=matcher, processors=processors)
 
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
         self._running.add(sequence, now, deadline)

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.messages import Adopted, Commit, Reserve
+from engine.logits_processor import LogitsProcessorChain
 from kv_transfer.parts import Piece
 from kv_transfer.slot_copies import Mark
 
@@ -59,6 +60,7 @@ class Lease:
     last_arrived: float = 0.0  # when the last part arrived, plus the delay until the engine knew
     landed: float = 0.0  # when the engine knew, with the copy queued
     commit: Commit | None = None
+    processors: LogitsProcessorChain | None = None  # of the commit's request
     committed: float = 0.0
 
     @property

@@ -26,6 +26,7 @@ from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, R
 from decode_node.leases import Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
+from engine.logits_processor import LogitsProcessorChain
 from engine.waiting_queue import WaitingQueue
 from kv_transfer.parts import PartPlanner
 from kv_transfer.ranks import ReceiverRanks
@@ -241,11 +242,27 @@ class Reservations:
         if lease := self._leases.get(serial):
             self._end(lease, PeerLost(f"part {part} did not arrive: {reason}"))
 
-    def commit(self, peer: str, commit: Commit, now: float) -> None:
-        """Take over the lease's request, and answer; a repeat gets the same answer."""
-        self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.attempt_id, self._commit(peer, commit, now)))
+    def commit(
+        self,
+        peer: str,
+        commit: Commit,
+        now: float,
+        processors: LogitsProcessorChain | None = None,
+        refusal: BatonError | None = None,
+    ) -> None:
+        """Take over the lease's request, and answer; a repeat gets the same answer. processors: the request's own.
+        refusal: why its parameters cannot be served here; ends the lease."""
+        answer = self._commit(peer, commit, now, processors, refusal)
+        self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.attempt_id, answer))
 
-    def _commit(self, peer: str, commit: Commit, now: float) -> BatonError | None:
+    def _commit(
+        self,
+        peer: str,
+        commit: Commit,
+        now: float,
+        processors: LogitsProcessorChain | None,
+        refusal: BatonError | None,
+    ) -> BatonError | None:
         lease = self._leases.get(commit.lease)
         if lease is None or lease.peer != peer:
             owner, outcome = self._outcomes.get(commit.lease) or ("", LEASE_OVER)
@@ -253,9 +270,11 @@ class Reservations:
         if lease.state is LeaseState.COMMITTED:
             return None
         if not lease.fits(commit):
-            error = InternalError(f"the commit of {commit.attempt_id} does not fit lease {lease.serial}")
-            self._end(lease, error)
-            return error
+            refusal = InternalError(f"the commit of {commit.attempt_id} does not fit lease {lease.serial}")
+        if refusal is not None:
+            self._end(lease, refusal)
+            return refusal
+        lease.processors = processors
         lease.state, lease.commit, lease.committed = LeaseState.COMMITTED, commit, now
         # The Commit restates the deadline. If the Reserve took longer to arrive, this one is earlier and more exact.
         lease.deadline = min(lease.deadline, now + commit.deadline_s)

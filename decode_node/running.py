@@ -86,6 +86,7 @@ class RunningRequests:
             num_computed_tokens=lease.reserve.num_tokens,
             num_cached_tokens=lease.num_cached_tokens,
             matcher=matcher,
+            processors=lease.processors,
         )
         sequence.set_block_hashes(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
         adopted = self._engine.adopt(sequence, outputs, lease.spares[:needed])

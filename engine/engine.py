@@ -292,6 +292,9 @@ class Engine:
         for chunk, choices in zip(retired.chunks, waited, strict=True):
             result.num_tokens += chunk.length
             if chunk.sequence.state is SequenceState.RUNNING:
+                if failure := next((choice.failure for choice in choices if choice.failure), None):
+                    result.failed.append((chunk.sequence, failure))
+                    choices = []
                 self._apply_output(chunk, choices, result)
         for _, table in retired.released:
             self.blocks.release(table)

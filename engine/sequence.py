@@ -10,6 +10,7 @@ from typing import Any
 from baton.block_hash import BlockHash, next_hash, root_hash
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
+from engine.logits_processor import LogitsProcessorChain
 from engine.token_matcher import TokenMatcher
 
 
@@ -51,7 +52,8 @@ class Sequence:
     `runs_ahead`: its next step may be launched before the host knows the tokens of the last one. False if the host
     takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
     carry besides tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted
-    the output so far, and the sequence then does not run ahead. If KV depends on it, `cache_salt` must differ from
+    the output so far, and the sequence then does not run ahead. `processors`: see `engine.logits_processor`; with them
+    it does not run ahead either. If KV depends on it, `cache_salt` must differ from
     that of other sequences with the same tokens.
     """
 
@@ -68,6 +70,7 @@ class Sequence:
     runs_ahead: bool = True
     extensions: Mapping[str, Any] = field(default_factory=dict)
     matcher: TokenMatcher | None = None
+    processors: LogitsProcessorChain | None = None
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
     block_table: list[int] = field(default_factory=list)
@@ -84,7 +87,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.prompt_tokens)
-        if self.matcher is not None:
+        if self.matcher is not None or self.processors is not None:
             self.runs_ahead = False
 
     @property
@@ -183,6 +186,7 @@ class Sequence:
             runs_ahead=self.runs_ahead,
             extensions=self.extensions,
             matcher=self.matcher and self.matcher.fork(output_tokens[self.num_output_tokens :]),
+            processors=self.processors,
             num_cached_tokens=self.num_cached_tokens,
             started_s=self.started_s,
         )

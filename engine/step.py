@@ -50,10 +50,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen token, and its logprobs if they were asked for."""
+    """A chosen token, and its logprobs if they were asked for. `failure`: why it must not count, and its request must
+    end."""
 
     token: int
     logprobs: TokenLogprobs | None = None
+    failure: str | None = None
 
 
 class LaunchedStep(Protocol):
@@ -119,6 +121,7 @@ class StepResult:
     `release`."""
 
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)  # have no next token: their requests must end
     sampled: list[SampledToken] = field(default_factory=list)
     num_tokens: int = 0  # computed by the retired step
     again: bool = False  # compute again at once; False: nothing to do before an event or the end of a step

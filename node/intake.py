@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from baton.errors import InvalidRequest
 from baton.messages import Prefill
+from engine.logits_processor import LogitsProcessorChain
 from engine.sequence import Sequence
 from engine.token_matcher import TokenMatcher
 
 
-def make_sequence(prefill: Prefill, *, hand_off: bool, now: float, matcher: TokenMatcher | None = None) -> Sequence:
+def make_sequence(
+    prefill: Prefill,
+    *,
+    hand_off: bool,
+    now: float,
+    matcher: TokenMatcher | None = None,
+    processors: LogitsProcessorChain | None = None,
+) -> Sequence:
     """The sequence that computes prompt and output so far. Raises InvalidRequest if the output is complete already;
     `Engine.add` checks whether the tokens fit."""
     output = prefill.samples[0].output_tokens
@@ -25,4 +33,5 @@ def make_sequence(prefill: Prefill, *, hand_off: bool, now: float, matcher: Toke
         arrived_s=now,
         priority=prefill.priority,
         matcher=matcher,
+        processors=processors,
     )

@@ -18,6 +18,7 @@ from node.build import Built, build, count, describe, new_incarnation
 from node.core import RoleCore
 from node.grammars import Grammars
 from node.handoff_stream import PeerTransport
+from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
 from node.shell import NodeParts
 from node.slots import slot_sizes
@@ -51,6 +52,7 @@ class Base:
     transport: Transport
     incarnation: str
     grammars: Grammars
+    processors: LogitsProcessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class RoleParts:
 def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callable[[Base], RoleParts]) -> NodeParts:
     """Load the model and build the role on it. `wake` is called, on any thread, when the core should have a turn.
     Raises ValueError, OSError or a BatonError, each readable for users."""
-    base = _make_base(settings, wake)
+    base = _make_base(settings, wake, LogitsProcessors.installed())
     role, built = make_role(base), base.built
 
     def warm_up() -> None:
@@ -85,7 +87,7 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
     )
 
 
-def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
+def _make_base(settings: NodeSettings, wake: Callable[[], None], processors: LogitsProcessors) -> Base:
     built = build(settings, wake)
     sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
     slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
@@ -95,4 +97,4 @@ def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
     transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
     config = built.engine.config
     grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake)
-    return Base(settings, built, staging, transport, new_incarnation(), grammars)
+    return Base(settings, built, staging, transport, new_incarnation(), grammars, processors)

@@ -23,6 +23,7 @@ from node.core import RoleCore
 from node.events import FromPeer, PeerClosed, PeerOpened
 from node.grammars import Grammars
 from node.intake import make_sequence
+from node.logits_processors import LogitsProcessors
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
 from prefill_node.parts_out import PartsOut
@@ -44,6 +45,7 @@ class PrefillCore(RoleCore):
         layer_groups: int = 1,
         whole_tokens: int = 0,
         grammars: Grammars | None = None,
+        processors: LogitsProcessors | None = None,
     ) -> None:
         super().__init__(
             engine,
@@ -51,6 +53,7 @@ class PrefillCore(RoleCore):
             max_waiting=max_waiting,
             max_deadline_s=max_deadline_s,
             grammars=grammars,
+            processors=processors,
         )
         self.sender = sender
         self._outgoing = Outgoing(engine, PartsOut(engine, sender, layer_groups, whole_tokens), self._outbox)
@@ -109,7 +112,8 @@ class PrefillCore(RoleCore):
         if prefill.decode and self._outgoing.is_lost(prefill.decode.incarnation):
             raise PeerLost(f"decode node {prefill.decode.address} is being disconnected")
         matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
-        sequence = make_sequence(prefill, hand_off=True, now=now, matcher=matcher)
+        processors = self._processors.chain(prefill.sampling.logits_processors)
+        sequence = make_sequence(prefill, hand_off=True, now=now, matcher=matcher, processors=processors)
         if prefill.decode and needs_decode_node(prefill):
             sequence.lane = prefill.decode.incarnation
         return sequence

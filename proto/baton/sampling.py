@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest
+from baton.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessor
 from baton.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -65,7 +66,8 @@ class SamplingParams:
     any position and draw the same token. `num_logprobs`: -1: none; 0: the chosen token's; k: also the k most likely;
     logprobs are of the raw logits, before penalties and temperature. `allowed_token_ids`: no other token is chosen;
     empty: all are allowed. `bad_words_token_ids`: no token completes one of these in the output, unless the allowed
-    tokens leave no other. Raises InvalidRequest that names the parameter.
+    tokens leave no other. `logits_processors`: those of installed packages that change the raw
+    logits. Raises InvalidRequest that names the parameter.
     """
 
     temperature: float = _within(1.0, 0.0, 1e6, "must be in [0, 1e6], 0 being greedy")
@@ -85,6 +87,7 @@ class SamplingParams:
     structured_outputs: StructuredOutput | None = None
     allowed_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         for name, valid in RANGES.items():
@@ -97,6 +100,8 @@ class SamplingParams:
         _check_tokens("stop_token_ids", self.stop_token_ids)
         _check_tokens("allowed_token_ids", self.allowed_token_ids)
         self._check_bad_words()
+        count, most = len(self.logits_processors), MAX_LOGITS_PROCESSORS
+        _check(count <= most, "logits_processors", count, f"must be at most {most}")
         for token, bias in self.logit_bias.items():
             _check(0 <= token < 2**31, "logit_bias", token, "must have token ids, 0 or more and below 2**31")
             _check(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", bias, f"must be in [-{MAX_BIAS}, {MAX_BIAS}]")
@@ -121,7 +126,8 @@ class SamplingParams:
     @property
     def depends_on_output(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
-        return self.has_penalties or any(len(word) > 1 for word in self.bad_words_token_ids)
+        several = any(len(word) > 1 for word in self.bad_words_token_ids)
+        return self.has_penalties or several or bool(self.logits_processors)
 
 
 NAMES = tuple(parameter.name for parameter in fields(SamplingParams))

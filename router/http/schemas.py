@@ -26,6 +26,7 @@ from router.http.fields import (
     between,
     sampling,
 )
+from router.http.logits_processors import ProcessorList, plain_processors
 from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
@@ -102,6 +103,7 @@ class GenerationFields(BaseModel):
     stop_token_ids: list[Whole] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     allowed_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
     bad_words: Words = ()
+    logits_processors: ProcessorList | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -134,6 +136,7 @@ class GenerationFields(BaseModel):
         said = {name: getattr(self, name) for name in NAMES if name in GenerationFields.model_fields} | translated
         guided = {name: getattr(self, name) for name in GUIDED}
         said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
+        said["logits_processors"] = plain_processors(self.logits_processors) or None
         return {name: value for name, value in said.items() if value is not None}
 
     def shared(self) -> dict[str, Any]:

@@ -49,7 +49,6 @@ _HARMLESS: dict[str, Harmless] = {
     "guided_whitespace_pattern": _is_empty,
     "kv_transfer_params": _is_empty,
     "length_penalty": _is_one_of(1, 1.0),
-    "logits_processors": _is_empty,
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
     "prompt_logprobs": _is_one_of(False),

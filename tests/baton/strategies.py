@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from baton import errors, messages
 from baton.layout import KvLayout, LayerKv
+from baton.logits_processors import LogitsProcessor
 from baton.priority import MAX_PRIORITY, MIN_PRIORITY
 from baton.sampling import FinishReason, SamplingParams
 from baton.structured_output import StructuredKind, StructuredOutput
@@ -53,6 +54,7 @@ def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
         structured_outputs=draw(st.none() | st.builds(StructuredOutput, st.sampled_from(StructuredKind), name)),
         allowed_token_ids=draw(st.frozensets(int31, max_size=4)),
         bad_words_token_ids=draw(st.lists(st.lists(int31, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)),
+        logits_processors=draw(st.lists(st.builds(LogitsProcessor, name, text), max_size=3).map(tuple)),
     )
 
 

@@ -133,6 +133,15 @@ async def test_long_prompts_are_truncated_from_the_left(client, nodes, kept, max
     assert nodes.prefills[2].prompt_tokens == tiny_tokenizer().encode("hi", True)
 
 
+async def test_logits_processors_go_to_the_nodes_by_name(client, nodes):
+    wanted = ["plain", {"qualname": "vllm", "args": [1]}, {"name": "both", "args": [], "kwargs": {"a": {"b": 2}}}]
+    for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
+        assert (await client.post(f"/v1/{path}", json={**body, "logits_processors": wanted})).is_success
+    expected = [("plain", ""), ("vllm", '{"args":[1]}'), ("both", '{"kwargs":{"a":{"b":2}}}')]
+    for prefill in nodes.prefills:
+        assert [(one.name, one.arguments) for one in prefill.sampling.logits_processors] == expected
+
+
 async def test_a_priority_goes_to_the_nodes(client, nodes):
     for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
         for priority in ({"priority": -(2**31)}, {"priority": 5}, {"priority": None}, {}):
