@@ -31,8 +31,13 @@ class LogitsProcessor:
 
     @classmethod
     def of(cls, name: str, args: list[Any] | None, kwargs: dict[str, Any] | None) -> LogitsProcessor:
+        """Raises InvalidRequest."""
         given = {key: value for key, value in (("args", args), ("kwargs", kwargs)) if value}
-        return cls(name, json.dumps(given, separators=(",", ":")) if given else "")
+        try:
+            arguments = json.dumps(given, separators=(",", ":")) if given else ""
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{PARAM}: {name}: arguments are no JSON: {type(error).__name__}", PARAM) from None
+        return cls(name, arguments)
 
     def parsed(self) -> tuple[list[Any], dict[str, Any]]:
         """`args` and `kwargs`. Raises InvalidRequest."""

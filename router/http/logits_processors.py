@@ -12,21 +12,21 @@ from baton.logits_processors import MAX_LOGITS_PROCESSORS, PARAM, LogitsProcesso
 from router.http.fields import CONFIG, Name
 
 
-class LogitsProcessorFields(BaseModel):
+class LogitsProcessorFields(BaseModel):  # type: ignore[no-redef]  # pydantic's plugin calls extra fields kwargs
     """`qualname` is vLLM's name for `name`."""
 
     model_config = CONFIG
     name: Name | None = None
     qualname: Name | None = None
     args: list[Any] | None = None
-    named_args: dict[str, Any] | None = Field(None, alias="kwargs")
+    kwargs: dict[str, Any] | None = None
 
     def plain(self) -> LogitsProcessor:
         """Raises InvalidRequest."""
         names = [name for name in (self.name, self.qualname) if name is not None]
         if len(names) != 1:
             raise InvalidRequest(f"`{PARAM}`: an object must have `name` or `qualname`, and not both.", PARAM)
-        return LogitsProcessor.of(names[0], self.args, self.named_args)
+        return LogitsProcessor.of(names[0], self.args, self.kwargs)
 
 
 ProcessorList = Annotated[list[Name | LogitsProcessorFields], Field(max_length=MAX_LOGITS_PROCESSORS)]

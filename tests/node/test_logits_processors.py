@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,13 +66,17 @@ def test_one_that_cannot_be_loaded_ends_the_start(
     ],
 )
 def test_what_cannot_be_made_is_refused(name: str, arguments: str, text: str) -> None:
-    known = {"scaled": scaled, "one": lambda: abs, "three": lambda: lambda prompt, output, logits: logits}
+    known: dict[str, Any] = {
+        "scaled": scaled,
+        "one": lambda: abs,
+        "three": lambda: lambda prompt, output, logits: logits,
+    }
     with pytest.raises(InvalidRequest, match=text) as refused:
         LogitsProcessors(known).chain([LogitsProcessor(name, arguments)])
     assert refused.value.param == "logits_processors"
 
 
-def scaled(by: float = 2.0) -> object:
+def scaled(by: float = 2.0) -> Callable[[list[int], Tensor], Tensor]:
     def scale(output: list[int], logits: Tensor) -> Tensor:
         return logits * by + len(output)
 
