@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.errors import BatonError
+from baton_llm.beam_search import BeamSearchParams
 from baton_llm.errors import PromptsFailed
 from baton_llm.host import Host, make_backend, result_of
 from baton_llm.outputs import RequestOutput
@@ -82,6 +83,11 @@ class LLM:
         """As `generate`, for one conversation or several, which the model's chat template turns into prompts. A message
         is a dict with `role` and `content`, and maybe `name`."""
         return self._run(read_conversations(messages), params, use_tqdm, priority)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The best `params.beam_width` answers to each prompt, best first. `cumulative_logprob` of an answer is that of
+        its beam. Raises as `generate`."""
+        return self._run(read_prompts(prompts), params.sampling_params(), False, None)
 
     def close(self) -> None:
         """End all requests, threads and engines. Idempotent. Happens by itself when the LLM is collected, and at the

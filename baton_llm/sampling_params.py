@@ -13,8 +13,16 @@ from baton.sampling import NAMES
 from router.generation_request import SEED_SPACE, GenerationRequest
 from router.structured_output import structured_output_of
 
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_WHOLE = ("n", "top_k", "min_tokens")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "length_penalty",
+)
+_WHOLE = ("n", "top_k", "min_tokens", "beam_width")
 _WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 _TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
@@ -29,7 +37,8 @@ class SamplingParams:
     texts that end an answer, of which they are no part unless `include_stop_str_in_output`. structured_outputs: what an
     answer must match, one of json, json_object, regex, choice and grammar with its value. allowed_token_ids: no other
     token is chosen. bad_words: no token completes one of these. logits_processors: names of installed ones, or dicts
-    with `name`, `args` and `kwargs`. Raises InvalidRequest, whose `param` is the name of the field.
+    with `name`, `args` and `kwargs`. beam_width, length_penalty: see `BeamSearchParams`.
+    Raises InvalidRequest, whose `param` is the name of the field.
     """
 
     n: int = 1
@@ -55,6 +64,8 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     structured_outputs: Mapping[str, Any] | None = None
     logits_processors: Sequence[str | Mapping[str, Any]] | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -23,10 +23,9 @@ from baton.errors import (
 )
 from baton.layout import KvLayout, num_blocks_for
 from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve
-from decode_node.leases import Lease, LeaseState, Waiting
+from decode_node.leases import Extras, Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
-from engine.logits_processor import LogitsProcessorChain
 from engine.waiting_queue import WaitingQueue
 from kv_transfer.parts import PartPlanner
 from kv_transfer.ranks import ReceiverRanks
@@ -247,12 +246,12 @@ class Reservations:
         peer: str,
         commit: Commit,
         now: float,
-        processors: LogitsProcessorChain | None = None,
+        extras: Extras,
         refusal: BatonError | None = None,
     ) -> None:
-        """Take over the lease's request, and answer; a repeat gets the same answer. processors: the request's own.
+        """Take over the lease's request, and answer; a repeat gets the same answer. extras: what goes with the request.
         refusal: why its parameters cannot be served here; ends the lease."""
-        answer = self._commit(peer, commit, now, processors, refusal)
+        answer = self._commit(peer, commit, now, extras, refusal)
         self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.attempt_id, answer))
 
     def _commit(
@@ -260,7 +259,7 @@ class Reservations:
         peer: str,
         commit: Commit,
         now: float,
-        processors: LogitsProcessorChain | None,
+        extras: Extras,
         refusal: BatonError | None,
     ) -> BatonError | None:
         lease = self._leases.get(commit.lease)
@@ -274,7 +273,7 @@ class Reservations:
         if refusal is not None:
             self._end(lease, refusal)
             return refusal
-        lease.processors = processors
+        lease.extras = extras
         lease.state, lease.commit, lease.committed = LeaseState.COMMITTED, commit, now
         # The Commit restates the deadline. If the Reserve took longer to arrive, this one is earlier and more exact.
         lease.deadline = min(lease.deadline, now + commit.deadline_s)

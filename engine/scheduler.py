@@ -49,6 +49,8 @@ class Scheduler:
       priority value is preempted: it gives back all of its blocks and is computed again later, before any sequence of
       its priority that has not run yet. Sequences to hand off are never preempted: a prefill node has promised their
       blocks to a transfer.
+    - Beams of a group are preempted together: alone, the others would hold their blocks and wait. A group of which only
+      some have come back gives way to what is before it in the queue.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -169,12 +171,28 @@ class Scheduler:
         """Preempt the sequence of the highest rank."""
         # A sequence that lacks a block is never one to hand off, so there is always a victim: at worst itself.
         victim = max((seq for seq in self._running if not seq.hand_off), key=_rank)
+        members = victim.beams.members if victim.beams is not None else (victim,)
+        for member in [seq for seq in members if seq.state is SequenceState.RUNNING]:
+            self._preempt(plan, member)
+
+    def _preempt(self, plan: Plan, victim: Sequence) -> None:
         del self._running[victim]
         victim.move_to(SequenceState.WAITING)
         self._blocks.release(victim.block_table)
         victim.block_table = []
         self.requeue(victim)
         plan.preempted.append(victim)
+
+    def _preempt_stalled(self, plan: Plan, before: Sequence) -> bool:
+        """Preempt what runs of the last group behind `before` that waits for members in the queue. No launched step
+        has any of it, once it has taken its step. False: there is none."""
+        stalled = [seq for seq in self._running if _is_stalled(seq) and seq.rank > before.rank]
+        if not stalled:
+            return False
+        last = max(stalled, key=_rank).beams
+        for seq in [seq for seq in stalled if seq.beams is last]:
+            self._preempt(plan, seq)
+        return True
 
     def _schedule_running(self, plan: Plan, budget: int) -> int:
         """Add chunks of the running sequences: first those with only their last token to go, which use no budget.
@@ -200,9 +218,13 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         if self._awaited:
             self._awaited = {seq: wanted for seq, wanted in self._awaited.items() if self._still_awaits(seq, wanted)}
-        while self._has_room(budget) and self.num_waiting and self.num_free_seqs > 0:
+        while self._has_room(budget) and self.num_waiting:
             seq = self._next_waiting()
             if seq is None:
+                return
+            if self.num_free_seqs <= 0:
+                if self._preempt_stalled(plan, seq):
+                    continue
                 return
             if seq.awaits_matcher:
                 self._awaited[seq] = None
@@ -212,6 +234,8 @@ class Scheduler:
                 self._awaited[seq] = wanted
                 continue
             if not self._allocate_all(plan, seq, hits):
+                if self._preempt_stalled(plan, seq):
+                    continue
                 return
             self.remove(seq)
             self._lanes.hold(seq)
@@ -273,7 +297,8 @@ class Scheduler:
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
             total = seq.num_tokens + seq.num_pending_tokens + len(seq.draft_tokens)
-            assert seq.num_computed_tokens < seq.num_tokens, f"{seq.attempt_id} has nothing to compute"
+            if seq.beams is None:
+                assert seq.num_computed_tokens < seq.num_tokens, f"{seq.attempt_id} has nothing to compute"
             assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.attempt_id} ran past its tokens"
             covered = len(seq.block_table) * block_size
             assert seq.num_launched_tokens <= covered, f"{seq.attempt_id}: KV outside its table"
@@ -287,8 +312,15 @@ class Scheduler:
         assert len({*self._running, *self._lanes, *self._preempted}) == self.num_running + self.num_waiting
 
 
-def _rank(seq: Sequence) -> tuple[int, float]:
+def _rank(seq: Sequence) -> tuple[int, float, int]:
     return seq.rank
+
+
+def _is_stalled(seq: Sequence) -> bool:
+    """Whether it is a beam that has taken its step, and waits for others of which one is in the queue."""
+    if seq.beams is None or seq.num_computed_tokens < seq.num_tokens:
+        return False
+    return any(member.state is SequenceState.WAITING for member in seq.beams.members)
 
 
 def _priority(seq: Sequence) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from baton.block_hash import BlockHash, next_hash, root_hash
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
+from engine.beams import BeamGroup
 from engine.logits_processor import LogitsProcessorChain
 from engine.token_matcher import TokenMatcher
 
@@ -53,8 +54,8 @@ class Sequence:
     takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
     carry besides tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted
     the output so far, and the sequence then does not run ahead. `processors`: see `engine.logits_processor`; with them
-    it does not run ahead either. If KV depends on it, `cache_salt` must differ from
-    that of other sequences with the same tokens.
+    it does not run ahead either. `beams`: the group that it is a beam of; likewise. If KV depends on it, `cache_salt`
+    must differ from that of other sequences with the same tokens.
     """
 
     attempt_id: AttemptId
@@ -71,6 +72,7 @@ class Sequence:
     extensions: Mapping[str, Any] = field(default_factory=dict)
     matcher: TokenMatcher | None = None
     processors: LogitsProcessorChain | None = None
+    beams: BeamGroup | None = None
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
     block_table: list[int] = field(default_factory=list)
@@ -87,7 +89,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.prompt_tokens)
-        if self.matcher is not None or self.processors is not None:
+        if self.matcher is not None or self.processors is not None or self.beams is not None:
             self.runs_ahead = False
 
     @property
@@ -103,14 +105,14 @@ class Sequence:
         return tuple(self.tokens[len(self.prompt_tokens) :])
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """Orders sequences that compete for blocks: the highest gives way first."""
-        return self.priority, self.arrived_s
+    def rank(self) -> tuple[int, float, int]:
+        """Orders sequences that compete for blocks: the highest gives way first. Beams of a group are neighbours."""
+        return self.priority, self.arrived_s, self.beams.serial if self.beams else 0
 
     @property
     def generates(self) -> bool:
-        """Whether its next token is appended to it: not so for a prompt to hand off, or one about to fork."""
-        return not self.hand_off and len(self.samples) == 1
+        """Whether its next token is appended to it: not so for a prompt to hand off, one about to fork, or a beam."""
+        return not self.hand_off and len(self.samples) == 1 and self.beams is None
 
     @property
     def takes_drafts(self) -> bool:
@@ -187,6 +189,7 @@ class Sequence:
             extensions=self.extensions,
             matcher=self.matcher and self.matcher.fork(output_tokens[self.num_output_tokens :]),
             processors=self.processors,
+            beams=self.beams,
             num_cached_tokens=self.num_cached_tokens,
             started_s=self.started_s,
         )

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from baton.messages import TokenLogprobs
 from baton.sampling import FinishReason
+from engine.beams import BeamGroup
 from engine.sequence import Sequence
 
 
@@ -121,6 +122,7 @@ class StepResult:
     `release`."""
 
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
+    searched: list[BeamGroup] = field(default_factory=list)  # beam searches that have ended
     failed: list[tuple[Sequence, str]] = field(default_factory=list)  # have no next token: their requests must end
     sampled: list[SampledToken] = field(default_factory=list)
     num_tokens: int = 0  # computed by the retired step

@@ -22,7 +22,7 @@ from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
 from node.core import RoleCore
 from node.events import FromPeer, PeerClosed, PeerOpened
 from node.grammars import Grammars
-from node.intake import make_sequence
+from node.intake import make_sequence, without_last_token
 from node.logits_processors import LogitsProcessors
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
@@ -113,7 +113,8 @@ class PrefillCore(RoleCore):
             raise PeerLost(f"decode node {prefill.decode.address} is being disconnected")
         matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
         processors = self._processors.chain(prefill.sampling.logits_processors)
-        sequence = make_sequence(prefill, hand_off=True, now=now, matcher=matcher, processors=processors)
+        computed = without_last_token(prefill) if prefill.sampling.beam_width else prefill
+        sequence = make_sequence(computed, hand_off=True, now=now, matcher=matcher, processors=processors)
         if prefill.decode and needs_decode_node(prefill):
             sequence.lane = prefill.decode.incarnation
         return sequence

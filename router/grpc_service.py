@@ -215,7 +215,7 @@ def _generation_request(
         request_id=request_id,
         prompts=(prompt,),
         add_special_tokens=request.WhichOneof("input") == "prompt",
-        n=request.n or 1,
+        n=request.n or request.beam_width or 1,
         sampling=sampling,
         stop=tuple(dict.fromkeys(request.stop)),
         bad_words=tuple(dict.fromkeys(request.bad_words)),

@@ -60,6 +60,12 @@ class RoutedRequest:
     cache_salt: str = ""
     priority: int = 0
 
+    @property
+    def has_prefill(self) -> bool:
+        """Whether there is anything for a prefill node: the last token of a beam search's prompt is the decode
+        node's."""
+        return not self.sampling.beam_width or len(self.prompt_tokens) > 1
+
 
 @dataclass(slots=True)
 class RequestTimings:

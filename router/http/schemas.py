@@ -111,6 +111,8 @@ class GenerationFields(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     best_of: Whole | None = between(1, MAX_N)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = sampling("length_penalty")
     request_id: str | None = Field(None, pattern=f"^{REQUEST_ID}$")
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
     priority: Whole | None = between(MIN_PRIORITY, MAX_PRIORITY)  # lower: served earlier
@@ -125,8 +127,8 @@ class GenerationFields(BaseModel):
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
-        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
-            raise InvalidRequest("`best_of` other than `n` is not supported here.", "best_of")
+        if self.best_of is not None and not self.use_beam_search and self.best_of != (self.n or 1):
+            raise InvalidRequest("`best_of` other than `n` is not supported without `use_beam_search`.", "best_of")
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
 
@@ -136,6 +138,8 @@ class GenerationFields(BaseModel):
         said = {name: getattr(self, name) for name in NAMES if name in GenerationFields.model_fields} | translated
         guided = {name: getattr(self, name) for name in GUIDED}
         said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
+        if self.use_beam_search:
+            said["beam_width"] = (self.n or 1) if self.best_of is None else self.best_of
         said["logits_processors"] = plain_processors(self.logits_processors) or None
         return {name: value for name, value in said.items() if value is not None}
 

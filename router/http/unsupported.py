@@ -48,12 +48,11 @@ _HARMLESS: dict[str, Harmless] = {
     "documents": _is_empty,
     "guided_whitespace_pattern": _is_empty,
     "kv_transfer_params": _is_empty,
-    "length_penalty": _is_one_of(1, 1.0),
+    "early_stopping": _is_empty,
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
     "prompt_logprobs": _is_one_of(False),
     "thinking_token_budget": _never,
-    "use_beam_search": _is_empty,
     # SGLang's
     "custom_logit_processor": _is_empty,
     "ebnf": _is_empty,

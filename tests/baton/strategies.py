@@ -58,6 +58,16 @@ def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
     )
 
 
+beam_search = st.builds(
+    SamplingParams,
+    temperature=st.just(0.0),
+    max_tokens=st.integers(2, 2**31 - 1),
+    ignore_eos=st.booleans(),
+    beam_width=st.integers(1, 10),
+    length_penalty=st.floats(-10, 10),
+)
+
+
 @st.composite
 def samples(draw: st.DrawFn, length: int) -> tuple[messages.Sample, ...]:
     indexes = draw(st.lists(sample, min_size=1, max_size=4, unique=True))
@@ -73,7 +83,7 @@ prefill = st.builds(
     text,
     some_tokens,
     samples(0) | one_sample,
-    sampling(),
+    sampling() | beam_search,
     seconds,
     st.none() | target,
     text,
@@ -147,6 +157,7 @@ prefill_message = st.one_of(
         priority=st.integers(MIN_PRIORITY, MAX_PRIORITY),
     ),
     st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
+    st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(0), beam_search, seconds, text, seconds),
     st.builds(messages.Release, st.just(0) | lease, attempt_id),
 )
 

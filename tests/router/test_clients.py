@@ -171,6 +171,14 @@ async def test_grpc_allowed_tokens_bad_words_and_truncation(stub, nodes):
     assert tiny_tokenizer().encode("x", False) in prefill.sampling.bad_words_token_ids
 
 
+async def test_grpc_beam_search(stub, nodes):
+    request = pb.GenerateRequest(prompt="abc", beam_width=3, length_penalty=0.0, temperature=0.0, max_tokens=4)
+    _, deltas, _ = await collect(stub.Generate(request))
+    assert {delta.index for delta in deltas} == {0, 1, 2}
+    sampling = nodes.prefills[0].sampling
+    assert (sampling.beam_width, sampling.length_penalty) == (3, 0.0)
+
+
 async def test_grpc_stops_and_samples(stub, nodes):
     nodes.script = says("the lazy dog")
     _, deltas, finished = await collect(stub.Generate(pb.GenerateRequest(prompt="x", n=2, stop=["lazy"])))

@@ -44,8 +44,8 @@ def test_the_messages_api_is_described():
 
 def test_sampling_parameters_are_described_by_their_declaration():
     described = describe()["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert set(NAMES) - set(described) == {"num_logprobs", "bad_words_token_ids"}
-    limits = {name: described[name] for name in RANGES.keys() - {"num_logprobs", "top_k", "seed"}}
+    assert set(NAMES) - set(described) == {"num_logprobs", "bad_words_token_ids", "beam_width"}
+    limits = {name: described[name] for name in RANGES.keys() - {"num_logprobs", "top_k", "seed", "beam_width"}}
     for name, limit in limits.items():
         least = "exclusiveMinimum" if RANGES[name].excludes_least else "minimum"
         assert (limit[least], limit["maximum"]) == (RANGES[name].least, RANGES[name].most), name

@@ -205,7 +205,8 @@ def _read_commit(wire: node_pb2.Commit, limits: Limits) -> Commit:
         raise InvalidRequest("prompt: no tokens", "prompt")
     samples = values.read_samples(wire.samples, limits, most_shared=1)
     sampling = values.read_sampling(wire.sampling, limits)
-    if not 0 < len(samples[0].output_tokens) < sampling.max_tokens:
+    least = 0 if sampling.beam_width else 1  # a beam search starts with no token chosen
+    if not least <= len(samples[0].output_tokens) < (1 if sampling.beam_width else sampling.max_tokens):
         text = f"samples: outputs of {len(samples[0].output_tokens)} tokens, of {sampling.max_tokens} at most"
         raise InvalidRequest(text, "samples")
     return Commit(

@@ -231,6 +231,7 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
         "bad_words_token_ids": _read_bad_words(wire.bad_words_token_ids, limits) if wire.bad_words_token_ids else (),
         "structured_outputs": read_structured(wire.structured_outputs) if wire.HasField("structured_outputs") else None,
         "logits_processors": read_processors(wire.logits_processors),
+        "length_penalty": wire.length_penalty if wire.HasField("length_penalty") else 1.0,
     }
     return SamplingParams(**{**given, **others})
 
