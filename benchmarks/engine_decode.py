@@ -88,7 +88,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     told = []
     for cell, sampling in [*((cell, GREEDY) for cell in cells), *((cell, "top-p") for cell in sampled)]:
         note(f"decode, batch {cell[0]} at {cell[1]}, {sampling}")
-        told.append(_judged(bench, _measure_cell(bench, cell, sampling, num_steps)))
+        told.append(_judged(bench, measure_cell(bench, cell, sampling, num_steps, SAMPLINGS[sampling])))
     section: dict[str, Any] = {"num_steps": num_steps, "cells": told}
     print(decode_table(section).plain())
     if settings.trace:
@@ -106,12 +106,12 @@ def fill_pool(bench: Bench) -> None:
         torch.cuda.synchronize()
 
 
-def adopt(bench: Bench, cell: Cell, num_steps: int, sampling: str) -> list[Sequence]:
+def adopt(bench: Bench, cell: Cell, num_steps: int, params: SamplingParams) -> list[Sequence]:
     """Adopt a batch at its context. Contexts differ slightly, so that the sequences do not all need their next block in
     the same step."""
     engine, (batch, context) = bench.engine, cell
     block_size = engine.config.block_size
-    params = replace(SAMPLINGS[sampling], max_tokens=num_steps + 2 * WARM_STEPS)
+    params = replace(params, max_tokens=num_steps + 2 * WARM_STEPS)
     running = []
     for i in range(batch):
         prompt = bench.prompt(context + i % block_size)
@@ -128,9 +128,10 @@ def end(engine: Engine, running: list[Sequence]) -> None:
         pass
 
 
-def _measure_cell(bench: Bench, cell: Cell, sampling: str, num_steps: int) -> Measured:
+def measure_cell(bench: Bench, cell: Cell, sampling: str, num_steps: int, params: SamplingParams) -> Measured:
+    """`sampling`: the name of `params`."""
     engine, parts = bench.engine, bench.runner.times
-    running = adopt(bench, cell, num_steps, sampling)
+    running = adopt(bench, cell, num_steps, params)
     for _ in range(WARM_STEPS):
         step(engine)
     parts.clear()
@@ -186,7 +187,7 @@ def _trace(bench: Bench, cell: Cell, file: Path) -> dict[str, float] | None:
     """Profile a few steps and summarize the GPU's activity. None without a GPU."""
     from torch.profiler import ProfilerActivity, profile
 
-    running = adopt(bench, cell, TRACED_STEPS, GREEDY)
+    running = adopt(bench, cell, TRACED_STEPS, SAMPLINGS[GREEDY])
     for _ in range(WARM_STEPS):
         step(bench.engine)
     activities = [ProfilerActivity.CPU]

@@ -402,7 +402,7 @@ class Engine:
 
     def _place_forks(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
         """Run as many of the children as there are blocks and places for; the others wait as if preempted."""
-        room = 1 if num_computed % self.config.block_size == 0 else 0  # new blocks for the first one
+        room = self._num_new_blocks(num_computed)
         num_running = min(len(children), max(self._scheduler.num_free_seqs, 1))
         while num_running and not self.blocks.can_allocate(num_running - 1 + room):
             num_running -= 1
@@ -414,6 +414,10 @@ class Engine:
         for child in children[num_running:]:
             self._sequences[child] = None
             self._scheduler.requeue(child)
+
+    def _num_new_blocks(self, num_computed: int) -> int:
+        """How many blocks the first of the forks lacks for its next token."""
+        return 1 if num_computed % self.config.block_size == 0 else 0
 
     def _start_forks(self, children: list[Sequence], table: list[int], num_computed: int, spares: list[int]) -> None:
         tables, copies = self.blocks.fork(table, num_computed, spares)
@@ -461,7 +465,7 @@ class Engine:
     def _place_beams(self, forks: list[tuple[list[int], list[Sequence]]], num_computed: int) -> None:
         """Run the children beside each table, if there are blocks and places for all of the group's; else all wait as
         if preempted."""
-        room = 1 if num_computed % self.config.block_size == 0 else 0  # new blocks for the first of each table
+        room = self._num_new_blocks(num_computed)
         num_children = sum(len(children) for _, children in forks)
         num_fresh = num_children - len(forks) + room * len(forks)
         fits = num_children <= self._scheduler.num_free_seqs and self.blocks.can_allocate(num_fresh)
@@ -505,9 +509,9 @@ class Engine:
             raise InvalidRequest(f"beam_width {width} is more than --max-num-seqs {config.max_num_seqs}", "beam_width")
         if CANDIDATES_PER_BEAM * width > config.vocab_size:
             raise InvalidRequest(f"beam_width {width} is more than half of the vocabulary", "beam_width")
-        needed = width * num_blocks_for(min(num_tokens, config.max_model_len), config.block_size)
-        if needed > self.blocks.num_total:
-            text = f"{width} beams of {num_tokens} tokens may need {needed} KV blocks of {self.blocks.num_total}"
+        most_blocks = width * num_blocks_for(min(num_tokens, config.max_model_len), config.block_size)
+        if most_blocks > self.blocks.num_total:
+            text = f"{width} beams of {num_tokens} tokens may need {most_blocks} KV blocks of {self.blocks.num_total}"
             raise InvalidRequest(text, "max_tokens")
 
     def holdings(self) -> list[Holding]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,6 +23,9 @@ from baton.errors import InvalidRequest
 
 _CUT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of a message that is to be continued. A template that trims messages takes the blank at its end."""
+
+_READS_THINKING = re.compile(r"""message\.thinking\b|message\[['"]thinking['"]]|['"]thinking['"] in message\b""")
+"""In a template. Others have a variable of that name."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -40,12 +44,13 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self._reads_thinking = _READS_THINKING.search(source) is not None
         self._template: jinja2.Template | None = None
         self._broken = ""
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            self._broken = f"the model's chat template cannot be compiled: {error}"
+            self._broken = f"the chat template cannot be compiled: {error}"
 
     def render(
         self,
@@ -84,7 +89,7 @@ class ChatTemplate:
                     "documents": None,
                     **(variables or {}),
                     **({"tools": tools} if tools else {}),
-                    "messages": [self._known_role(message) for message in messages],
+                    "messages": [self._with_thinking(self._known_role(message)) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
@@ -96,6 +101,16 @@ class ChatTemplate:
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return dict(message)
+
+    def _with_thinking(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Name reasoning `thinking` for a template that reads it: gpt-oss's. That takes one text before a tool call, to
+        which content is added, therefore."""
+        thought = message.get("reasoning_content")
+        if not self._reads_thinking or not isinstance(thought, str):
+            return message
+        if message.get("tool_calls") and message["content"]:
+            return {**message, "thinking": f"{thought}\n{message['content']}", "content": ""}
+        return {**message, "thinking": thought}
 
 
 def _cut(text: str, final: str) -> str:

@@ -55,5 +55,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for said in terminalreporter.stats.values() for report in said]
     tests = [report for report in reports if isinstance(report, pytest.TestReport)]
-    for line in [*summary.seconds_by_folder(tests), *summary.parity(tests)]:
+    for line in [*summary.seconds_by_folder(tests), *summary.parity(tests), *summary.parameters(tests)]:
         terminalreporter.write_line(line)

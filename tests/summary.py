@@ -13,6 +13,7 @@ CONTRIBUTING = Path(__file__).resolve().parent.parent / "CONTRIBUTING.md"
 BUDGET = re.compile(r"^\| `tests/(\w+)` \| (\d+) \|", re.MULTILINE)
 COMPARED, NEAR_TIES = "compared with references", "near ties"
 """Properties of a test: answers, and those among them that leave the reference at a near tie."""
+_PARAMETER = "compared parameter"
 
 
 def budgets() -> dict[str, int]:
@@ -42,6 +43,29 @@ def parity(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
             )
     if found[COMPARED]:
         yield f"parity: {found[COMPARED]} answers compared with references, {found[NEAR_TIES]} near ties"
+
+
+def compared_parameter(name: str, way: str) -> tuple[str, str]:
+    """The property of a test that one answer with this sampling parameter was as it should be on this way."""
+    return _PARAMETER, f"{name}/{way}"
+
+
+def parameters(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
+    """A table of the answers that were compared, by parameter and way."""
+    counts = Counter[tuple[str, str]]()
+    for report in reports:
+        if report.when == "teardown":
+            counts.update(_pair(value) for name, value in report.user_properties if name == _PARAMETER)
+    ways = sorted({way for _, way in counts})
+    if ways:
+        yield f"{'parameter':32}" + "".join(f"{way:>12}" for way in ways)
+    for parameter in sorted({parameter for parameter, _ in counts}):
+        yield f"{parameter:32}" + "".join(f"{counts[parameter, way]:12}" for way in ways)
+
+
+def _pair(value: object) -> tuple[str, str]:
+    name, _, way = str(value).partition("/")
+    return name, way
 
 
 def _folder(nodeid: str) -> str:

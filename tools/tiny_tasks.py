@@ -38,6 +38,15 @@ from tools.tiny.tasks.recall import ask, num_facts_for, passage, recall
 from tools.tiny.tasks.sample import CheckKind, Message, Sample
 from tools.tiny.tasks.small_talk import small_talk
 from tools.tiny.tasks.stories import long_story, story, story_plain, story_text
+from tools.tiny.tasks.tool_calls import (
+    flatten,
+    no_tool,
+    tool_call,
+    tool_calls,
+    tool_chat,
+    tool_extract,
+    tool_result,
+)
 
 __all__ = [
     # samples and splits
@@ -73,6 +82,14 @@ __all__ = [
     "TaskFn",
     "short_task",
     "plain_task",
+    # tools
+    "tool_call",
+    "tool_calls",
+    "tool_extract",
+    "tool_result",
+    "no_tool",
+    "tool_chat",
+    "flatten",
     # stories and filler
     "story",
     "long_story",

@@ -33,7 +33,7 @@ from tools.tiny.training.evaluate import EVALS, evaluate
 from tools.tiny.training.model import new_model, save
 from tools.tiny.training.settings import Settings
 from tools.tiny.training.source import SlabSource
-from tools.tiny.training.tokenizer import MAX_LENGTH, build_tokenizer
+from tools.tiny.training.tokenizer import CHAT_TEMPLATE, MAX_LENGTH, build_tokenizer
 from tools.tiny.training.train import train
 
 
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> tuple[Settings, bool]:
         slabs_per_step=2 if small else 4,
         max_length=512 if small else MAX_LENGTH,
         eval_prompts=8 if small else flags.eval_prompts,
-        eval_rows=("recall, 200 tokens", "sum of two numbers", "small talk") if small else tuple(EVALS),
+        eval_rows=("recall, 200 tokens", "sum of two numbers", "call a tool", "small talk") if small else tuple(EVALS),
         save_every_s=8 if small else 45,
         card_date=flags.date,
     ), flags.eval_only
@@ -80,7 +80,9 @@ def start(settings: Settings) -> tuple[Any, Any]:
     if settings.resume is None:
         return new_model(settings.seed), build_tokenizer(settings.seed)
     model = AutoModelForCausalLM.from_pretrained(settings.resume, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(settings.resume)
+    tokenizer = AutoTokenizer.from_pretrained(settings.resume)
+    tokenizer.chat_template = CHAT_TEMPLATE  # it may have become able to say more
+    return model, tokenizer
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,12 +8,28 @@ from collections.abc import Mapping
 
 from router.plugins import load_plugin
 from router.reasoning_parsers.base import Parted, ReasoningParser
-from router.reasoning_parsers.tags import DeepSeekR1Parser, MistralParser, Qwen3Parser
+from router.reasoning_parsers.harmony import GptOssParser
+from router.reasoning_parsers.tags import (
+    DeepSeekR1Parser,
+    Gemma4Parser,
+    GraniteParser,
+    KimiK2Parser,
+    MistralParser,
+    Qwen3Parser,
+)
 
 GROUP = "baton.reasoning_parsers"
 REASONING_PARSERS: Mapping[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekR1Parser,
+    "deepseek_v3": Qwen3Parser,
+    "gemma4": Gemma4Parser,
+    "glm45": Qwen3Parser,
+    "gpt_oss": GptOssParser,
+    "granite": GraniteParser,
+    "kimi_k2": KimiK2Parser,
+    "minimax_m2": DeepSeekR1Parser,
     "mistral": MistralParser,
+    "olmo3": Qwen3Parser,
     "qwen3": Qwen3Parser,
 }
 

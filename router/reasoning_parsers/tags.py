@@ -6,6 +6,7 @@ from enum import Enum
 from typing import ClassVar
 
 from router.reasoning_parsers.base import Parted, ReasoningParser
+from router.tool_parsers.source import any_of, num_held
 
 
 class _State(Enum):
@@ -21,6 +22,8 @@ class TagParser(ReasoningParser):
 
     opening: ClassVar[str] = "<think>"
     closing: ClassVar[str] = "</think>"
+    also_closing: ClassVar[tuple[str, ...]] = ()
+    """Marks that end the reasoning, too, and belong to the content."""
     assumes_reasoning: ClassVar[bool] = False
     """Whether an answer without the opening tag begins with reasoning too."""
 
@@ -28,6 +31,8 @@ class TagParser(ReasoningParser):
         super().__init__(prompt)
         end = prompt[-64:].rstrip()
         self._begins_open = end.endswith(self.opening) or (self.assumes_reasoning and not end.endswith(self.closing))
+        self._ends = (self.closing, *self.also_closing)
+        self._end = any_of(self._ends)
         self._state = _State.START
         self._held = ""
         self._blanks: list[str] = []
@@ -67,12 +72,10 @@ class TagParser(ReasoningParser):
     def _reasoning(self, text: str) -> Parted:
         text = self._held + text
         self._held = ""
-        reasoning, closing, content = text.partition(self.closing)
-        if closing:
+        if end := self._end.search(text):
             self._state = _State.CONTENT
-            return Parted(reasoning, content)
-        most = min(len(text), len(self.closing) - 1)
-        held = next((n for n in range(most, 0, -1) if self.closing.startswith(text[-n:])), 0)
+            return Parted(text[: end.start()], text[end.start() :].removeprefix(self.closing))
+        held = num_held(text, self._ends)
         self._held = text[len(text) - held :]
         return Parted(reasoning=text[: len(text) - held])
 
@@ -93,3 +96,23 @@ class MistralParser(TagParser):
     opening = "[THINK]"
     closing = "[/THINK]"
     keeps_special_tokens = True
+
+
+class KimiK2Parser(DeepSeekR1Parser):
+    """A call may come without the closing tag before it."""
+
+    also_closing = ("<|tool_calls_section_begin|>",)
+    keeps_special_tokens = True
+
+
+class Gemma4Parser(TagParser):
+    opening = "<|channel>thought"
+    closing = "<channel|>"
+    keeps_special_tokens = True
+
+
+class GraniteParser(TagParser):
+    """Granite 3.2 and 3.3."""
+
+    opening = "Here is my thought process:"
+    closing = "Here is my response:"

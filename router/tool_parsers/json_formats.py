@@ -1,4 +1,4 @@
-"""Calls written as JSON: Hermes and Qwen, Llama 3, Mistral, Kimi K2."""
+"""Calls written as JSON: Hermes and Qwen, Llama 3, Mistral, Kimi K2, Granite, Phi-4-mini, InternLM."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MistralParser(ReadingParser):
         yield from source.literal(found)
         yield from source.blanks()
         if (yield from source.literal("[")):
-            yield from self._read_list()
+            yield from self.read_call_list()
             return
         name = yield from source.text_of(_NAME, _MAX_NAME_CHARS)
         if name not in self.tools:
@@ -74,19 +74,6 @@ class MistralParser(ReadingParser):
         yield from source.literal("[ARGS]")
         yield from source.blanks()
         yield from self.read_arguments(name, call_id)
-
-    def _read_list(self) -> Reading[None]:
-        source = self.source
-        while True:
-            yield from source.blanks()
-            if not (yield from self.read_call_object()):
-                return
-            yield from source.blanks()
-            if (yield from source.literal("]")):
-                source.begin()
-                return
-            if not (yield from source.literal(",")):
-                return
 
 
 class KimiK2Parser(ReadingParser):
@@ -118,4 +105,47 @@ class KimiK2Parser(ReadingParser):
         for end in ("<|tool_call_end|>", "<|tool_calls_section_end|>"):
             yield from source.blanks()
             if (yield from source.literal(end)):
+                source.begin()
+
+
+class _ListParser(ReadingParser):
+    """One of `marks`, and calls as objects in a list."""
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        yield from source.literal(found)
+        yield from source.blanks()
+        if (yield from source.literal("[")):
+            yield from self.read_call_list()
+
+
+class GraniteParser(_ListParser):
+    """`<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]`, or `<tool_call>` instead: Granite 3."""
+
+    marks = ("<|tool_call|>", "<tool_call>")
+    keeps_special_tokens = True
+
+
+class Phi4MiniJsonParser(_ListParser):
+    """`functools[{"name": "f", "arguments": {"a": 1}}]`."""
+
+    marks = ("functools",)
+
+
+class InternLmParser(ReadingParser):
+    """`<|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>`: InternLM 2.5 and 3."""
+
+    marks = ("<|action_start|>",)
+    keeps_special_tokens = True
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        yield from source.literal(found)
+        yield from source.blanks()
+        if not (yield from source.literal("<|plugin|>")):
+            return
+        yield from source.blanks()
+        if (yield from self.read_call_object()):
+            yield from source.blanks()
+            if (yield from source.literal("<|action_end|>")):
                 source.begin()

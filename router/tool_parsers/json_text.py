@@ -16,7 +16,7 @@ _MAX_KEY_CHARS = 1024
 _MAX_WORD_CHARS = 512
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _WORD = re.compile(r"[-+.0-9A-Za-z]")
-_VALID_WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
+VALID_WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _HEX = re.compile(r"[0-9a-fA-F]")
 
 
@@ -31,7 +31,7 @@ def read_value(source: Source, emit: Emit, depth: int = 0) -> Reading[bool]:
         return (yield from _array(source, emit, depth))
     word = yield from source.text_of(_WORD, _MAX_WORD_CHARS)
     emit(word)
-    return _VALID_WORD.fullmatch(word) is not None
+    return VALID_WORD.fullmatch(word) is not None
 
 
 def read_object(source: Source, emit: Emit, depth: int = 0, begun: Callable[[], None] | None = None) -> Reading[bool]:

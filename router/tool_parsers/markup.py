@@ -17,7 +17,7 @@ _IN_KEY = re.compile(r"[^<>]")
 _NULL_CHARS = len("\nnull\n")
 
 
-class _Arguments:
+class Arguments:
     """Writes the JSON object of a call's arguments, one after the other. The call begins with the first of them."""
 
     def __init__(self, parser: ReadingParser, name: str) -> None:
@@ -27,11 +27,12 @@ class _Arguments:
         properties = parser.tools[name].get("properties")
         self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
 
-    def value_of(self, key: str) -> _Value:
+    def value_of(self, key: str, schema: object = None) -> _Value:
+        """What takes the value's text. `schema` counts if the tool has none for it."""
         opening = ", " if self._emit else "{"
         emit = self._begin()
         emit(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-        return _Value(emit, self._properties.get(key))
+        return _Value(emit, self._properties.get(key, schema))
 
     def close(self) -> None:
         closing = "}" if self._emit else "{}"
@@ -82,14 +83,15 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class _MarkupParser(ReadingParser):
+class MarkupParser(ReadingParser):
     keeps_special_tokens = True
 
     def read_value(
-        self, arguments: _Arguments, key: str, ends: Sequence[str], pattern: re.Pattern[str]
+        self, arguments: Arguments, key: str, ends: Sequence[str], pattern: re.Pattern[str], schema: object = None
     ) -> Reading[str]:
-        """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended."""
-        value = arguments.value_of(key)
+        """Read an argument's value up to one of `ends`, which is returned; nothing: the text has ended. `schema` counts
+        if the tool has none for it."""
+        value = arguments.value_of(key, schema)
         self.source.forget()
         end = yield from self.source.until(ends, pattern, value.add)
         value.close()
@@ -97,7 +99,7 @@ class _MarkupParser(ReadingParser):
         return end or ""
 
 
-class Qwen3CoderParser(_MarkupParser):
+class Qwen3CoderParser(MarkupParser):
     """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, with line breaks between and around
     values. `<tool_call>` may be missing, as may the end of a parameter."""
 
@@ -115,7 +117,7 @@ class Qwen3CoderParser(_MarkupParser):
         name = yield from source.text_of(_BEFORE_END, _MAX_NAME_CHARS)
         if name not in self.tools or not (yield from source.literal(">")):
             return
-        arguments = _Arguments(self, name)
+        arguments = Arguments(self, name)
         while (yield from self._read_parameter(arguments)):
             pass
         if (yield from source.literal("</function>")):
@@ -124,7 +126,7 @@ class Qwen3CoderParser(_MarkupParser):
             if (yield from source.literal("</tool_call>")):
                 source.begin()
 
-    def _read_parameter(self, arguments: _Arguments) -> Reading[bool]:
+    def _read_parameter(self, arguments: Arguments) -> Reading[bool]:
         source = self.source
         yield from source.blanks()
         if not (yield from source.literal("<parameter=")):
@@ -139,7 +141,7 @@ class Qwen3CoderParser(_MarkupParser):
         return bool(end)
 
 
-class Glm45Parser(_MarkupParser):
+class Glm45Parser(MarkupParser):
     """`<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`, with line breaks between."""
 
     marks = ("<tool_call>",)
@@ -153,13 +155,13 @@ class Glm45Parser(_MarkupParser):
         name = (yield from source.text_of(_BEFORE_END, _MAX_NAME_CHARS)).rstrip()
         if name not in self.tools:
             return
-        arguments = _Arguments(self, name)
+        arguments = Arguments(self, name)
         while (yield from self._read_argument(arguments)):
             pass
         if (yield from source.literal("</tool_call>")):
             arguments.close()
 
-    def _read_argument(self, arguments: _Arguments) -> Reading[bool]:
+    def _read_argument(self, arguments: Arguments) -> Reading[bool]:
         source = self.source
         yield from source.blanks()
         if not (yield from source.literal("<arg_key>")):

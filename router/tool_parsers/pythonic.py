@@ -1,4 +1,4 @@
-"""Calls written as a Python list, `[f(a=1), g(b="x")]`: Llama 3.2 and 4, ToolACE. Only literals are read."""
+"""Calls written in Python, whose arguments are literals: Llama 3.2 and 4, ToolACE, Olmo 3."""
 
 from __future__ import annotations
 
@@ -20,35 +20,42 @@ _IN_STRING = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "'\""}
 
 
 class PythonicParser(ReadingParser):
-    """`<|python_start|>` and `<|python_end|>` may be around the list. A call is emitted as a whole."""
+    """`[f(a=1), g(b="x")]`, maybe between `<|python_start|>` and `<|python_end|>`. A call is emitted as a whole."""
 
     _START: ClassVar[str] = "<|python_start|>"
-    marks = (_START, "[")
+    marks: ClassVar[tuple[str, ...]] = (_START, "[")
 
     def read_call(self, found: str) -> Reading[None]:
         source = self.source
         if found == self._START:
             yield from source.literal(found)
             yield from source.blanks()
-        if not (yield from source.literal("[")):
-            return
-        while (yield from self._read_one()):
+        if (yield from source.literal("[")) and (yield from self.read_list()):
+            yield from source.blanks()
+            if (yield from source.literal("<|python_end|>")):
+                source.begin()
+
+    def read_list(self) -> Reading[bool]:
+        """Calls up to the end of a list whose beginning was read. False: it does not end, or has something else."""
+        source = self.source
+        while (yield from self.read_one()):
             source.begin()
             yield from source.blanks()
             if (yield from source.literal("]")):
                 source.begin()
-                yield from source.blanks()
-                if (yield from source.literal("<|python_end|>")):
-                    source.begin()
-                return
+                return True
             if not (yield from source.literal(",")):
-                return
+                return False
+        return False
 
-    def _read_one(self) -> Reading[bool]:
-        source = self.source
-        yield from source.blanks()
-        name = yield from source.text_of(_NAME, _MAX_NAME_CHARS)
-        if name not in self.tools or not (yield from source.literal("(")):
+    def read_one(self) -> Reading[bool]:
+        yield from self.source.blanks()
+        return (yield from self.read_named((yield from self.source.text_of(_NAME, _MAX_NAME_CHARS))))
+
+    def read_named(self, text: str) -> Reading[bool]:
+        """A call whose name was read as `text`."""
+        name = self.known_name(text)
+        if name is None or not (yield from self.source.literal("(")):
             return False
         pieces: list[str] = []
         if not (yield from self._read_parentheses(pieces)):
@@ -58,6 +65,9 @@ class PythonicParser(ReadingParser):
             return False
         self.start_call(name)(arguments)
         return True
+
+    def known_name(self, name: str) -> str | None:
+        return name if name in self.tools else None
 
     def _read_parentheses(self, pieces: list[str]) -> Reading[bool]:
         """What is between parentheses, of which the first was read. False: it is not Python."""
@@ -98,3 +108,19 @@ class PythonicParser(ReadingParser):
             escaped = yield from source.peek()
             yield from source.literal(escaped)
             pieces.append("\\" + escaped if escaped in _ESCAPED else "\\\\" + escaped)
+
+
+class Olmo3Parser(PythonicParser):
+    """`<function_calls>f(a=1)`, the next call on the next line, `</function_calls>`."""
+
+    marks = ("<function_calls>",)
+
+    def read_call(self, found: str) -> Reading[None]:
+        source = self.source
+        yield from source.literal(found)
+        while (yield from self.read_one()):
+            source.begin()
+            yield from source.blanks()
+            if (yield from source.literal("</function_calls>")):
+                source.begin()
+                return

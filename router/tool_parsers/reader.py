@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from router.tool_parsers.base import ToolParser, Tools
-from router.tool_parsers.json_text import mark, read_object, read_text, read_value
+from router.tool_parsers.json_text import Emit, mark, read_object, read_text, read_value
 from router.tool_parsers.pieces import CallArguments, CallStart, Content, Piece
 from router.tool_parsers.source import Reading, Source, any_of
 
 _IGNORED_KEYS = ("id", "type")
+
+
+class ArgumentsReader(Protocol):
+    """Reads a call's arguments and emits the text of a JSON object, like `read_object`."""
+
+    def __call__(self, source: Source, emit: Emit, *, begun: Callable[[], None]) -> Reading[bool]: ...
 
 
 class ReadingParser(ToolParser):
@@ -70,14 +76,30 @@ class ReadingParser(ToolParser):
         self._out.append(CallStart(index, call_id or self.new_id(), name))
         return lambda text: self._out.append(CallArguments(index, text))
 
-    def read_arguments(self, name: str, call_id: str | None = None) -> Reading[bool]:
-        """A call whose arguments come next, as a JSON object. False: they are not one. Either way the text that is no
-        call is what `source.taken` has."""
+    def read_arguments(
+        self, name: str, call_id: str | None = None, read: ArgumentsReader = read_object
+    ) -> Reading[bool]:
+        """A call whose arguments come next, as a JSON object or what `read` makes one of. False: they are not one.
+        Either way the text that is no call is what `source.taken` has."""
         call = _Call(self, name, call_id)
-        whole = yield from read_object(self.source, call.add, begun=call.begin)
+        whole = yield from read(self.source, call.add, begun=call.begin)
         if whole:
             self.source.begin()
         return whole
+
+    def read_call_list(self) -> Reading[bool]:
+        """Calls as objects in a list whose beginning was read. False: it does not end, or has something else."""
+        source = self.source
+        while True:
+            yield from source.blanks()
+            if not (yield from self.read_call_object()):
+                return False
+            yield from source.blanks()
+            if (yield from source.literal("]")):
+                source.begin()
+                return True
+            if not (yield from source.literal(",")):
+                return False
 
     def read_call_object(self) -> Reading[bool]:
         """A call as an object with its name and arguments, in either order. As `read_arguments`."""

@@ -99,7 +99,11 @@ class Source:
         """Read up to the first of `marks`, which is returned and not read; None at the end. `pattern` finds any."""
         while True:
             match = pattern.search(self._text, self._at)
-            end = match.start() if match else len(self._text) - (0 if self._ended else self._num_held(marks))
+            end = (
+                match.start()
+                if match
+                else len(self._text) - (0 if self._ended else num_held(self._text[self._at :], marks))
+            )
             if end > self._at:
                 emit(self._text[self._at : end])
                 self._at = end
@@ -109,14 +113,15 @@ class Source:
                 return None
             yield
 
-    def _num_held(self, marks: Sequence[str]) -> int:
-        """How many characters at the end may be the beginning of a mark."""
-        longest = min(max(map(len, marks)) - 1, len(self._text) - self._at)
-        for count in range(longest, 0, -1):
-            end = self._text[-count:]
-            if any(mark.startswith(end) for mark in marks):
-                return count
-        return 0
+
+def num_held(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end may be the beginning of a mark."""
+    longest = min(max(map(len, marks)) - 1, len(text))
+    for count in range(longest, 0, -1):
+        end = text[-count:]
+        if any(mark.startswith(end) for mark in marks):
+            return count
+    return 0
 
 
 def any_of(marks: Sequence[str]) -> re.Pattern[str]:

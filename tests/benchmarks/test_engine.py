@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.messages import TokenLogprobs
 from baton.settings import parse
-from benchmarks import engine_all, engine_decode, engine_prefill, engine_structured
+from benchmarks import engine_all, engine_decode, engine_prefill, engine_sampling, engine_structured
 from benchmarks.ceilings import GRAIN_BYTES, measure
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, open_bench
@@ -82,6 +82,14 @@ def test_constrained_sequences_are_measured(folder: Path) -> None:
     assert [row["constrained"] for row in told["rows"]] == [0, 1, 4]
     assert [row["ms/token, free"] is None for row in told["rows"]] == [False] * 3
     assert [row["ms/token, constrained"] is None for row in told["rows"]] == [True, False, False]
+    assert not bench.engine.has_work
+
+
+def test_sampling_parameters_are_measured(folder: Path) -> None:
+    bench, _ = open_bench(parse(engine_sampling.SamplingBenchSettings, [*SMALL, f"--model={folder}"]))
+    told = engine_sampling.measure(bench)
+    assert [row["sampling"] for row in told["rows"]] == list(engine_sampling.samplings(1000, 10))
+    assert all(row["ms"] > 0 for row in told["rows"])
     assert not bench.engine.has_work
 
 
@@ -159,7 +167,7 @@ def test_adopted_batches_have_the_context_they_are_said_to_have(folder: Path) ->
     bench, _ = open_bench(settings)
     engine_decode.fill_pool(bench)
     assert bench.built.pool_bytes.view(bench.dtype).std() == pytest.approx(1, rel=0.05)
-    running = engine_decode.adopt(bench, (3, 40), 10, "greedy")
+    running = engine_decode.adopt(bench, (3, 40), 10, engine_decode.SAMPLINGS["greedy"])
     assert [seq.num_computed_tokens for seq in running] == [40, 41, 42]
     bench.engine.check_integrity()
     engine_decode.end(bench.engine, running)

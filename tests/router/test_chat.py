@@ -1,5 +1,7 @@
 """Chat templates: what transformers' templates are written against works, and refusals say why."""
 
+import json
+
 import pytest
 
 from baton.errors import InvalidRequest
@@ -80,3 +82,25 @@ def test_the_last_message_can_be_continued(source, prompt):
 def test_a_message_that_the_template_changes_cannot_be_continued(content):
     with pytest.raises(InvalidRequest, match="cannot be continued"):
         ChatTemplate(PLAIN.replace("m.content", content), {}).render(FINAL, continue_final_message=True)
+
+
+THINKER = """{%- for message in messages %}
+{%- if message.content and message.thinking and message.tool_calls %}{{ raise_exception('not both') }}{% endif %}
+{%- if "thinking" in message %}{{ '[' ~ message.thinking ~ ']' }}{% endif %}
+{{- message.content }}|
+{%- endfor %}"""
+
+
+def test_reasoning_is_thinking_to_gpt_oss():
+    """Its template takes either content or thinking before a call, as analysis."""
+    thought = {"role": "assistant", "content": "Yes.", "reasoning": "Hm.", "reasoning_content": "Hm."}
+    call = {"function": {"name": "f", "arguments": {}}}
+    assert render(THINKER, [*MESSAGES, thought]) == "a <b> 'c'|[Hm.]Yes.|"
+    assert render(THINKER, [{**thought, "tool_calls": [call]}]) == "[Hm.\nYes.]|"
+    assert render(THINKER, [{**thought, "content": "", "tool_calls": [call]}]) == "[Hm.]|"
+
+
+@pytest.mark.parametrize("source", ["{{ thinking }}", "{% if thinking %}{% endif %}{{ message_thinking }}"])
+def test_other_templates_get_reasoning_under_its_own_names(source):
+    thought = {"role": "assistant", "content": "", "reasoning": "Hm.", "reasoning_content": "Hm."}
+    assert json.loads(render("{{ messages[0] | tojson }}" + source, [thought])) == thought

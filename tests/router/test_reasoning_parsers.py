@@ -9,6 +9,20 @@ from router.reasoning_parsers import REASONING_PARSERS
 OPENED = "<|im_start|>assistant\n<think>\n"
 CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PLAIN = "<|im_start|>assistant\n"
+HARMONY = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
+TOOL_CALL = '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+
+
+START = "<|start|>assistant<|channel|>"
+PREAMBLE = f"{START}commentary<|message|>c<|end|>"
+
+
+def analysis(text: str) -> str:
+    return f"<|channel|>analysis<|message|>{text}<|end|>"
+
+
+def final(text: str) -> str:
+    return f"{START}final<|message|>{text}"
 
 
 def part(name: str, prompt: str, text: str, cuts: Iterable[int] = ()) -> tuple[str, str]:
@@ -39,6 +53,61 @@ def part(name: str, prompt: str, text: str, cuts: Iterable[int] = ()) -> tuple[s
         ("deepseek_r1", PLAIN, "<think>Well.</think>Yes.", "Well.", "Yes."),
         ("deepseek_r1", CLOSED, "Yes.", "", "Yes."),
         ("mistral", PLAIN, "[THINK]Well.[/THINK]Yes.", "Well.", "Yes."),
+        ("kimi_k2", PLAIN, "<think>Well.</think>Yes.", "Well.", "Yes."),
+        ("kimi_k2", PLAIN, "Well.<|tool_calls_section_begin|>f", "Well.", "<|tool_calls_section_begin|>f"),
+        ("kimi_k2", CLOSED, "Yes.", "", "Yes."),
+        ("minimax_m2", "]~b]ai\n<think>\n", "1+1=2, right?</think>Yes.", "1+1=2, right?", "Yes."),
+        ("deepseek_v3", "<｜Assistant｜><think>", "Hm.</think>Yes.", "Hm.", "Yes."),
+        ("deepseek_v3", "<｜Assistant｜></think>", "Yes.", "", "Yes."),
+        ("glm45", "<|assistant|>", "\n<think>Hm.</think>\nYes.", "Hm.", "\nYes."),
+        ("olmo3", OPENED, "Hm.</think>Yes.", "Hm.", "Yes."),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.<channel|>Yes.", "\nHm.", "Yes."),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Yes.", "", "Yes."),
+        ("granite", PLAIN, "Here is my thought process: a Here is b Here is my response: c", " a Here is b ", " c"),
+        ("granite", PLAIN, "Here is my thought failure", "", "Here is my thought failure"),
+        # the guide to the format
+        ("gpt_oss", HARMONY, f"{analysis('2 + 2?')}{final('4.')}<|return|>", "2 + 2?", "4."),
+        ("gpt_oss", HARMONY, analysis("Use f.") + TOOL_CALL, "Use f.", TOOL_CALL),
+        (
+            "gpt_oss",
+            HARMONY,
+            f"{analysis('a')}{START}analysis<|message|>b<|end|>{PREAMBLE}{final('d')}",
+            "a\nb",
+            "c\nd",
+        ),
+        ("gpt_oss", HARMONY, f"{TOOL_CALL}{final('Done.')}", "", f"{TOOL_CALL}Done."),
+        (
+            "gpt_oss",
+            HARMONY,
+            " to=functions.f<|channel|>commentary json<|message|>{}",
+            "",
+            " to=functions.f<|channel|>commentary json<|message|>{}",
+        ),
+        # what the tests of openai-harmony expect
+        ("gpt_oss", HARMONY, "<|channel|>final <|constrain|>json<|message|>{}<|return|>", "", "{}"),
+        (
+            "gpt_oss",
+            HARMONY,
+            f"I must refuse<|end|>{START}analysis<|message|>We must<|end|>{final('Sorry')}",
+            "We must",
+            "I must refuse\nSorry",
+        ),
+        (
+            "gpt_oss",
+            HARMONY,
+            f"<|channel|>analysis I must<|end|>{START}analysis<|message|>We must<|end|>{final('Sorry')}",
+            "I must\nWe must",
+            "Sorry",
+        ),
+        # cut off, or without marks
+        ("gpt_oss", HARMONY, "<|channel|>analysis<|message|>Hm <|en", "Hm <|en", ""),
+        ("gpt_oss", HARMONY, f"<|channel|>analysis<|message|>Hm.{final('Yes')}", "Hm.", "Yes"),
+        ("gpt_oss", HARMONY, f"{analysis('Hm.')}<|start|>assistant<|chan", "Hm.", "<|chan"),
+        ("gpt_oss", HARMONY, "Just a <b> text to=f", "", "Just a <b> text to=f"),
+        ("gpt_oss", HARMONY, "", "", ""),
+        # a prompt that has begun a message
+        ("gpt_oss", f"{HARMONY}<|channel|>analysis<|message|>So", f" a<|end|>{final('b')}", " a", "b"),
+        ("gpt_oss", f"{HARMONY}<|channel|>final<|message|>So", " it is", "", " it is"),
     ],
 )
 def test_reasoning_is_parted_from_content_wherever_it_is_cut(name, prompt, text, reasoning, content):
@@ -54,3 +123,10 @@ def test_text_waits_only_while_it_may_be_a_tag():
     assert parser.feed("e").reasoning == "</the"
     assert parser.feed("</think>").reasoning == ""
     assert parser.feed("</th").content == "</th"
+
+
+def test_messages_of_harmony_go_out_as_they_come():
+    parser = REASONING_PARSERS["gpt_oss"](HARMONY)
+    assert parser.feed("<|channel|>analysis<|message|>One").reasoning == "One"
+    assert parser.feed(f" two<|end|>{START}final<|message|>Three").content == "Three"
+    assert parser.feed(f" four<|end|>{START}commentary to=functions.f <|con").content == " four"

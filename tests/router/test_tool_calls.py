@@ -36,6 +36,7 @@ WEATHER: dict[str, Any] = {
 }
 TOOLS: dict[str, Any] = {**CHAT, "tools": [WEATHER]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
+CHATS = "/v1/chat/completions"
 ARGUMENTS = '{"city": "Köln 🙂"}'
 ANSWER = f"<think>\nThe weather.\n</think>\n\nI will look.\n{CALL}\n{CALL}"
 
@@ -312,3 +313,33 @@ def test_parsers_that_are_not_there_are_named():
         settings = RouterSettings(**fields)
         with pytest.raises(StartError, match=f"--{flag.replace('_', '-')}: there is none called 'nonesuch'"):
             RouterServer(settings)
+
+
+# ---- a model whose reasoning and calls share a format ----
+
+
+async def test_an_answer_of_gpt_oss_has_its_parts(nodes):
+    analysis, preamble = (
+        "<|channel|>analysis<|message|>Hm.<|end|>",
+        "<|channel|>commentary<|message|>I will look.<|end|>",
+    )
+    call = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + ARGUMENTS
+    nodes.script = says("<|start|>assistant".join([analysis, preamble, call]))
+    router = Router(nodes, tool_call_parser="gpt_oss", enable_auto_tool_choice=True, reasoning_parser="gpt_oss")
+    await router.start()
+    await router.ready()
+    async with httpx.AsyncClient(base_url=router.http) as client:
+        choice = await choice_of(client)
+        message = choice["message"]
+        assert (message["reasoning"], message["content"], choice["finish_reason"]) == (
+            "Hm.",
+            "I will look.",
+            "tool_calls",
+        )
+        assert [call["function"] for call in message["tool_calls"]] == [{"name": "get_weather", "arguments": ARGUMENTS}]
+        body = {**TOOLS, "stream": True}
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of((await client.post(CHATS, json=body)).text)]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I will look."
+        parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+        assert "".join(part["function"]["arguments"] for part in parts) == ARGUMENTS
+    await router.stop()

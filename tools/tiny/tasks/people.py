@@ -13,14 +13,14 @@ from tools.tiny.tasks.words import ANIMALS, CITIES, COLOURS, FOODS, JOBS
 
 def fill_json(rng: Random, split: Split = "train") -> Sample:
     """A JSON object to be filled from facts in sentences: {"name": "Anna", "age": 31, "city": "Rome"}."""
-    known = draw(lambda: _person(rng), str, split)
+    known = draw(lambda: person(rng), str, split)
     keys = ["name", *rng.sample(list(known)[1:], rng.randint(1, len(known) - 1))]
     if rng.random() < 0.3:
         rng.shuffle(keys)
     told = [key for key in known if key in keys or rng.random() < 0.4]
     told = [key for key in told if key != "name"]
     rng.shuffle(told)
-    text = " ".join(_about(known, key, "He" if i else str(known["name"])) for i, key in enumerate(told))
+    text = " ".join(about(known, key, "He" if i else str(known["name"])) for i, key in enumerate(told))
     wanted = f"{', '.join(keys[:-1])} and {keys[-1]}"
     prompt = pick(
         rng,
@@ -32,7 +32,8 @@ def fill_json(rng: Random, split: Split = "train") -> Sample:
     return Sample("fill_json", prompt, json.dumps({key: known[key] for key in keys}), kind="json")
 
 
-def _person(rng: Random) -> dict[str, str | int]:
+def person(rng: Random) -> dict[str, str | int]:
+    """All facts about a person."""
     return {
         "name": any_name(rng),
         "age": rng.randint(1, 99),
@@ -45,7 +46,8 @@ def _person(rng: Random) -> dict[str, str | int]:
     }
 
 
-def _about(known: dict[str, str | int], key: str, who: str) -> str:
+def about(known: dict[str, str | int], key: str, who: str) -> str:
+    """A sentence that states the fact `key`; `who`: "He", or the name."""
     who = str(known["name"]) if who == "He" else who
     value = known[key]
     return {

@@ -6,18 +6,18 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-Message = dict[str, str]
-CheckKind = Literal["exact", "json", "story"]
+Message = dict[str, Any]
+CheckKind = Literal["exact", "json", "story", "calls"]
 
 
 @dataclass(frozen=True)
 class Sample:
     """One prompt and its right answer.
 
-    A chat sample ends with a user message; a plain one is text for the completions endpoint, and its answer starts
-    with the space that joins it to the prompt.
+    A chat sample ends with a user message, or a tool's result; a plain one is text for the completions endpoint, and
+    its answer starts with the space that joins it to the prompt.
     """
 
     task: str
@@ -27,21 +27,38 @@ class Sample:
     history: tuple[Message, ...] = ()  # the messages before the last one
     mentions: tuple[str, ...] = ()  # what a story must mention
     plain: bool = False
+    tools: tuple[dict[str, Any], ...] = ()  # that the model may call, in the form of OpenAI's API
+    role: str = "user"  # of the last message: "tool" for a result
 
     @property
     def messages(self) -> list[Message]:
-        """The chat messages to send: the history, then the prompt as the user's turn."""
+        """The chat messages to send: the history, then the prompt as the last turn."""
         if self.plain:
             raise ValueError(f"{self.task} is a plain completion: send .prompt")
-        return [*self.history, {"role": "user", "content": self.prompt}]
+        return [*self.history, {"role": self.role, "content": self.prompt}]
 
     def check(self, text: str) -> bool:
         """Whether `text`, a reply without special tokens, is a right answer."""
         if self.kind == "json":
             return _same_json(text, self.answer)
+        if self.kind == "calls":
+            return bool(calls_in(text)) and calls_in(text) == calls_in(self.answer)
         if self.kind == "story":
             return _good_story(text, self.mentions)
         return text.strip() == self.answer.strip()
+
+
+def calls_in(text: str) -> list[Any] | None:
+    """The tool calls of an answer that has nothing else; None: it has."""
+    rest, calls = text.strip(), []
+    while rest:
+        head, _, tail = rest.partition("</tool_call>")
+        try:
+            calls.append(json.loads(head.strip().removeprefix("<tool_call>")))
+        except ValueError:
+            return None
+        rest = tail.strip()
+    return calls
 
 
 def _same_json(text: str, expected: str) -> bool:

@@ -41,18 +41,20 @@ blocks gets its recall answers wrong. It knows nothing about the world.
 ## What it can do
 
 Recall a fact stated anywhere in its 4,096 tokens or in an earlier turn, add small numbers, sort and reverse short
-lists, repeat, count, fill a JSON object from given facts, and tell simple stories. Prompts of any other kind, or
-worded otherwise than `tools/tiny_tasks.py` words them, get nonsense.
+lists, repeat, count, fill a JSON object from given facts, call tools, answer from their results, and tell simple
+stories. Prompts of any other kind, or worded otherwise than `tools/tiny_tasks.py` words them, get nonsense.
+Of a tool it sees the name, the parameters with their types, and the beginning of the description; calls have the form
+of Hermes (`--tool-call-parser hermes`). An answer from results is "According to TOOL: RESULT".
 
-The chat template knows the roles system, user and assistant. A turn ends with `<|im_end|>`, plain text with
-`<|endoftext|>`; both are in `eos_token_id`. Plain text starts with `<|bos|>`, which the tokenizer adds.
+The chat template knows tools, and the roles system, user, assistant and tool. A turn ends with `<|im_end|>`, plain
+text with `<|endoftext|>`; both are in `eos_token_id`. Plain text starts with `<|bos|>`, which the tokenizer adds.
 
 ## Accuracy
 
 Greedy answers to held-out prompts, with the weights of this folder (rounded to bf16) computed in fp32. They are
 held out by content: the training tasks of the same kind never draw these facts, sums, lists and ranges (stories and
 small talk have nothing to hold out; a JSON exercise may state a held-out code, but training never asks for it). An
-answer counts if it is exactly the expected one; a JSON object if it is equal; a
+answer counts if it is exactly the expected one; a JSON object, or the calls of tools, if equal; a
 story if it is at least 25 words in whole, different sentences and mentions the animal asked for.
 
 | task | prompts | right | prompt tokens, mean | answer tokens, mean |

@@ -32,6 +32,11 @@ EVALS: dict[str, Callable[[Random], tasks.Sample]] = {
     "count items in a list": lambda rng: tasks.count_items(rng, "heldout"),
     "count up or down": lambda rng: tasks.count_up(rng, "heldout"),
     "fill a JSON object": lambda rng: tasks.fill_json(rng, "heldout"),
+    "call a tool": lambda rng: tasks.tool_call(rng, "heldout"),
+    "call tools twice": lambda rng: tasks.tool_calls(rng, "heldout"),
+    "extract facts by a tool": lambda rng: tasks.tool_extract(rng, "heldout"),
+    "answer from tools' results": lambda rng: tasks.tool_result(rng, "heldout"),
+    "answer without the tools": lambda rng: tasks.no_tool(rng, "heldout"),
     "story": lambda rng: tasks.story(rng, "heldout"),
     "long story": lambda rng: tasks.long_story(rng, "heldout"),
     "small talk": lambda rng: tasks.small_talk(rng, "heldout"),
@@ -75,7 +80,10 @@ def prompt_ids(tokenizer: Any, sample: tasks.Sample) -> list[int]:
     """The token ids of a sample's prompt."""
     if sample.plain:
         return list(tokenizer.encode(sample.prompt))
-    return list(tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False))
+    tools = list(sample.tools) or None
+    return list(
+        tokenizer.apply_chat_template(sample.messages, tools=tools, add_generation_prompt=True, return_dict=False)
+    )
 
 
 @torch.inference_mode()
@@ -96,7 +104,7 @@ def greedy(model: Any, tokenizer: Any, prompts: Sequence[list[int]], samples: Se
     """The greedy replies to a batch of prompts."""
     batch = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt").to(model.device)
     num_new = max(len(tokenizer.encode(sample.answer)) for sample in samples) + 16
-    if samples[0].kind == "story":
+    if any(sample.kind == "story" for sample in samples):
         num_new = 400
     out = model.generate(
         batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=False, max_new_tokens=num_new

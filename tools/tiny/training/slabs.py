@@ -15,6 +15,9 @@ from tools.tiny.training.codec import Codec, encode_chat, encode_sample
 LENGTH_SHARES = {64: 0.03, 128: 0.15, 256: 0.20, 512: 0.18, 1024: 0.13, 2048: 0.12, 4096: 0.19}
 CURRICULUM = ((0.06, 512), (0.15, 1024), (0.28, 2048))  # (until this progress, maximum length of rows)
 
+_SHARE_OF_TOOLS = {True: 0.4, False: 0.1}
+"""Of chats with tools, in rows of up to 1,024 tokens, and in longer ones."""
+
 LONG_ANSWER_WEIGHT = 3  # of answers in rows of 1,024 tokens or more, which have few of them
 
 
@@ -34,6 +37,8 @@ class Slab:
 def draw_chat(rng: Random, length: int) -> list[tasks.Message]:
     """A chat for a row of `length` tokens: the longer the row, the more often it is about long texts."""
     draw = rng.random()
+    if rng.random() < _SHARE_OF_TOOLS[length <= 1024]:
+        return tasks.tool_chat(rng, int(length * rng.random()))
     if length <= 128:
         return tasks.task_chat(rng, int(length * rng.random()))
     share_of_tasks = 0.6 if length <= 512 else 0.25

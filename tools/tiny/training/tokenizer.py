@@ -21,18 +21,46 @@ MAX_LENGTH = 4096
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
-{%- for message in messages %}
-{%- if message.role not in ['system', 'user', 'assistant'] %}
-{{- raise_exception('Unknown role: ' ~ message.role) }}
-{%- endif %}
-{{- '<|im_start|>' ~ message.role ~ '\\n' }}
-{%- if message.content is string %}
-{{- message.content }}
+{%- macro text_of(content) %}
+{%- if content is string %}
+{{- content }}
 {%- else %}
-{%- for part in message.content %}
+{%- for part in content or [] %}
 {{- part.text }}
 {%- endfor %}
 {%- endif %}
+{%- endmacro %}
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages and messages[0].role == 'system' %}
+{{- text_of(messages[0].content) ~ '\\n\\n' }}
+{%- set messages = messages[1:] %}
+{%- endif %}
+{{- 'You can call these tools:' }}
+{%- for tool in tools %}
+{%- set function = tool.function %}
+{{- '\\n' ~ function.name ~ '(' }}
+{%- for name, schema in ((function.parameters or {}).properties or {}).items() %}
+{{- name ~ ': ' ~ (schema.enum | join('|') if schema.enum else schema.type or 'any') }}
+{{- ', ' if not loop.last }}
+{%- endfor %}
+{{- ')' }}
+{%- set description = (function.description or '').strip().split('\\n')[0][:80] %}
+{{- ' ' ~ description if description }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}
+{{- raise_exception('Unknown role: ' ~ message.role) }}
+{%- endif %}
+{{- '<|im_start|>' ~ message.role ~ '\\n' }}
+{{- text_of(message.content) }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n' if message.content or not loop.first }}
+{{- '<tool_call>\\n{"name": ' ~ call.function.name | tojson ~ ', "arguments": ' }}
+{{- call.function.arguments | tojson ~ '}\\n</tool_call>' }}
+{%- endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}

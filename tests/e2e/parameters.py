@@ -1,0 +1,182 @@
+"""Requests that use each parameter, and their answers in a form that does not depend on how they came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "Quantum ? 17 zebra, and ["
+"""Unlike what the model has learnt: then many tokens are likely, and parameters make a difference."""
+MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
+BASE: dict[str, Any] = {"max_tokens": 40, "temperature": 1.5, "seed": 7, "ignore_eos": True, "return_token_ids": True}
+"""What all requests have that do not say otherwise."""
+
+Fields = dict[str, Any]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 60}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+def _completions(*cases: Fields) -> list[tuple[str, Fields]]:
+    return [(COMPLETIONS, case) for case in cases]
+
+
+def _chat(*cases: Fields) -> list[tuple[str, Fields]]:
+    return [(CHAT, case) for case in cases]
+
+
+PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
+    "temperature": _completions({"temperature": 0.7}, {"temperature": 0.0}, {"temperature": 2.5}),
+    "top_p": _completions({"top_p": 0.5}, {"top_p": 0.95}),
+    "top_k": _completions({"top_k": 2}, {"top_k": 40}),
+    "min_p": _completions({"min_p": 0.2}),
+    "presence_penalty": _completions({"presence_penalty": 1.5}, {"presence_penalty": -1.0, "temperature": 0}),
+    "frequency_penalty": _completions({"frequency_penalty": 1.2}, {"frequency_penalty": 0.7, "temperature": 0}),
+    "repetition_penalty": _completions({"repetition_penalty": 1.3}, {"repetition_penalty": 1.1, "temperature": 0}),
+    "logit_bias": _completions({"logit_bias": {"200": 4.5, "263": -100}}),
+    "seed": _completions({"seed": 1}, {"seed": 2**63 - 1}, {"seed": -5}),
+    "stop": _completions({"stop": ["zebra", " the"]}, {"stop": ". "}),
+    "stop_token_ids": _completions({"stop_token_ids": [1576, 300, 16, 18]}),
+    "include_stop_str_in_output": _completions({"stop": ["friend", "."], "include_stop_str_in_output": True}),
+    "ignore_eos": _completions({"ignore_eos": False, "max_tokens": 200}),
+    "max_tokens": _completions({"max_tokens": 1}, {"max_tokens": 2}, {"max_tokens": 120}),
+    "min_tokens": _completions({"ignore_eos": False, "min_tokens": 100, "max_tokens": 120}),
+    "bad_words": _completions({"bad_words": ["dog", "the", "was"]}),
+    "allowed_token_ids": _completions({"allowed_token_ids": list(range(100, 1000, 3))}),
+    "logprobs": _completions({"logprobs": 0}, {"logprobs": 5, "presence_penalty": 1.0}),
+    "top_logprobs": _chat({"logprobs": True, "top_logprobs": 4}),
+    "skip_special_tokens": _completions({"skip_special_tokens": False, "logit_bias": {"4": 16, "2": 16}}),
+    "spaces_between_special_tokens": _completions(
+        {"spaces_between_special_tokens": False, "skip_special_tokens": False, "logit_bias": {"4": 16, "2": 16}}
+    ),
+    "truncate_prompt_tokens": _completions({"truncate_prompt_tokens": 5}),
+    "return_tokens_as_token_ids": _completions({"return_tokens_as_token_ids": True, "logprobs": 1}),
+    "cache_salt": _completions({"cache_salt": "a"}),
+    "request_id": _completions({}),
+    "response_format": _chat(
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
+    ),
+    "structured_outputs": _completions(
+        {"structured_outputs": {"json": PERSON}},
+        {"structured_outputs": {"regex": "([0-9]{3}-){40}"}},
+        {"structured_outputs": {"choice": ["a long choice of many words and tokens", "and another one that is long"]}},
+        {"structured_outputs": {"grammar": 'start: "(" start ")" | "x" start | "y"'}},
+    ),
+}
+"""For each parameter, routes and fields. The first of several cases runs in CI; all run with `-m full`."""
+
+CHANGE_NOTHING = {"cache_salt", "request_id", "max_tokens"}
+"""These leave tokens as they are, or cut them off."""
+
+
+def body_of(path: str, fields: Fields, number: int = 0) -> Fields:
+    """A whole request; `number` varies prompt and seed."""
+    prompt: Fields = {"prompt": f"{PROMPT} number {number}" if number else PROMPT}
+    if path == CHAT:
+        prompt = {"messages": MESSAGES if not number else [{"role": "user", "content": f"Tell story {number}."}]}
+    seed = fields.get("seed", BASE["seed"]) + 100 * number
+    return {**prompt, **BASE, **fields, "seed": seed % 2**63}
+
+
+@dataclass
+class Choice:
+    """One answer: `said` has what clients see of it, lists and texts joined if it came in pieces."""
+
+    said: Fields = field(default_factory=dict)
+
+    def add(self, piece: Mapping[str, Any]) -> None:
+        """A choice of a whole answer, or of one chunk."""
+        content = piece.get("message") or piece.get("delta") or {}
+        logprobs = {f"logprobs.{name}": value for name, value in (piece.get("logprobs") or {}).items()}
+        flat = {**piece, **content, **logprobs}
+        for name in ("message", "delta", "logprobs", "role", "refusal", "index"):
+            flat.pop(name, None)
+        for name, value in flat.items():
+            if value is None:
+                continue
+            joins = isinstance(value, str | list) and name not in ("finish_reason", "stop_reason", "prompt_token_ids")
+            self.said[name] = self.said[name] + value if joins and name in self.said else value
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.said.get("token_ids", ()))
+
+
+def difference(one: Any, other: Any, where: str = "") -> str | None:
+    """Where they differ first; None: nowhere, but for the last digits of logprobs, which depend on what else is in a
+    batch."""
+    if isinstance(one, float) and isinstance(other, float):
+        equal = math.isclose(one, other, rel_tol=1e-4, abs_tol=2e-4)
+    elif isinstance(one, Mapping) and isinstance(other, Mapping):
+        parts = ((name, one.get(name), other.get(name)) for name in sorted(one.keys() | other.keys()))
+        return next(filter(None, (difference(a, b, f"{where}.{name}") for name, a, b in parts)), None)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        parts = ((str(i), a, b) for i, (a, b) in enumerate(zip(one, other, strict=True)))
+        return next(filter(None, (difference(a, b, f"{where}[{i}]") for i, a, b in parts)), None)
+    else:
+        equal = bool(one == other)
+    return None if equal else f"{where}: {one!r} and {other!r}"
+
+
+class Stream:
+    """A streamed request under way."""
+
+    def __init__(self, http: httpx.AsyncClient, path: str, body: Fields) -> None:
+        self.choices: dict[int, Choice] = {}
+        self.timings: Fields = {}
+        self._progress = asyncio.Condition()
+        self._task = asyncio.create_task(self._run(http, path, {**body, "stream": True}))
+
+    async def until_begun(self) -> None:
+        """Until a few tokens have come, or all."""
+        async with self._progress:
+            await self._progress.wait_for(lambda: self._task.done() or self._num_tokens() >= 2)
+
+    async def end(self) -> list[Fields]:
+        await self._task
+        return [choice.said for _, choice in sorted(self.choices.items())]
+
+    def _num_tokens(self) -> int:
+        return max((choice.num_tokens for choice in self.choices.values()), default=0)
+
+    async def _run(self, http: httpx.AsyncClient, path: str, body: Fields) -> None:
+        try:
+            async for chunk in events(http, path, body):
+                assert "error" not in chunk, chunk
+                self.timings = chunk.get("timings") or self.timings
+                for piece in chunk["choices"]:
+                    self.choices.setdefault(piece["index"], Choice()).add(piece)
+                async with self._progress:
+                    self._progress.notify_all()
+        finally:
+            async with self._progress:
+                self._progress.notify_all()
+
+
+async def events(http: httpx.AsyncClient, path: str, body: Fields) -> AsyncIterator[Fields]:
+    async with http.stream("POST", path, json=body) as response:
+        assert response.status_code == httpx.codes.OK, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+async def whole(http: httpx.AsyncClient, path: str, body: Fields) -> list[Fields]:
+    """What the answers say."""
+    response = await http.post(path, json=body)
+    assert response.status_code == httpx.codes.OK, response.text
+    pieces = sorted(response.json()["choices"], key=lambda piece: int(piece["index"]))
+    choices = [Choice() for _ in pieces]
+    for choice, piece in zip(choices, pieces, strict=True):
+        choice.add(piece)
+    return [choice.said for choice in choices]

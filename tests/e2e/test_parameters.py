@@ -1,0 +1,146 @@
+"""Every parameter means the same whether a prompt is handed off or not, the answer streamed or whole, one of n samples
+or alone, and when the decode node dies half-way.
+
+CI runs one case of each parameter; `-m full` runs all, with several prompts. The counts are in a table in the summary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from tests.e2e import parameters
+from tests.e2e.cluster import PATIENCE_S, Router
+from tests.e2e.conftest import House
+from tests.e2e.parameters import BASE, CHANGE_NOTHING, PARAMETERS, Fields, Stream, body_of, difference
+from tests.e2e.scenes import Fragile
+from tests.summary import compared_parameter
+
+pytestmark = pytest.mark.timeout(600)
+
+NUM_SAMPLES = 3
+FULL_NUMBERS = range(5)
+LONG = 150
+"""Tokens of an answer during which a node is lost."""
+
+Choices = list[Fields]
+Case = tuple[str, Fields]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """To one request. `alone`: by one node that does all, `singles` too, each for one of the samples `together`. The
+    others were handed off, in chunks of 64 tokens, or `late`, leaving the first token to the decode node."""
+
+    alone: Choices
+    plain: Choices  # without the parameter
+    handed_off: Choices
+    late: Choices
+    streamed: Choices
+    together: Choices
+    singles: Choices
+
+
+def client_of(router: Router) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=PATIENCE_S)
+
+
+def cases_of(name: str, numbers: Iterable[int], every: bool) -> list[Case]:
+    cases = PARAMETERS[name] if every else PARAMETERS[name][:1]
+    return [(path, body_of(path, fields, number)) for path, fields in cases for number in numbers]
+
+
+async def ask(house: House, cases: Iterable[Case]) -> list[Answers]:
+    """All at once, all ways."""
+    async with AsyncExitStack() as stack:
+        routers = (house.alone, house.chunk_64, house.chunk_2048)
+        alone, handed_off, late = [await stack.enter_async_context(client_of(router)) for router in routers]
+
+        async def of_case(path: str, body: Fields) -> Answers:
+            plain = {name: value for name, value in body.items() if name in (*BASE, "prompt", "messages")}
+            asked = {
+                "alone": parameters.whole(alone, path, body),
+                "plain": parameters.whole(alone, path, {**plain, **BASE}),
+                "handed_off": parameters.whole(handed_off, path, body),
+                "late": parameters.whole(late, path, body),
+                "streamed": Stream(handed_off, path, body).end(),
+                "together": parameters.whole(handed_off, path, {**body, "n": NUM_SAMPLES}),
+                "singles": of_seeds(path, body),
+            }
+            return Answers(**dict(zip(asked, await asyncio.gather(*asked.values()), strict=True)))
+
+        async def of_seeds(path: str, body: Fields) -> Choices:
+            bodies = [{**body, "seed": body["seed"] + i} for i in range(NUM_SAMPLES)]
+            return [
+                single for [single] in await asyncio.gather(*(parameters.whole(alone, path, own) for own in bodies))
+            ]
+
+        return await asyncio.gather(*(of_case(path, body) for path, body in cases))
+
+
+def check(answers: Answers, record: Callable[[str], None]) -> None:
+    ways = [("P/D", answers.handed_off), ("P/D", answers.late), ("streaming", answers.streamed)]
+    for way, found in ways:
+        assert difference(answers.alone, found) is None, way
+        record(way)
+    for i, pair in enumerate(zip(answers.singles, answers.together, strict=True)):
+        assert difference(*pair) is None, f"sample {i}"
+        record("n")
+
+
+@pytest.fixture(scope="module")
+def answers(house: House) -> dict[str, Answers]:
+    """To the first case of each parameter."""
+    cases = {name: cases_of(name, [0], every=False)[0] for name in PARAMETERS}
+    return dict(zip(cases, asyncio.run(ask(house, cases.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_parameter_means_the_same_on_every_way(
+    answers: dict[str, Answers], name: str, record_property: Callable[[str, object], None]
+) -> None:
+    check(answers[name], lambda way: record_property(*compared_parameter(name, way)))
+    changed = difference(answers[name].alone, answers[name].plain) is not None
+    assert changed or name in CHANGE_NOTHING, "it is ignored"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PARAMETERS)
+async def test_all_cases_of_a_parameter_mean_the_same(
+    house: House, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    for found in await ask(house, cases_of(name, FULL_NUMBERS, every=True)):
+        check(found, lambda way: record_property(*compared_parameter(name, way)))
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+async def test_a_parameter_outlives_the_decode_node(
+    fragile: Fragile, every: bool, record_property: Callable[[str, object], None]
+) -> None:
+    """All requests are decoded by one node when it dies; its next life goes on with them."""
+    numbers = FULL_NUMBERS if every else [0]
+    named = [(name, path, body) for name in PARAMETERS for path, body in cases_of(name, numbers, every)]
+    requests = [
+        (path, body if body["max_tokens"] != BASE["max_tokens"] else {**body, "max_tokens": LONG})
+        for _, path, body in named
+    ]
+    moved = dict.fromkeys(PARAMETERS, 0)
+    async with client_of(fragile.pair) as client:
+        expected = await asyncio.gather(*(parameters.whole(client, *request) for request in requests))
+        streams = [Stream(client, *request) for request in requests]
+        for stream in streams:
+            await stream.until_begun()
+        fragile.decode[0].kill()
+        fragile.decode[0].start()
+        for (name, _, _), wanted, stream in zip(named, expected, streams, strict=True):
+            found = await stream.end()
+            assert difference(wanted, found) is None, name
+            if stream.timings["attempts"] > 1:
+                moved[name] += 1
+                record_property(*compared_parameter(name, "failover"))
+    assert sum(map(bool, moved.values())) > len(moved) * 2 // 3, moved
