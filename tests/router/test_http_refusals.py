@@ -68,7 +68,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("chat/completions", {**CHAT, "truncate_prompt_tokens": 129}, 400, "truncate_prompt_tokens", "at most 128"),
         ("chat/completions", {**CHAT, "request_id": "a b"}, 400, "request_id", "pattern"),
         ("chat/completions", {**CHAT, "request_id": "x" * 129}, 400, "request_id", "pattern"),
-        ("chat/completions", {**CHAT, "length_penalty": 0.5}, 400, "length_penalty", "not supported"),
+        ("chat/completions", {**CHAT, "length_penalty": 0.5}, 400, "length_penalty", "needs use_beam_search"),
         ("chat/completions", {**CHAT, "best_of": "1"}, 400, "best_of", "integer"),
         ("completions", {"prompt": "x", "n": 2, "best_of": 1}, 400, "best_of", "needs `use_beam_search`"),
         ("chat/completions", {**CHAT, "min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "max_tokens"),
