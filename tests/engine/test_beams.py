@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from baton.messages import AttemptId
+from baton.messages import AttemptId, TokenLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from engine.beams import BeamGroup
 from engine.config import EngineConfig
@@ -56,6 +56,7 @@ def run(engine: Engine, limit: int = 2000) -> list[BeamGroup]:
             return found
         result = engine.compute(engine.schedule(0.0))
         engine.check_integrity()
+        assert engine.num_running <= engine.config.max_num_seqs
         found += result.searched
         again = result.again
     raise AssertionError(f"it does not come to an end: {engine.num_running} run, {engine.num_waiting} wait")
@@ -158,6 +159,16 @@ def test_however_little_room_there_is(
     for seq in seqs:
         assert list(seq.output_tokens) == expected_output(seq.prompt_tokens, sampling, 0, 40)[0]
     assert is_whole(engine)
+
+
+def test_a_group_waits_for_a_member_whose_step_is_to_come_again() -> None:
+    engine = make(200)
+    group = search(engine, "r", 5, 2, 9)
+    while len(group.members) < 2:
+        engine.compute(engine.schedule(0.0))
+    for member in group.members:
+        group.record(member, TokenLogprobs(0.0, ()))
+    assert not group.is_complete
 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 5])
