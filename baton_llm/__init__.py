@@ -11,6 +11,7 @@
 
 from baton.errors import BatonError, InvalidRequest, RequestCancelled
 from baton_llm.async_llm import AsyncLLM
+from baton_llm.beam_search import BeamSearchParams
 from baton_llm.errors import PromptsFailed
 from baton_llm.llm import LLM
 from baton_llm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -21,6 +22,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "BeamSearchParams",
     "TextPrompt",
     "TokensPrompt",
     "RequestOutput",

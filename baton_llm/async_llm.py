@@ -13,7 +13,7 @@ from typing import Any, Self
 from baton.errors import InvalidRequest, RequestCancelled
 from baton_llm.host import Host, make_backend
 from baton_llm.outputs import RequestOutput
-from baton_llm.prompts import Conversation, Input, Prompt, read_conversations, read_prompt
+from baton_llm.prompts import Conversation, Input, Prompt, priorities_of_each, read_conversations, read_prompt
 from baton_llm.sampling_params import SamplingParams
 
 
@@ -35,25 +35,36 @@ class AsyncLLM:
         self._host.close_with(self)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answers to a prompt, again and again, each time with all that there is so far; the last one is
         `finished`. A reader that is slower than the engines misses some, never the last.
 
         To leave the loop and close the generator (`aclose`) aborts the request; so does cancelling the task that reads.
-        request_id: one that is not in use; None: a number. Raises BatonError: InvalidRequest, before anything runs, for
-        a bad prompt or bad params; RequestCancelled after `abort` and `close`.
+        request_id: one that is not in use; None: a number. priority: a lower one is served earlier. Raises BatonError:
+        InvalidRequest, before anything runs, for a bad prompt or bad params; RequestCancelled after `abort` and
+        `close`.
         """
-        return self._stream(read_prompt(prompt), params, request_id)
+        return self._stream(read_prompt(prompt), params, request_id, priority)
 
     def chat(
-        self, messages: Conversation, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation that the model's chat template turns into a prompt."""
         conversations = read_conversations(messages)
         if len(conversations) != 1:
             raise InvalidRequest(f"messages must be one conversation, not {len(conversations)}", "messages")
-        return self._stream(conversations[0], params, request_id)
+        return self._stream(conversations[0], params, request_id, priority)
 
     async def abort(self, request_id: str) -> None:
         """End a request; no-op if it has ended."""
@@ -73,13 +84,16 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     async def _stream(
-        self, prompt: Input, params: SamplingParams | None, request_id: str | None
+        self, prompt: Input, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
+        [priority] = priorities_of_each(priority, 1)
         request_id = self._host.next_id() if request_id is None else request_id
         if request_id in self._running:
             raise InvalidRequest(f"request_id {request_id!r} is in use", "request_id")
         latest = _Latest(asyncio.get_running_loop())
-        future = self._running[request_id] = self._host.submit(_answer(self._host, prompt, params, request_id, latest))
+        future = self._running[request_id] = self._host.submit(
+            _answer(self._host, prompt, params, priority, request_id, latest)
+        )
         future.add_done_callback(latest.end)
         try:
             finished = False
@@ -124,10 +138,12 @@ class _Latest:
         self._something.set()
 
 
-async def _answer(host: Host, prompt: Input, params: SamplingParams | None, request_id: str, latest: _Latest) -> None:
+async def _answer(
+    host: Host, prompt: Input, params: SamplingParams | None, priority: int, request_id: str, latest: _Latest
+) -> None:
     """On the background loop."""
     try:
         [encoded] = await host.encode([prompt], [params])
-        latest.put(await host.answer(request_id, encoded, params, latest.put))
+        latest.put(await host.answer(request_id, encoded, params, priority, latest.put))
     except Exception as error:  # noqa: BLE001 - raised at the reader
         latest.put(error)

@@ -71,10 +71,11 @@ class Host:
         request_id: str,
         prompt: Encoded,
         params: SamplingParams | None,
+        priority: int = 0,
         on_change: Callable[[RequestOutput], None] | None = None,
     ) -> RequestOutput:
         """The finished output; `on_change` gets what there is so far whenever there is more. Raises BatonError."""
-        request = request_of(params, request_id, prompt.token_ids)
+        request = request_of(params, request_id, prompt.token_ids, priority)
         with_logprobs = params is not None and params.logprobs is not None
         collector = Collector(request_id, prompt, request.n, with_logprobs, self.backend.token_text)
 
@@ -90,22 +91,27 @@ class Host:
         self,
         prompts: Sequence[Encoded],
         params: Sequence[SamplingParams | None],
+        priorities: Sequence[int],
         on_end: Callable[[RequestOutput | BatonError], None],
     ) -> list[RequestOutput | BatonError]:
-        """What became of each prompt, in order. As many are under way at once as the backend takes."""
+        """What became of each prompt, in order. As many are under way at once as the backend takes, those of a lower
+        priority value first."""
         room = asyncio.Semaphore(self.backend.max_in_flight)
 
-        async def answer_one(prompt: Encoded, own: SamplingParams | None) -> RequestOutput | BatonError:
+        async def answer_one(prompt: Encoded, own: SamplingParams | None, priority: int) -> RequestOutput | BatonError:
             result: RequestOutput | BatonError
             async with room:
                 try:
-                    result = await self.answer(self.next_id(), prompt, own)
+                    result = await self.answer(self.next_id(), prompt, own, priority)
                 except BatonError as error:
                     result = error
             on_end(result)
             return result
 
-        return await asyncio.gather(*map(answer_one, prompts, params))
+        order = sorted(range(len(prompts)), key=priorities.__getitem__)
+        results = await asyncio.gather(*(answer_one(prompts[i], params[i], priorities[i]) for i in order))
+        by_prompt = dict(zip(order, results, strict=True))
+        return [by_prompt[i] for i in range(len(prompts))]
 
     def close(self) -> None:
         """End all requests, threads and engines. Idempotent; not on one of its own threads."""

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.errors import BatonError
+from baton_llm.beam_search import BeamSearchParams
 from baton_llm.errors import PromptsFailed
 from baton_llm.host import Host, make_backend, result_of
 from baton_llm.outputs import RequestOutput
@@ -19,6 +20,7 @@ from baton_llm.prompts import (
     Params,
     Prompt,
     params_of_each,
+    priorities_of_each,
     read_conversations,
     read_prompts,
 )
@@ -50,26 +52,42 @@ class LLM:
         self._host.close_with(self)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The answers to each prompt, in the order of the prompts.
 
         params: for all prompts, or a list with one for each; None leaves everything to the model's generation
-        defaults, with answers as long as the context allows.
+        defaults, with answers as long as the context allows. priority: for all prompts, or a list with one for each; a
+        lower one is served earlier, 0 is the default.
 
         All prompts are tokenized and checked before any runs: InvalidRequest, whose `param` names what is wrong, means
         that nothing was computed. A prompt that fails later does not affect the others: when all have ended, its error
         is raised, as PromptsFailed with the others' outputs if there were several prompts. Raises RequestCancelled
         when closed meanwhile.
         """
-        return self._run(read_prompts(prompts), params, use_tqdm)
+        return self._run(read_prompts(prompts), params, use_tqdm, priority)
 
     def chat(
-        self, messages: Conversation | Sequence[Conversation], params: Params = None, use_tqdm: bool = True
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, which the model's chat template turns into prompts. A message
         is a dict with `role` and `content`, and maybe `name`."""
-        return self._run(read_conversations(messages), params, use_tqdm)
+        return self._run(read_conversations(messages), params, use_tqdm, priority)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+        """The best `params.beam_width` answers to each prompt, best first. `cumulative_logprob` of an answer is that of
+        its beam. Raises as `generate`."""
+        return self._run(read_prompts(prompts), params.sampling_params(), False, None)
 
     def close(self) -> None:
         """End all requests, threads and engines. Idempotent. Happens by itself when the LLM is collected, and at the
@@ -82,11 +100,14 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, prompts: Sequence[Input], params: Params, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: Sequence[Input], params: Params, use_tqdm: bool, priority: int | Sequence[int] | None
+    ) -> list[RequestOutput]:
         host, each = self._host, params_of_each(params, len(prompts))
+        priorities = priorities_of_each(priority, len(prompts))
         encoded = result_of(host.submit(host.encode(prompts, each)))
         ended: queue.SimpleQueue[RequestOutput | BatonError | None] = queue.SimpleQueue()
-        future = host.submit(host.answer_all(encoded, each, ended.put))
+        future = host.submit(host.answer_all(encoded, each, priorities, ended.put))
         future.add_done_callback(lambda _: ended.put(None))
         progress = Progress(len(prompts), use_tqdm)
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 from baton.errors import InvalidRequest
+from baton.priority import check_priority
 from baton_llm.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -77,6 +78,17 @@ def params_of_each(params: Params, count: int) -> list[SamplingParams | None]:
     if len(each) != count:
         raise InvalidRequest(f"there are {len(each)} params for {count} prompts", "params")
     return [*each]
+
+
+def priorities_of_each(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    """One for each prompt. Raises InvalidRequest."""
+    each = [0 if priority is None else priority] * count if not isinstance(priority, Sequence) else list(priority)
+    wrong = next((one for one in each if not isinstance(one, int) or isinstance(one, bool)), None)
+    if wrong is not None:
+        raise InvalidRequest(f"priority must be a whole number or a list of them, not {_short(wrong)}", "priority")
+    if len(each) != count:
+        raise InvalidRequest(f"there are {len(each)} priorities for {count} prompts", "priority")
+    return [check_priority(one) for one in each]
 
 
 def _of_dict(prompt: Mapping[Any, Any]) -> object:

@@ -161,6 +161,8 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
         sampling["seed"] = (sampling["seed"] + SEED_SPACE // 2) % SEED_SPACE - SEED_SPACE // 2
     if "structured_outputs" in sampling:
         sampling["structured_outputs"] = wire.write_structured(sampling["structured_outputs"])
+    if "logits_processors" in sampling:
+        sampling["logits_processors"] = wire.write_processors(sampling["logits_processors"])
     return pb.GenerateRequest(
         model=model,
         prompt_tokens=pb.TokenIds(ids=wire.pack_tokens(prompt)),
@@ -172,6 +174,7 @@ def _message(request: GenerationRequest, model: str) -> pb.GenerateRequest:
         skip_special_tokens=request.skip_special_tokens,
         spaces_between_special_tokens=request.spaces_between_special_tokens,
         bad_words=request.bad_words,
+        priority=request.priority,
         **sampling,
     )
 

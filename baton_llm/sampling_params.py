@@ -8,12 +8,21 @@ from typing import Any
 
 import baton.sampling
 from baton.errors import InvalidRequest
+from baton.logits_processors import LogitsProcessor
 from baton.sampling import NAMES
 from router.generation_request import SEED_SPACE, GenerationRequest
 from router.structured_output import structured_output_of
 
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_WHOLE = ("n", "top_k", "min_tokens")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "length_penalty",
+)
+_WHOLE = ("n", "top_k", "min_tokens", "beam_width")
 _WHOLE_OR_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 _TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
@@ -28,7 +37,9 @@ class SamplingParams:
     texts that end an answer, of which they are no part unless `include_stop_str_in_output`. structured_outputs: what an
     answer must match, one of json, json_object, regex, choice and grammar with its value. allowed_token_ids: no other
     token is chosen. bad_words: no token completes one of these. prompt_logprobs: logprobs of the prompt's tokens, each
-    with so many of the most likely ones. Raises InvalidRequest, whose `param` is the name of the field.
+    with so many of the most likely ones. logits_processors: names of installed ones, or dicts with `name`, `args` and
+    `kwargs`. beam_width, length_penalty: see `BeamSearchParams`. Raises InvalidRequest, whose `param` is the name of
+    the field.
     """
 
     n: int = 1
@@ -54,6 +65,9 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: Mapping[str, Any] | None = None
+    logits_processors: Sequence[str | Mapping[str, Any]] | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -73,6 +87,7 @@ class SamplingParams:
         said = {name: getattr(self, name) for name in NAMES if hasattr(self, name)}
         said |= {"num_logprobs": self.logprobs, "num_prompt_logprobs": self.prompt_logprobs}
         said["structured_outputs"] = structured_output_of(None, self.structured_outputs, {})
+        said["logits_processors"] = tuple(map(_processor, self.logits_processors or ())) or None
         return {name: value for name, value in said.items() if value is not None}
 
     def _check_types(self) -> None:
@@ -99,13 +114,16 @@ class SamplingParams:
         _check(is_map, "logit_bias", "a dict of token ids and numbers", self.logit_bias)
 
 
-def request_of(params: SamplingParams | None, request_id: str, prompt: tuple[int, ...]) -> GenerationRequest:
+def request_of(
+    params: SamplingParams | None, request_id: str, prompt: tuple[int, ...], priority: int = 0
+) -> GenerationRequest:
     """The request for a prompt of these tokens. Without params, all is left to the model's generation defaults."""
     if params is None:
-        return GenerationRequest(request_id=request_id, prompts=(prompt,))
+        return GenerationRequest(request_id=request_id, prompts=(prompt,), priority=priority)
     return GenerationRequest(
         request_id=request_id,
         prompts=(prompt,),
+        priority=priority,
         n=params.n,
         sampling=params.sampling(),
         stop=tuple(dict.fromkeys(params.stops)),
@@ -114,6 +132,17 @@ def request_of(params: SamplingParams | None, request_id: str, prompt: tuple[int
         spaces_between_special_tokens=params.spaces_between_special_tokens,
         bad_words=tuple(params.bad_words or ()),
     )
+
+
+def _processor(wanted: str | Mapping[str, Any]) -> LogitsProcessor:
+    if isinstance(wanted, str):
+        return LogitsProcessor(wanted)
+    given = dict(wanted) if isinstance(wanted, Mapping) else {}
+    name = given.pop("name", None) or given.pop("qualname", None)
+    known = isinstance(name, str) and not given.keys() - {"args", "kwargs"}
+    known = known and isinstance(given.get("args", []), list) and isinstance(given.get("kwargs", {}), dict)
+    _check(known, "logits_processors", "names, or dicts with `name`, `args` and `kwargs`", wanted)
+    return LogitsProcessor.of(str(name), given.get("args"), given.get("kwargs"))
 
 
 def _check(holds: bool, param: str, kind: str, value: object) -> None:

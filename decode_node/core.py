@@ -14,6 +14,7 @@ from typing import ClassVar
 from baton.audit import KvSlot
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
 from baton.messages import Abort, AttemptId, Commit, NodeRole, Prefill, Refuse, Release, Reserve
+from decode_node.leases import Extras
 from decode_node.reservations import Reservations
 from decode_node.running import RunningRequests
 from engine.engine import Engine, Plan
@@ -25,7 +26,8 @@ from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused
 from node.core import RoleCore
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened
 from node.grammars import Grammars
-from node.intake import make_sequence
+from node.intake import beams_of, make_sequence
+from node.logits_processors import LogitsProcessors
 
 
 class DecodeCore(RoleCore):
@@ -42,6 +44,7 @@ class DecodeCore(RoleCore):
         max_waiting: int = 4096,
         max_deadline_s: float = 3600.0,
         grammars: Grammars | None = None,
+        processors: LogitsProcessors | None = None,
     ) -> None:
         super().__init__(
             engine,
@@ -49,6 +52,7 @@ class DecodeCore(RoleCore):
             max_waiting=max_waiting,
             max_deadline_s=max_deadline_s,
             grammars=grammars,
+            processors=processors,
         )
         self.receiver = receiver
         self._reservations = Reservations(
@@ -89,6 +93,8 @@ class DecodeCore(RoleCore):
             self._outbox.to_router(sequence.attempt_id, piece)
         for token in result.sampled:
             self._running.sampled(token)
+        for group in result.searched:
+            self._running.searched(group)
 
     def _move_on(self, now: float) -> None:
         self._reservations.grant_waiting(now)
@@ -123,7 +129,7 @@ class DecodeCore(RoleCore):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):
                 self._compile_ahead(commit.sampling)  # while the last parts travel
-                self._reservations.commit(peer, commit, now)
+                self._commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
                 self._reservations.release(peer, release)
             case PeerOpened(peer, part_blocks, layout) as opened:
@@ -154,14 +160,25 @@ class DecodeCore(RoleCore):
         except BatonError as error:
             self._outbox.to_prefill(peer, Refuse(attempt_id, error))
 
+    def _commit(self, peer: str, commit: Commit, now: float) -> None:
+        processors, beams, refusal = None, None, None
+        try:
+            processors = self._processors.chain(commit.sampling.logits_processors)
+            beams = beams_of(commit.attempt_id, commit.prompt_tokens, commit.sampling, self.engine)
+        except BatonError as error:
+            refusal = error
+        self._reservations.commit(peer, commit, now, Extras(processors, beams), refusal)
+
     # ---- requests ----
 
     def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
         matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
-        return make_sequence(prefill, hand_off=False, now=now, matcher=matcher)
+        sampling, processors = prefill.sampling, self._processors.chain(prefill.sampling.logits_processors)
+        beams = beams_of(prefill.attempt_id, prefill.prompt_tokens, sampling, self.engine)
+        return make_sequence(prefill, hand_off=False, now=now, matcher=matcher, processors=processors, beams=beams)
 
     def _take_in(self, prefill: Prefill, sequence: Sequence, now: float, deadline: float) -> None:
-        self._running.add(sequence, now, deadline)
+        self._running.add(sequence, tuple(sample.index for sample in prefill.samples), now, deadline)
 
     def _attempts(self) -> list[AttemptId]:
         return [*self._running.attempts(), *self._reservations.attempts()]

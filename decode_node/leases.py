@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.messages import Adopted, Commit, Reserve
+from engine.beams import BeamGroup
+from engine.logits_processor import LogitsProcessorChain
 from kv_transfer.parts import Piece
 from kv_transfer.slot_copies import Mark
 
@@ -35,6 +37,14 @@ class Waiting:
     deadline: float
 
 
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What the sequences of a committed request have beside its parameters, made of these."""
+
+    processors: LogitsProcessorChain | None = None
+    beams: BeamGroup | None = None
+
+
 @dataclass(slots=True)
 class Lease:
     """Room for one request's KV. `table` holds the prefix found here, the blocks to fill, and the one that the first
@@ -59,6 +69,7 @@ class Lease:
     last_arrived: float = 0.0  # when the last part arrived, plus the delay until the engine knew
     landed: float = 0.0  # when the engine knew, with the copy queued
     commit: Commit | None = None
+    extras: Extras = Extras()
     committed: float = 0.0
 
     @property

@@ -29,5 +29,6 @@ def _make_role(base: Base) -> RoleParts:
         max_waiting=settings.max_waiting,
         max_deadline_s=settings.request_timeout,
         grammars=base.grammars,
+        processors=base.processors,
     )
     return RoleParts(core, receiver, count_damaged=lambda: receiver.num_damaged_pieces)

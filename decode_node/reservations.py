@@ -7,8 +7,6 @@ failed. During a lease, blocks that parts go into are marked as loading: the rec
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from baton.audit import KvUse
 from baton.deadlines import Deadlines
 from baton.errors import (
@@ -25,9 +23,10 @@ from baton.errors import (
 )
 from baton.layout import KvLayout, num_blocks_for
 from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve
-from decode_node.leases import Lease, LeaseState, Waiting
+from decode_node.leases import Extras, Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
+from engine.waiting_queue import WaitingQueue
 from kv_transfer.parts import PartPlanner
 from kv_transfer.ranks import ReceiverRanks
 from kv_transfer.receiver import PartLanded
@@ -59,7 +58,8 @@ class Reservations:
         self._max_waiting = max_waiting
         self._max_deadline_s = max_deadline_s
         self._planners: dict[str, PartPlanner] = {}  # by prefill node whose stream is up
-        self._queue: OrderedDict[AttemptId, Waiting] = OrderedDict()
+        self._queue = WaitingQueue[AttemptId]()
+        self._waiting: dict[AttemptId, Waiting] = {}  # those in the queue
         self._leases: dict[int, Lease] = {}  # by serial
         self._lease_of: dict[AttemptId, Lease] = {}  # the same leases
         self._deadlines = Deadlines[AttemptId]()  # of Reserves and leases
@@ -134,13 +134,19 @@ class Reservations:
         if not 1 <= reserve.layer_groups <= self._receiver.layout.num_layers:
             raise InvalidRequest(f"{reserve.layer_groups} groups of layers", "layer_groups")
         deadline = now + min(reserve.deadline_s, self._max_deadline_s)
-        self._queue[reserve.attempt_id] = Waiting(reserve, peer, deadline)
+        self._queue.add(reserve.attempt_id, reserve.priority)
+        self._waiting[reserve.attempt_id] = Waiting(reserve, peer, deadline)
         self._deadlines.set(reserve.attempt_id, deadline)
 
     def grant_waiting(self, now: float) -> None:
-        """Grant Reserves in order of arrival, after all preempted requests, which are older. Then share out slots."""
-        while self._queue and not self._engine.has_preempted and self._grant(next(iter(self._queue.values())), now):
-            self._queue.popitem(last=False)
+        """Grant Reserves in order of priority and arrival, after all preempted requests that come before them, being
+        older or of a lower priority value. Then share out slots."""
+        while self._queue:
+            first = self._waiting[next(iter(self._queue))]
+            if self._engine.has_preempted(first.reserve.priority) or not self._grant(first, now):
+                break
+            self._queue.remove(first.reserve.attempt_id)
+            del self._waiting[first.reserve.attempt_id]
         if self._short:
             self._share_slots()
 
@@ -160,7 +166,8 @@ class Reservations:
     def _room(self, waiting: Waiting) -> list[int] | None:
         """The prefix blocks that are cached here, if the rest fits. None: there is no room."""
         engine, reserve = self._engine, waiting.reserve
-        seqs = engine.num_running + engine.num_waiting + engine.num_reserved_seqs + reserve.num_samples
+        before = engine.num_waiting_up_to(reserve.priority)
+        seqs = engine.num_running + before + engine.num_reserved_seqs + reserve.num_samples
         if seqs > engine.config.max_num_seqs:
             return None
         held = self._blocks.match(reserve.block_hashes[: reserve.num_tokens // self._blocks.block_size])
@@ -234,11 +241,27 @@ class Reservations:
         if lease := self._leases.get(serial):
             self._end(lease, PeerLost(f"part {part} did not arrive: {reason}"))
 
-    def commit(self, peer: str, commit: Commit, now: float) -> None:
-        """Take over the lease's request, and answer; a repeat gets the same answer."""
-        self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.attempt_id, self._commit(peer, commit, now)))
+    def commit(
+        self,
+        peer: str,
+        commit: Commit,
+        now: float,
+        extras: Extras,
+        refusal: BatonError | None = None,
+    ) -> None:
+        """Take over the lease's request, and answer; a repeat gets the same answer. extras: what goes with the request.
+        refusal: why its parameters cannot be served here; ends the lease."""
+        answer = self._commit(peer, commit, now, extras, refusal)
+        self._outbox.to_prefill(peer, CommitReply(commit.lease, commit.attempt_id, answer))
 
-    def _commit(self, peer: str, commit: Commit, now: float) -> BatonError | None:
+    def _commit(
+        self,
+        peer: str,
+        commit: Commit,
+        now: float,
+        extras: Extras,
+        refusal: BatonError | None,
+    ) -> BatonError | None:
         lease = self._leases.get(commit.lease)
         if lease is None or lease.peer != peer:
             owner, outcome = self._outcomes.get(commit.lease) or ("", LEASE_OVER)
@@ -246,9 +269,11 @@ class Reservations:
         if lease.state is LeaseState.COMMITTED:
             return None
         if not lease.fits(commit):
-            error = InternalError(f"the commit of {commit.attempt_id} does not fit lease {lease.serial}")
-            self._end(lease, error)
-            return error
+            refusal = InternalError(f"the commit of {commit.attempt_id} does not fit lease {lease.serial}")
+        if refusal is not None:
+            self._end(lease, refusal)
+            return refusal
+        lease.extras = extras
         lease.state, lease.commit, lease.committed = LeaseState.COMMITTED, commit, now
         # The Commit restates the deadline. If the Reserve took longer to arrive, this one is earlier and more exact.
         lease.deadline = min(lease.deadline, now + commit.deadline_s)
@@ -272,7 +297,7 @@ class Reservations:
 
     def release(self, peer: str, release: Release) -> None:
         """The prefill node, which informs the router itself, gives up the lease. Refuse: no credit will follow."""
-        waiting, lease = self._queue.get(release.attempt_id), self._lease_of.get(release.attempt_id)
+        waiting, lease = self._waiting.get(release.attempt_id), self._lease_of.get(release.attempt_id)
         if waiting and waiting.peer == peer:
             self._leave_queue(waiting)
         if lease and lease.peer == peer:
@@ -281,7 +306,7 @@ class Reservations:
 
     def end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
         """End the attempt's Reserve or lease; the prefill node gets a Refuse, and drains its granted parts."""
-        if waiting := self._queue.get(attempt_id):
+        if waiting := self._waiting.get(attempt_id):
             self._leave_queue(waiting)
             self._outbox.to_prefill(waiting.peer, Refuse(attempt_id, error))
         if lease := self._lease_of.get(attempt_id):
@@ -289,7 +314,7 @@ class Reservations:
 
     def end_peer(self, peer: str, name: str, reason: str) -> None:
         """The prefill node is gone: end its Reserves and leases. name: for the error message."""
-        holders: list[Waiting | Lease] = [*self._queue.values(), *self._leases.values()]
+        holders: list[Waiting | Lease] = [*self._waiting.values(), *self._leases.values()]
         for holder in holders:
             if holder.peer == peer:
                 self.end_attempt(holder.reserve.attempt_id, PeerLost(f"prefill node {name}: {reason}"))
@@ -300,12 +325,13 @@ class Reservations:
                 missing = lease.num_parts - len(lease.arrived)
                 self._end(lease, TransferTimeout(f"{missing} of {lease.num_parts} parts missing at the deadline"))
             else:
-                waited_s = self._queue[attempt_id].reserve.deadline_s
+                waited_s = self._waiting[attempt_id].reserve.deadline_s
                 self.end_attempt(attempt_id, DeadlineExceeded(f"no room on the decode node within {waited_s:g} s"))
         self._outcomes.expire(now)
 
     def _leave_queue(self, waiting: Waiting) -> None:
-        del self._queue[waiting.reserve.attempt_id]
+        self._queue.remove(waiting.reserve.attempt_id)
+        del self._waiting[waiting.reserve.attempt_id]
         self._deadlines.discard(waiting.reserve.attempt_id)
 
     def _end(self, lease: Lease, error: BatonError) -> None:

@@ -13,6 +13,7 @@ from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded
 from baton.messages import AttemptId, End, SampleEnd, Started, Tokens
 from decode_node.leases import Lease
+from engine.beams import BeamGroup
 from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.step import Chunk, SampledToken
@@ -28,6 +29,8 @@ class Running:
     attempt_id: AttemptId
     received: float
     sequences: dict[int, Sequence]
+    beams: BeamGroup | None = None  # has the sequences instead
+    samples: tuple[int, ...] = ()  # that the best beams become
 
 
 class RunningRequests:
@@ -57,9 +60,13 @@ class RunningRequests:
 
     # ---- in ----
 
-    def add(self, sequence: Sequence, now: float, deadline: float) -> None:
+    def add(self, sequence: Sequence, samples: tuple[int, ...], now: float, deadline: float) -> None:
         """Add a local prompt, which the engine has already: one sequence for all samples."""
-        self._add(Running(sequence.attempt_id, now, dict.fromkeys(sequence.samples, sequence)), deadline)
+        running = Running(sequence.attempt_id, now, dict.fromkeys(sequence.samples, sequence))
+        if sequence.beams is not None:
+            running = Running(sequence.attempt_id, now, {}, sequence.beams, samples)
+            self._engine.begin_search(sequence)
+        self._add(running, deadline)
 
     def adopt(self, lease: Lease, matcher: TokenMatcher | None, now: float) -> None:
         """Put a request whose KV is all here into the next step. The engine takes over the lease's blocks. matcher:
@@ -68,6 +75,9 @@ class RunningRequests:
         assert commit is not None
         stopped = self._fences.stopped(attempt_id)
         outputs = {s.index: s.output_tokens for s in commit.samples if s.index not in stopped}
+        samples, beams = tuple(outputs), lease.extras.beams
+        if beams is not None and outputs:
+            outputs = {0: ()}
         needed = max(0, len(outputs) - 1)
         self._engine.blocks.release(lease.spares[needed:])
         if not outputs:
@@ -78,17 +88,24 @@ class RunningRequests:
             attempt_id=attempt_id,
             samples=list(outputs),
             prompt_tokens=commit.prompt_tokens,
-            sampling=commit.sampling,
+            sampling=commit.sampling if beams is None else BeamGroup.sampling_of(commit.sampling),
             cache_salt=commit.cache_salt,
             arrived_s=now,
+            priority=lease.reserve.priority,
             block_table=lease.table,
             num_computed_tokens=lease.reserve.num_tokens,
             num_cached_tokens=lease.num_cached_tokens,
             matcher=matcher,
+            processors=lease.extras.processors,
+            beams=beams,
         )
         sequence.set_block_hashes(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
         adopted = self._engine.adopt(sequence, outputs, lease.spares[:needed])
-        self._add(Running(attempt_id, now, {s.samples[0]: s for s in adopted}), lease.deadline)
+        running = Running(attempt_id, now, {s.samples[0]: s for s in adopted})
+        if beams is not None:
+            running = Running(attempt_id, now, {}, beams, samples)
+            self._engine.begin_search(adopted[0])
+        self._add(running, lease.deadline)
         self._adopted[attempt_id] = lease
 
     def _add(self, running: Running, deadline: float) -> None:
@@ -121,6 +138,18 @@ class RunningRequests:
             self._outbox.to_router(running.attempt_id, SampleEnd(token.sample, token.finish, token.stop_token_id))
             self._drop_sample(running, token.sample)
 
+    def searched(self, group: BeamGroup) -> None:
+        """A beam search has ended: its best beams are the samples."""
+        running = self._running[group.attempt_id]
+        stopped = self._fences.stopped(running.attempt_id)
+        for sample, beam in zip(running.samples, group.best, strict=False):
+            if sample not in stopped:
+                self._outbox.to_router(running.attempt_id, Tokens(sample, 0, beam.tokens, beam.logprobs))
+                assert beam.finish is not None
+                self._outbox.to_router(running.attempt_id, SampleEnd(sample, beam.finish, beam.stop_token_id))
+        self._forget(running.attempt_id)
+        self._outbox.to_router(running.attempt_id, End())
+
     # ---- ends ----
 
     def stop_samples(self, attempt_id: AttemptId, samples: Iterable[int]) -> None:
@@ -137,6 +166,8 @@ class RunningRequests:
             self._forget(attempt_id)
             for sequence in running.sequences.values():
                 self._engine.release(sequence)
+            if running.beams is not None:
+                self._engine.end_search(running.beams)
             self._outbox.to_router(attempt_id, End(error))
 
     def end_overdue(self, now: float) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from baton.errors import InvalidRequest
 from baton.layout import num_blocks_for
 from baton.sampling import FinishReason
+from engine.beams import CANDIDATES_PER_BEAM, Beam, BeamGroup
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.holdings import Holding, recount
@@ -142,10 +143,14 @@ class Engine:
                 computed |= dict.fromkeys((c.sequence for c in launched.chunks if c.samples_token), num_layers)
         return computed
 
-    @property
-    def has_preempted(self) -> bool:
-        """Whether a preempted sequence waits for blocks; new requests should be promised none meanwhile."""
-        return self._scheduler.num_preempted > 0
+    def has_preempted(self, priority: int) -> bool:
+        """Whether a preempted sequence with this priority or a lower value waits for blocks; new requests of the
+        priority should be promised none meanwhile."""
+        return self._scheduler.num_preempted_up_to(priority) > 0
+
+    def num_waiting_up_to(self, priority: int) -> int:
+        """Waiting sequences with this priority or a lower value."""
+        return self._scheduler.num_waiting_up_to(priority)
 
     # ---- in ----
 
@@ -290,7 +295,13 @@ class Engine:
         for chunk, choices in zip(retired.chunks, waited, strict=True):
             result.num_tokens += chunk.length
             if chunk.sequence.state is SequenceState.RUNNING:
+                if failure := next((choice.failure for choice in choices if choice.failure), None):
+                    result.failed.append((chunk.sequence, failure))
+                    choices = []
                 self._apply_output(chunk, choices, result)
+        for group in dict.fromkeys(c.sequence.beams for c in retired.chunks if c.sequence.beams is not None):
+            if group.members and group.is_complete:
+                self._advance(group, result)
         for _, table in retired.released:
             self.blocks.release(table)
 
@@ -315,6 +326,12 @@ class Engine:
             self._settle(chunk, min(chunk.end, len(seq.tokens) - 1))
             if sampled and sampled[-1].finish:
                 self.release(seq)
+        elif seq.beams is not None:
+            sampled = []
+            if choices:
+                assert choices[0].logprobs is not None
+                seq.beams.record(seq, choices[0].logprobs)
+            self._settle(chunk, chunk.end if choices else min(chunk.end, len(seq.tokens) - 1))
         elif choices:
             sampled = [
                 self._check_stop(seq, sample, choice, seq.matcher and seq.matcher.fork())
@@ -327,7 +344,7 @@ class Engine:
             self._settle(chunk, min(chunk.end, len(seq.tokens) - 1))
         result.sampled += sampled
         if seq.matcher is not None:
-            result.failed += [token for token in sampled if token.error is not None]
+            result.failed += [(token.sequence, token.error) for token in sampled if token.error is not None]
 
     def _append(self, chunk: Chunk, choices: list[Choice]) -> list[SampledToken]:
         """The sequence's next tokens, up to the one that ends it: those chosen, and those that must follow them."""
@@ -397,7 +414,7 @@ class Engine:
 
     def _place_forks(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
         """Run as many of the children as there are blocks and places for; the others wait as if preempted."""
-        room = 1 if num_computed % self.config.block_size == 0 else 0  # new blocks for the first one
+        room = self._num_new_blocks(num_computed)
         num_running = min(len(children), max(self._scheduler.num_free_seqs, 1))
         while num_running and not self.blocks.can_allocate(num_running - 1 + room):
             num_running -= 1
@@ -410,6 +427,10 @@ class Engine:
             self._sequences[child] = None
             self._scheduler.requeue(child)
 
+    def _num_new_blocks(self, num_computed: int) -> int:
+        """How many blocks the first of the forks lacks for its next token."""
+        return 1 if num_computed % self.config.block_size == 0 else 0
+
     def _start_forks(self, children: list[Sequence], table: list[int], num_computed: int, spares: list[int]) -> None:
         tables, copies = self.blocks.fork(table, num_computed, spares)
         if copies:
@@ -419,6 +440,56 @@ class Engine:
             child.rewind(num_computed)
             self._sequences[child] = None
             self._scheduler.add_running(child)
+
+    # ---- beams ----
+
+    def begin_search(self, seq: Sequence) -> None:
+        """The sequence, which is here, is the first and only beam of its group."""
+        assert seq.beams is not None
+        seq.beams.members[seq] = Beam()
+
+    def end_search(self, group: BeamGroup) -> None:
+        """Release all sequences of the group. Idempotent."""
+        members, group.members = group.members, {}
+        for member in members:
+            self.release(member)
+
+    def _advance(self, group: BeamGroup, result: StepResult) -> None:
+        """The best beams become the group's sequences; those of one parent share its blocks."""
+        parents = list(group.members)
+        chosen = group.advance(self.config.max_model_len)
+        tables: dict[Sequence, tuple[list[int], list[Sequence]]] = {}
+        num_computed = parents[0].num_computed_tokens
+        for parent, beam in chosen:
+            if parent not in tables:
+                tables[parent] = parent.block_table, []
+                parent.block_table = []
+            child = parent.child(0, beam.tokens, num_computed // self.config.block_size)
+            tables[parent][1].append(child)
+            group.members[child] = beam
+        for parent in parents:
+            self.release(parent)
+        if chosen:
+            self._place_beams(list(tables.values()), num_computed)
+        else:
+            result.searched.append(group)
+
+    def _place_beams(self, forks: list[tuple[list[int], list[Sequence]]], num_computed: int) -> None:
+        """Run the children beside each table, if there are blocks and places for all of the group's; else all wait as
+        if preempted."""
+        room = self._num_new_blocks(num_computed)
+        num_children = sum(len(children) for _, children in forks)
+        num_fresh = num_children - len(forks) + room * len(forks)
+        fits = num_children <= self._scheduler.num_free_seqs and self.blocks.can_allocate(num_fresh)
+        for table, children in forks:
+            if fits:
+                fresh = self.allocate(len(children) - 1 + room)
+                self._start_forks(children, table + fresh[:room], num_computed, fresh[room:])
+                continue
+            self.blocks.release(table)
+            for child in children:
+                self._sequences[child] = None
+                self._scheduler.requeue(child)
 
     # ---- checks ----
 
@@ -442,6 +513,18 @@ class Engine:
         needed = num_blocks_for(seq.num_tokens, self.config.block_size)
         if needed > self.blocks.num_total:
             raise InvalidRequest(f"the prompt needs {needed} KV blocks of {self.blocks.num_total}", "prompt")
+
+    def require_search_possible(self, width: int, num_tokens: int) -> None:
+        """Raises InvalidRequest if so many beams of so many tokens may not fit, without sharing any block."""
+        config = self.config
+        if width > config.max_num_seqs:
+            raise InvalidRequest(f"beam_width {width} is more than --max-num-seqs {config.max_num_seqs}", "beam_width")
+        if CANDIDATES_PER_BEAM * width > config.vocab_size:
+            raise InvalidRequest(f"beam_width {width} is more than half of the vocabulary", "beam_width")
+        most_blocks = width * num_blocks_for(min(num_tokens, config.max_model_len), config.block_size)
+        if most_blocks > self.blocks.num_total:
+            text = f"{width} beams of {num_tokens} tokens may need {most_blocks} KV blocks of {self.blocks.num_total}"
+            raise InvalidRequest(text, "max_tokens")
 
     def holdings(self) -> list[Holding]:
         """The sequences that hold blocks, including ended ones whose blocks a launched step still uses."""

@@ -14,6 +14,7 @@ from collections.abc import Container, Hashable, Iterator
 
 from baton.layout import num_blocks_for
 from engine.sequence import Sequence
+from engine.waiting_queue import Rank, WaitingQueue
 
 KNOWN_S = 600.0
 """How long a lane without sequences still counts after its last arrival, so that its share is free for the next one."""
@@ -22,14 +23,14 @@ Lane = Hashable
 
 
 class Lanes:
-    """The sequences that have not run yet, in order of arrival, and the blocks that each lane holds. Every call costs
-    at most O(lanes), and for `first` the sequences that it skips; `None` is the lane of sequences that wait for no
-    other node."""
+    """The sequences that have not run yet, in order of priority and arrival, and the blocks that each lane holds. Every
+    call costs at most O(lanes), what `WaitingQueue` costs, and for `first` the sequences that it skips; `None` is the
+    lane of sequences that wait for no other node."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._queues: dict[Lane, OrderedDict[Sequence, int]] = {}  # no queue is empty
+        self._queues: dict[Lane, WaitingQueue[Sequence]] = {}  # no queue is empty
         self._serials = itertools.count()
         self._num_waiting = 0
         self._holders: dict[Sequence, int] = {}  # admitted sequences still in their lanes -> blocks
@@ -44,8 +45,8 @@ class Lanes:
         return itertools.chain.from_iterable(self._queues.values())
 
     def add(self, seq: Sequence) -> None:
-        """Queue it behind all others."""
-        self._queues.setdefault(seq.lane, OrderedDict())[seq] = next(self._serials)
+        """Queue it behind all others of its priority."""
+        self._queues.setdefault(seq.lane, WaitingQueue(self._serials)).add(seq, seq.priority)
         self._num_waiting += 1
         if seq.lane is not None:
             self._last_arrival[seq.lane] = seq.arrived_s
@@ -55,20 +56,24 @@ class Lanes:
     def remove(self, seq: Sequence) -> None:
         """Take it out of its queue, if it is in one."""
         queue = self._queues.get(seq.lane)
-        if queue and queue.pop(seq, None) is not None:
+        if queue and queue.remove(seq):
             self._num_waiting -= 1
             if not queue:
                 del self._queues[seq.lane]
 
     def first(self, without: Container[Sequence] = ()) -> Sequence | None:
-        """The next sequence to admit: the earliest among the first of each lane that has room for it, without those in
-        `without`, which are skipped. None: there is none."""
-        heads = list[tuple[int, Sequence]]()
+        """The next sequence to admit: by priority and arrival, among the first of each lane that has room for it,
+        without those in `without`, which are skipped. None: there is none."""
+        heads = list[tuple[Rank, Sequence]]()
         for queue in self._queues.values():
             head = next((seq for seq in queue if seq not in without), None)
             if head is not None and self._has_room(head):
-                heads.append((queue[head], head))
-        return min(heads, default=(0, None))[1]
+                heads.append((queue.rank_of(head), head))
+        return min(heads)[1] if heads else None
+
+    def num_up_to(self, priority: int) -> int:
+        """How many wait with this priority or a lower value."""
+        return sum(queue.num_up_to(priority) for queue in self._queues.values())
 
     def hold(self, seq: Sequence) -> None:
         """Count its blocks against its lane's share: it is admitted, and has blocks for all of its tokens."""

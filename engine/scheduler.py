@@ -4,8 +4,8 @@ Each sequence has `num_launched_tokens`, which catches up with its tokens. A dec
 token is left (vLLM's v1 scheduler made this the one rule), followed by the sequence's draft tokens, if any. If the
 sequence runs ahead, a token that a launched step is sampling already counts. Every step includes all sequences that
 generate and have a token to compute. Besides them it has prompt chunks, of running sequences first and then of waiting
-ones in order of arrival, within a budget of tokens. Only prompts use the budget: otherwise a prompt as long as the
-budget would take one more step whenever another sequence generates.
+ones, in order of priority and then of arrival, within a budget of tokens. Only prompts use the budget: otherwise a
+prompt as long as the budget would take one more step whenever another sequence generates.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ class Scheduler:
     - A waiting sequence is admitted when its lane has room and blocks for all of its tokens after the prefix hit can be
       allocated. If there are too few blocks, all sequences behind it wait too, so that none starves; if its lane has
       used up its share, only that lane waits.
+    - Priorities are strict, as in vLLM: one with a lower value is admitted first, however long another has waited.
     - A sequence waits if the block after its prefix hit is being loaded, until that block is a hit or the load has
       failed. It holds no blocks meanwhile, and other sequences go ahead of it.
     - Likewise, a sequence waits while its matcher is being compiled.
-    - Only generating sequences need more blocks. If there are none, the youngest running sequence is preempted: it
-      gives back all of its blocks and is computed again later, before any sequence that has not run yet. Sequences to
-      hand off are never preempted: a prefill node has promised their blocks to a transfer.
+    - Only generating sequences need more blocks. If there are none, the youngest running sequence with the highest
+      priority value is preempted: it gives back all of its blocks and is computed again later, before any sequence of
+      its priority that has not run yet. Sequences to hand off are never preempted: a prefill node has promised their
+      blocks to a transfer.
+    - Beams of a group are preempted together: alone, the others would hold their blocks and wait. A group of which only
+      some have come back gives way to what is before it in the queue.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -55,7 +59,7 @@ class Scheduler:
         self._blocks = blocks
         self._running: dict[Sequence, None] = {}
         self._lanes = Lanes(blocks.num_total, config.block_size)  # the waiting sequences that have not run yet
-        self._preempted: list[Sequence] = []  # in order of arrival; admitted before those in the lanes
+        self._preempted: list[Sequence] = []  # in order of rank; admitted before those of their priority in the lanes
         # Of both: sequences that wait for a load -> the block's hash; for their matchers -> None.
         self._awaited: dict[Sequence, BlockHash | None] = {}
 
@@ -73,9 +77,13 @@ class Scheduler:
         scheduled."""
         return len(self._awaited)
 
-    @property
-    def num_preempted(self) -> int:
-        return len(self._preempted)
+    def num_preempted_up_to(self, priority: int) -> int:
+        """Preempted sequences with this priority or a lower value."""
+        return bisect.bisect(self._preempted, priority, key=_priority)
+
+    def num_waiting_up_to(self, priority: int) -> int:
+        """Waiting sequences with this priority or a lower value, preempted ones included."""
+        return self._lanes.num_up_to(priority) + self.num_preempted_up_to(priority)
 
     @property
     def num_free_seqs(self) -> int:
@@ -91,7 +99,7 @@ class Scheduler:
         self.num_reserved_seqs -= n
 
     def add(self, seq: Sequence) -> None:
-        """Queue it behind all others."""
+        """Queue it behind all others of its priority."""
         self._lanes.add(seq)
 
     def add_running(self, seq: Sequence) -> None:
@@ -100,10 +108,11 @@ class Scheduler:
         self._running[seq] = None
 
     def requeue(self, seq: Sequence) -> None:
-        """Queue it before those that have not run yet, in order of arrival; its KV, if it had any, is gone."""
+        """Queue it before those of its priority that have not run yet, in order of arrival; its KV, if it had any, is
+        gone."""
         seq.rewind(0)
         seq.num_preemptions += 1
-        bisect.insort(self._preempted, seq, key=_arrival)
+        bisect.insort(self._preempted, seq, key=_rank)
 
     def remove(self, seq: Sequence) -> None:
         """Remove it from the queue or set that it is in; the caller must release its blocks."""
@@ -142,13 +151,13 @@ class Scheduler:
         return {seq: num for seq in self._running if (num := self._num_lacking_blocks(seq)) > 0}
 
     def _extend_tables(self, plan: Plan, lacking: Iterable[Sequence]) -> None:
-        """Give each sequence the blocks that its next tokens need, the oldest first."""
-        for seq in sorted(lacking, key=_arrival):
+        """Give each sequence the blocks that its next tokens need, in order of rank."""
+        for seq in sorted(lacking, key=_rank):
             while seq.state is SequenceState.RUNNING and self._num_lacking_blocks(seq) > 0:
                 if self._blocks.can_allocate(1):
                     self._allocate(plan, seq, 1)
                 else:
-                    self._preempt_youngest(plan)
+                    self._preempt_last(plan)
 
     def _num_lacking_blocks(self, seq: Sequence) -> int:
         block_size, needed = self._config.block_size, len(seq.tokens) + seq.num_pending_tokens + len(seq.draft_tokens)
@@ -158,15 +167,32 @@ class Scheduler:
     def _to_go(self, seq: Sequence) -> int:
         return seq.num_tokens_to_go(self._config.max_model_len)
 
-    def _preempt_youngest(self, plan: Plan) -> None:
+    def _preempt_last(self, plan: Plan) -> None:
+        """Preempt the sequence of the highest rank."""
         # A sequence that lacks a block is never one to hand off, so there is always a victim: at worst itself.
-        victim = max((seq for seq in self._running if not seq.hand_off), key=_arrival)
+        victim = max((seq for seq in self._running if not seq.hand_off), key=_rank)
+        members = victim.beams.members if victim.beams is not None else (victim,)
+        for member in [seq for seq in members if seq.state is SequenceState.RUNNING]:
+            self._preempt(plan, member)
+
+    def _preempt(self, plan: Plan, victim: Sequence) -> None:
         del self._running[victim]
         victim.move_to(SequenceState.WAITING)
         self._blocks.release(victim.block_table)
         victim.block_table = []
         self.requeue(victim)
         plan.preempted.append(victim)
+
+    def _preempt_stalled(self, plan: Plan, before: Sequence) -> bool:
+        """Preempt what runs of the last group behind `before` that waits for members in the queue. No launched step
+        has any of it, once it has taken its step. False: there is none."""
+        stalled = [seq for seq in self._running if _is_stalled(seq) and seq.rank > before.rank]
+        if not stalled:
+            return False
+        last = max(stalled, key=_rank).beams
+        for seq in [seq for seq in stalled if seq.beams is last]:
+            self._preempt(plan, seq)
+        return True
 
     def _schedule_running(self, plan: Plan, budget: int) -> int:
         """Add chunks of the running sequences: first those with only their last token to go, which use no budget.
@@ -192,9 +218,13 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         if self._awaited:
             self._awaited = {seq: wanted for seq, wanted in self._awaited.items() if self._still_awaits(seq, wanted)}
-        while self._has_room(budget) and self.num_waiting and self.num_free_seqs > 0:
+        while self._has_room(budget) and self.num_waiting:
             seq = self._next_waiting()
             if seq is None:
+                return
+            if self.num_free_seqs <= 0:
+                if self._preempt_stalled(plan, seq):
+                    continue
                 return
             if seq.awaits_matcher:
                 self._awaited[seq] = None
@@ -204,6 +234,8 @@ class Scheduler:
                 self._awaited[seq] = wanted
                 continue
             if not self._allocate_all(plan, seq, hits):
+                if self._preempt_stalled(plan, seq):
+                    continue
                 return
             self.remove(seq)
             self._lanes.hold(seq)
@@ -218,8 +250,11 @@ class Scheduler:
 
     def _next_waiting(self) -> Sequence | None:
         """The next sequence to admit, among those that wait neither for a load nor for their matcher."""
-        preempted = (seq for seq in self._preempted if seq not in self._awaited)
-        return next(preempted, None) or self._lanes.first(without=self._awaited)
+        preempted = next((seq for seq in self._preempted if seq not in self._awaited), None)
+        fresh = self._lanes.first(without=self._awaited)
+        if preempted is None or fresh is None:
+            return preempted or fresh
+        return preempted if preempted.priority <= fresh.priority else fresh
 
     def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
         """Its blocks in the prefix cache, and the hash of the next block if that is being loaded."""
@@ -264,7 +299,8 @@ class Scheduler:
         for seq in self._running:
             assert seq.state is SequenceState.RUNNING
             total = seq.num_tokens + seq.num_pending_tokens + len(seq.draft_tokens)
-            assert seq.num_computed_tokens < seq.num_tokens, f"{seq.attempt_id} has nothing to compute"
+            if seq.beams is None:
+                assert seq.num_computed_tokens < seq.num_tokens, f"{seq.attempt_id} has nothing to compute"
             assert seq.num_computed_tokens <= seq.num_launched_tokens <= total, f"{seq.attempt_id} ran past its tokens"
             covered = len(seq.block_table) * block_size
             assert seq.num_launched_tokens <= covered, f"{seq.attempt_id}: KV outside its table"
@@ -278,5 +314,16 @@ class Scheduler:
         assert len({*self._running, *self._lanes, *self._preempted}) == self.num_running + self.num_waiting
 
 
-def _arrival(seq: Sequence) -> float:
-    return seq.arrived_s
+def _rank(seq: Sequence) -> tuple[int, float, int]:
+    return seq.rank
+
+
+def _is_stalled(seq: Sequence) -> bool:
+    """Whether it is a beam that has taken its step, and waits for others of which one is in the queue."""
+    if seq.beams is None or seq.num_computed_tokens < seq.num_tokens:
+        return False
+    return any(member.state is SequenceState.WAITING for member in seq.beams.members)
+
+
+def _priority(seq: Sequence) -> int:
+    return seq.priority

@@ -10,6 +10,8 @@ from typing import Any
 from baton.block_hash import BlockHash, next_hash, root_hash
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
+from engine.beams import BeamGroup
+from engine.logits_processor import LogitsProcessorChain
 from engine.token_matcher import TokenMatcher
 
 
@@ -45,14 +47,16 @@ class Sequence:
 
     `tokens` is prompt + output, or the prompt alone if not given; only the engine appends to it. `samples` are the
     indexes of the request's answers that it stands for: several share one prefill, and fork at the first token.
-    `hand_off`: park after the prompt, with its blocks held, instead of generating. `arrived_s` orders preemption: the
-    youngest goes first. `lane`: what it may have to wait for while it holds its blocks, see `engine.lanes`.
+    `hand_off`: park after the prompt, with its blocks held, instead of generating. `priority`: a lower one is admitted
+    earlier and preempted later. `arrived_s` orders preemption among equals: the youngest goes first. `lane`: what it
+    may have to wait for while it holds its blocks, see `engine.lanes`.
     `runs_ahead`: its next step may be launched before the host knows the tokens of the last one. False if the host
     takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
     carry besides tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted
-    the output so far, and the sequence then does not run ahead. `num_prompt_logprobs`: report logprobs of the prompt,
-    with so many of the most likely tokens; None: do not. Forks and adopted sequences do not. If KV depends on
-    `extensions`, `cache_salt` must differ from that of other sequences with the same tokens.
+    the output so far, and the sequence then does not run ahead. `processors`: see `engine.logits_processor`; with them
+    it does not run ahead either. `beams`: the group that it is a beam of; likewise. `num_prompt_logprobs`: report
+    logprobs of the prompt, with so many of the most likely tokens; None: do not. Forks and adopted sequences do not. If
+    KV depends on `extensions`, `cache_salt` must differ from that of other sequences with the same tokens.
     """
 
     attempt_id: AttemptId
@@ -63,11 +67,14 @@ class Sequence:
     hand_off: bool = False
     cache_salt: str = ""
     arrived_s: float = 0.0
+    priority: int = 0
     lane: Hashable = None
     runs_ahead: bool = True
     extensions: Mapping[str, Any] = field(default_factory=dict)
     matcher: TokenMatcher | None = None
     num_prompt_logprobs: int | None = None
+    processors: LogitsProcessorChain | None = None
+    beams: BeamGroup | None = None
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
     block_table: list[int] = field(default_factory=list)
@@ -85,7 +92,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.prompt_tokens)
-        if self.matcher is not None:
+        if self.matcher is not None or self.processors is not None or self.beams is not None:
             self.runs_ahead = False
 
     @property
@@ -101,9 +108,14 @@ class Sequence:
         return tuple(self.tokens[len(self.prompt_tokens) :])
 
     @property
+    def rank(self) -> tuple[int, float, int]:
+        """Orders sequences that compete for blocks: the highest gives way first. Beams of a group are neighbours."""
+        return self.priority, self.arrived_s, self.beams.serial if self.beams else 0
+
+    @property
     def generates(self) -> bool:
-        """Whether its next token is appended to it: not so for a prompt to hand off, or one about to fork."""
-        return not self.hand_off and len(self.samples) == 1
+        """Whether its next token is appended to it: not so for a prompt to hand off, one about to fork, or a beam."""
+        return not self.hand_off and len(self.samples) == 1 and self.beams is None
 
     @property
     def takes_drafts(self) -> bool:
@@ -189,9 +201,12 @@ class Sequence:
             tokens=[*self.prompt_tokens, *output_tokens],
             cache_salt=self.cache_salt,
             arrived_s=self.arrived_s,
+            priority=self.priority,
             runs_ahead=self.runs_ahead,
             extensions=self.extensions,
             matcher=self.matcher and self.matcher.fork(output_tokens[self.num_output_tokens :]),
+            processors=self.processors,
+            beams=self.beams,
             num_cached_tokens=self.num_cached_tokens,
             started_s=self.started_s,
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 from baton.messages import TokenLogprobs
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason
+from engine.beams import BeamGroup
 from engine.sequence import Sequence
 
 
@@ -61,10 +62,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A chosen token, and its logprobs if they were asked for."""
+    """A chosen token, and its logprobs if they were asked for. `failure`: why it must not count, and its request must
+    end."""
 
     token: int
     logprobs: TokenLogprobs | None = None
+    failure: str | None = None
 
 
 class LaunchedStep(Protocol):
@@ -133,8 +136,11 @@ class StepResult:
     `release`."""
 
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
+    searched: list[BeamGroup] = field(default_factory=list)  # beam searches that have ended
+    failed: list[tuple[Sequence, str]] = field(
+        default_factory=list
+    )  # no token can follow, and why: their requests must end
     sampled: list[SampledToken] = field(default_factory=list)
-    failed: list[SampledToken] = field(default_factory=list)  # those of `sampled` with an error
     prompt_logprobs: list[tuple[Sequence, PromptLogprobs]] = field(default_factory=list)  # to report before `sampled`
     num_tokens: int = 0  # computed by the retired step
     again: bool = False  # compute again at once; False: nothing to do before an event or the end of a step

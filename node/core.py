@@ -36,6 +36,7 @@ from node.events import (
 )
 from node.fences import Fences
 from node.grammars import Grammars
+from node.logits_processors import LogitsProcessors
 from node.outbox import Outbox
 
 
@@ -44,7 +45,7 @@ class RoleCore(ABC):
 
     At most `max_waiting` prompts queue; no request gets more than `max_deadline_s`. The cost of a turn depends on what
     its events and steps touched, not on the number of requests. `grammars`: compiles what answers must match; without
-    it, requests with structured outputs are refused.
+    it, requests with structured outputs are refused. `processors`: likewise, for logits processors.
     """
 
     role: ClassVar[NodeRole]
@@ -57,8 +58,10 @@ class RoleCore(ABC):
         max_waiting: int,
         max_deadline_s: float,
         grammars: Grammars | None = None,
+        processors: LogitsProcessors | None = None,
     ) -> None:
         self.engine = engine
+        self._processors = processors or LogitsProcessors({})
         self._grammars = grammars
         self._compiling: list[tuple[AttemptId, TokenMatcher]] = []
         self._incarnation = incarnation
@@ -93,9 +96,8 @@ class RoleCore(ABC):
 
     def _take(self, result: StepResult) -> None:
         self._take_results(result)
-        for token in result.failed:
-            assert token.error is not None
-            self._end_attempt(token.sequence.attempt_id, InternalError(token.error))
+        for sequence, failure in result.failed:
+            self._end_attempt(sequence.attempt_id, InternalError(failure))
 
     @property
     def device_busy_since(self) -> float | None:

@@ -19,6 +19,7 @@ from node.build import Built, build, count, describe, new_incarnation
 from node.core import RoleCore
 from node.grammars import Grammars
 from node.handoff_stream import PeerTransport
+from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
 from node.shell import NodeParts
 from node.slots import slot_sizes
@@ -52,6 +53,7 @@ class Base:
     transport: Transport
     incarnation: str
     grammars: Grammars
+    processors: LogitsProcessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class RoleParts:
 def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callable[[Base], RoleParts]) -> NodeParts:
     """Load the model and build the role on it. `wake` is called, on any thread, when the core should have a turn.
     Raises ValueError, OSError or a BatonError, each readable for users."""
-    base = _make_base(settings, wake)
+    base = _make_base(settings, wake, LogitsProcessors.installed())
     role, built = make_role(base), base.built
 
     def warm_up() -> None:
@@ -86,7 +88,7 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
     )
 
 
-def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
+def _make_base(settings: NodeSettings, wake: Callable[[], None], processors: LogitsProcessors) -> Base:
     built = build(settings, wake)
     sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
     slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
@@ -97,4 +99,4 @@ def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
     config = built.engine.config
     backend = StructuredBackend(settings.structured_outputs_backend)
     grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake, backend)
-    return Base(settings, built, staging, transport, new_incarnation(), grammars)
+    return Base(settings, built, staging, transport, new_incarnation(), grammars, processors)

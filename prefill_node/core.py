@@ -22,7 +22,8 @@ from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
 from node.core import RoleCore
 from node.events import FromPeer, PeerClosed, PeerOpened
 from node.grammars import Grammars
-from node.intake import make_sequence
+from node.intake import make_sequence, without_last_token
+from node.logits_processors import LogitsProcessors
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
 from prefill_node.parts_out import PartsOut
@@ -44,6 +45,7 @@ class PrefillCore(RoleCore):
         layer_groups: int = 1,
         whole_tokens: int = 0,
         grammars: Grammars | None = None,
+        processors: LogitsProcessors | None = None,
     ) -> None:
         super().__init__(
             engine,
@@ -51,6 +53,7 @@ class PrefillCore(RoleCore):
             max_waiting=max_waiting,
             max_deadline_s=max_deadline_s,
             grammars=grammars,
+            processors=processors,
         )
         self.sender = sender
         self._outgoing = Outgoing(engine, PartsOut(engine, sender, layer_groups, whole_tokens), self._outbox)
@@ -111,7 +114,9 @@ class PrefillCore(RoleCore):
         if prefill.decode and self._outgoing.is_lost(prefill.decode.incarnation):
             raise PeerLost(f"decode node {prefill.decode.address} is being disconnected")
         matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
-        sequence = make_sequence(prefill, hand_off=True, now=now, matcher=matcher)
+        processors = self._processors.chain(prefill.sampling.logits_processors)
+        computed = without_last_token(prefill) if prefill.sampling.beam_width else prefill
+        sequence = make_sequence(computed, hand_off=True, now=now, matcher=matcher, processors=processors)
         if prefill.decode and needs_decode_node(prefill):
             sequence.lane = prefill.decode.incarnation
         return sequence

@@ -12,7 +12,10 @@ from kv_transfer.parts import Piece
 
 
 def needs_decode_node(prefill: Prefill) -> bool:
-    """Whether its samples may have more tokens after the one that is sampled here."""
+    """Whether its samples may have more tokens after the one that is sampled here. A beam search is the decode node's
+    from its first token on."""
+    if prefill.sampling.beam_width:
+        return True
     return bool(prefill.samples) and prefill.sampling.max_tokens - len(prefill.samples[0].output_tokens) > 1
 
 
@@ -73,15 +76,19 @@ class Handoff:
         """Output tokens of each unfinished sample, the one sampled here included."""
         ended = {r.sample for r in self.results if isinstance(r, SampleEnd)}
         fresh = {r.sample: r.token_ids for r in self.results if isinstance(r, Tokens)}
+        if self.message.sampling.beam_width:
+            return {sample.index: () for sample in self.message.samples}
         return {s.index: s.output_tokens + fresh[s.index] for s in self.message.samples if s.index not in ended}
 
     def sampled(self, token: SampledToken, now: float) -> None:
-        """The prompt is computed; this is the first token of one of its samples."""
+        """The prompt is computed; this is the first token of one of its samples, which a beam search does not use."""
+        self.computed, self.prefill_s = now, now - self.started
+        if self.message.sampling.beam_width:
+            return
         logprobs = (token.logprobs,) if token.logprobs else ()
         self.results.append(Tokens(token.sample, token.index, (token.token,), logprobs))
         if token.finish:
             self.results.append(SampleEnd(token.sample, token.finish, token.stop_token_id))
-        self.computed, self.prefill_s = now, now - self.started
 
     @property
     def all_gathered(self) -> bool:

@@ -34,5 +34,6 @@ def _make_role(base: Base) -> RoleParts:
         layer_groups=min(built.layer_groups, built.layout.num_layers),
         whole_tokens=WHOLE_TOKENS if built.graph_sizes else 0,
         grammars=base.grammars,
+        processors=base.processors,
     )
     return RoleParts(core, sender)

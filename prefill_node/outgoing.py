@@ -117,11 +117,12 @@ class Outgoing:
             target_incarnation=prefill.decode.incarnation,
             num_tokens=sequence.num_tokens,
             block_hashes=tuple(sequence.block_hashes(sequence.num_tokens // block_size, block_size)),
-            num_samples=len(prefill.samples),
+            num_samples=max(len(prefill.samples), prefill.sampling.beam_width),
             deadline_s=handoff.deadline - now,
             max_total_tokens=len(prefill.prompt_tokens) + prefill.sampling.max_tokens,
             grouped_from_block=handoff.grouped_from_block,
             layer_groups=handoff.layer_groups,
+            priority=prefill.priority,
         )
         self._peers.setdefault(prefill.decode.incarnation, DecodePeer(prefill.decode))
         handoff.reserved = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidRequest
+from baton.priority import check_priority
 from baton.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_CACHE_SALT_CHARS,
@@ -56,6 +57,7 @@ class GenerationRequest:
     max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
     timeout_s: float | None = None
     cache_salt: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the parameter."""
@@ -63,6 +65,11 @@ class GenerationRequest:
             raise InvalidRequest("there is no prompt", "prompt")
         if not 1 <= self.n <= MAX_N:
             raise InvalidRequest(f"n must be in [1, {MAX_N}], not {self.n}", "n")
+        width = self.sampling.get("beam_width", 0)
+        if width and self.n > width:
+            raise InvalidRequest(f"n must be at most the width of the beam search, {width}, not {self.n}", "n")
+        if width and self.stop:
+            raise InvalidRequest("stop is not supported in a beam search", "stop")
         if "" in self.stop:
             raise InvalidRequest("stop must not contain an empty string", "stop")
         _at_most(MAX_STOP_STRINGS, len(self.stop), "stop", "strings")
@@ -73,6 +80,7 @@ class GenerationRequest:
         _at_most(MAX_ALLOWED_TOKEN_IDS, len(self.sampling.get("allowed_token_ids", ())), "allowed_token_ids", "ids")
         _at_most(MAX_CACHE_SALT_CHARS, len(self.cache_salt), "cache_salt", "characters")
         check_bad_words(self.bad_words)
+        check_priority(self.priority)
         kept = self.truncate_prompt_tokens
         if kept is not None and kept != _ALL_THAT_FIT and kept < 1:
             raise InvalidRequest(
@@ -176,11 +184,16 @@ def sampling_params(
 ) -> SamplingParams:
     """What the client says, else what the model does, else what everybody does; with seed and max_tokens resolved.
     Raises InvalidRequest, naming the parameter."""
-    stated = {name: getattr(model.defaults, name, None) for name in NAMES}
+    beam_search = bool(wanted.sampling.get("beam_width"))
+    stated = {name: None if beam_search else getattr(model.defaults, name, None) for name in NAMES}
     given = {name: value for name, value in stated.items() if value is not None} | dict(wanted.sampling)
     for name in ("logit_bias", "allowed_token_ids"):
         if any(not 0 <= token < model.vocab_size for token in given.get(name, ())):
             raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size})", name)
+    if beam_search:
+        given.setdefault("temperature", 0.0)  # the others do not matter, or change logits
+        if 2 * given["beam_width"] > model.vocab_size:
+            raise InvalidRequest(f"beam_width must be at most {model.vocab_size // 2}", "beam_width")
     given["logit_bias"] = dict(given.get("logit_bias", {}))
     given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
     given["allowed_token_ids"] = frozenset(given.get("allowed_token_ids", ()))

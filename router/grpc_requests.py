@@ -12,12 +12,13 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import InvalidRequest
+from baton.logits_processors import MAX_LOGITS_PROCESSORS
 from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from router.limits import MAX_BAD_WORDS, MAX_MESSAGES, MAX_STOP_STRINGS
 
 M = TypeVar("M", bound=Message)
 
-_MAX_FIELDS = MAX_STOP_STRINGS + MAX_BAD_WORDS + MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 64
+_MAX_FIELDS = MAX_STOP_STRINGS + MAX_BAD_WORDS + MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + MAX_LOGITS_PROCESSORS + 64
 _MAX_IDS = {"stop_token_ids": MAX_STOP_TOKEN_IDS, "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS}
 _MAX_VARINT_BYTES = 10
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

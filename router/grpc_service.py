@@ -216,13 +216,15 @@ def _generation_request(
         sampling["num_prompt_logprobs"] = check_num_prompt_logprobs(request.prompt_logprobs)
     if request.HasField("structured_outputs"):
         sampling["structured_outputs"] = wire.read_structured(request.structured_outputs)
+    if request.logits_processors:
+        sampling["logits_processors"] = wire.read_processors(request.logits_processors)
     timeouts = [left_s] if left_s is not None else []
     timeouts += [request.timeout_s] if request.HasField("timeout_s") else []
     return GenerationRequest(
         request_id=request_id,
         prompts=(prompt,),
         add_special_tokens=request.WhichOneof("input") == "prompt",
-        n=request.n or 1,
+        n=request.n or request.beam_width or 1,
         sampling=sampling,
         stop=tuple(dict.fromkeys(request.stop)),
         bad_words=tuple(dict.fromkeys(request.bad_words)),
@@ -234,6 +236,7 @@ def _generation_request(
         truncate_prompt_tokens=request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None,
         timeout_s=min(timeouts, default=None),
         cache_salt=request.cache_salt,
+        priority=request.priority,
     )
 
 

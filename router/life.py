@@ -59,6 +59,13 @@ class RoutedRequest:
     sampling: SamplingParams
     deadline_s: float
     cache_salt: str = ""
+    priority: int = 0
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether there is anything for a prefill node: the last token of a beam search's prompt is the decode
+        node's."""
+        return not self.sampling.beam_width or len(self.prompt_tokens) > 1
 
 
 @dataclass(slots=True)
@@ -261,6 +268,7 @@ class RequestLife:
             deadline_s=self.deadline - now,
             decode=decode,
             cache_salt=self.request.cache_salt,
+            priority=self.request.priority,
         )
 
     @property

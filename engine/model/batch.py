@@ -14,6 +14,7 @@ from baton_kernels.paged_attention import PagedBatch
 from baton_kernels.step_inputs import step_inputs
 from engine.model.choices import SampleBatch
 from engine.model.extensions import BatchExtension, torch_dtype
+from engine.model.processed_logits import ToProcess
 from engine.model.upload import upload
 from engine.step import Chunk
 from engine.token_matcher import TokenMatcher
@@ -174,6 +175,7 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
     logits_rows, own, samples, positions = list[int](), list[int](), list[int](), list[int]()
     tokens: list[list[int]] = []
     matchers = list[tuple[int, TokenMatcher]]()
+    to_process = list[ToProcess]()
     num_logits = 0
     for chunk, row in zip(chunks, rows, strict=True):
         position, of_sequence = chunk.start + chunk.length - chunk.num_logits, chunk.sequence.samples
@@ -181,6 +183,9 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
             position += 1
             if (matcher := chunk.sequence.matcher) is not None:
                 matchers += [(len(own) + index, matcher) for index in range(len(of_sequence))]
+            if (chain := chunk.sequence.processors) is not None:
+                known = chain, chunk.sequence.prompt_tokens, chunk.sequence.output_tokens
+                to_process += [ToProcess(len(own) + index, *known) for index in range(len(of_sequence))]
             for sample in of_sequence:
                 logits_rows.append(logits_row)
                 own.append(row)
@@ -188,7 +193,7 @@ def sample_batch(chunks: Seq[Chunk], rows: list[int]) -> SampleBatch:
                 positions.append(position)
                 tokens.append(chunk.sequence.tokens)
         num_logits += chunk.num_logits
-    return SampleBatch(logits_rows, own, samples, positions, tokens, matchers)
+    return SampleBatch(logits_rows, own, samples, positions, tokens, matchers, to_process)
 
 
 def _starts(size: BatchSize) -> list[int]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.messages import TokenLogprobs
+from engine.model.processed_logits import ProcessedLogits, ToProcess
 from engine.model.upload import download
 from engine.step import Choice
 from engine.token_matcher import TokenMatcher
@@ -25,7 +26,7 @@ class SampleBatch:
     positions; `last_tokens` may then have any of them, since the host supplies the sequence's next token.
     tokens: prompt and output of its sequence, as far as the host knows them: all tokens before `positions`, or all but
     the last one. Read during `prepare`, for sequences with bad words.
-    matchers: (choice, matcher) for the choices that have one.
+    matchers: (choice, matcher) for the choices that have one. to_process: those with logits processors.
     """
 
     logits_rows: Seq[int] | NDArray[np.integer]
@@ -34,10 +35,13 @@ class SampleBatch:
     positions: Seq[int] | NDArray[np.integer]
     tokens: Seq[Seq[int]] = ()
     matchers: Seq[tuple[int, TokenMatcher]] = ()
+    to_process: Seq[ToProcess] = ()
 
 
 class Sampled:
     """The choices of a launch. tokens: [num_choices], int32, on the device."""
+
+    processed: ProcessedLogits | None = None
 
     def __init__(self, tokens: Tensor, logprobs: tuple[Tensor, ...] = (), asked: Seq[tuple[int, int]] = ()) -> None:
         """asked: (choice, number of logprobs) pairs. logprobs, for these: of the chosen token [num_asked], and of the
@@ -49,6 +53,8 @@ class Sampled:
     def to_host(self) -> None:
         """Start the copies to the host, on the current stream."""
         self._told = tuple(download(tensor) for tensor in self._told)
+        if self.processed is not None:
+            self.processed.to_host()
 
     def choices(self) -> list[Choice]:
         """One per choice of the batch. The caller must make sure that the copies of `to_host` are done."""
@@ -57,4 +63,6 @@ class Sampled:
         for (i, num), chosen, values, ids in zip(self._asked, *logprobs or ([], [], []), strict=True):
             top = tuple(zip(ids, values, strict=True))[:num]
             choices[i] = Choice(tokens[i], TokenLogprobs(chosen, top))
+        for i, failure in (self.processed.failed() if self.processed is not None else {}).items():
+            choices[i] = Choice(tokens[i], failure=failure)
         return choices

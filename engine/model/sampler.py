@@ -1,9 +1,9 @@
 """From logits to tokens: applies the sampling parameters on the device, then makes each choice; the host never waits.
 
-Per choice, in vLLM's order: logprobs of the raw logits; tokens forbidden that are not allowed or complete a bad word;
-logit_bias; EOS and stop ids forbidden while there are fewer than min_tokens outputs; repetition, frequency and presence
-penalties; tokens forbidden that the sequence's matcher does not accept; then the most likely token when greedy, else a
-draw (see `baton_kernels.sampling`).
+Per choice, in vLLM's order: logprobs of the raw logits; the sequence's logits processors; tokens forbidden that are not
+allowed or complete a bad word; logit_bias; EOS and stop ids forbidden while there are fewer than min_tokens outputs;
+repetition, frequency and presence penalties; tokens forbidden that the sequence's matcher does not accept; then the
+most likely token when greedy, else a draw (see `baton_kernels.sampling`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from baton_kernels.sampling import IN_PROMPT, DrawParams, penalize, sample
 from baton_kernels.token_mask import apply_token_masks
 from engine.model.bad_words import ANY_TOKEN, BadWords
 from engine.model.choices import SampleBatch, Sampled
+from engine.model.processed_logits import ProcessedLogits
 from engine.model.token_bitmask import num_words, pack_bitmask
 from engine.model.upload import upload
 from engine.token_matcher import TokenMatcher
@@ -121,6 +122,7 @@ class Sampler:
             too_short=positions < self._may_end_from[rows],
             bad_words=self._bad_words_of(batch, rows, positions) if feature_flags & _BAD_WORDS else None,
             matchers=batch.matchers,
+            processed=ProcessedLogits(batch.to_process) if batch.to_process else None,
         )
 
     def _bad_words_of(
@@ -149,7 +151,9 @@ class Sampler:
         if tensors.feature_flags & _PENALIZED:  # harmless for other rows: `begin` clears a row that gets penalties
             places = tensors.rows * self._counts.shape[1] + tokens
             self._counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens))
-        return self._told(logits, tensors, tokens)
+        told = self._told(logits, tensors, tokens)
+        told.processed = tensors.processed
+        return told
 
     def _count_known(self, row: int, prompt_tokens: Seq[int], output_tokens: Seq[int]) -> None:
         counts = self._counts[row].zero_()
@@ -159,11 +163,14 @@ class Sampler:
         counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def _adjusted(self, logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor]:
-        """Logits after bias, masks and penalties, and the row of each choice in them; the same tensor if no choice has
-        any."""
-        if not (tensors.feature_flags & _ADJUSTED or tensors.too_short.any() or tensors.matchers):
+        """Logits after processors, bias, masks and penalties, and the row of each choice in them; the same tensor if no
+        choice has any."""
+        others = tensors.matchers or tensors.processed is not None
+        if not (tensors.feature_flags & _ADJUSTED or tensors.too_short.any() or others):
             return logits, tensors.logits_rows
         own = logits.index_select(0, tensors.logits_rows).float()
+        if tensors.processed is not None:
+            tensors.processed.run(own)
         self._forbid(own, tensors)
         rows = tensors.host_rows.tolist()
         added = [(i, self._bias[row]) for i, row in enumerate(rows)] if tensors.feature_flags & _BIASED else []
@@ -226,6 +233,7 @@ class SamplingTensors:
     too_short: NDArray[np.bool_]  # has fewer than min_tokens outputs
     bad_words: NDArray[np.int64] | None
     matchers: Seq[tuple[int, TokenMatcher]]
+    processed: ProcessedLogits | None
 
 
 _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, and what to add to their logits

@@ -93,7 +93,7 @@ class Prefill:
     """Compute the KV of the prompt and the output so far, sample each sample's next token, and hand off to `decode`.
 
     Without `decode` the receiver generates all tokens itself. There is more than one sample only while none has output.
-    `deadline_s` counts from receipt.
+    `deadline_s` counts from receipt. `priority`: requests with a lower one are served earlier, see `baton.priority`.
     """
 
     attempt_id: AttemptId
@@ -104,6 +104,7 @@ class Prefill:
     deadline_s: float
     decode: DecodeTarget | None = None
     cache_salt: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,7 @@ class Reserve:
     max_total_tokens: int
     grouped_from_block: int = 0
     layer_groups: int = 1
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

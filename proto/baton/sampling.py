@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest
+from baton.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessor
 from baton.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 """As in OpenAI's API."""
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+"""Each beam's step reports the logprobs of twice as many tokens."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 """Number of entries; OpenAI's API allows 300."""
@@ -65,7 +68,9 @@ class SamplingParams:
     any position and draw the same token. `num_logprobs`: -1: none; 0: the chosen token's; k: also the k most likely;
     logprobs are of the raw logits, before penalties and temperature. `allowed_token_ids`: no other token is chosen;
     empty: all are allowed. `bad_words_token_ids`: no token completes one of these in the output, unless the allowed
-    tokens leave no other. Raises InvalidRequest that names the parameter.
+    tokens leave no other. `logits_processors`: those of installed packages that change the raw
+    logits. `beam_width`: beam search with so many beams, of which the best become the answers. Raises InvalidRequest
+    that names the parameter.
     """
 
     temperature: float = _within(1.0, 0.0, 1e6, "must be in [0, 1e6], 0 being greedy")
@@ -86,6 +91,9 @@ class SamplingParams:
     structured_outputs: StructuredOutput | None = None
     allowed_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    beam_width: int = _within(0, 0, MAX_BEAM_WIDTH, f"must be 0 (no beam search) or at most {MAX_BEAM_WIDTH}")
+    length_penalty: float = _within(1.0, -10.0, 10.0, "must be in [-10, 10]")
 
     def __post_init__(self) -> None:
         for name, valid in RANGES.items():
@@ -101,6 +109,9 @@ class SamplingParams:
         _check_tokens("stop_token_ids", self.stop_token_ids)
         _check_tokens("allowed_token_ids", self.allowed_token_ids)
         self._check_bad_words()
+        self._check_beam_search()
+        count, most = len(self.logits_processors), MAX_LOGITS_PROCESSORS
+        _check(count <= most, "logits_processors", count, f"must be at most {most}")
         for token, bias in self.logit_bias.items():
             _check(0 <= token < 2**31, "logit_bias", token, "must have token ids, 0 or more and below 2**31")
             _check(-MAX_BIAS <= bias <= MAX_BIAS, "logit_bias", bias, f"must be in [-{MAX_BIAS}, {MAX_BIAS}]")
@@ -112,6 +123,27 @@ class SamplingParams:
         for word in words:
             _check(bool(word), "bad_words", word, "must have tokens")
             _check_tokens("bad_words", word)
+
+    def _check_beam_search(self) -> None:
+        """Beams are compared by the raw logits, so what changes these is refused."""
+        if not self.beam_width:
+            _check(self.length_penalty == 1.0, "length_penalty", self.length_penalty, "needs use_beam_search")
+            return
+        _check(self.greedy, "temperature", self.temperature, "must be 0 in a beam search")
+        _check(not self.min_tokens, "min_tokens", self.min_tokens, "must be 0 in a beam search")
+        changes = {
+            "repetition_penalty": self.has_penalties,  # any of the three
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words_token_ids,
+            "structured_outputs": self.structured_outputs,
+            "logits_processors": self.logits_processors,
+        }
+        for name, value in changes.items():
+            if value:
+                raise InvalidRequest(f"{name} changes logits, which a beam search does not support", name)
+        if self.num_prompt_logprobs is not None:  # no one node computes the logits of all of the prompt
+            raise InvalidRequest("prompt_logprobs and a beam search exclude each other", "prompt_logprobs")
 
     @property
     def greedy(self) -> bool:
@@ -125,7 +157,8 @@ class SamplingParams:
     @property
     def depends_on_output(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
-        return self.has_penalties or any(len(word) > 1 for word in self.bad_words_token_ids)
+        several = any(len(word) > 1 for word in self.bad_words_token_ids)
+        return self.has_penalties or several or bool(self.logits_processors)
 
 
 NAMES = tuple(parameter.name for parameter in fields(SamplingParams))

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from baton.errors import InvalidRequest
+from baton.priority import MAX_PRIORITY, MIN_PRIORITY
 from baton.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_CACHE_SALT_CHARS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, NAMES, RANGES
 from router.generation_request import GenerationRequest
 from router.http.fields import (
@@ -24,6 +25,7 @@ from router.http.fields import (
     between,
     sampling,
 )
+from router.http.logits_processors import ProcessorList, plain_processors
 from router.http.template_fields import TemplateFields
 from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, callable_tools, check_tools
 from router.http.unsupported import refuse_unsupported
@@ -101,6 +103,7 @@ class GenerationFields(BaseModel):
     stop_token_ids: list[Whole] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     allowed_token_ids: list[Whole] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
     bad_words: Words = ()
+    logits_processors: ProcessorList | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -109,8 +112,11 @@ class GenerationFields(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     best_of: Whole | None = between(1, MAX_N)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = sampling("length_penalty")
     request_id: str | None = Field(None, pattern=f"^{REQUEST_ID}$")
     cache_salt: str | None = Field(None, max_length=MAX_CACHE_SALT_CHARS)
+    priority: Whole | None = between(MIN_PRIORITY, MAX_PRIORITY)  # lower: served earlier
     timeout: float | None = Field(None, description="seconds until the request is given up")
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -124,8 +130,8 @@ class GenerationFields(BaseModel):
         refuse_unsupported(self.model_extra or {})
         _check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
         n = 1 if self.n is None else self.n
-        if self.best_of is not None and self.best_of != n:
-            text = f"`best_of` must be `n`, {n}, not {self.best_of}: anything else is not supported here."
+        if self.best_of is not None and not self.use_beam_search and self.best_of != n:
+            text = f"`best_of` must be `n`, {n}, not {self.best_of}: anything else needs `use_beam_search`."
             raise InvalidRequest(text, "best_of")
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
@@ -136,6 +142,9 @@ class GenerationFields(BaseModel):
         said = {name: getattr(self, name) for name in NAMES if name in GenerationFields.model_fields} | translated
         guided = {name: getattr(self, name) for name in GUIDED}
         said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
+        if self.use_beam_search:
+            said["beam_width"] = (self.n or 1) if self.best_of is None else self.best_of
+        said["logits_processors"] = plain_processors(self.logits_processors) or None
         return {name: value for name, value in said.items() if value is not None}
 
     def shared(self) -> dict[str, Any]:
@@ -151,6 +160,7 @@ class GenerationFields(BaseModel):
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
             "timeout_s": self.timeout,
             "cache_salt": self.cache_salt or "",
+            "priority": self.priority or 0,
         }
 
 

@@ -59,12 +59,10 @@ HARMLESS: dict[str, Harmless] = {
     "documents": _is_empty,
     "guided_whitespace_pattern": _is_empty,
     "kv_transfer_params": _is_empty,
-    "length_penalty": _is_one_of(1, 1.0),
-    "logits_processors": _is_empty,
+    "early_stopping": _is_empty,
     "mm_processor_kwargs": _is_empty,
     "prompt_embeds": _is_empty,
     "thinking_token_budget": _never,
-    "use_beam_search": _is_empty,
     # SGLang's
     "custom_logit_processor": _is_empty,
     "ebnf": _is_empty,
@@ -104,7 +102,7 @@ HARMLESS: dict[str, Harmless] = {
 
 MEANINGLESS = frozenset(
     {
-        *("metadata", "parallel_tool_calls", "priority", "prompt_cache_key"),
+        *("metadata", "parallel_tool_calls", "prompt_cache_key"),
         *("safety_identifier", "service_tier", "store", "user"),
         "cache_control",  # Anthropic's: prefixes are cached anyway
     }

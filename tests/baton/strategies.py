@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from baton import errors, messages
 from baton.layout import KvLayout, LayerKv
+from baton.logits_processors import LogitsProcessor
+from baton.priority import MAX_PRIORITY, MIN_PRIORITY
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from baton.structured_output import StructuredBackend, StructuredKind, StructuredOutput
@@ -55,7 +57,18 @@ def sampling(draw: st.DrawFn, least: int = 1) -> SamplingParams:
         structured_outputs=draw(st.none() | st.builds(StructuredOutput, st.sampled_from(StructuredKind), name)),
         allowed_token_ids=draw(st.frozensets(int31, max_size=4)),
         bad_words_token_ids=draw(st.lists(st.lists(int31, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)),
+        logits_processors=draw(st.lists(st.builds(LogitsProcessor, name, text), max_size=3).map(tuple)),
     )
+
+
+beam_search = st.builds(
+    SamplingParams,
+    temperature=st.just(0.0),
+    max_tokens=st.integers(2, 2**31 - 1),
+    ignore_eos=st.booleans(),
+    beam_width=st.integers(1, 10),
+    length_penalty=st.floats(-10, 10),
+)
 
 
 @st.composite
@@ -73,10 +86,11 @@ prefill = st.builds(
     text,
     some_tokens,
     samples(0) | one_sample,
-    sampling(),
+    sampling() | beam_search,
     seconds,
     st.none() | target,
     text,
+    st.integers(MIN_PRIORITY, MAX_PRIORITY),
 )
 abort = st.builds(messages.Abort, attempt_id, st.lists(sample, max_size=4).map(tuple), seconds)
 subscribe = st.builds(messages.Subscribe, uint64, text, uint32)
@@ -152,8 +166,10 @@ prefill_message = st.one_of(
         st.integers(1, 1024),
         seconds,
         st.integers(2**24, 2**32 - 1),
+        priority=st.integers(MIN_PRIORITY, MAX_PRIORITY),
     ),
     st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
+    st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(0), beam_search, seconds, text, seconds),
     st.builds(messages.Release, st.just(0) | lease, attempt_id),
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
+from baton.logits_processors import LogitsProcessor
 from baton.sampling import NAMES, RANGES, SamplingParams
 from baton.v1 import common_pb2, generation_pb2
 
@@ -29,6 +30,8 @@ INSIDE: list[dict[str, Any]] = [
     {"repetition_penalty": 1e6},
     {"logit_bias": {0: -100.0, 5: 100.0}},
     {"allowed_token_ids": frozenset({0, 2**31 - 1})},
+    {"logits_processors": (LogitsProcessor("x"),) * 16},
+    {"beam_width": 10, "temperature": 0.0, "length_penalty": -10.0},
     {"bad_words_token_ids": ((0,),) * 512},
     {"bad_words_token_ids": ((2**31 - 1,) * 4096,)},
 ]
@@ -56,6 +59,13 @@ OUTSIDE: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": frozenset({-1, 5})}, "allowed_token_ids"),
     ({"allowed_token_ids": frozenset({5, 2**31})}, "allowed_token_ids"),
     ({"allowed_token_ids": frozenset(range(16_385))}, "allowed_token_ids"),
+    ({"logits_processors": (LogitsProcessor("x"),) * 17}, "logits_processors"),
+    ({"beam_width": 11, "temperature": 0.0}, "beam_width"),
+    ({"beam_width": 2}, "temperature"),
+    ({"length_penalty": 2.0}, "length_penalty"),
+    ({"beam_width": 2, "temperature": 0.0, "length_penalty": float("nan")}, "length_penalty"),
+    ({"beam_width": 2, "temperature": 0.0, "frequency_penalty": 0.5}, "repetition_penalty"),
+    ({"beam_width": 2, "temperature": 0.0, "bad_words_token_ids": ((5,),)}, "bad_words"),
     ({"bad_words_token_ids": ((),)}, "bad_words"),
     ({"bad_words_token_ids": ((0, 2**31),)}, "bad_words"),
     ({"bad_words_token_ids": ((0,),) * 513}, "bad_words"),
@@ -102,3 +112,10 @@ def test_each_has_a_field_of_its_name_between_nodes_and_from_clients() -> None:
 )
 def test_which_parameters_depend_on_earlier_tokens(params: dict[str, Any], depends: bool) -> None:
     assert SamplingParams(**params).depends_on_output is depends
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("", ""), ("x" * 257, ""), ("a\n", ""), ("x", "x" * 65_537)])
+def test_a_logits_processor_has_a_name_and_bounded_arguments(name: str, arguments: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        LogitsProcessor(name, arguments)
+    assert refused.value.param == "logits_processors"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +19,18 @@ FLAGS: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "max_num_seqs": 16, 
 PATIENCE_S = 60.0
 
 
+PLUGIN = Path(__file__).parents[1] / "logits_processors_plugin"
+
+
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
-    with LLM(**FLAGS) as llm:
-        yield llm
+    """With a package that offers logits processors."""
+    sys.path.append(str(PLUGIN))
+    try:
+        with LLM(**FLAGS) as llm:
+            yield llm
+    finally:
+        sys.path.remove(str(PLUGIN))
 
 
 def backend_of(llm) -> LocalBackend:

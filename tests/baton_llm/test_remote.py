@@ -32,8 +32,10 @@ async def test_answers_come_from_the_router():
     before = set(threading.enumerate())
     try:
         await asyncio.to_thread(_ask, router.grpc)
+        assert sorted(prefill.priority for prefill in nodes.prefills) == [-4, *[0] * 4, 3]
         async with await asyncio.to_thread(AsyncLLM, router=router.grpc) as llm:
-            outputs = [output async for output in llm.generate("hi there")]
+            outputs = [output async for output in llm.generate("hi there", priority=7)]
+            assert nodes.prefills[-1].priority == 7
             assert outputs[-1].outputs[0].text == "hello world"
     finally:
         await router.stop()
@@ -51,6 +53,7 @@ def _ask(address: str) -> None:
         assert second.prompt_token_ids == [5, 6]
         assert [answer.text for answer in second.outputs] == ["hello wo"] * 2
         assert [answer.stop_reason for answer in second.outputs] == ["rld"] * 2
+        assert len(llm.generate(BOTH, use_tqdm=False, priority=[3, -4])) == 2
         [chat] = llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)
         assert chat.prompt
         assert "hi" in chat.prompt

@@ -130,7 +130,7 @@ def test_an_error_of_a_matcher_comes_with_the_token() -> None:
     while not failed:
         result = engine.compute(engine.schedule(0.0))
         failed, num_sampled = result.failed, num_sampled + len(result.sampled)
-    assert [(token.sequence, token.token, token.error) for token in failed] == [(seq, 11, "broken")]
+    assert failed == [(seq, "broken")]
     assert num_sampled == 4
     engine.release(seq)
 

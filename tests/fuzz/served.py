@@ -57,6 +57,8 @@ COMPLETION_BODY = {
     "stream": True,
     "stream_options": {"include_usage": True},
     "cache_salt": "a",
+    "priority": -1,
+    "logits_processors": ["forced", {"qualname": "forced", "args": [[5, 7]], "kwargs": {"logit": 1.0}}],
 }
 MESSAGE_BODY = {
     "model": "tiny",

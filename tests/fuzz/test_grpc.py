@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.message import Message
 
 from baton.channels import CHANNEL_OPTIONS
+from baton.v1 import common_pb2
 from baton.v1 import generation_pb2 as pb
 from tests.fuzz.mutations import wrong_wire
 from tests.fuzz.served import CASE_S, answers_as_ever, no_mistakes, serving, some_at_once
@@ -36,7 +37,15 @@ METHODS: dict[str, tuple[Message, ...]] = {
             allowed_token_ids=[7],
         ),
         pb.GenerateRequest(
-            chat=CHAT, timeout_s=5.0, min_tokens=1, max_tokens=3, cache_salt="a", seed=1, bad_words=["x"]
+            chat=CHAT,
+            timeout_s=5.0,
+            min_tokens=1,
+            max_tokens=3,
+            cache_salt="a",
+            seed=1,
+            bad_words=["x"],
+            priority=-1,
+            logits_processors=[common_pb2.LogitsProcessor(name="x", arguments="{}")],
         ),
     ),
     "Tokenize": (pb.TokenizeRequest(prompt="hi there"), pb.TokenizeRequest(chat=CHAT, add_special_tokens=True)),

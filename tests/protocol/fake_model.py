@@ -11,10 +11,12 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from random import Random
 
 import torch
 
 from baton.layout import KvLayout, KvSlice, LayerKv, num_blocks_for
+from baton.messages import TokenLogprobs
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from engine.block_manager import BlockManager
@@ -50,10 +52,21 @@ def expected_output(
             return output, FinishReason.LENGTH
 
 
+def most_likely(tokens: Sequence[int], num: int) -> tuple[tuple[int, float], ...]:
+    """The next tokens with their logprobs, best first; EOS is often among them."""
+    random = Random(repr(list(tokens)))
+    chosen = random.sample(range(2, VOCAB_SIZE), num)
+    if random.random() < 0.3:
+        chosen[random.randrange(num)] = EOS
+    return tuple(zip(chosen, sorted((-3 * random.random() for _ in chosen), reverse=True), strict=True))
+
+
 def choose(tokens: Sequence[int], chunk: Chunk) -> list[Choice]:
     """What follows the sequence's tokens: `tokens` are those, and the chunk's draft tokens, of which the ones that are
     right make one more choice each."""
     seed, samples = chunk.sequence.sampling.seed, chunk.sequence.samples
+    if chunk.sequence.beams is not None:
+        return [Choice(0, TokenLogprobs(0.0, most_likely(tokens, chunk.sequence.sampling.num_logprobs)))]
     if chunk.num_logits == 1:
         return [Choice(next_token(tokens, seed + sample)) for sample in samples]
     choices = list[Choice]()

@@ -103,6 +103,11 @@ def test_a_higher_attempt_ends_those_below(prefilling: Prefilling) -> None:
     assert [reserve.attempt_id.attempt for reserve in of(Reserve, prefilling)] == [1, 2]  # type: ignore[attr-defined]
 
 
+def test_a_reserve_has_the_priority_of_its_prompt(prefilling: Prefilling) -> None:
+    send(prefilling, priority=-5)
+    assert [reserve.priority for reserve in of(Reserve, prefilling)] == [-5]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("aborted", "is_taken"), [(0, True), (1, False), (2, False)])
 def test_an_abort_leaves_a_tombstone(prefilling: Prefilling, aborted: int, is_taken: bool) -> None:
     prefilling.node.core.handle(FromRouter(EPOCH, Abort(dataclasses.replace(WORK, attempt=aborted))), 0.5)

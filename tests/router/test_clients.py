@@ -13,8 +13,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from baton import wire
 from baton.errors import Overloaded
+from baton.logits_processors import LogitsProcessor
+from baton.v1 import common_pb2, generation_pb2_grpc, node_pb2
 from baton.v1 import generation_pb2 as pb
-from baton.v1 import generation_pb2_grpc, node_pb2
 from tests.router.conftest import says
 from tests.router.fake_node import Answer
 from tests.router.tiny_tokenizer import IM_END, tiny_tokenizer
@@ -158,12 +159,24 @@ async def test_grpc_allowed_tokens_bad_words_and_truncation(stub, nodes):
         truncate_prompt_tokens=9,
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
+        priority=-3,
+        logits_processors=[common_pb2.LogitsProcessor(name="forced", arguments='{"args":[1]}')],
     )
     await collect(stub.Generate(request))
     (prefill,) = nodes.prefills
+    assert prefill.priority == -3
+    assert prefill.sampling.logits_processors == (LogitsProcessor("forced", '{"args":[1]}'),)
     assert prefill.prompt_tokens == tiny_tokenizer().encode("abc " * 100, True, 9)
     assert (len(prefill.prompt_tokens), prefill.sampling.allowed_token_ids) == (9, {5, 7})
     assert tiny_tokenizer().encode("x", False) in prefill.sampling.bad_words_token_ids
+
+
+async def test_grpc_beam_search(stub, nodes):
+    request = pb.GenerateRequest(prompt="abc", beam_width=3, length_penalty=0.0, temperature=0.0, max_tokens=4)
+    _, deltas, _ = await collect(stub.Generate(request))
+    assert {delta.index for delta in deltas} == {0, 1, 2}
+    sampling = nodes.prefills[0].sampling
+    assert (sampling.beam_width, sampling.length_penalty) == (3, 0.0)
 
 
 async def test_grpc_stops_and_samples(stub, nodes):

@@ -133,6 +133,42 @@ async def test_long_prompts_are_truncated_from_the_left(client, nodes, kept, max
     assert nodes.prefills[2].prompt_tokens == tiny_tokenizer().encode("hi", True)
 
 
+async def test_logits_processors_go_to_the_nodes_by_name(client, nodes):
+    wanted = ["plain", {"qualname": "vllm", "args": [1]}, {"name": "both", "args": [], "kwargs": {"a": {"b": 2}}}]
+    for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
+        assert (await client.post(f"/v1/{path}", json={**body, "logits_processors": wanted})).is_success
+    expected = [("plain", ""), ("vllm", '{"args":[1]}'), ("both", '{"kwargs":{"a":{"b":2}}}')]
+    for prefill in nodes.prefills:
+        assert [(one.name, one.arguments) for one in prefill.sampling.logits_processors] == expected
+
+
+async def test_beam_search_takes_its_width_from_n_or_best_of(client, nodes):
+    asked = {"use_beam_search": True, "length_penalty": 0.5, "max_tokens": 4}
+    for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
+        for given in ({"n": 2}, {"n": 2, "best_of": 3}, {}):
+            response = await client.post(f"/v1/{path}", json={**body, "temperature": 0, **asked, **given})
+            assert len(response.json()["choices"]) == given.get("n", 1)
+    sampling = [prefill.sampling for prefill in nodes.prefills]
+    assert [one.beam_width for one in sampling] == [2, 3, 1] * 2
+    assert {(one.length_penalty, one.temperature) for one in sampling} == {(0.5, 0.0)}
+
+
+async def test_beam_search_leaves_out_the_models_defaults_and_sends_single_tokens_to_the_decode_node(client, nodes):
+    asked = {"use_beam_search": True, "max_tokens": 4}
+    for prompt in ([5], [5, 6]):
+        assert (await client.post("/v1/completions", json={"prompt": prompt, **asked})).is_success
+    alone, handed = nodes.prefills
+    assert (alone.decode is None, handed.decode is None) == (True, False)
+    assert alone.sampling.temperature == 0.0
+
+
+async def test_a_priority_goes_to_the_nodes(client, nodes):
+    for path, body in (("chat/completions", CHAT), ("completions", {"prompt": "x"})):
+        for priority in ({"priority": -(2**31)}, {"priority": 5}, {"priority": None}, {}):
+            assert (await client.post(f"/v1/{path}", json={**body, **priority})).is_success
+    assert [prefill.priority for prefill in nodes.prefills] == [-(2**31), 5, 0, 0] * 2
+
+
 async def test_tokens_may_be_named_by_their_ids(client):
     named = {"return_tokens_as_token_ids": True, "return_token_ids": True}
     body = {**CHAT, "logprobs": True, "top_logprobs": 1, **named}

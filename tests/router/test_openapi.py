@@ -48,7 +48,7 @@ def test_the_messages_api_is_described():
 
 def test_the_responses_api_is_described():
     described = describe()["components"]["schemas"]["ResponsesRequest"]
-    chats = {"n", "best_of", "max_tokens", "prompt_logprobs", "response_format", "return_token_ids"}
+    chats = {"n", "best_of", "use_beam_search", "max_tokens", "prompt_logprobs", "response_format", "return_token_ids"}
     assert set(described["properties"]) == set(ResponsesRequest.model_fields) - chats
     assert described["required"] == ["input"]
     assert described["properties"]["input"]["anyOf"][0] == {"type": "string"}
@@ -58,8 +58,8 @@ def test_sampling_parameters_are_described_by_their_declaration():
     schemas = describe()["components"]["schemas"]
     assert schemas["CompletionRequest"]["properties"]["max_tokens"]["minimum"] == 0  # with `echo`
     described = schemas["ChatRequest"]["properties"]
-    assert set(NAMES) - set(described) == {"num_logprobs", "num_prompt_logprobs", "bad_words_token_ids"}
-    limits = {name: described[name] for name in RANGES.keys() - {"num_logprobs", "top_k", "seed"}}
+    assert set(NAMES) - set(described) == {"num_logprobs", "num_prompt_logprobs", "bad_words_token_ids", "beam_width"}
+    limits = {name: described[name] for name in RANGES.keys() - {"num_logprobs", "top_k", "seed", "beam_width"}}
     for name, limit in limits.items():
         least = "exclusiveMinimum" if RANGES[name].excludes_least else "minimum"
         assert (limit[least], limit["maximum"]) == (RANGES[name].least, RANGES[name].most), name

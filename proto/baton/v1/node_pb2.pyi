@@ -194,7 +194,7 @@ class DecodeTarget(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("attempt_id", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "decode", "cache_salt")
+    __slots__ = ("attempt_id", "target_incarnation", "prompt_tokens", "samples", "sampling", "deadline_s", "decode", "cache_salt", "priority")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,7 @@ class Prefill(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _common_pb2.AttemptId
     target_incarnation: str
     prompt_tokens: bytes
@@ -211,7 +212,8 @@ class Prefill(_message.Message):
     deadline_s: float
     decode: DecodeTarget
     cache_salt: str
-    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., decode: _Optional[_Union[DecodeTarget, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[_common_pb2.Sample, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_s: _Optional[float] = ..., decode: _Optional[_Union[DecodeTarget, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("attempt_id", "samples", "deadline_s")
@@ -410,7 +412,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., node_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.TransportEndpoint, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., part_blocks: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("attempt_id", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups")
+    __slots__ = ("attempt_id", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups", "priority")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +422,7 @@ class Reserve(_message.Message):
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUPED_FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _common_pb2.AttemptId
     target_incarnation: str
     num_tokens: int
@@ -429,7 +432,8 @@ class Reserve(_message.Message):
     max_total_tokens: int
     grouped_from_block: int
     layer_groups: int
-    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ...) -> None: ...
+    priority: int
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("attempt_id", "lease", "num_held_blocks", "num_parts", "credits", "checksums")

@@ -35,12 +35,14 @@ from baton.wire.values import (
     read_error,
     read_finish_reason,
     read_logprobs,
+    read_processors,
     read_structured,
     unpack_tokens,
     write_attempt_id,
     write_error,
     write_finish_reason,
     write_logprobs,
+    write_processors,
     write_structured,
 )
 
@@ -76,4 +78,6 @@ __all__ = [
     "read_finish_reason",
     "write_structured",
     "read_structured",
+    "write_processors",
+    "read_processors",
 ]

@@ -149,6 +149,7 @@ def _write_reserve(message: Reserve) -> node_pb2.Reserve:
         max_total_tokens=message.max_total_tokens,
         grouped_from_block=message.grouped_from_block,
         layer_groups=message.layer_groups,
+        priority=message.priority,
     )
 
 
@@ -171,6 +172,7 @@ def _read_reserve(wire: node_pb2.Reserve, limits: Limits) -> Reserve:
         max_total_tokens=wire.max_total_tokens,
         grouped_from_block=wire.grouped_from_block,
         layer_groups=groups,
+        priority=wire.priority,
     )
 
 
@@ -203,7 +205,8 @@ def _read_commit(wire: node_pb2.Commit, limits: Limits) -> Commit:
         raise InvalidRequest("prompt: no tokens", "prompt")
     samples = values.read_samples(wire.samples, limits, most_shared=1)
     sampling = values.read_sampling(wire.sampling, limits)
-    if not 0 < len(samples[0].output_tokens) < sampling.max_tokens:
+    least = 0 if sampling.beam_width else 1  # a beam search starts with no token chosen
+    if not least <= len(samples[0].output_tokens) < (1 if sampling.beam_width else sampling.max_tokens):
         text = f"samples: outputs of {len(samples[0].output_tokens)} tokens, of {sampling.max_tokens} at most"
         raise InvalidRequest(text, "samples")
     return Commit(

@@ -84,6 +84,7 @@ def write_prefill(message: Prefill) -> node_pb2.Prefill:
         deadline_s=values.write_time_left(message.deadline_s),
         decode=_write_target(message.decode) if message.decode else None,
         cache_salt=message.cache_salt,
+        priority=message.priority,
     )
 
 
@@ -104,6 +105,7 @@ def read_prefill(wire: node_pb2.Prefill, limits: Limits = ANY) -> Prefill:
         deadline_s=values.read_seconds(wire.deadline_s, "deadline_s", limits.max_seconds),
         decode=_read_target(wire.decode) if wire.HasField("decode") else None,
         cache_salt=values.read_salt(wire.cache_salt),
+        priority=wire.priority,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from baton.block_hash import HASH_BYTES, BlockHash
 from baton.errors import BatonError, InvalidRequest, from_code
 from baton.layout import MAX_LAYERS, MAX_RANKS, KvLayout, KvSlice, LayerKv
+from baton.logits_processors import MAX_LOGITS_PROCESSORS, LogitsProcessor
 from baton.messages import AttemptId, Auth, Sample, TokenLogprobs, TransportEndpoint
 from baton.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -203,6 +204,7 @@ def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
         "structured_outputs": structured and write_structured(structured),
         "allowed_token_ids": sorted(params.allowed_token_ids),
         "bad_words_token_ids": [pack_tokens(word, "bad_words") for word in params.bad_words_token_ids],
+        "logits_processors": write_processors(params.logits_processors),
     }
     return common_pb2.SamplingParams(**{**given, **others})
 
@@ -229,6 +231,8 @@ def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> Samp
         "bad_words_token_ids": _read_bad_words(wire.bad_words_token_ids, limits) if wire.bad_words_token_ids else (),
         "structured_outputs": read_structured(wire.structured_outputs) if wire.HasField("structured_outputs") else None,
         "num_prompt_logprobs": wire.num_prompt_logprobs if wire.HasField("num_prompt_logprobs") else None,
+        "logits_processors": read_processors(wire.logits_processors),
+        "length_penalty": wire.length_penalty if wire.HasField("length_penalty") else 1.0,
     }
     return SamplingParams(**{**given, **others})
 
@@ -245,6 +249,18 @@ def read_structured(wire: common_pb2.StructuredOutput) -> StructuredOutput:
         text = f"structured_outputs: {wire.kind[:64]!r} is no known kind"
         raise InvalidRequest(text, "structured_outputs") from None
     return StructuredOutput(kind, wire.text)
+
+
+def write_processors(processors: Iterable[LogitsProcessor]) -> list[common_pb2.LogitsProcessor]:
+    return [common_pb2.LogitsProcessor(name=one.name, arguments=one.arguments) for one in processors]
+
+
+def read_processors(wire: Sequence[common_pb2.LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
+    """Raises InvalidRequest."""
+    if len(wire) > MAX_LOGITS_PROCESSORS:
+        text = f"logits_processors must be at most {MAX_LOGITS_PROCESSORS}, not {len(wire)}"
+        raise InvalidRequest(text, "logits_processors")
+    return tuple(LogitsProcessor(one.name, one.arguments) for one in wire)
 
 
 def _read_bad_words(wire: Sequence[bytes], limits: Limits) -> tuple[tuple[int, ...], ...]:

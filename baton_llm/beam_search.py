@@ -1,0 +1,37 @@
+"""vLLM's `BeamSearchParams`, as params of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton_llm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Names and defaults are vLLM's.
+
+    beam_width: how many beams are followed, and answers returned, best first; at most 10. max_tokens: of each answer.
+    length_penalty: an answer's score is its cumulative logprob by the power of this of the length of prompt and answer;
+    above 1 it prefers long ones. temperature must be 0.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequest."""
+        return SamplingParams(
+            n=max(self.beam_width, 1),
+            beam_width=max(self.beam_width, 1),
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            logprobs=0,
+        )

@@ -1,0 +1,195 @@
+"""Beam search over forked blocks, against a plain one; the model asserts that each beam's blocks hold its own KV."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequest
+from baton.messages import AttemptId, TokenLogprobs
+from baton.sampling import FinishReason, SamplingParams
+from engine.beams import BeamGroup
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.sequence import Sequence
+from tests.engine.beam_reference import Found, beam_search
+from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output, most_likely
+
+BLOCK_SIZE = 4
+
+
+def make(num_blocks: int, max_num_seqs: int = 16, ahead: bool = False, budget: int = 64) -> Engine:
+    config = EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=40,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        async_scheduling=ahead,
+    )
+    model = FakeModel(num_blocks, BLOCK_SIZE)
+    engine = Engine(config, model)
+    model.blocks = engine.blocks
+    return engine
+
+
+def search(engine: Engine, name: str, length: int, width: int, max_tokens: int, **fields: object) -> BeamGroup:
+    prompt = tuple(range(2, 2 + length))
+    params = {"temperature": 0.0, "beam_width": width, "max_tokens": max_tokens, **fields}
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    group = BeamGroup(AttemptId(1, name, 0), length, sampling, engine.config.eos_token_ids)
+    seq = Sequence(group.attempt_id, [0], prompt, BeamGroup.sampling_of(sampling), beams=group)
+    engine.add(seq)
+    engine.begin_search(seq)
+    return group
+
+
+def run(engine: Engine, limit: int = 2000) -> list[BeamGroup]:
+    """What is found until nothing is left to do."""
+    found: list[BeamGroup] = []
+    again = True
+    for _ in range(limit):
+        if not (again or engine.has_work):
+            return found
+        result = engine.compute(engine.schedule(0.0))
+        engine.check_integrity()
+        assert engine.num_running <= engine.config.max_num_seqs
+        found += result.searched
+        again = result.again
+    raise AssertionError(f"it does not come to an end: {engine.num_running} run, {engine.num_waiting} wait")
+
+
+def expected(length: int, width: int, max_tokens: int, ignore_eos: bool = False, penalty: float = 1.0) -> Found:
+    eos = () if ignore_eos else (EOS,)
+    prompt = range(2, 2 + length)
+    return beam_search(lambda tokens: most_likely(tokens, 2 * width), prompt, width, max_tokens, eos, penalty)
+
+
+def outputs(group: BeamGroup) -> Found:
+    return [(beam.tokens, beam.cumulative_logprob) for beam in group.best]
+
+
+def is_whole(engine: Engine) -> bool:
+    return engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+@pytest.mark.parametrize(("width", "max_tokens"), [(1, 6), (2, 1), (4, 9), (10, 12)])
+def test_it_finds_what_a_plain_search_finds(length: int, width: int, max_tokens: int, ahead: bool) -> None:
+    engine = make(200, ahead=ahead)
+    group = search(engine, "r", length, width, max_tokens)
+    assert run(engine) == [group]
+    assert outputs(group) == expected(length, width, max_tokens)
+    assert is_whole(engine)
+
+
+@pytest.mark.parametrize("penalty", [-2.0, 0.0, 0.5, 5.0])
+def test_a_length_penalty_orders_what_was_found(penalty: float) -> None:
+    engine = make(200)
+    group = search(engine, "r", 5, 4, 9, length_penalty=penalty)
+    run(engine)
+    assert outputs(group) == expected(5, 4, 9, penalty=penalty)
+    reasons = {beam.tokens[-1] == EOS: beam.finish for beam in group.best}
+    assert reasons.items() <= {True: FinishReason.STOP, False: FinishReason.LENGTH}.items()
+
+
+def test_length_penalties_matter_to_these_tests() -> None:
+    assert len({tuple(expected(5, 4, 9, penalty=penalty)) for penalty in (-2.0, 0.5, 5.0)}) > 1
+
+
+def test_eos_is_ignored_and_stop_tokens_end_beams() -> None:
+    engine = make(200)
+    ignoring = search(engine, "r", 5, 4, 9, ignore_eos=True)
+    run(engine)
+    assert outputs(ignoring) == expected(5, 4, 9, ignore_eos=True)
+    stop = ignoring.best[0].tokens[2]
+    stopping = search(engine, "s", 5, 4, 9, ignore_eos=True, stop_token_ids=frozenset({stop}), length_penalty=0.0)
+    run(engine)
+    stopped = [beam for beam in stopping.best if beam.tokens[-1] == stop]
+    assert stopped
+    assert all((beam.finish, beam.stop_token_id) == (FinishReason.STOP, stop) for beam in stopped)
+    assert not any(stop in beam.tokens[:-1] for beam in stopping.best)
+
+
+def test_it_ends_with_the_context() -> None:
+    engine = make(200)
+    group = search(engine, "r", 35, 3, 30, ignore_eos=True)
+    run(engine)
+    assert outputs(group) == expected(35, 3, 5, ignore_eos=True)
+
+
+def test_logprobs_are_those_of_its_tokens() -> None:
+    engine = make(200)
+    group = search(engine, "r", 5, 3, 4, num_logprobs=2)
+    run(engine)
+    for beam in group.best:
+        assert sum(entry.logprob for entry in beam.logprobs) == pytest.approx(beam.cumulative_logprob)
+        for index, entry in enumerate(beam.logprobs):
+            assert entry.top == most_likely([*range(2, 7), *beam.tokens[:index]], 6)[:2]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_blocks=st.integers(25, 45),
+    max_num_seqs=st.sampled_from([4, 5, 8]),
+    budget=st.sampled_from([64, 5]),
+    ahead=st.booleans(),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    others=st.integers(0, 4),
+)
+def test_however_little_room_there_is(
+    num_blocks: int, max_num_seqs: int, budget: int, ahead: bool, lengths: list[int], others: int
+) -> None:
+    """Groups and other sequences compete for blocks and places, and none waits for ever."""
+    engine = make(num_blocks, max_num_seqs, ahead, budget)
+    groups = [search(engine, f"beams {number}", length, 4, 12) for number, length in enumerate(lengths)]
+    sampling = SamplingParams(max_tokens=20, seed=7)
+    seqs = [
+        Sequence(AttemptId(1, f"other {i}", 0), [0], (50, 60 + i), sampling, arrived_s=i - 1.0) for i in range(others)
+    ]
+    for seq in seqs:
+        engine.add(seq)
+    assert {group.attempt_id for group in run(engine)} == {group.attempt_id for group in groups}
+    for group, length in zip(groups, lengths, strict=True):
+        assert outputs(group) == expected(length, 4, 12)
+    for seq in seqs:
+        assert list(seq.output_tokens) == expected_output(seq.prompt_tokens, sampling, 0, 40)[0]
+    assert is_whole(engine)
+
+
+def test_a_group_waits_for_a_member_whose_step_is_to_come_again() -> None:
+    engine = make(200)
+    group = search(engine, "r", 5, 2, 9)
+    while len(group.members) < 2:
+        engine.compute(engine.schedule(0.0))
+    for member in group.members:
+        group.record(member, TokenLogprobs(0.0, ()))
+    assert not group.is_complete
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 5])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_one_that_is_ended_leaves_nothing(num_turns: int, ahead: bool) -> None:
+    engine = make(200, ahead=ahead)
+    group, other = search(engine, "r", 5, 4, 9), search(engine, "s", 6, 2, 9)
+    for _ in range(num_turns):
+        engine.compute(engine.schedule(0.0))
+    engine.end_search(group)
+    engine.end_search(group)
+    assert run(engine) == [other]
+    assert is_whole(engine)
+
+
+@pytest.mark.parametrize(
+    ("width", "num_tokens", "param"), [(10, 20, "beam_width"), (8, 40, "max_tokens"), (49, 8, "beam_width")]
+)
+def test_one_that_may_not_fit_is_refused(width: int, num_tokens: int, param: str) -> None:
+    engine = make(40, max_num_seqs=60 if width == 49 else 8)
+    with pytest.raises(InvalidRequest) as refused:
+        engine.require_search_possible(width, num_tokens)
+    assert refused.value.param == param
+    engine.require_search_possible(3, 1000)  # of which the context takes 40

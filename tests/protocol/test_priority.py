@@ -1,0 +1,89 @@
+"""Reserves with a lower priority value are granted first, on a decode node that has other work too."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import RequestCancelled
+from baton.messages import AttemptId, Refuse, Release
+from node.events import FromPeer
+from tests.protocol.decoding import PEER, Decoding
+from tests.protocol.network import EPOCH
+
+
+def named(name: object) -> AttemptId:
+    return AttemptId(EPOCH, str(name), 0)
+
+
+def release(decoding: Decoding, lease: int) -> None:
+    decoding.hear(FromPeer(PEER, Release(lease, decoding.grants[lease - 1].attempt_id)))
+    decoding.turn()
+
+
+@given(st.lists(st.integers(-2, 2), max_size=6))
+def test_grants_are_in_order_of_priority_and_then_of_arrival(priorities: list[int]) -> None:
+    decoding = Decoding()
+    decoding.reserve(named("holds all"), n=decoding.core.engine.config.max_num_seqs)
+    for number, priority in enumerate(priorities):
+        decoding.reserve(named(number), n=decoding.core.engine.config.max_num_seqs, priority=priority)
+    assert len(decoding.grants) == 1
+    for lease in range(1, len(priorities) + 2):
+        release(decoding, lease)
+    expected = sorted(range(len(priorities)), key=lambda number: priorities[number])
+    assert [grant.attempt_id for grant in decoding.grants] == [named("holds all"), *map(named, expected)]
+
+
+def test_one_that_left_the_queue_is_not_granted() -> None:
+    decoding = Decoding()
+    n = decoding.core.engine.config.max_num_seqs
+    decoding.reserve(named("holds all"), n=n)
+    for name, priority in (("first", 1), ("gone", 0), ("last", 2)):
+        decoding.reserve(named(name), n=n, priority=priority)
+    decoding.hear(FromPeer(PEER, Release(0, named("gone"))))
+    release(decoding, 1)
+    release(decoding, 2)
+    assert [grant.attempt_id.request_id for grant in decoding.grants] == ["holds all", "first", "last"]
+    assert not any(isinstance(said, Refuse) and not isinstance(said.error, RequestCancelled) for said in decoding.said)
+
+
+@pytest.mark.parametrize(("priority", "granted"), [(-1, True), (0, False), (1, False)])
+def test_a_reserve_comes_before_prompts_of_a_higher_value_that_wait_here(priority: int, granted: bool) -> None:
+    """Of equals, those that came earlier have places in the batch first."""
+    decoding = Decoding()
+    n = decoding.core.engine.config.max_num_seqs
+    engine = decoding.core.engine
+    engine.reserve_seqs(n)
+    decoding.prefill("waits")
+    decoding.turn()
+    engine.unreserve_seqs(1)
+    assert engine.num_waiting == 1
+    decoding.reserve(named("r"), priority=priority)
+    assert bool(decoding.grants) == granted
+
+
+def test_a_reserve_comes_before_preempted_requests_of_a_higher_value() -> None:
+    decoding = Decoding(num_blocks=17)
+    decoding.prefill("old", tuple(range(2, 32)), max_tokens=20)
+    decoding.turn()
+    decoding.prefill("young", tuple(range(40, 70)), max_tokens=20)
+    engine = decoding.core.engine
+    while not engine.has_preempted(0):
+        decoding.turn()
+        if decoding.node.model.is_busy:
+            decoding.node.advance_device()
+    decoding.reserve(named("equal"))
+    assert not decoding.grants
+    decoding.reserve(named("urgent"), priority=-1)
+    assert [grant.attempt_id.request_id for grant in decoding.grants] == ["urgent"]
+
+
+def test_an_adopted_request_keeps_its_priority() -> None:
+    decoding = Decoding()
+    decoding.reserve(priority=-7)
+    (grant,) = decoding.grants
+    decoding.send(grant)
+    decoding.commit(grant, {0: (5,)})
+    decoding.turn()
+    assert [seq.priority for seq in decoding.core.engine._sequences] == [-7]
