@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/proto:$(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup check pytest test test-full test-gpu coverage mutants demo bench docs stubs clean
+.PHONY: help setup check pytest test test-full test-gpu test-clients coverage mutants demo bench docs stubs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,14 @@ test-full: setup ## all of every matrix of which `test` runs a choice
 
 test-gpu: ## the tests marked gpu, with whatever python has torch with CUDA (PYTHON=...)
 	@$(PYTHON) tools/test_gpu.py
+
+test-clients: setup .venv-clients/ready ## OpenAI's and Anthropic's clients, agent frameworks and an evaluation harness against a cluster
+	@.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --rootdir tests/clients --confcutdir tests/clients tests/clients
+
+.venv-clients/ready: tests/clients/requirements.txt
+	@$(PYTHON) -m venv --clear .venv-clients
+	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@touch $@
 
 coverage: setup ## the tests with every line counted, child processes too: a table, and htmlcov/
 	@$(BIN)/python -m coverage erase
@@ -57,4 +65,4 @@ stubs: setup ## write the protobuf stubs anew
 	@$(BIN)/python tools/generate_stubs.py
 
 clean: ## remove the environments, caches and what was built
-	@rm -rf .venv .venv-docs site htmlcov .coverage .coverage.* .schemathesis .setup.log .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	@rm -rf .venv .venv-clients .venv-docs site htmlcov .coverage .coverage.* .schemathesis .setup.log .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
