@@ -19,6 +19,17 @@ BASE: dict[str, Any] = {"max_tokens": 40, "temperature": 1.5, "seed": 7, "ignore
 """What all requests have that do not say otherwise."""
 
 Fields = dict[str, Any]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "maxLength": 80}},
+            "required": ["text"],
+        },
+    },
+}
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 60}, "age": {"type": "integer"}},
@@ -39,9 +50,13 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
     "top_p": _completions({"top_p": 0.5}, {"top_p": 0.95}),
     "top_k": _completions({"top_k": 2}, {"top_k": 40}),
     "min_p": _completions({"min_p": 0.2}),
-    "presence_penalty": _completions({"presence_penalty": 1.5}, {"presence_penalty": -1.0, "temperature": 0}),
-    "frequency_penalty": _completions({"frequency_penalty": 1.2}, {"frequency_penalty": 0.7, "temperature": 0}),
-    "repetition_penalty": _completions({"repetition_penalty": 1.3}, {"repetition_penalty": 1.1, "temperature": 0}),
+    "presence_penalty": _completions(
+        {"presence_penalty": 2.0, "temperature": 2.0}, {"presence_penalty": -1.0, "temperature": 0}
+    ),
+    "frequency_penalty": _completions(
+        {"frequency_penalty": 2.0, "temperature": 2.0}, {"frequency_penalty": 0.7, "temperature": 0}
+    ),
+    "repetition_penalty": _completions({"repetition_penalty": 2.0}, {"repetition_penalty": 1.1, "temperature": 0}),
     "logit_bias": _completions({"logit_bias": {"200": 4.5, "263": -100}}),
     "seed": _completions({"seed": 1}, {"seed": 2**63 - 1}, {"seed": -5}),
     "stop": _completions({"stop": ["zebra", " the"]}, {"stop": ". "}),
@@ -62,6 +77,19 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
     "return_tokens_as_token_ids": _completions({"return_tokens_as_token_ids": True, "logprobs": 1}),
     "cache_salt": _completions({"cache_salt": "a"}),
     "request_id": _completions({}),
+    "prompt_logprobs": _completions({"prompt_logprobs": 2}, {"prompt_logprobs": 0, "logprobs": 1}),
+    "echo": _completions({"echo": True, "logprobs": 1}),
+    "priority": _completions({"priority": -3}),
+    "use_beam_search": _completions(
+        {"use_beam_search": True, "best_of": 4, "n": 1, "temperature": 0, "max_tokens": 12},
+        {"use_beam_search": True, "best_of": 3, "n": 1, "temperature": 0, "max_tokens": 30, "ignore_eos": False},
+    ),
+    "length_penalty": _completions(
+        {"use_beam_search": True, "best_of": 3, "n": 1, "temperature": 0, "length_penalty": 2.0, "ignore_eos": False}
+    ),
+    "continue_final_message": _chat({"continue_final_message": True, "add_generation_prompt": False}),
+    "tools": _chat({"tools": [TOOL], "tool_choice": "required"}),
+    "tool_choice": _chat({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "note"}}}),
     "response_format": _chat(
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
@@ -75,7 +103,11 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
 }
 """For each parameter, routes and fields. The first of several cases runs in CI; all run with `-m full`."""
 
-CHANGE_NOTHING = {"cache_salt", "request_id", "max_tokens"}
+_WHOLE = ("finish_reason", "stop_reason", "prompt_token_ids", "tool_calls")
+"""What a chunk says once, or is put together otherwise than by appending."""
+SEARCHES = {"use_beam_search", "length_penalty"}
+"""Nothing comes before these end, and n are the best answers of one search."""
+CHANGE_NOTHING = {"cache_salt", "request_id", "max_tokens", "priority"}
 """These leave tokens as they are, or cut them off."""
 
 
@@ -104,8 +136,21 @@ class Choice:
         for name, value in flat.items():
             if value is None:
                 continue
-            joins = isinstance(value, str | list) and name not in ("finish_reason", "stop_reason", "prompt_token_ids")
+            if name == "tool_calls":
+                value = self._with_calls(value)
+            joins = isinstance(value, str | list) and name not in _WHOLE
             self.said[name] = self.said[name] + value if joins and name in self.said else value
+
+    def _with_calls(self, calls: list[Fields]) -> list[Fields]:
+        """All calls so far; their ids are drawn anew each time."""
+        known = [dict(call) for call in self.said.get("tool_calls", ())]
+        for i, call in enumerate(calls):
+            at = call.get("index", i)
+            if at == len(known):
+                known.append({"name": "", "arguments": ""})
+            for part in ("name", "arguments"):
+                known[at][part] += call["function"].get(part) or ""
+        return known
 
     @property
     def num_tokens(self) -> int:
