@@ -6,10 +6,16 @@ A share is a file, whose fixtures then live in one process, or all files that us
 from __future__ import annotations
 
 CLUSTERS = {
-    "fragile": ("test_client_leaves.py", "test_first_token.py", "test_leaks.py", "test_node_loss.py"),
+    "fragile": (
+        "test_client_leaves.py",
+        "test_first_token.py",
+        "test_leaks.py",
+        "test_node_loss.py",
+        "test_parameter_failover.py",
+    ),
     "house": (
         *("test_benchmarks.py", "test_grpc_client.py", "test_openai_client.py"),
-        *("test_parity.py", "test_structured_outputs.py"),
+        *("test_parameters.py", "test_parity.py", "test_structured_outputs.py"),
     ),
 }
 """Fixtures of the session, and the files of `tests/e2e` that use them."""

@@ -67,6 +67,8 @@ class ChatShape:
             **self._head,
             "object": "chat.completion",
             "choices": choices,
+            # vLLM says it beside the choices of a chat, and in those of a completion
+            **{name: value for name, value in choices[0].items() if name == "prompt_logprobs"},
             **_account(generation),
             **(_prompt_ids(generation) if self._token_ids else {}),
         }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from tests.e2e.cluster import PATIENCE_S, Router
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Quantum ? 17 zebra, and ["
@@ -118,6 +120,20 @@ def body_of(path: str, fields: Fields, number: int = 0) -> Fields:
         prompt = {"messages": MESSAGES if not number else [{"role": "user", "content": f"Tell story {number}."}]}
     seed = fields.get("seed", BASE["seed"]) + 100 * number
     return {**prompt, **BASE, **fields, "seed": seed % 2**63}
+
+
+Case = tuple[str, Fields]
+FULL_NUMBERS = range(5)
+"""Of the prompts that each case has with `-m full`."""
+
+
+def client_of(router: Router) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=PATIENCE_S)
+
+
+def cases_of(name: str, numbers: Iterable[int], every: bool) -> list[Case]:
+    cases = PARAMETERS[name] if every else PARAMETERS[name][:1]
+    return [(path, body_of(path, fields, number)) for path, fields in cases for number in numbers]
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """Every parameter means the same whether a prompt is handed off or not, the answer streamed or whole, one of n samples
-or alone, and when the decode node dies half-way.
+or alone. `test_parameter_failover.py` has a decode node die meanwhile.
 
 CI runs one case of each parameter; `-m full` runs all, with several prompts. The counts are in a table in the summary.
 """
@@ -11,25 +11,18 @@ from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-import httpx
 import pytest
 
 from tests.e2e import parameters
-from tests.e2e.cluster import PATIENCE_S, Router
 from tests.e2e.conftest import House
-from tests.e2e.parameters import BASE, CHANGE_NOTHING, PARAMETERS, SEARCHES, Fields, Stream, body_of, difference
-from tests.e2e.scenes import Fragile
+from tests.e2e.parameters import BASE, CHANGE_NOTHING, PARAMETERS, SEARCHES, Fields, Stream, difference
 from tests.summary import compared_parameter
 
 pytestmark = pytest.mark.timeout(600)
 
 NUM_SAMPLES = 3
-FULL_NUMBERS = range(5)
-LONG = 150
-"""Tokens of an answer during which a node is lost."""
 
 Choices = list[Fields]
-Case = tuple[str, Fields]
 
 
 @dataclass(frozen=True)
@@ -46,20 +39,11 @@ class Answers:
     singles: Choices
 
 
-def client_of(router: Router) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=PATIENCE_S)
-
-
-def cases_of(name: str, numbers: Iterable[int], every: bool) -> list[Case]:
-    cases = PARAMETERS[name] if every else PARAMETERS[name][:1]
-    return [(path, body_of(path, fields, number)) for path, fields in cases for number in numbers]
-
-
-async def ask(house: House, cases: Iterable[Case]) -> list[Answers]:
+async def ask(house: House, cases: Iterable[parameters.Case]) -> list[Answers]:
     """All at once, all ways."""
     async with AsyncExitStack() as stack:
         routers = (house.alone, house.chunk_64, house.chunk_2048)
-        alone, handed_off, late = [await stack.enter_async_context(client_of(router)) for router in routers]
+        alone, handed_off, late = [await stack.enter_async_context(parameters.client_of(router)) for router in routers]
 
         async def of_case(path: str, body: Fields) -> Answers:
             plain = {name: value for name, value in body.items() if name in (*BASE, "prompt", "messages")}
@@ -97,7 +81,7 @@ def check(name: str, answers: Answers, record: Callable[[str], None]) -> None:
 @pytest.fixture(scope="module")
 def answers(house: House) -> dict[str, Answers]:
     """To the first case of each parameter."""
-    cases = {name: cases_of(name, [0], every=False)[0] for name in PARAMETERS}
+    cases = {name: parameters.cases_of(name, [0], every=False)[0] for name in PARAMETERS}
     return dict(zip(cases, asyncio.run(ask(house, cases.values())), strict=True))
 
 
@@ -115,34 +99,5 @@ def test_a_parameter_means_the_same_on_every_way(
 async def test_all_cases_of_a_parameter_mean_the_same(
     house: House, name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    for found in await ask(house, cases_of(name, FULL_NUMBERS, every=True)):
+    for found in await ask(house, parameters.cases_of(name, parameters.FULL_NUMBERS, every=True)):
         check(name, found, lambda way: record_property(*compared_parameter(name, way)))
-
-
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
-async def test_a_parameter_outlives_the_decode_node(
-    fragile: Fragile, every: bool, record_property: Callable[[str, object], None]
-) -> None:
-    """All requests are decoded by one node when it dies; its next life goes on with them."""
-    numbers = FULL_NUMBERS if every else [0]
-    named = [(name, path, body) for name in PARAMETERS for path, body in cases_of(name, numbers, every)]
-    requests = [
-        (path, body if body["max_tokens"] != BASE["max_tokens"] else {**body, "max_tokens": LONG})
-        for _, path, body in named
-    ]
-    moved = dict.fromkeys(PARAMETERS, 0)
-    async with client_of(fragile.pair) as client:
-        expected = await asyncio.gather(*(parameters.whole(client, *request) for request in requests))
-        streams = [Stream(client, *request) for request in requests]
-        for (name, _, _), stream in zip(named, streams, strict=True):
-            if name not in SEARCHES:
-                await stream.until_begun()
-        fragile.decode[0].kill()
-        fragile.decode[0].start()
-        for (name, _, _), wanted, stream in zip(named, expected, streams, strict=True):
-            found = await stream.end()
-            assert difference(wanted, found) is None, name
-            if stream.timings["attempts"] > 1:
-                moved[name] += 1
-                record_property(*compared_parameter(name, "failover"))
-    assert sum(map(bool, moved.values())) > len(moved) * 2 // 3, moved

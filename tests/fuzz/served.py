@@ -114,9 +114,11 @@ async def serving(text: str = "hello world", **settings: object) -> AsyncIterato
     router = Router(nodes, **settings)
     try:
         await router.start()
-        await router.ready()
-        yield router
-        await router.stop()
+        try:
+            await router.ready()
+            yield router
+        finally:
+            await router.stop()
     finally:
         await nodes.close()
 

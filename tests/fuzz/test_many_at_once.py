@@ -8,7 +8,7 @@ import gc
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ import pytest
 from router.generation import Generation
 from router.life import RequestLife
 from tests.fuzz.served import CASE_S, serving
-from tests.router.conftest import says
+from tests.router.conftest import Router, says
 
+NUM_WARM = 40
 NUM_DESCRIPTORS = 19_900
 """Here: a router leaves half of them to its gRPC port."""
 
@@ -48,6 +49,19 @@ def num_alive(*kinds: type) -> int:
     return sum(type(each) in kinds for each in gc.get_objects())
 
 
+async def crowd(router: Router, count: int, on_end: Callable[[Counter[str]], None]) -> Counter[str]:
+    """How so many requests at once end."""
+    command = [sys.executable, "-m", "tests.fuzz.crowd", str(router.server.http_address), router.grpc, str(count)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    ends = Counter[str]()
+    assert process.stdout
+    async for line in process.stdout:
+        ends[line.decode().strip()] += 1
+        on_end(ends)
+    assert await process.wait() == 0
+    return ends
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("count", [4_000, pytest.param(10_000, marks=pytest.mark.full)])
 async def test_many_at_once(count: int) -> None:
@@ -58,18 +72,13 @@ async def test_many_at_once(count: int) -> None:
     hold = asyncio.Event()
     with descriptors(NUM_DESCRIPTORS):
         async with serving(max_num_requests=num_answered) as router:
+            router.nodes.script = says("hello world")
+            await crowd(router, NUM_WARM, lambda ends: None)  # what is imported and compiled once stays
+            await router.idle()
             router.nodes.script = says("hello world", hold=hold)
             before = num_descriptors(), num_blocks(), num_alive(Generation, RequestLife)
-            addresses = str(router.server.http_address), router.grpc
-            command = [sys.executable, "-m", "tests.fuzz.crowd", *addresses, str(count)]
-            crowd = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-            ends = Counter[str]()
-            assert crowd.stdout
-            async for line in crowd.stdout:
-                ends[line.decode().strip()] += 1
-                if ends.total() >= count - num_answered:
-                    hold.set()
-            assert await crowd.wait() == 0
+            num_refused = count - num_answered
+            ends = await crowd(router, count, lambda ends: hold.set() if ends.total() >= num_refused else None)
             assert ends == {"200": num_answered, "429": count - num_answered}
             await router.idle()
             async with asyncio.timeout(CASE_S):

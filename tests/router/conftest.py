@@ -1,6 +1,7 @@
 """A router with scripted nodes behind it: in-process, on real sockets."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ def says(text: str, **more: Any) -> Callable[[Prefill], Answer]:
     """A script: every sample is this text and then EOS."""
     tokens = (*tiny_tokenizer().encode(text, False), IM_END)
     return lambda prefill: Answer(tokens=(tokens,), **more)
+
+
+_LOOK_AGAIN_S = 0.2
 
 
 class Router:
@@ -50,7 +54,8 @@ class Router:
         async with asyncio.timeout(PATIENCE_S):
             while not holds():
                 changed.clear()
-                await changed.wait()
+                with contextlib.suppress(TimeoutError):  # a link's reason may change without the cluster's readiness
+                    await asyncio.wait_for(changed.wait(), _LOOK_AGAIN_S)
 
     def problems(self) -> str:
         return "; ".join(link.problem for link in self.server.cluster.links if link.problem)

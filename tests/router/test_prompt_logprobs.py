@@ -77,6 +77,7 @@ async def test_vllms_form_is_in_every_choice(client, nodes):
     wanted = {**CHAT, "prompt_logprobs": 1, "n": 2}
     whole = (await client.post("/v1/chat/completions", json=wanted)).json()
     tokens = nodes.prefills[0].prompt_tokens
+    assert whole["prompt_logprobs"] == whole["choices"][0]["prompt_logprobs"]
     for choice in whole["choices"]:
         told = choice["prompt_logprobs"]
         assert told[0] is None
