@@ -20,8 +20,11 @@ def events(text: str) -> list[dict]:
 
 
 async def test_a_chat_answer(client, nodes):
-    response = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 50})
-    body = response.json()
+    for _ in range(50):
+        response = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 50})
+        body = response.json()
+        if body["timings"]["prefill_ms"]:  # the answer may end before the prefill node's report has come
+            break
     assert response.status_code == 200
     choice = body["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "hello world"}
