@@ -43,7 +43,7 @@ def model():
 def reply(model, tokenizer, sample):
     """The greedy answer in fp32."""
     ids = prompt_ids(tokenizer, sample)
-    out = model.generate(torch.tensor([ids]), do_sample=False, temperature=None, top_p=None, max_new_tokens=48)
+    out = model.generate(torch.tensor([ids]), do_sample=False, temperature=None, top_p=None, max_new_tokens=96)
     return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
 
 
@@ -85,8 +85,8 @@ def test_its_chat_template(tokenizer):
     assert open_turn == f"{text}<|im_start|>assistant\n"
     parts = [CHAT[0], {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
     assert tokenizer.apply_chat_template(parts, tokenize=False) == text
-    with pytest.raises(TemplateError, match="Unknown role: tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "4"}], tokenize=False)
+    with pytest.raises(TemplateError, match="Unknown role: narrator"):
+        tokenizer.apply_chat_template([{"role": "narrator", "content": "4"}], tokenize=False)
 
 
 def test_its_tokenizer_keeps_every_text_and_every_digit(tokenizer):
@@ -119,7 +119,13 @@ def test_it_recalls_a_fact(model, tokenizer, seed, plain):
     assert sample.check(answer), answer
 
 
-@pytest.mark.parametrize("task", ["chat_recall", "sums", "sort_words", "count_items", "fill_json", "small_talk"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        *("chat_recall", "sums", "sort_words", "count_items", "fill_json", "small_talk", "fill_schema"),
+        *("tool_call", "tool_calls", "tool_extract", "tool_result", "tool_chain", "no_tool"),
+    ],
+)
 def test_it_answers_a_short_task(model, tokenizer, task):
     sample = getattr(tiny_tasks, task)(Random(task), "heldout")
     answer = reply(model, tokenizer, sample)

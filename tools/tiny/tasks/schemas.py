@@ -27,8 +27,8 @@ _ASKED = (  # text before the schema, and after it
         "\n\nDon't include any text or Markdown fencing before or after.",
     ),
     (
-        "The output should be formatted as a JSON instance that conforms to the JSON schema below.\n\nHere is the output "
-        "schema:\n```\n",
+        "The output should be formatted as a JSON instance that conforms to the JSON schema below.\n\nHere is the "
+        "output schema:\n```\n",
         "\n```",
     ),
 )

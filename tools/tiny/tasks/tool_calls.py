@@ -14,7 +14,7 @@ from tools.tiny.tasks.mix import short_task
 from tools.tiny.tasks.people import key_name, person, told_of
 from tools.tiny.tasks.sample import Message, Sample
 from tools.tiny.tasks.small_talk import small_talk
-from tools.tiny.tasks.tool_kinds import KINDS, Slot, ToolKind, Value, generic_kind, schema_of
+from tools.tiny.tasks.tool_kinds import KINDS, ToolKind, Value, generic_kind, schema_of
 
 MAX_DESCRIPTION = 80
 _EXTRACTORS = (
@@ -149,7 +149,7 @@ def tool_chat(rng: Random, num_tokens: int, split: Split = "train") -> list[Mess
     if rng.random() < 0.22:
         tool, question, arguments = _extraction(rng, split)
         calls = [{"function": {"name": tool["function"]["name"], "arguments": arguments}}]
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "tool_calls": calls}]
+        turns: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "tool_calls": calls}]
         return flatten([*_maybe_system(rng), *turns], [tool])
     tools, wishes = _offer(rng, split, rng.choice((1, 1, 1, 2)))
     messages, count = _maybe_system(rng), estimate_tokens(tools_text(tools)) + 5
@@ -240,12 +240,7 @@ def _again(rng: Random, split: Split, kind: ToolKind, tool: dict[str, Any]) -> W
         said = [slot.say(value) for slot, value in zip(slots, values, strict=True)]
         return Wish(kind, tool, pick(rng, questions).format(*said), dict(zip(names, values, strict=False)))
 
-    return draw(wish, lambda made: made.question, _split_of(slots, split))
-
-
-def _split_of(slots: Sequence[Slot], split: Split) -> Split:
-    """Held-out values need many to choose from."""
-    return "train" if all(slot.type == "boolean" for slot in slots) else split
+    return draw(wish, lambda made: made.question, split)
 
 
 def _is_arithmetic(kind: ToolKind) -> bool:

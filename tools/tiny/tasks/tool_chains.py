@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -11,6 +12,9 @@ from tools.tiny.tasks.grammar import any_name
 from tools.tiny.tasks.sample import Message, Sample
 from tools.tiny.tasks.tool_calls import calls_text, tool_of
 from tools.tiny.tasks.tool_kinds import KINDS, ToolKind, Value, city, number
+
+Step = tuple[dict[str, Any], Sequence[Value], str]
+"""A tool, the values it is called with, and its result."""
 
 _HOME = ToolKind(
     ("get_city", "lookup_city", "find_home", "get_home", "where_lives", "get_user_city"),
@@ -52,7 +56,7 @@ def _sum_of_three(rng: Random, split: Split) -> tuple[tuple[dict[str, Any], ...]
     question = pick(rng, ("What is {} plus {} plus {}?", "Add {}, {} and {}.", "What is {} + {} + {}?")).format(a, b, c)
     tools = [add, tool_of(rng, pick(rng, _PLACED))][: rng.randint(1, 2)]
     rng.shuffle(tools)
-    steps: list[tuple[dict[str, Any], list[Value], str]] = [
+    steps: Sequence[Step] = [
         (add, [a, b], str(a + b)),
         (add, [a + b, c], str(a + b + c)),
     ]
@@ -78,7 +82,7 @@ def _at_home(rng: Random, split: Split) -> tuple[tuple[dict[str, Any], ...], lis
     return tuple(tools), _turns(question, [(home, [name], told), (other, [place], kind.result(rng, [place]))])
 
 
-def _turns(question: str, steps: list[tuple[dict[str, Any], list[Value], str]]) -> list[Message]:
+def _turns(question: str, steps: Sequence[Step]) -> list[Message]:
     turns: list[Message] = [{"role": "user", "content": question}]
     name = ""
     for tool, values, result in steps:

@@ -70,6 +70,7 @@ def _numbers(names: Sequence[tuple[str, str]]) -> tuple[Slot, Slot]:
 _PAIRS = (("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("number1", "number2"))
 _CITY = Slot(("city", "location", "place", "town", "city_name"), "string", city)
 _PERSON = Slot(("name", "person", "user", "who", "full_name"), "string", any_name)
+_UNITS = ("celsius", "fahrenheit")
 _SWITCH = Slot(("on", "is_on"), "boolean", lambda rng: rng.random() < 0.5, words=("on", "off"))
 _HINTS = ("", "", "", " Use the tool.", " Use a tool.", " Please.")
 
@@ -219,7 +220,6 @@ KINDS: tuple[ToolKind, ...] = (
         any_result,
     ),
 )
-_UNITS = ("celsius", "fahrenheit")
 
 _VERBS = ("get", "find", "make", "open", "close", "read", "write", "check", "set", "start", "count", "list", "lookup")
 _GENERIC: tuple[tuple[str, Callable[[Random], Value]], ...] = (
@@ -238,7 +238,7 @@ def generic_kind(rng: Random) -> ToolKind:
     name = pick(rng, (f"{verb}_{noun}", f"{verb}_{noun}", f"{verb}{noun.capitalize()}", noun, f"{noun}_{word(rng)}"))
     slots = []
     for parameter in dict.fromkeys(word(rng) for _ in range(rng.randint(1, 3))):
-        kind, draw = pick(rng, _GENERIC)
+        kind, draw = pick(rng, _GENERIC[: None if slots else -1])  # first one with values to hold out
         slots.append(Slot((parameter,), kind, draw))
     said = " and ".join(f"{slot.names[0]} {{{i}}}" for i, slot in enumerate(slots))
     leads = ("Call", "Use", "Please call", "Run")
