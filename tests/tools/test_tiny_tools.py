@@ -43,6 +43,12 @@ def samples(name: str, split: str = "heldout", count: int = 24) -> list[Sample]:
     return [getattr(tiny_tasks, name)(Random(f"{name} {seed}"), split) for seed in range(count)]
 
 
+def calls_of(sample: Sample) -> list[Any]:
+    calls = calls_in(sample.answer)
+    assert calls
+    return calls
+
+
 def tool(properties: dict[str, Any], required: list[str], **more: Any) -> dict[str, Any]:
     parameters = {"title": "F", "type": "object", "properties": properties, "required": required, **more}
     return {"type": "function", "function": {"name": "f", "description": "Do it.\n\nArgs: x", "parameters": parameters}}
@@ -74,8 +80,8 @@ def test_a_seed_gives_one_sample_and_splits_differ(name):
 
 
 def test_calls_are_compared_as_json():
-    sample = next(s for s in samples("tool_call") if len(calls_in(s.answer)[0]["arguments"]) > 1)
-    call = calls_in(sample.answer)[0]
+    sample = next(s for s in samples("tool_call") if len(calls_of(s)[0]["arguments"]) > 1)
+    call = calls_of(sample)[0]
     turned = {"arguments": dict(reversed(call["arguments"].items())), "name": call["name"]}
     assert sample.check(f"<tool_call>{json.dumps(turned, indent=1)}</tool_call>")
     assert not sample.check(f"<tool_call>{json.dumps(call | {'name': 'other'})}</tool_call>")
@@ -88,7 +94,7 @@ def test_calls_are_of_offered_tools_with_their_arguments(name):
     for sample in samples(name, "train"):
         offered = {item["function"]["name"]: item["function"]["parameters"] for item in sample.tools}
         assert len(offered) == len(sample.tools)
-        for call in calls_in(sample.answer) if sample.kind == "calls" else ():
+        for call in calls_of(sample) if sample.kind == "calls" else ():
             schema = offered[call["name"]]
             assert set(schema["required"]) <= set(call["arguments"]) <= set(schema["properties"])
             types = {"string": str, "integer": int, "boolean": bool}
@@ -101,7 +107,7 @@ def test_optional_parameters_are_given_and_left_out():
     for sample in samples("tool_call", "train", 600):
         for item in sample.tools:
             parameters = item["function"]["parameters"]
-            for call in calls_in(sample.answer):
+            for call in calls_of(sample):
                 if call["name"] == item["function"]["name"] and len(parameters["required"]) < len(
                     parameters["properties"]
                 ):
@@ -113,7 +119,7 @@ def test_the_second_call_of_a_chain_takes_the_result_of_the_first():
     num_seconds = 0
     for sample in samples("tool_chain", count=60):
         if sample.kind == "calls" and sample.role == "tool":
-            values = [str(value) for value in calls_in(sample.answer)[0]["arguments"].values()]
+            values = [str(value) for value in calls_of(sample)[0]["arguments"].values()]
             assert any(value in sample.prompt for value in values)
             num_seconds += 1
     assert num_seconds > 10
@@ -203,7 +209,7 @@ def test_the_router_reads_the_calls(name):
                     read[-1][1] += part
                 case Content(text):
                     assert not text.strip()
-        assert [{"name": called, "arguments": json.loads(text)} for called, text in read] == calls_in(sample.answer)
+        assert [{"name": called, "arguments": json.loads(text)} for called, text in read] == calls_of(sample)
 
 
 def test_training_draws_tools_and_schemas():
