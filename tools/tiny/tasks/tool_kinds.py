@@ -236,7 +236,7 @@ def generic_kind(rng: Random) -> ToolKind:
     """A tool of any name, called by its name."""
     verb, noun = pick(rng, _VERBS), word(rng)
     name = pick(rng, (f"{verb}_{noun}", f"{verb}_{noun}", f"{verb}{noun.capitalize()}", noun, f"{noun}_{word(rng)}"))
-    slots = []
+    slots: list[Slot] = []
     for parameter in dict.fromkeys(word(rng) for _ in range(rng.randint(1, 3))):
         kind, draw = pick(rng, _GENERIC[: None if slots else -1])  # first one with values to hold out
         slots.append(Slot((parameter,), kind, draw))
