@@ -35,7 +35,7 @@ def samplings(vocab_size: int, num_tokens: int) -> dict[str, SamplingParams]:
     """By name; tokens are spread over the vocabulary. num_tokens: of each answer."""
     spread = range(0, vocab_size, max(1, vocab_size // 1000))
     greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-    drawn = {"temperature": 0.8, "ignore_eos": True}
+    drawn: dict[str, Any] = {"temperature": 0.8, "ignore_eos": True}
     return {
         "temperature": SamplingParams(**drawn),
         "top_p, top_k, min_p": SamplingParams(**drawn, top_p=0.95, top_k=50, min_p=0.01),

@@ -50,7 +50,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            self._broken = f"the model's chat template cannot be compiled: {error}"
+            self._broken = f"the chat template cannot be compiled: {error}"
 
     def render(
         self,

@@ -22,6 +22,15 @@ MAX_TEMPLATE_VALUES = 256
 MAX_TEMPLATE_CHARS = 16_384
 MAX_TEMPLATE_DEPTH = 8
 """Of `chat_template_kwargs`: values of all kinds, characters of names and texts, and nesting."""
+MAX_CHAT_TEMPLATE_CHARS = 65_536
+"""Of a chat template in a request; the longest that models have are a third of it."""
+MAX_RENDERED_CHARS = 2**22
+"""Of the prompt that such a template writes."""
+MAX_DOCUMENTS = 1024
+MAX_DOCUMENT_CHARS = 2**22
+MAX_DOCUMENT_VALUES = 16_384
+MAX_DOCUMENT_DEPTH = 8
+"""Of all `documents` of a request: names and texts, values of all kinds, and nesting."""
 MAX_TOOLS = 128
 """As in OpenAI's API."""
 MAX_TOOL_CHARS = 262_144

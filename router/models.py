@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from baton.errors import InvalidRequest, NodeUnavailable
@@ -23,7 +23,7 @@ class UnknownModel(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`max_model_len` is the shortest context of all nodes in use, in tokens."""
+    """`max_model_len` is the shortest context of all nodes in use, in tokens. `chat` is `chat_template`, compiled."""
 
     name: str
     max_model_len: int
@@ -31,6 +31,8 @@ class ServedModel:
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     defaults: GenerationDefaults
+    chat_template: str = ""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 class Models:
@@ -113,5 +115,7 @@ def _model_of(info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
         vocab_size=info.vocab_size,
         tokenizer=tokenizer,
         chat=ChatTemplate(info.chat_template, info.special_tokens) if info.chat_template else None,
+        chat_template=info.chat_template,
+        special_tokens=info.special_tokens,
         defaults=info.generation_defaults,
     )

@@ -24,6 +24,7 @@ from router.http.generate import GenerateRoutes
 from router.http.limits import Bodies, HttpLimits
 from router.http.server import HttpServer
 from router.http.status import StatusRoutes
+from router.http.tokenizer_info import TokenizerInfoRoutes
 from router.models import Models
 from router.request_metrics import RequestMetrics
 from router.service import Service
@@ -66,12 +67,15 @@ class RouterServer:
             self.admission,
             settings.max_num_samples,
             settings.timings,
+            settings.trust_request_chat_template,
         )
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
         limits = HttpLimits(bodies, settings.keep_alive_interval)
-        status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry)
+        status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry, self.admission)
         generate = GenerateRoutes(self._service, limits, make_parsers(settings))
-        self.app = create_app(generate, MessagesRoutes(self._service, limits), status, self._edge.access)
+        messages = MessagesRoutes(self._service, limits)
+        tokenizer_info = TokenizerInfoRoutes(self._service, settings.enable_tokenizer_info_endpoint)
+        self.app = create_app(generate, messages, tokenizer_info, status, self._edge.access)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -19,6 +19,7 @@ from router.grammars import GrammarChecker
 from router.life import RoutedRequest
 from router.models import Models, ServedModel
 from router.offload import Offload, Pauses
+from router.request_templates import RequestTemplates, question_of
 from router.stops import StopScanner, StopStrings
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ _MAX_TEXT_SIZE = 64 * 2**20
 
 class Service:
     """`request_timeout_s` bounds each request, counted from its receipt; `max_num_samples` bounds the answers to one
-    request. `tells_timings`: see Generation."""
+    request. `tells_timings`: see Generation. `trusts_request_templates`: requests may bring chat templates."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Service:
         admission: Admission,
         max_num_samples: int,
         tells_timings: bool = True,
+        trusts_request_templates: bool = False,
     ) -> None:
         self.models = models
         self.admission = admission
@@ -49,10 +51,12 @@ class Service:
         self._tells_timings = tells_timings
         self._serial = itertools.count()
         self._grammars = GrammarChecker()
+        self._request_templates = RequestTemplates(trusts_request_templates)
 
     def close(self, wait: bool = False) -> None:
         """See Offload.close."""
         self._grammars.close()
+        self._request_templates.close()
         self.offload.close(wait)
 
     def admit(self, model: ServedModel, sizes: Sequence[int], n: int = 1) -> Admitted:
@@ -79,18 +83,32 @@ class Service:
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         tools: Callable[[], Sequence[Mapping[str, Any]] | None] = lambda: None,
+        chat_template: str | None = None,
     ) -> str:
-        """The prompt of a chat of `size` characters, see `ChatTemplate.render`. Raises InvalidRequest or Overloaded."""
+        """The prompt of a chat of `size` characters, see `ChatTemplate.render`. `chat_template`: the request's own.
+        Raises InvalidRequest or Overloaded."""
         chat = model.chat
-        if chat is None:
+        if chat is None and chat_template is None:
             raise InvalidRequest(f"The model `{model.name}` has no chat template. Use completions.", "messages")
         if not size:
             raise InvalidRequest("messages must not be empty", "messages")
 
-        def render() -> str:
-            return chat.render(messages(), add_generation_prompt, variables, continue_final_message, tools())
+        def arguments() -> dict[str, Any]:
+            return {
+                "messages": messages(),
+                "add_generation_prompt": add_generation_prompt,
+                "variables": variables,
+                "continue_final_message": continue_final_message,
+                "tools": tools(),
+            }
 
-        return await self.offload.run(render, size)
+        if chat_template is None:
+            assert chat is not None
+            return await self.offload.run(lambda: chat.render(**arguments()), size)
+        source = chat_template
+        self._request_templates.check_trusted()
+        question = await self.offload.run(lambda: question_of(source, model.special_tokens, arguments()), size)
+        return await self._request_templates.render(question)
 
     async def tokenize(self, model: ServedModel, wanted: GenerationRequest) -> list[tuple[int, ...]]:
         """Token ids of each prompt, checked. Raises InvalidRequest or Overloaded."""

@@ -44,6 +44,12 @@ class RouterSettings(EdgeSettings, ClusterSettings):
     reasoning_parser: str | None = Field(
         None, description="form in which the model writes its reasoning: qwen3, deepseek_r1, ...; unset: as content"
     )
+    trust_request_chat_template: bool = Field(
+        False, description="let requests bring a `chat_template` of their own, which is rendered in a sandbox"
+    )
+    enable_tokenizer_info_endpoint: bool = Field(
+        False, description="serve /tokenizer_info: special tokens, added tokens and the chat template"
+    )
     request_timeout: float = Field(600.0, gt=0, description="seconds that a request may take, from receipt to its end")
     max_num_requests: int = Field(4096, ge=0, description="prompts in flight; more are refused with 429; 0 is no limit")
     max_num_prompt_tokens: int = Field(

@@ -63,6 +63,12 @@ class Tokenizer:
         [text] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
+    def added_tokens(self) -> dict[str, dict[str, Any]]:
+        """By id, in the form of `added_tokens_decoder` in a tokenizer_config.json."""
+        names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {str(i): {name: getattr(token, name) for name in names} for i, token in sorted(added.items())}
+
     def detokenizer(self, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> Detokenizer:
         """A fresh one, for one sample. Spaces between special tokens matter only where these are not skipped, and where
         the vocabulary is not byte-level: there, tokens have no others than their own."""

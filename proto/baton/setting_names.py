@@ -35,6 +35,7 @@ ALL_NAMES = frozenset(
         "drain_timeout",
         "dtype",
         "enable_auto_tool_choice",
+        "enable_tokenizer_info_endpoint",
         "enforce_eager",
         "first_token",
         "gpu_memory_utilization",
@@ -83,6 +84,7 @@ ALL_NAMES = frozenset(
         "tool_call_parser",
         "transfer_interface",
         "transport",
+        "trust_request_chat_template",
         "verify_transfers",
         "write_timeout",
     }

@@ -9,7 +9,7 @@ from router.http.errors import response_to
 
 _HEADER = b"authorization"
 _ANTHROPIC_HEADER = b"x-api-key"
-ALIVE = frozenset({"/health", "/ready"})
+ALIVE = frozenset({"/health", "/ping", "/ready"})
 """Paths for load balancers and orchestrators."""
 
 

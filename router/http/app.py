@@ -13,12 +13,13 @@ from starlette.types import ASGIApp
 import baton
 from baton.errors import BatonError
 from router.api_keys import ApiKeys
-from router.http import errors, openapi
+from router.http import docs_page, errors, openapi
 from router.http.access import ALIVE, RequireKey
 from router.http.anthropic.routes import MessagesRoutes
 from router.http.generate import GenerateRoutes
 from router.http.scope import RequestScope
 from router.http.status import StatusRoutes
+from router.http.tokenizer_info import TokenizerInfoRoutes
 
 _READABLE_HEADERS = ("x-request-id", "request-id", "retry-after")
 """Headers of an answer that web pages may read, beside those that are always readable."""
@@ -46,14 +47,24 @@ class Access:
         )
 
 
-def create_app(generate: GenerateRoutes, messages: MessagesRoutes, status: StatusRoutes, access: Access) -> ASGIApp:
-    """FastAPI's documentation pages are off, because they fetch scripts from elsewhere and the API is not our own.
-    Redirects for missing slashes are off, because they would repeat the host that the client named."""
+def create_app(
+    generate: GenerateRoutes,
+    messages: MessagesRoutes,
+    tokenizer_info: TokenizerInfoRoutes,
+    status: StatusRoutes,
+    access: Access,
+) -> ASGIApp:
+    """FastAPI's documentation pages are off, because they fetch scripts from elsewhere and cannot see what the routes
+    read; `docs_page` is instead of them. Redirects for missing slashes are off, because they would repeat the host that
+    the client named."""
     app = FastAPI(title="baton", version=baton.__version__, openapi_url=None, redirect_slashes=False)
     app.include_router(generate.routes)
     app.include_router(messages.routes)
+    app.include_router(tokenizer_info.routes)
     app.include_router(status.routes)
-    app.include_router(openapi.routes())
+    document = openapi.describe()
+    app.include_router(openapi.routes(document))
+    app.include_router(docs_page.routes(document))
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(Exception, errors.on_exception)

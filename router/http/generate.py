@@ -69,12 +69,13 @@ class GenerateRoutes:
         if body.callable_tools and not self._parsers.may_call_tools:
             raise InvalidRequest(_NO_TOOL_PARSER, "tools")
         with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
+            _check_echo((body.n or 1) * len(body.echoed))
             prompt = await self._chat_prompt(model, body)
             reading = self._reading(body, prompt)
             wanted = body.wanted(request_id, prompt)
             if reading is not None and reading.keeps_special_tokens:
                 wanted = dataclasses.replace(wanted, skip_special_tokens=False)
-            shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading)
+            shape = ChatShape(request_id, model, logprobs, bool(body.return_token_ids), reading, body.echoed)
             return await self._respond(request, model, body, wanted, shape, admitted)
 
     async def completion(self, request: Request) -> Response:
@@ -97,6 +98,7 @@ class GenerateRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, TokenizeRequest)
+        body.check()
         model = self._service.models.get(body.model)
         size = len(body.text) if body.messages is None else size_of_prompt(body)
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
@@ -113,6 +115,7 @@ class GenerateRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, DetokenizeRequest)
+        body.check()
         model = self._service.models.get(body.model)
 
         def answer() -> bytes:
@@ -147,8 +150,10 @@ class GenerateRoutes:
             lambda: [m.plain() for m in messages],
             size_of_prompt(body),
             begin,
-            body.chat_template_kwargs,
-            tools=lambda: plain_tools(body.tools),
+            body.variables,
+            bool(body.continue_final_message),
+            lambda: plain_tools(body.tools),
+            body.chat_template,
         )
 
     def _reading(self, body: ChatRequest, prompt: str) -> AnswerReading | None:
@@ -164,9 +169,7 @@ class GenerateRoutes:
             return [p if isinstance(p, str) else model.tokenizer.decode(p) for p in wanted.prompts]
 
         prompts = await self._service.offload.run(texts, sum(map(len, wanted.prompts)))
-        num_chars = wanted.n * sum(map(len, prompts))
-        if num_chars > MAX_ECHO_CHARS:
-            raise InvalidRequest(f"`echo` would repeat {num_chars} characters, of at most {MAX_ECHO_CHARS}.", "echo")
+        _check_echo(wanted.n * sum(map(len, prompts)))
         return {i * wanted.n + sample: text for i, text in enumerate(prompts) for sample in range(wanted.n)}
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
@@ -179,3 +182,9 @@ class GenerateRoutes:
             "parent": None,
             "max_model_len": model.max_model_len,
         }
+
+
+def _check_echo(num_chars: int) -> None:
+    """Raises InvalidRequest. num_chars: of all answers' echoes."""
+    if num_chars > MAX_ECHO_CHARS:
+        raise InvalidRequest(f"`echo` would repeat {num_chars} characters, of at most {MAX_ECHO_CHARS}.", "echo")

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 import baton
 from router.http.anthropic.errors import PATH as MESSAGES
 from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
+from router.http.descriptions import with_descriptions
 from router.http.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
@@ -116,6 +117,21 @@ _BODY_ERRORS = {
 _GENERATE_ERRORS = {**_BODY_ERRORS, 504: "The request was not finished in time"}
 _STATUS = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
 _VERSION = {"type": "object", "properties": {"version": {"type": "string"}}, "required": ["version"]}
+_LOAD = {
+    "type": "object",
+    "properties": {"server_load": {"type": "integer", "minimum": 0}},
+    "required": ["server_load"],
+}
+_TOKENIZER = {
+    "type": "object",
+    "properties": {
+        "tokenizer_class": {"type": "string"},
+        "added_tokens_decoder": {"type": "object"},
+        "model_max_length": {"type": "integer"},
+        "chat_template": {"type": ["string", "null"]},
+    },
+    "required": ["tokenizer_class", "added_tokens_decoder", "model_max_length", "chat_template"],
+}
 _NOT_READY = {503: "Not now; the message says why"}
 
 
@@ -128,7 +144,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 def describe() -> dict[str, Any]:
     """The whole document, in OpenAPI 3.1."""
     _, schemas = models_json_schema([(kind, "validation") for kind in _BODIES], ref_template=_REF)
-    return {
+    document = {
         "openapi": "3.1.0",
         "info": {"title": "baton", "version": baton.__version__},
         "paths": {
@@ -142,17 +158,22 @@ def describe() -> dict[str, Any]:
             "/detokenize": _post("detokenize", DetokenizeRequest, _TEXT, _BODY_ERRORS),
             "/v1/models": _get("models", _json(_MODELS), _NOT_READY),
             "/v1/models/{name}": {**_get("model", _json(_MODEL), {404: _BODY_ERRORS[404], **_NOT_READY}), **_NAMED},
+            "/tokenizer_info": _get("tokenizer_info", _json(_TOKENIZER), {404: "Without the flag", **_NOT_READY}),
             "/health": _get("health", _json(_STATUS)),
+            "/ping": {**_get("ping", _json(_STATUS)), "post": _get("ping_post", _json(_STATUS))["get"]},
             "/ready": _get("ready", _json(_STATUS), _NOT_READY),
+            "/load": _get("load", _json(_LOAD)),
             "/version": _get("version", _json(_VERSION)),
             "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),
+            "/openapi.json": _get("openapi", _json({"type": "object"})),
+            "/docs": _get("docs", {"text/html": {"schema": {"type": "string"}}}),
         },
         "components": {"schemas": {**schemas["$defs"], _OPENAI: _ERROR, _ANTHROPIC: _MESSAGES_ERROR}},
     }
+    return with_descriptions(document)
 
 
-def routes() -> APIRouter:
-    document = describe()
+def routes(document: dict[str, Any]) -> APIRouter:
     router = APIRouter()
 
     async def openapi() -> JSONResponse:

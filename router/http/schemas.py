@@ -18,13 +18,13 @@ from router.http.fields import (
     Prompts,
     Role,
     Strings,
-    TemplateValues,
     Text,
     Whole,
     Words,
     between,
     sampling,
 )
+from router.http.template_fields import TemplateFields
 from router.http.tools import Tool, ToolCalls, ToolChoice, ToolList, check_tools
 from router.http.unsupported import refuse_unsupported
 from router.limits import MAX_MESSAGES, MAX_N
@@ -121,8 +121,10 @@ class GenerationFields(BaseModel):
     def check(self) -> None:
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
-        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
-            raise InvalidRequest("`best_of` other than `n` is not supported here.", "best_of")
+        n = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of != n:
+            text = f"`best_of` must be `n`, {n}, not {self.best_of}: anything else is not supported here."
+            raise InvalidRequest(text, "best_of")
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
 
@@ -149,14 +151,13 @@ class GenerationFields(BaseModel):
         }
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(GenerationFields, TemplateFields):
     messages: list[ChatMessage] = Field(max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
     max_completion_tokens: Whole | None = between(1)
     logprobs: bool | None = None
     top_logprobs: Whole | None = between(0, MAX_LOGPROBS)
-    add_generation_prompt: bool | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
-    chat_template_kwargs: TemplateValues | None = None
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -169,11 +170,22 @@ class ChatRequest(GenerationFields):
     def check(self) -> None:
         super().check()
         check_tools(self.tools, self.tool_choice)
-        if (self.model_extra or {}).get("echo"):
-            raise InvalidRequest("`echo` is not supported for chats.", "echo")
+        self.check_template()
+        limit, valid = self.max_completion_tokens, RANGES["max_tokens"]
+        if limit is not None and limit not in valid:
+            raise InvalidRequest(f"max_completion_tokens {valid.text}, not {limit}", "max_completion_tokens")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
         _check_num_logprobs(self.top_logprobs, "top_logprobs")
+
+    @property
+    def echoed(self) -> str:
+        """What comes before the answer's text, as in vLLM: the last message if the answer continues it, or if it is the
+        assistant's."""
+        if not self.echo or not self.messages:
+            return ""
+        final = self.messages[-1]
+        return final.content if self.continue_final_message or final.role == "assistant" else ""
 
     def wanted(self, request_id: str, prompt: str) -> GenerationRequest:
         """`prompt` is the text that the chat template made from the messages."""
@@ -211,18 +223,22 @@ class CompletionRequest(GenerationFields):
         )
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateFields):
     """Either `prompt` or `messages`."""
 
-    model_config = CONFIG
     model: Name | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: TemplateValues | None = None
     tools: ToolList | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for unsupported fields and for contradictions."""
+        refuse_unsupported(self.model_extra or {})
+        self.check_template()
+        if self.prompt is not None and self.messages is not None:
+            raise InvalidRequest("`prompt` and `messages` exclude each other.", "prompt")
 
     @property
     def text(self) -> str:
@@ -236,11 +252,15 @@ class DetokenizeRequest(BaseModel):
     model: Name | None = None
     tokens: list[int]
 
+    def check(self) -> None:
+        """Raises InvalidRequest for unsupported fields."""
+        refuse_unsupported(self.model_extra or {})
+
 
 def size_of_prompt(body: ChatRequest | TokenizeRequest) -> int:
-    """The characters of a chat with its tools; 0 if there are no messages."""
+    """The characters of a chat with its tools and documents; 0 if there are no messages."""
     messages = sum(message.size for message in body.messages or ())
-    return messages + sum(tool.size for tool in body.tools or ()) if messages else 0
+    return messages + body.template_size + sum(tool.size for tool in body.tools or ()) if messages else 0
 
 
 def _check_num_logprobs(count: int | None, param: str) -> None:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 HEADER = b"x-request-id"
 _ANTHROPIC_HEADER = b"request-id"
-_QUIET = frozenset({"/health", "/ready", "/metrics"})
+_QUIET = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
 
 
 class RequestScope:

@@ -29,7 +29,7 @@ class Shape(Protocol):
 
 
 class ChatShape:
-    """`reading` says how texts become messages; None: texts are their content."""
+    """`reading` says how texts become messages; None: texts are their content. `echo` comes before each content."""
 
     def __init__(
         self,
@@ -38,11 +38,13 @@ class ChatShape:
         logprobs: ChatLogprobs | None,
         token_ids: bool,
         reading: AnswerReading | None = None,
+        echo: str = "",
     ) -> None:
         self._head = _head(f"chatcmpl-{request_id}", model)
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._reading = reading
+        self._echo = echo
         self._readers: dict[int, AnswerReader] = {}
         self._calling: set[int] = set()  # answers with tool calls
         self._begun: set[int] = set()
@@ -51,7 +53,7 @@ class ChatShape:
         content = {"content": delta.text} if self._reading is None else delta_of(self._read(self._reading, delta))
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            content = {"role": "assistant", "content": None, **content}
+            content = self._echoed({"role": "assistant", "content": None, **content})
         elif not (content or delta.finish_reason or self._logprobs or self._token_ids):
             return None
         return {**self._head, "object": "chat.completion.chunk", "choices": [self._choice(delta, {"delta": content})]}
@@ -71,8 +73,11 @@ class ChatShape:
 
     def _message(self, answer: Delta) -> dict[str, Any]:
         if self._reading is None:
-            return {"role": "assistant", "content": answer.text}
-        return message_of(self._read(self._reading, answer))
+            return self._echoed({"role": "assistant", "content": answer.text})
+        return self._echoed(message_of(self._read(self._reading, answer)))
+
+    def _echoed(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {**message, "content": self._echo + (message["content"] or "")} if self._echo else message
 
     def _read(self, reading: AnswerReading, delta: Delta) -> Parts:
         if delta.index not in self._readers:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.errors import NodeUnavailable
 from baton.telemetry import RouterMetrics, metrics_page
+from router.admission import Admission
 from router.cluster import Cluster
 from router.dispatcher import Dispatcher
 from router.http.errors import response_to
@@ -16,14 +17,22 @@ from router.http.errors import response_to
 
 class StatusRoutes:
     def __init__(
-        self, cluster: Cluster, dispatcher: Dispatcher, metrics: RouterMetrics, registry: CollectorRegistry
+        self,
+        cluster: Cluster,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        registry: CollectorRegistry,
+        admission: Admission,
     ) -> None:
         self._cluster = cluster
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._registry = registry
+        self._admission = admission
         self.routes = APIRouter()
         self.routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
+        self.routes.add_api_route("/ping", self.health, methods=["GET", "HEAD", "POST"])
+        self.routes.add_api_route("/load", self.load, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
         self.routes.add_api_route("/metrics", self.metrics, methods=["GET"])
         self.routes.add_api_route("/version", self.version, methods=["GET", "HEAD"])
@@ -31,6 +40,10 @@ class StatusRoutes:
     async def health(self) -> JSONResponse:
         """The process is alive."""
         return JSONResponse({"status": "ok"})
+
+    async def load(self) -> JSONResponse:
+        """The prompts in flight, of both front ends: what --max-num-requests bounds."""
+        return JSONResponse({"server_load": self._admission.num_requests})
 
     async def ready(self, request: Request) -> JSONResponse:
         """200 if requests are answered, even if degraded; else 503 with the reason."""

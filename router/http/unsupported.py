@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -24,11 +25,21 @@ def _never(value: Any) -> bool:
     return False
 
 
-def _is_one_of(*harmless: Any) -> Callable[[Any], bool]:
-    return lambda value: any(type(value) is type(one) and value == one for one in harmless)
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A rule: these values change nothing."""
+
+    harmless: tuple[Any, ...]
+
+    def __call__(self, value: Any) -> bool:
+        return any(type(value) is type(one) and value == one for one in self.harmless)
 
 
-_HARMLESS: dict[str, Harmless] = {
+def _is_one_of(*harmless: Any) -> OneOf:
+    return OneOf(harmless)
+
+
+HARMLESS: dict[str, Harmless] = {
     # OpenAI's
     "audio": _is_empty,
     "function_call": _is_one_of("none", "auto"),
@@ -92,9 +103,9 @@ _HARMLESS: dict[str, Harmless] = {
 }
 """For each field, the values that change nothing; null never changes anything."""
 
-_MEANINGLESS = frozenset(
+MEANINGLESS = frozenset(
     {
-        *("echo", "metadata", "parallel_tool_calls", "priority", "prompt_cache_key"),
+        *("metadata", "parallel_tool_calls", "priority", "prompt_cache_key"),
         *("safety_identifier", "service_tier", "store", "user"),
         "cache_control",  # Anthropic's: prefixes are cached anyway
     }
@@ -108,12 +119,12 @@ _warned: set[str] = set()
 def refuse_unsupported(extra: Mapping[str, Any], others: Mapping[str, Harmless] | None = None) -> None:
     """`extra` are the fields unknown to the schema; `others` has the rules of an API that differ from those for all.
     Raises InvalidRequest; warns once about each other name."""
-    rules = _HARMLESS if others is None else {**_HARMLESS, **others}
+    rules = HARMLESS if others is None else {**HARMLESS, **others}
     if len(extra) > MAX_UNKNOWN_FIELDS:
         names = ", ".join(f"`{name[:64]}`" for name in list(extra)[:3])
         raise InvalidRequest(f"There are {len(extra)} unknown fields, of at most {MAX_UNKNOWN_FIELDS}: {names}, ...")
     for name, value in extra.items():
-        if value is None or name in _MEANINGLESS:
+        if value is None or (name in MEANINGLESS and name not in rules):
             continue
         if name not in rules:
             _warn(name[:64])

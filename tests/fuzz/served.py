@@ -36,6 +36,11 @@ CHAT_BODY = {
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     "tool_choice": "none",
     "parallel_tool_calls": False,
+    "documents": [{"title": "a", "text": "b"}],
+    "reasoning_effort": "low",
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "echo": True,
 }
 COMPLETION_BODY = {
     "model": "tiny",

@@ -43,7 +43,7 @@ def model():
 def reply(model, tokenizer, sample):
     """The greedy answer in fp32."""
     ids = prompt_ids(tokenizer, sample)
-    out = model.generate(torch.tensor([ids]), do_sample=False, temperature=None, top_p=None, max_new_tokens=96)
+    out = model.generate(torch.tensor([ids]), do_sample=False, temperature=None, top_p=None, max_new_tokens=120)
     return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
 
 
@@ -89,6 +89,34 @@ def test_its_chat_template(tokenizer):
         tokenizer.apply_chat_template([{"role": "narrator", "content": "4"}], tokenize=False)
 
 
+@pytest.mark.parametrize("task", ["tool_call", "tool_calls", "tool_extract", "tool_result", "no_tool"])
+def test_its_chat_template_writes_tools_as_it_was_trained(tokenizer, task):
+    for seed in range(20):
+        sample = getattr(tiny_tasks, task)(Random(seed))
+        for system in ([], [{"role": "system", "content": "Answer briefly."}]):
+            messages = [*system, *sample.messages]
+            flat = tiny_tasks.flatten(messages, sample.tools)
+            text = tokenizer.apply_chat_template(messages, tools=list(sample.tools), tokenize=False)
+            assert text == tokenizer.apply_chat_template(flat, tokenize=False)
+
+
+def test_its_chat_template_shortens_what_clients_say_of_tools(tokenizer):
+    schema = {"a": {"type": "integer", "title": "A"}, "unit": {"enum": ["c", "f"]}, "x": {"anyOf": [{"type": "null"}]}}
+    function = {
+        "name": "f",
+        "description": "Do it.\n\nSlowly.",
+        "parameters": {"properties": schema, "required": ["a"]},
+    }
+    tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tools=tools, tokenize=False)
+    said = "You can call these tools:\nf(a: integer, unit?: c|f, x?: any) Do it.\ng()"
+    assert text == f"<|bos|><|im_start|>system\n{said}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turn = {"role": "assistant", "content": "I look.", "tool_calls": [call, call]}
+    one = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert tokenizer.apply_chat_template([turn], tokenize=False).endswith(f"I look.\n{one}\n{one}<|im_end|>\n")
+
+
 def test_its_tokenizer_keeps_every_text_and_every_digit(tokenizer):
     assert len(tokenizer) <= 4096
     assert tokenizer.convert_ids_to_tokens(list(range(len(SPECIAL_TOKENS)))) == SPECIAL_TOKENS
@@ -122,8 +150,8 @@ def test_it_recalls_a_fact(model, tokenizer, seed, plain):
 @pytest.mark.parametrize(
     "task",
     [
-        *("chat_recall", "sums", "sort_words", "count_items", "fill_json", "small_talk", "fill_schema"),
-        *("tool_call", "tool_calls", "tool_extract", "tool_result", "tool_chain", "no_tool"),
+        *("chat_recall", "sums", "sort_words", "count_items", "fill_json", "small_talk"),
+        *("tool_call", "tool_calls", "tool_extract", "tool_result", "no_tool"),
     ],
 )
 def test_it_answers_a_short_task(model, tokenizer, task):

@@ -25,6 +25,11 @@ TASKS: dict[str, Callable[[Random, Split], Sample]] = {
     "recall": tiny_tasks.recall,
     "recall_plain": lambda rng, split: tiny_tasks.recall(rng, split, plain=True),
     "chat_recall": tiny_tasks.chat_recall,
+    "tool_call": tiny_tasks.tool_call,
+    "tool_calls": tiny_tasks.tool_calls,
+    "tool_extract": tiny_tasks.tool_extract,
+    "tool_result": tiny_tasks.tool_result,
+    "no_tool": tiny_tasks.no_tool,
 }
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 NUM_SEEDS = 60
@@ -200,3 +205,20 @@ def test_a_passage_is_its_facts_and_filler():
     text = tiny_tasks.passage(Random(3), stated, 500)
     assert all(text.count(fact.statement) == 1 for fact in stated)
     assert len({fact.question for fact in stated}) == 6
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_questions_for_tools_belong_to_their_split(split):
+    for sample in samples("tool_call", split, 200):
+        parameters = sample.tools[0]["function"]["parameters"]["properties"].values()
+        if any(schema["type"] != "boolean" for schema in parameters) and len(sample.tools) == 1:
+            assert belongs(sample.prompt) == split
+
+
+def test_chats_with_tools_end_in_answers_and_have_a_result_for_each_call():
+    for seed in range(100):
+        chat = tiny_tasks.tool_chat(Random(seed), 300)
+        assert chat[0]["role"] == "system"
+        assert chat[-1]["role"] == "assistant"
+        num_calls = sum(message["content"].count("<tool_call>") for message in chat[:-1])
+        assert num_calls == sum(message["role"] == "tool" for message in chat)

@@ -70,7 +70,8 @@ def encode_chat(codec: Codec, chat: Sequence[tasks.Message], limit: int, weight:
 def encode_sample(codec: Codec, sample: tasks.Sample) -> tuple[list[int], list[int]]:
     """The ids of a whole sample, with codes that count only its last answer as an answer."""
     if not sample.plain:
-        chat = [*sample.messages, {"role": "assistant", "content": sample.answer}]
+        turns = [*sample.messages, {"role": "assistant", "content": sample.answer}]
+        chat = tasks.flatten(turns, sample.tools)
         ids, _ = encode_chat(codec, chat, 10**9, 1)
         num_answer = len(codec.encode(sample.answer)) + 1
     else:

@@ -57,7 +57,8 @@ CHAT_TEMPLATE = """\
 {{- '\\n' ~ function.name ~ '(' }}
 {%- set parameters = function.parameters or {} %}
 {%- for name, schema in (parameters.properties or {}).items() %}
-{{- name ~ ('' if name in (parameters.required or []) else '?') ~ ': ' ~ type_of(schema, parameters['$defs'] or {}) }}
+{{- name ~ ('' if name in (parameters.required or []) else '?') ~ ': ' }}
+{{- type_of(schema, parameters['$defs'] or {}) or 'any' }}
 {{- ', ' if not loop.last }}
 {%- endfor %}
 {{- ')' }}

@@ -1,0 +1,136 @@
+"""What fields and paths are for, in `/openapi.json`, `/docs` and docs/api.md.
+
+A field's own description comes first, then `Schema.field` here, then `field`, since most names mean the same
+everywhere. After "unset:" comes what applies without the field, where `field_table` does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+OPERATIONS: Mapping[str, str] = {
+    "chat": "answers a chat",
+    "completion": "continues prompts",
+    "messages": "answers a chat, in the form of Anthropic's Messages API",
+    "count_tokens": "the number of tokens of such a chat",
+    "tokenize": "the tokens of a prompt, or of a chat",
+    "detokenize": "the text of tokens",
+    "tokenizer_info": "special tokens, added tokens, chat template; needs --enable-tokenizer-info-endpoint, else 404",
+    "models": "the model that is served, in a list",
+    "model": "one model",
+    "health": "the process is alive",
+    "ping": "the same as /health",
+    "ping_post": "the same as /health",
+    "ready": "requests can be answered",
+    "load": "the number of prompts in flight, as `server_load`",
+    "version": "baton's version",
+    "metrics": "Prometheus metrics",
+    "openapi": "the API, for programs",
+    "docs": "the API, as a page",
+}
+
+FIELDS: Mapping[str, str] = {
+    "model": "name of the model; unset: the one that is served",
+    "messages": "the chat so far",
+    "prompt": "a text, token ids, or a list of either",
+    "system": "system prompt",
+    "n": "answers to each prompt",
+    "best_of": "must equal `n`",
+    "stream": "send the answer in pieces, as server-sent events",
+    "stream_options": "needs `stream`",
+    "temperature": "0: the most likely token",
+    "top_p": "draw from the likeliest tokens that have this probability together",
+    "top_k": "number of likely tokens to draw from; 0 or -1: all",
+    "min_p": "least probability of a token, relative to the most likely one",
+    "repetition_penalty": "factor for tokens of the prompt and the answer",
+    "presence_penalty": "taken from the logits of tokens in the answer",
+    "frequency_penalty": "the same, times their number",
+    "logit_bias": "token ids, with what is added to their logits",
+    "seed": "same seed, same answer; modulo 2^64",
+    "max_tokens": "most tokens of an answer",
+    "max_completion_tokens": "newer name of `max_tokens`, which it replaces",
+    "min_tokens": "no end before so many tokens",
+    "ignore_eos": "go on after the model's end of text",
+    "stop": "texts that end the answer",
+    "stop_sequences": "texts that end the answer",
+    "stop_token_ids": "tokens that end the answer",
+    "allowed_token_ids": "no other token is chosen",
+    "bad_words": "texts that the answer does not have",
+    "include_stop_str_in_output": "keep the text that ended the answer",
+    "skip_special_tokens": "leave special tokens out of the text; unset: true",
+    "spaces_between_special_tokens": "blanks around special tokens that are kept; unset: true",
+    "truncate_prompt_tokens": "keep the last so many tokens of the prompt; -1: what `max_tokens` leaves of the context",
+    "return_token_ids": "add `token_ids` and `prompt_token_ids` to the answer",
+    "return_tokens_as_token_ids": "in logprobs, write tokens as `token_id:ID`",
+    "return_token_strs": "add `token_strs` to the answer",
+    "request_id": "for the log and the answer's id; the header `x-request-id` comes first",
+    "cache_salt": "prompts are cached apart for each salt",
+    "response_format": "`text`, `json_object` or `json_schema`",
+    "structured_outputs": "`json`, `regex`, `choice` or `grammar`",
+    "logprobs": "logprobs of the answer's tokens, and of so many likely ones",
+    "ChatRequest.logprobs": "logprobs of the answer's tokens",
+    "top_logprobs": "logprobs of so many likely tokens; needs `logprobs`",
+    "echo": "begin each text with its prompt",
+    "ChatRequest.echo": "begin each content with the last message, if that is the assistant's or is continued",
+    "add_special_tokens": "add the tokenizer's special tokens to a text; unset: true",
+    "ChatRequest.add_special_tokens": "add the tokenizer's special tokens to what the template wrote; unset: false",
+    "TokenizeRequest.add_special_tokens": "add special tokens; unset: true for a prompt, false for a chat",
+    "TokenizeRequest.prompt": "a text",
+    "GenerateRequest.prompt": "a text",
+    "GenerateRequest.prompt_tokens": "token ids",
+    "TokenizeRequest.messages": "a chat, instead of `prompt`",
+    "add_generation_prompt": "begin the assistant's message at the prompt's end; unset: true",
+    "continue_final_message": "the answer goes on from within the last message; excludes `add_generation_prompt`",
+    "chat_template": "Jinja template instead of the model's; needs --trust-request-chat-template",
+    "chat_template_kwargs": "more variables for the template",
+    "reasoning_effort": "for the template, as `reasoning_effort`",
+    "tools": "functions that the model may call",
+    "tool_choice": "whether the model may call tools; unset: `auto` if there are tools",
+    "parallel_tool_calls": "false: at most one call; unset: true",
+    "metadata": "accepted, no effect",
+    "tokens": "token ids",
+    "StreamOptions.include_usage": "add a last chunk with the usage",
+    "StreamOptions.continuous_usage_stats": "add the usage to each chunk",
+    "ChatMessage.content": "a text, or text parts, which become lines",
+    "ChatMessage.role": "`developer` is `system` to a template that does not know it",
+    "ChatMessage.name": "of the speaker",
+    "ChatMessage.tool_calls": "of the assistant",
+    "ChatMessage.tool_call_id": "of the call with this result",
+    "ChatMessage.reasoning_content": "of the assistant",
+    "Function.strict": "accepted, no effect: nothing constrains what the model writes",
+    "Message.content": "a text, or blocks of text, which become lines",
+}
+
+
+NO_EFFECT: Mapping[str, str] = {
+    "cache_control": "Anthropic's; all prompts are cached",
+    "metadata": "OpenAI's; nothing is stored",
+    "parallel_tool_calls": "OpenAI's; outside chats nothing calls tools",
+    "priority": "vLLM's; requests are served in the order of their arrival",
+    "prompt_cache_key": "OpenAI's; the router finds the node that has the prompt by itself",
+    "safety_identifier": "OpenAI's; nothing is moderated",
+    "service_tier": "OpenAI's; there is one",
+    "store": "OpenAI's; nothing is stored",
+    "user": "OpenAI's; nothing is told apart by it",
+}
+"""Fields that are accepted although they do nothing, and why they need not."""
+
+
+def with_descriptions(document: dict[str, Any]) -> dict[str, Any]:
+    """The OpenAPI document, whose operations and fields get what is said here if they have no description."""
+    for name, schema in document["components"]["schemas"].items():
+        for field, content in schema.get("properties", {}).items():
+            text = FIELDS.get(f"{name}.{field}") or FIELDS.get(field)
+            if text and "description" not in content:
+                content["description"] = text
+    for operation in operations(document).values():
+        if operation["operationId"] in OPERATIONS:
+            operation.setdefault("summary", OPERATIONS[operation["operationId"]])
+    return document
+
+
+def operations(document: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """By method, in capitals, and path."""
+    found = [(path, method, content) for path, item in document["paths"].items() for method, content in item.items()]
+    return {(method.upper(), path): content for path, method, content in found if "operationId" in content}
