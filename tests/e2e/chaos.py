@@ -27,6 +27,9 @@ LATE_S = 20.0
 PAUSE_S = (0.5, 3.0)
 """Between the end of one fault and the next one, of each of the two that may be there at once."""
 NUM_FAULTS_AT_ONCE = 2
+DRAINED, UNFINISHED = 0, 1
+"""Exit codes after SIGTERM: a process that was left with requests after --drain-timeout says so."""
+STOPPED = "the server was stopped before the request had finished"
 GIVEN_UP = "given up, since nodes were lost that ran it"
 ERRORS = {"node_unavailable", "overloaded", "deadline_exceeded", "cache_exhausted", "transfer_failed"}
 """Codes with which a request may end when what it needs is away for too long, or failed too often."""
@@ -142,7 +145,7 @@ class Chaos:
     async def _restart(self, victim: Member) -> None:
         self._note(victim)
         code = await asyncio.to_thread(victim.terminate)
-        if code != 0:
+        if code not in (DRAINED, UNFINISHED):
             self._report.wrong.append(f"{victim.name} ended with {code} after SIGTERM")
         await self._start(victim)
 
@@ -221,6 +224,8 @@ class Chaos:
             return "answered in full"
         self._compare(answer, question, whole=False)
         code, text = str(answer.error["code"]), str(answer.error["message"])
+        if text.startswith(STOPPED):
+            return "its router was stopped"
         if text.startswith(GIVEN_UP):
             return "error two nodes died of it"
         if code not in ERRORS:
