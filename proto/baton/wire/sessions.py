@@ -137,7 +137,9 @@ def read_node_message(wire: node_pb2.NodeMessage, limits: Limits = ANY) -> NodeT
         case "load":
             load = wire.load
             blocks = load.num_blocks_free, load.num_blocks_total
-            return Load(load.num_waiting, load.num_running, *blocks, load.draining)
+            target_itl_s = values.read_seconds(load.target_itl_s, "target_itl_s")
+            rate = values.read_rate(load.prompt_tokens_per_s, "prompt_tokens_per_s")
+            return Load(load.num_waiting, load.num_running, *blocks, load.draining, target_itl_s, rate)
         case "subscribed":
             incarnation = values.read_text(wire.subscribed.incarnation, "incarnation")
             return Subscribed(incarnation, wire.subscribed.protocol_version)
@@ -154,6 +156,8 @@ def _write_load(load: Load) -> node_pb2.Load:
         num_blocks_free=load.num_blocks_free,
         num_blocks_total=load.num_blocks_total,
         draining=load.draining,
+        target_itl_s=load.target_itl_s,
+        prompt_tokens_per_s=load.prompt_tokens_per_s,
     )
 
 
