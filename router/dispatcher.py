@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages import Abort, AttemptId, Load, NodeInfo, Prefill, Update
+from baton.messages import Abort, AttemptId, KvEvents, Load, NodeInfo, Prefill, Update
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
@@ -84,9 +84,13 @@ class Dispatcher:
         self._core.node_lost(incarnation, reason, time.monotonic())
         self._carry_out()
 
-    def node_said(self, incarnation: str, message: tuple[Update, ...] | Load) -> None:
+    def node_said(self, incarnation: str, message: tuple[Update, ...] | Load | KvEvents) -> None:
+        """Raises InvalidRequest for what cannot follow the node's earlier messages: its session must end."""
         if isinstance(message, Load):
             self._core.node_load(incarnation, message)
+            return
+        if isinstance(message, KvEvents):
+            self._core.node_blocks(incarnation, message)
             return
         now = time.monotonic()
         self._cause = "node_error"

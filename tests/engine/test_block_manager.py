@@ -29,6 +29,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.loads: dict[int, bytes | None] = {}  # what each block is being loaded as, if anybody may know
         self.cached: dict[bytes, int] = {}  # all hashes
         self.states = dict.fromkeys(range(1, num_blocks), (BlockState.FREE, 0.0))  # and since when
+        self.followed: set[bytes] | None = None  # the hashes, by a snapshot and all changes since
 
     def holders(self, block: int) -> int:
         return sum(table.count(block) for table in self.tables)
@@ -128,6 +129,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert all(own[:-1] == table[:-1] for own in tables)
         assert copies == ([(table[-1], spare) for spare in spares] if partial else [])
         self.tables += tables
+
+    @rule()
+    def follow(self) -> None:
+        self.blocks.record_changes(True)
+        self.followed = set(self.blocks.hashes())
+
+    @rule()
+    def follow_no_more(self) -> None:
+        self.blocks.record_changes(False)
+        self.followed = None
+
+    @rule()
+    def take_changes(self) -> None:
+        changes = self.blocks.take_changes()
+        if self.followed is None:
+            assert not changes
+        else:
+            self.followed -= {one for one, is_held in changes.items() if not is_held}
+            self.followed |= {one for one, is_held in changes.items() if is_held}
+            assert self.followed == self.cached.keys() == set(self.blocks.hashes())
+            assert not self.blocks.take_changes()
 
     @invariant()
     def whole(self) -> None:
