@@ -32,6 +32,11 @@ TOOL = {
         },
     },
 }
+TEMPLATE = (
+    "{{ style }} {{ reasoning_effort }} {% for d in documents or [] %}{{ d.title }}: {{ d.text }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}? {{ m.content }} ({% endfor %}"
+)
+"""Of a request's own, which the routers of these tests allow."""
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 60}, "age": {"type": "integer"}},
@@ -89,6 +94,14 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
     "length_penalty": _completions(
         {"use_beam_search": True, "best_of": 3, "n": 1, "temperature": 0, "length_penalty": 2.0, "ignore_eos": False}
     ),
+    "logits_processors": _completions(
+        {"logits_processors": ["after_prompt"]},
+        {"logits_processors": [{"qualname": "forced", "kwargs": {"token_ids": [300, 16, 18]}}], "logprobs": 1},
+    ),
+    "chat_template": _chat({"chat_template": TEMPLATE}),
+    "chat_template_kwargs": _chat({"chat_template": TEMPLATE, "chat_template_kwargs": {"style": "short ["}}),
+    "documents": _chat({"chat_template": TEMPLATE, "documents": [{"title": "Zoo", "text": "A zebra, and 17"}]}),
+    "reasoning_effort": _chat({"chat_template": TEMPLATE, "reasoning_effort": "high"}),
     "continue_final_message": _chat({"continue_final_message": True, "add_generation_prompt": False}),
     "tools": _chat({"tools": [TOOL], "tool_choice": "required"}),
     "tool_choice": _chat({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "note"}}}),
