@@ -113,6 +113,10 @@ class RouterCore:
     def why_degraded(self, now: float) -> str | None:
         return self.pool.why_degraded(now)
 
+    def nodes(self) -> list[NodeInfo]:
+        """All that are subscribed."""
+        return self.pool.infos()
+
     @property
     def num_requests(self) -> int:
         return len(self._requests)

@@ -114,11 +114,6 @@ class PrefixIndex:
         holder = self._holders.get(incarnation)
         return holder.num_blocks if holder else 0
 
-    def is_current(self, incarnation: str) -> bool:
-        """Whether the node has sent a snapshot, and everything since."""
-        holder = self._holders.get(incarnation)
-        return holder is not None and holder.next_sequence is not None
-
     def __len__(self) -> int:
         """How many different blocks are held."""
         return len(self._masks)

@@ -1,4 +1,4 @@
-"""What a session sends of the prefix cache: whatever is dropped on the way, in the end the router knows what is held."""
+"""What a session sends of the prefix cache: whatever is dropped meanwhile, the router knows at last what is held."""
 
 from __future__ import annotations
 
