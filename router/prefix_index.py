@@ -1,10 +1,7 @@
 """Which node's prefix cache holds which KV blocks, as the nodes publish it: one index over prefill and decode nodes.
 
-    key of a block hash -> bit mask of the nodes that hold the block
-    node                -> the keys of all that it stored, for the day when it is gone
-
-A key is Python's own 64-bit hash of the block hash, SipHash with a secret of this process: a block takes half of the
-memory that its 32 bytes would. Of 2^23 blocks two share a key once in 500,000 routers, and then a hint is wrong.
+    block -> bit mask of the nodes that hold it, by its place in a table (`router.block_table`)
+    node  -> the places of all that it stored, for the day when it is gone
 
 The hash of a block covers everything before it, so a node holds a prefix of a prompt as far as it holds the leading
 blocks without a hole. Blocks before a hole may have been evicted while later ones are still there, therefore a lookup
@@ -23,23 +20,23 @@ from dataclasses import dataclass, field
 from baton.block_hash import BlockHash
 from baton.errors import InvalidRequest
 from baton.messages import KvEvents
+from router.block_table import BlockTable
 
 MAX_BLOCKS_PER_NODE = 2**20
 """Whatever a node says of its pool."""
-MAX_BLOCKS = 2**23
-"""Different ones, of all nodes: 1 GB. Further blocks are not remembered."""
-_MAX_SHARED_MASKS = 4096
+MAX_BLOCKS = 2**22
+"""Different ones, of all nodes: 0.7 GB. Further blocks are not remembered."""
+_MAX_NAMED_MASKS = 4096
 
 
 @dataclass(slots=True)
 class _Holder:
-    """`bit`: the node's in the masks. `stored`: keys of all blocks that it holds, some several times, and of some that
-    it has lost."""
+    """`bit`: the node's in the masks. `stored`: places of all blocks that it holds, some several times, and others."""
 
     bit: int
     max_blocks: int
     num_blocks: int = 0
-    stored: array[int] = field(default_factory=lambda: array("q"))
+    stored: array[int] = field(default_factory=lambda: array("I"))
     next_sequence: int | None = None  # None: only a snapshot makes sense
 
 
@@ -48,8 +45,7 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._masks: dict[int, int] = {}
-        self._shared: dict[int, int] = {}  # one object for all equal masks
+        self._table = BlockTable()
         self._holders: dict[str, _Holder] = {}
         self._nodes_of: dict[int, tuple[str, ...]] = {}  # by mask, as far as it was asked for
 
@@ -86,28 +82,25 @@ class PrefixIndex:
         if events.snapshot:
             self._clear(holder)
         holder.next_sequence = events.sequence + 1
-        self._remove(holder, map(hash, events.removed))
-        self._store(holder, map(hash, events.stored))
+        places = map(self._table.find, events.removed)
+        self._remove(holder, (place for place in places if place is not None))
+        self._store(holder, events.stored)
 
     # ---- what is asked ----
 
     def held(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         """How many leading blocks each node holds; nodes that hold none are left out."""
         found: dict[str, int] = {}
-        alive = self._masks.get(hash(block_hashes[0]), 0) if block_hashes else 0
-        if not alive:
-            return found
-        last: int | None = alive
-        for num_held, mask in enumerate(map(self._masks.get, map(hash, block_hashes))):
-            if mask is last:  # as for most neighbours: equal masks are one object
-                continue
-            last = mask
-            if lost := alive & ~(mask or 0):
-                found |= dict.fromkeys(self._nodes_in(lost), num_held)
-                alive ^= lost
-                if not alive:
-                    return found
-        return found | dict.fromkeys(self._nodes_in(alive), len(block_hashes))
+        num_held, alive = 0, -1
+        for number, mask in self._table.leading(block_hashes):
+            if num_held and (lost := alive & ~mask):
+                for name in self._nodes_in(lost):
+                    found[name] = num_held
+            alive &= mask
+            if not alive:
+                return found
+            num_held += number
+        return found | dict.fromkeys(self._nodes_in(alive), num_held) if num_held else found
 
     def num_blocks(self, incarnation: str) -> int:
         """How many blocks the node holds, as far as it is known here."""
@@ -116,47 +109,41 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """How many different blocks are held."""
-        return len(self._masks)
+        return len(self._table)
 
     # ---- internal ----
 
     def _nodes_in(self, mask: int) -> tuple[str, ...]:
         """The nodes of a mask."""
         if mask not in self._nodes_of:
-            if len(self._nodes_of) >= _MAX_SHARED_MASKS:
+            if len(self._nodes_of) >= _MAX_NAMED_MASKS:
                 self._nodes_of.clear()
             self._nodes_of[mask] = tuple(name for name, holder in self._holders.items() if holder.bit & mask)
         return self._nodes_of[mask]
 
-    def _store(self, holder: _Holder, keys: Iterable[int]) -> None:
-        masks, bit = self._masks, holder.bit
-        for key in keys:
-            mask = masks.get(key, 0)
-            if mask & bit or holder.num_blocks >= holder.max_blocks or (not mask and len(masks) >= self._max_blocks):
+    def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
+        table, bit = self._table, holder.bit
+        for block_hash in hashes:
+            place = table.find(block_hash)
+            mask = 0 if place is None else table.mask(place)
+            if mask & bit or holder.num_blocks >= holder.max_blocks or (not mask and len(table) >= self._max_blocks):
                 continue
-            masks[key] = self._share(mask | bit)
+            if place is None:
+                place = table.add(block_hash)
+            table.set_mask(place, mask | bit)
             holder.num_blocks += 1
-            holder.stored.append(key)
+            holder.stored.append(place)
         if len(holder.stored) > 2 * holder.num_blocks + 1024:
-            holder.stored = array("q", (key for key in dict.fromkeys(holder.stored) if masks.get(key, 0) & bit))
+            holder.stored = array("I", (at for at in dict.fromkeys(holder.stored) if table.mask(at) & bit))
 
-    def _remove(self, holder: _Holder, keys: Iterable[int]) -> None:
-        masks, bit = self._masks, holder.bit
-        for key in keys:
-            mask = masks.get(key, 0)
+    def _remove(self, holder: _Holder, places: Iterable[int]) -> None:
+        table, bit = self._table, holder.bit
+        for place in places:
+            mask = table.mask(place)
             if mask & bit:
                 holder.num_blocks -= 1
-                if mask == bit:
-                    del masks[key]
-                else:
-                    masks[key] = self._share(mask ^ bit)
+                table.set_mask(place, mask ^ bit)
 
     def _clear(self, holder: _Holder) -> None:
-        self._remove(holder, holder.stored)
-        holder.stored = array("q")
-
-    def _share(self, mask: int) -> int:
-        """An equal number, of which there is mostly one object for all blocks."""
-        if len(self._shared) >= _MAX_SHARED_MASKS:
-            self._shared.clear()
-        return self._shared.setdefault(mask, mask)
+        self._remove(holder, reversed(holder.stored))  # so that the next blocks get these places in their order
+        holder.stored = array("I")
