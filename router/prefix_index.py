@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from baton.block_hash import BlockHash
 from baton.errors import InvalidRequest
 from baton.messages import KvEvents
-from router.block_table import BlockTable
+from router.block_table import BlockTable, keys_of
 
 MAX_BLOCKS_PER_NODE = 2**20
 """Whatever a node says of its pool."""
@@ -82,9 +82,9 @@ class PrefixIndex:
         if events.snapshot:
             self._clear(holder)
         holder.next_sequence = events.sequence + 1
-        places = map(self._table.find, events.removed)
+        places = map(self._table.find, keys_of(events.removed))
         self._remove(holder, (place for place in places if place is not None))
-        self._store(holder, events.stored)
+        self._store(holder, keys_of(events.stored))
 
     # ---- what is asked ----
 
@@ -121,15 +121,15 @@ class PrefixIndex:
             self._nodes_of[mask] = tuple(name for name, holder in self._holders.items() if holder.bit & mask)
         return self._nodes_of[mask]
 
-    def _store(self, holder: _Holder, hashes: Sequence[BlockHash]) -> None:
+    def _store(self, holder: _Holder, keys: Iterable[int]) -> None:
         table, bit = self._table, holder.bit
-        for block_hash in hashes:
-            place = table.find(block_hash)
+        for key in keys:
+            place = table.find(key)
             mask = 0 if place is None else table.mask(place)
             if mask & bit or holder.num_blocks >= holder.max_blocks or (not mask and len(table) >= self._max_blocks):
                 continue
             if place is None:
-                place = table.add(block_hash)
+                place = table.add(key)
             table.set_mask(place, mask | bit)
             holder.num_blocks += 1
             holder.stored.append(place)
