@@ -327,7 +327,7 @@ def test_whether_a_token_ends_an_answer_is_looked_up_and_not_searched_for() -> N
     [
         ({"stored": b"x" * 33}, "stored: 33 bytes are not a multiple of 32"),
         ({"removed": b"x" * 31}, "removed: 31 bytes are not a multiple of 32"),
-        ({"stored": b"x" * 32 * 2048, "removed": b"x" * 32}, "KV events: more than 2048 block hashes"),
+        ({"stored": b"x" * 32 * 1024, "removed": b"x" * 32}, "KV events: more than 1024 block hashes"),
     ],
 )
 def test_kv_events_that_make_no_sense_are_refused(fields, text) -> None:
@@ -336,9 +336,9 @@ def test_kv_events_that_make_no_sense_are_refused(fields, text) -> None:
 
 
 def test_as_many_kv_events_as_are_allowed_are_read() -> None:
-    message = wire.read_node_message(node_pb2.NodeMessage(kv_events={"stored": b"x" * 32 * 2048}))
+    message = wire.read_node_message(node_pb2.NodeMessage(kv_events={"stored": b"x" * 32 * 1024}))
     assert isinstance(message, KvEvents)
-    assert len(message.stored) == 2048
+    assert len(message.stored) == 1024
 
 
 # ---- random bytes ----
