@@ -21,7 +21,7 @@ BATCH = 40
 """Requests that run when a node is lost: with more of them, the first would have ended before the last have begun."""
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 async def test_a_parameter_outlives_the_decode_node(
     fragile: Fragile, every: bool, record_property: Callable[[str, object], None]

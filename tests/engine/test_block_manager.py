@@ -342,3 +342,19 @@ def test_a_prefix_that_somebody_owns_takes_nothing_from_what_can_be_allocated() 
     assert not blocks.can_allocate(3, keep=table)
     blocks.acquire(table)
     assert len(blocks.allocate(2).blocks) == 2
+
+
+def test_changes_of_the_prefix_cache_are_recorded_while_somebody_follows() -> None:
+    blocks = BlockManager(4, BLOCK_SIZE)
+    table, _ = blocks.allocate(2)
+    blocks.seal(table[0], hash_of(1))
+    assert blocks.take_changes() == {}, "nobody follows"
+    blocks.record_changes(True)
+    assert blocks.hashes() == [hash_of(1)]
+    blocks.seal(table[1], hash_of(2))
+    assert blocks.take_changes() == {hash_of(2): True}
+    blocks.release(table)
+    blocks.allocate(3)
+    assert blocks.take_changes() == {hash_of(1): False, hash_of(2): False}, "evicted"
+    blocks.record_changes(False)
+    assert blocks.hashes() == []
