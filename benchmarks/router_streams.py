@@ -1,7 +1,7 @@
-"""What a router costs: CPU per streamed token and per request, memory per stream: `python -m benchmarks.router_streams`.
+"""What a router costs per streamed token, per request and per open stream: `python -m benchmarks.router_streams`.
 
-A router process stands between scripted nodes (`benchmarks.scripted_nodes`) and raw clients (`benchmarks.stream_clients`).
-CPU is the router's own, from the kernel's books, so that what else the machine does hardly matters. One round:
+A router process stands between scripted nodes (`benchmarks.scripted_nodes`) and raw clients
+(`benchmarks.stream_clients`). CPU is the router's own, from the kernel's books. One round:
 
     burst       all streams are opened at once; the nodes give each its first token and no more yet
     tokens      the nodes give a token to every stream each interval, to the end of all
@@ -202,10 +202,14 @@ class Measurement:
         return grown
 
 
+def _start_nodes() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "benchmarks.scripted_nodes"], stdout=subprocess.PIPE, text=True)
+
+
 @contextlib.asynccontextmanager
 async def running(flags: Sequence[str]) -> AsyncIterator[RouterProcess]:
     """A router that is ready, and its nodes."""
-    nodes = subprocess.Popen([sys.executable, "-m", "benchmarks.scripted_nodes"], stdout=subprocess.PIPE, text=True)
+    nodes = _start_nodes()
     try:
         assert nodes.stdout is not None
         addresses = [f"--{nodes.stdout.readline().strip()}" for _ in range(2)]

@@ -178,12 +178,12 @@ class RouterCore:
             return
         life, attempt = found
         match update.kind:
+            case Tokens() | SampleEnd() as item:  # first, since nearly all are tokens
+                self._item(life, attempt, item, incarnation, now)
             case Started() as started:
                 self._started(life, attempt, started, incarnation)
             case PromptLogprobs() as piece:
                 self._prompt_logprobs(life, attempt, piece, now)
-            case Tokens() | SampleEnd() as item:
-                self._item(life, attempt, item, incarnation, now)
             case HandedOff() as handed_off:
                 if not attempt.handed_off:
                     self._attempts.prefilled(life, attempt)
@@ -221,7 +221,7 @@ class RouterCore:
     def _item(
         self, life: RequestLife, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
     ) -> None:
-        sample = next((s for s in attempt.samples if s.index == item.sample), None)
+        sample = attempt.sample(item.sample)
         if sample is None:
             self._fail(life, attempt, InternalError(f"{attempt.id}: sample {item.sample} was not asked for"), now)
         elif not sample.ended:
@@ -303,6 +303,9 @@ class RouterCore:
 
     def _tell(self, life: RequestLife, attempt: Attempt, sample: SampleLife, event: SampleEvent, now: float) -> None:
         """Emit the event, or hold it back until the decode node goes on. A sample that ended waits for nothing."""
+        if life.told and not sample.held and not (self._holds and attempt.awaits_decode):
+            self._outbox.to_client(life.request.request_id, event)
+            return
         sample.held.append(event)
         if sample.ended or not (self._holds and attempt.awaits_decode):
             self._release(life, sample, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost
 from baton.messages import (
@@ -101,8 +101,7 @@ class RequestTimings:
         self.transfer_bytes = told.transfer_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TokensOut:
+class TokensOut(NamedTuple):
     sample: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -159,6 +158,11 @@ class Attempt:
     prefilled: bool = False  # its prompt no longer occupies the prefill node
     handed_off: bool = False
     end_waits: bool = False  # D's End came while tokens of P are still under way
+
+    def sample(self, index: int) -> SampleLife | None:
+        """None: this attempt is not about that sample."""
+        first = self.samples[0]  # nearly always the only one
+        return first if first.index == index else next((s for s in self.samples if s.index == index), None)
 
     @property
     def unfinished(self) -> list[SampleLife]:

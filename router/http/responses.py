@@ -14,7 +14,9 @@ from baton.errors import BatonError
 from router.answer import Delta, join
 from router.generation import Generation
 from router.http.answers import json_response
+from router.http.body_writer import body_writer_of
 from router.http.errors import body_of, response_to
+from router.http.event_stream import EventShape, EventStream
 from router.offload import Offload
 
 _HEADERS = [
@@ -32,25 +34,6 @@ class WholeShape(Protocol):
     """One request's whole answer in JSON."""
 
     def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]: ...
-
-
-class EventShape(Protocol):
-    """One request's answer as server-sent events, each function giving none or more of them. `keep_alive` is what is
-    sent while there is nothing else."""
-
-    keep_alive: bytes
-
-    def begin(self) -> bytes: ...
-
-    def delta(self, delta: Delta) -> bytes: ...
-
-    def end(self) -> bytes:
-        """After the last delta of all answers, when usage and timings are final."""
-        ...
-
-    def error(self, body: dict[str, Any]) -> bytes:
-        """In place of `end`, if the generation fails."""
-        ...
 
 
 class WholeResponse(Response):
@@ -109,14 +92,19 @@ class EventResponse(Response):
                 await response_to(error, scope)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            writer = body_writer_of(scope)
             try:
-                await self._stream(deltas, send)
+                if writer is None:
+                    await self._stream(deltas, send)
+                else:
+                    await EventStream(self._generation, self._shape, writer).run(deltas, self._keep_alive_s)
                 tail = self._shape.end()
             except BatonError as error:
                 tail = self._shape.error(body_of(error, scope))
             await send({"type": "http.response.body", "body": tail})
 
     async def _stream(self, deltas: list[Delta], send: Send) -> None:
+        """In a server that offers no BodyWriter."""
         head = self._shape.begin()
         while True:
             done = self._generation.done
