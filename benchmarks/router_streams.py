@@ -42,7 +42,7 @@ from deploy.ready import wait_until_serving
 from router.tokenizer import Tokenizer
 
 PROMPT = "Please tell me everything that you know about routers, and do not leave anything out. " * 6
-WARM_UP_REQUESTS = 500
+WARM_UP_REQUESTS = 100
 NUM_CONNECTIONS = 32
 SHORT = 2
 """Tokens of the answer to a request that is measured as such: one of each node."""

@@ -87,6 +87,9 @@ class Answer:
 
     def add(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Delta:
         """The next tokens. Ends the answer when a stop string is found in their text."""
+        if len(token_ids) == 1 and not self._scans and self._waiting is None and token_ids[0] not in self._ending_ids:
+            self.num_tokens += 1  # what `_take` does in this most frequent case
+            return Delta(self.index, self._detokenizer.add(token_ids[0]), token_ids, logprobs)
         text = ""
         for count, token_id in enumerate(token_ids, 1):
             piece, stop = self._take(token_id)

@@ -178,7 +178,11 @@ class RouterCore:
             return
         life, attempt = found
         match update.kind:
-            case Tokens() | SampleEnd() as item:  # first, since nearly all are tokens
+            case Tokens() as tokens if self._flows(life, attempt, tokens):
+                self._outbox.to_client(
+                    life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs)
+                )
+            case Tokens() | SampleEnd() as item:
                 self._item(life, attempt, item, incarnation, now)
             case Started() as started:
                 self._started(life, attempt, started, incarnation)
@@ -200,6 +204,27 @@ class RouterCore:
                 life.timings.adopted(adopted)
             case End(error):
                 self._ended(life, attempt, error, incarnation, now)
+
+    def _flows(self, life: RequestLife, attempt: Attempt, item: Tokens) -> bool:
+        """Take the next tokens of a sample in full flow, as nearly all updates are. False: it may be otherwise, and
+        `_item` has to look."""
+        sample = attempt.samples[0]
+        if (
+            attempt.state is not AttemptState.DECODING
+            or item.sample != sample.index
+            or item.first_index != len(sample.tokens)
+            or not item.token_ids
+            or sample.ended
+            or sample.early
+            or sample.held
+            or attempt.end_waits
+            or not attempt.prefilled
+            or not life.told
+            or life.lacks_prompt_logprobs
+        ):
+            return False
+        sample.tokens.extend(item.token_ids)
+        return True
 
     def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str) -> None:
         if attempt.state is AttemptState.QUEUED:
@@ -303,9 +328,6 @@ class RouterCore:
 
     def _tell(self, life: RequestLife, attempt: Attempt, sample: SampleLife, event: SampleEvent, now: float) -> None:
         """Emit the event, or hold it back until the decode node goes on. A sample that ended waits for nothing."""
-        if life.told and not sample.held and not (self._holds and attempt.awaits_decode):
-            self._outbox.to_client(life.request.request_id, event)
-            return
         sample.held.append(event)
         if sample.ended or not (self._holds and attempt.awaits_decode):
             self._release(life, sample, now)

@@ -90,9 +90,10 @@ class Dispatcher:
             return
         now = time.monotonic()
         self._cause = "node_error"
+        take, carry_out = self._core.update, self._carry_out
         for update in message:
-            self._core.update(incarnation, update, now)
-            self._carry_out()  # one by one: a stop string is noticed before the tokens after it count
+            take(incarnation, update, now)
+            carry_out()  # one by one: a stop string is noticed before the tokens after it count
 
     # ---- for whoever runs it ----
 

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.errors import BatonError, InternalError
 from baton.prompt_logprobs import PromptLogprobs
@@ -89,7 +90,7 @@ class Generation:
         pause = Pauses()
         try:
             for part in self.parts:
-                self._dispatcher.submit(part.request, _Sink(self, part), received)
+                self._dispatcher.submit(part.request, partial(self.take, part), received)
                 await pause()
                 if self._error is not None:  # of a part that was placed before
                     raise self._error
@@ -197,14 +198,14 @@ class Generation:
 
     def _take(self, part: Part, event: RequestEvent) -> None:
         match event:
+            case TokensOut():
+                answer = part.answers[event.sample]
+                if not answer.ended:
+                    self._waiting.append(part.with_prompt(event.sample, answer.add(event.token_ids, event.logprobs)))
+                    if answer.ended:
+                        self._dispatcher.stop_sample(part.request.request_id, event.sample)
             case PromptLogprobs() as piece:
                 part.prompt_logprobs.append(piece)
-            case TokensOut(sample, token_ids, logprobs):
-                answer = part.answers[sample]
-                if not answer.ended:
-                    self._waiting.append(part.with_prompt(sample, answer.add(token_ids, logprobs)))
-                    if answer.ended:
-                        self._dispatcher.stop_sample(part.request.request_id, sample)
             case SampleOut(sample, reason, stop_token_id):
                 answer = part.answers[sample]
                 if not answer.ended:
@@ -248,14 +249,3 @@ class Generation:
         if self._error is None:
             self._error = error
             self.close()
-
-
-class _Sink:
-    """Takes one part's events."""
-
-    def __init__(self, generation: Generation, part: Part) -> None:
-        self._generation = generation
-        self._part = part
-
-    def __call__(self, event: RequestEvent, /) -> None:
-        self._generation.take(self._part, event)

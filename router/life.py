@@ -244,8 +244,9 @@ class RequestLife:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether logprobs of the prompt are still to come."""
-        asked = self.request.sampling.num_prompt_logprobs is not None
-        return asked and self.num_scored < len(self.request.prompt_tokens) - 1
+        if self.request.sampling.num_prompt_logprobs is None:
+            return False
+        return self.num_scored < len(self.request.prompt_tokens) - 1
 
     def take_prompt_logprobs(self, piece: PromptLogprobs) -> PromptLogprobs | None:
         """What is new of a piece, now taken; None: nothing. Raises InternalError if the piece was not asked for, or

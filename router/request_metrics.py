@@ -45,8 +45,8 @@ class RequestMetrics:
     def event(self, request_id: str, event: RequestEvent, now: float) -> None:
         account = self._open[request_id]
         match event:
-            case TokensOut(sample, token_ids, _):
-                self._tokens(account, sample, len(token_ids), now)
+            case TokensOut():
+                self._tokens(account, event.sample, len(event.token_ids), now)
             case SampleOut(_, reason, _):
                 account.finish_reason = reason.value
             case RequestEnd(error, timings):
@@ -55,8 +55,9 @@ class RequestMetrics:
 
     def _tokens(self, account: _Account, sample: int, count: int, now: float) -> None:
         account.generation_tokens.count += count
-        if not account.last_token:
+        last = account.last_token.get(sample)
+        if last is not None:
+            account.inter_token_s.observe((now - last) / count, count)
+        elif not account.last_token:
             self.metrics.first_token_s.labels(self._model()).observe(now - account.received)
-        elif sample in account.last_token:
-            account.inter_token_s.observe((now - account.last_token[sample]) / count, count)
         account.last_token[sample] = now

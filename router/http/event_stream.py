@@ -71,7 +71,8 @@ class EventStream:
         if self._over.done() or self._writer.is_paused:
             return
         try:
-            self._write(b"".join(map(self._shape.delta, self._generation.take_waiting())))
+            deltas = self._generation.take_waiting()
+            self._write(self._shape.delta(deltas[0]) if len(deltas) == 1 else b"".join(map(self._shape.delta, deltas)))
         except Exception as error:  # noqa: BLE001  (raised in the task, which is the request's boundary)
             self._over.set_exception(error)
             return
