@@ -1,4 +1,4 @@
-"""A way from a streamed answer to its connection that takes no coroutine.
+"""A way from an answer to its connection that takes no coroutine, and tells without a task that the client has left.
 
 ASGI's `send` goes through each layer of the application, and waits there. For one event that costs more than all else
 that the router does for a token. So `router.http.connection` offers this beside it, as an extension of the scope.
@@ -20,6 +20,7 @@ class BodyWriter:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._on_resumed: Callable[[], None] | None = None
+        self._on_left: Callable[[], None] | None = None
 
     @property
     def is_paused(self) -> bool:
@@ -29,10 +30,21 @@ class BodyWriter:
     def on_resumed(self, call: Callable[[], None]) -> None:
         self._on_resumed = call
 
+    def on_left(self, call: Callable[[], None]) -> None:
+        """Have it called once if the client leaves before the answer's end; at once, if it has left."""
+        self._on_left = call
+        if self._cycle.disconnected:
+            call()
+
     def resumed(self) -> None:
         """For the connection."""
         if self._on_resumed is not None:
             self._on_resumed()
+
+    def left(self) -> None:
+        """For the connection."""
+        if self._on_left is not None:
+            self._on_left()
 
     def write(self, piece: bytes) -> None:
         """A piece that is not empty. It goes nowhere if the client has left."""

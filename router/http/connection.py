@@ -289,6 +289,8 @@ class Connection(HttpToolsProtocol):
         cycle.disconnected = True
         cycle.waiting_for_100_continue = False  # nothing can be sent any more
         cycle.message_event.set()
+        if self._body_writer is not None:
+            self._body_writer.left()
         return cycle.response_started
 
     # ---- timers ----

@@ -47,10 +47,11 @@ class EventStream:
 
     async def run(self, deltas: Sequence[Delta], keep_alive_s: float) -> None:
         """Begin with `deltas`; if there are none, with a sign of life. Raises what the generation fails with."""
+        head = self._shape.begin()
         body = b"".join(map(self._shape.delta, deltas))
         if not deltas and not self._generation.is_over:
             body = self._shape.keep_alive
-        self._write(self._shape.begin() + body)
+        self._write(head + body)
         self._writer.on_resumed(self._generation.tell)
         self._generation.listen(self._deliver)
         try:

@@ -46,7 +46,7 @@ class WholeResponse(Response):
         self._offload = offload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _closed_when_left(receive, self._generation):
+        async with _closed_when_left(scope, receive, self._generation):
             try:
                 response = await self._answer(await self._collect())
             except BatonError as error:
@@ -85,7 +85,7 @@ class EventResponse(Response):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _closed_when_left(receive, self._generation):
+        async with _closed_when_left(scope, receive, self._generation):
             try:
                 deltas = await self._generation.next(self._keep_alive_s)
             except BatonError as error:
@@ -118,13 +118,18 @@ class EventResponse(Response):
 
 
 @contextlib.asynccontextmanager
-async def _closed_when_left(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+async def _closed_when_left(scope: Scope, receive: Receive, generation: Generation) -> AsyncIterator[None]:
     """Within the context, the generation is closed as soon as the client leaves; at its end, in any case."""
-    watch = asyncio.create_task(_close_when_left(receive, generation))
+    writer, watch = body_writer_of(scope), None
+    if writer is not None:
+        writer.on_left(generation.close)
+    else:
+        watch = asyncio.create_task(_close_when_left(receive, generation))
     try:
         yield
     finally:
-        watch.cancel()
+        if watch is not None:
+            watch.cancel()
         generation.close()
 
 
