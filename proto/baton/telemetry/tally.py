@@ -45,7 +45,7 @@ class CounterByModel:
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name, self._text = name, text
         self._by_model: dict[str, TallyCounter] = {}
-        registry.register(self)  # type: ignore[arg-type]  # a Collector by what it has
+        registry.register(self)
 
     def of(self, model: str) -> TallyCounter:
         if model not in self._by_model:
@@ -68,7 +68,7 @@ class HistogramByModel:
     def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
         self._name, self._text, self._bounds = name, text, bounds
         self._by_model: dict[str, TallyHistogram] = {}
-        registry.register(self)  # type: ignore[arg-type]  # a Collector by what it has
+        registry.register(self)
 
     def of(self, model: str) -> TallyHistogram:
         if model not in self._by_model:
