@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ async def test_streams_write_in_slices_and_the_loop_goes_on_between_them():
             pass
 
     for name in ("first", "second"):
-        deliveries.add(lambda name=name: slow(name))
+        deliveries.add(partial(slow, name))
     await asyncio.sleep(0)
     order.append("the loop")
     await asyncio.sleep(0)

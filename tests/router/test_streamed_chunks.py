@@ -16,7 +16,7 @@ from router.http.schemas import StreamOptions
 from router.http.shapes import ChatShape, CompletionShape, Shape
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
-TEXTS = st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=20), min_size=1, max_size=6)
+TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), min_size=1, max_size=6)
 
 
 class Model:
