@@ -77,8 +77,11 @@ class RouterCore:
     # ---- what the world tells ----
 
     def node_up(self, info: NodeInfo, now: float) -> None:
-        """A node is subscribed: work may be placed there, beginning with requests that wait for a node."""
+        """A node is subscribed: work may be placed there, beginning with requests that wait for a node. If it had been
+        lost, its link or its silence was the cause, and no request that it ran."""
         self.pool.add(info)
+        for life in self._requests.values():
+            life.acquit(info.incarnation)
         self._attempts.place_waiting(now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:

@@ -230,6 +230,11 @@ class RequestLife:
         router does, the next node would have the request."""
         return bool(self.lost) and len(self.lost.keys() | self.blamed) >= max_lost
 
+    def acquit(self, incarnation: str) -> None:
+        """The node lives: the request has not ended it."""
+        self.lost.pop(incarnation, None)
+        self.blamed.discard(incarnation)
+
     @property
     def losses(self) -> str:
         """The lost nodes and how they were lost, as a text for people."""

@@ -41,7 +41,7 @@ FIELDS: Mapping[str, str] = {
     "prompt": "a text, token ids, or a list of either",
     "system": "system prompt",
     "n": "answers to each prompt",
-    "best_of": "must equal `n`, or with `use_beam_search` be the width of the search",
+    "best_of": "answers to draw, of which the `n` likeliest are returned, whole; with `use_beam_search` its width",
     "use_beam_search": "find the most likely answers; `n` or `best_of` is the width",
     "beam_width": "above 0: find the most likely answers, by so many beams; `n` 0: all are answers",
     "length_penalty": "of a beam search: the power of the length by which scores are divided",

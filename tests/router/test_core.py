@@ -66,6 +66,25 @@ def test_who_lost_its_peer_blames_the_peer(speaker: str, avoided: str) -> None:
     assert {"p1", "d1"} <= house.aborted
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_request_is_given_up_when_two_nodes_died_of_it_but_not_when_one_comes_back(comes_back: bool) -> None:
+    """The same incarnation has not died: its link was cut, or it was silent."""
+    house = House("p1", "d1", "d2", "d3")
+    for name in ("d1", "d2"):
+        prefill = house.prefills[-1][1] if house.prefills else house.submit()
+        assert prefill.decode
+        assert prefill.decode.incarnation == name
+        house.core.node_lost(name, "silent", 1.0)
+        if comes_back:
+            house.core.node_up(info("d1", NodeRole.DECODE), 1.0)
+        house.collect()
+    if comes_back:
+        assert len(house.prefills) == 3
+    else:
+        assert isinstance(house.end, InternalError)
+        assert "decode node d1: silent; decode node d2: silent" in house.end.message
+
+
 def test_samples_that_have_output_go_on_one_by_one() -> None:
     house = House("p1", "d1", "d2")
     first = house.submit(n=2)
