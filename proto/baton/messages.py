@@ -33,6 +33,10 @@ class AttemptId:
     request_id: str
     attempt: int
 
+    def __hash__(self) -> int:
+        """Of the text alone, which remembers its hash: attempts are looked up for each token."""
+        return hash(self.request_id)
+
     @property
     def key(self) -> tuple[int, str]:
         """The part of the id that all attempts at the request share."""
@@ -139,9 +143,9 @@ class Started:
     queue_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Output tokens `[first_index, first_index + len(token_ids))` of one sample."""
+class Tokens(NamedTuple):
+    """Output tokens `[first_index, first_index + len(token_ids))` of one sample. Like `Update` a tuple, because there
+    is one for each token: a frozen dataclass takes three times as long to make."""
 
     sample: int
     first_index: int
@@ -204,8 +208,7 @@ class End:
 UpdateKind = Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     attempt_id: AttemptId
     kind: UpdateKind
 

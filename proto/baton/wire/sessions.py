@@ -273,11 +273,16 @@ def _write_tokens(said: Tokens) -> node_pb2.Tokens:
 
 
 def _read_tokens(wire: node_pb2.Tokens, limits: Limits) -> Tokens:
-    token_ids = values.read_tokens(wire.token_ids, limits)
-    sample, first = values.read_below(wire.sample, MAX_SAMPLES, "sample"), wire.first_index
+    sample, first, data, logprobs = wire.sample, wire.first_index, wire.token_ids, wire.logprobs
+    if len(data) == 4 and not logprobs:  # one token, as most updates have
+        token_id = int.from_bytes(data, "little")
+        if token_id < limits.vocab_size and sample < MAX_SAMPLES and first < limits.max_model_len:
+            return Tokens(sample, first, (token_id,))
+    token_ids = values.read_tokens(data, limits)
+    values.read_below(sample, MAX_SAMPLES, "sample")
     values.read_below(first + len(token_ids), limits.max_model_len + 1, "first_index")
-    if not wire.logprobs:
+    if not logprobs:
         return Tokens(sample, first, token_ids)
-    if len(wire.logprobs) != len(token_ids):
-        raise InvalidRequest(f"{len(token_ids)} tokens with {len(wire.logprobs)} logprobs", "logprobs")
-    return Tokens(sample, first, token_ids, values.read_logprobs(wire.logprobs, limits))
+    if len(logprobs) != len(token_ids):
+        raise InvalidRequest(f"{len(token_ids)} tokens with {len(logprobs)} logprobs", "logprobs")
+    return Tokens(sample, first, token_ids, values.read_logprobs(logprobs, limits))
