@@ -84,9 +84,9 @@ class NodeSettings(ClusterSettings):
         None,
         gt=0,
         le=60_000,
-        description="of a decode node: milliseconds that a step with decodes should take at most: prompts "
-        "that the node computes itself get chunks for which that is predicted; a good start is 2.5 times a step without prompts; "
-        "unset: only --max-num-batched-tokens bounds the chunks",
+        description="of a decode node: milliseconds that a step with decodes should take at most; prompts that it "
+        "computes itself get chunks for which that is predicted; a good start is 2.5 times a step without prompts; "
+        "unset: only --max-num-batched-tokens bounds chunks",
     )
     max_waiting: int = Field(4096, ge=1, description="requests that may queue; more are refused with 429")
     request_timeout: float = Field(
