@@ -10,15 +10,18 @@ from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
 from router.life import Attempt, AttemptState, RequestLife, Unplaced
 from router.placement import Placement, Pool
+from router.prefix_index import PrefixIndex
 from router.waiting import WaitingForNode
 
 
 class Attempts:
-    """Uses the pool's nodes, and tells them through `outbox`. Keeps `RequestLife.works` and `unplaced`, and of these
-    lives what of their timings is about nodes. `max_waiting`: how many may wait for a node."""
+    """Uses the pool's nodes, and tells them through `outbox`; `index` says what they hold. Keeps up to date
+    `RequestLife.attempts` and `unplaced`, and of these lives what of their timings is about nodes. `max_waiting`: how
+    many may wait for a node."""
 
-    def __init__(self, epoch: int, pool: Pool, outbox: Outbox, max_waiting: int) -> None:
+    def __init__(self, epoch: int, pool: Pool, index: PrefixIndex, outbox: Outbox, max_waiting: int) -> None:
         self._epoch = epoch
+        self._index = index
         self._pool = pool
         self._outbox = outbox
         self._live: dict[AttemptId, tuple[RequestLife, Attempt]] = {}
@@ -38,6 +41,12 @@ class Attempts:
 
     # ---- placing ----
 
+    def choose(self, life: RequestLife, now: float) -> Placement | None:
+        """See Pool.choose."""
+        request = life.request
+        held = self._index.held(request.block_hashes)
+        return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held)
+
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
         """Raises NodeUnavailable when there is no place, nor one to wait."""
         if placement is None:
@@ -49,7 +58,7 @@ class Attempts:
         """A node has come: who waits for one is placed, in order of arrival."""
         for task in self._waiting.tasks():
             try:
-                placement = self._pool.choose(task.life.avoid, now)
+                placement = self.choose(task.life, now)
             except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
                 task.error = misfit
                 return
@@ -64,27 +73,34 @@ class Attempts:
     def _place(self, task: Unplaced, placement: Placement, now: float) -> None:
         """Those of its samples that have not ended while it waited."""
         if placement.decode and not task.life.request.has_prefill:
-            placement = Placement(placement.decode, None)
+            placement = Placement(placement.decode, None, placement.prefill_s)
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
         attempt_id = AttemptId(self._epoch, task.key, task.attempt)
         left_s = life.deadline - now
-        attempt = Attempt(attempt_id, samples, prefill.incarnation, decode.incarnation if decode else None, left_s)
+        attempt = Attempt(
+            attempt_id,
+            samples,
+            prefill.incarnation,
+            decode.incarnation if decode else None,
+            left_s,
+            placement.prefill_s,
+        )
         life.attempts[attempt_id] = attempt
         self._live[attempt_id] = life, attempt
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
         life.timings.prefill_node, life.timings.decode_node = prefill.node_id, (decode or prefill).node_id
-        self._pool.place(placement, len(life.request.prompt_tokens))
+        self._pool.place(placement, len(life.request.prompt_tokens), now)
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
         self._outbox.to_node(attempt.prefill, life.prefill(attempt, target, now))
 
     # ---- progress, end ----
 
-    def prefilled(self, life: RequestLife, attempt: Attempt) -> None:
+    def prefilled(self, life: RequestLife, attempt: Attempt, now: float) -> None:
         """Its prompt keeps nobody waiting any more. Once more does nothing."""
         if not attempt.prefilled:
             attempt.prefilled = True
-            self._pool.prefilled(attempt.prefill, len(life.request.prompt_tokens))
+            self._pool.prefilled(attempt.prefill, len(life.request.prompt_tokens), attempt.prefill_s, now)
 
     def abort(self, attempt: Attempt, samples: tuple[int, ...] = ()) -> None:
         """Tell all nodes that may still hold something of it; `samples`: that these alone are over."""
@@ -95,9 +111,9 @@ class Attempts:
         if self._pool.get(incarnation):
             self._outbox.to_node(incarnation, Abort(attempt.id, samples, attempt.deadline_s))
 
-    def retire(self, life: RequestLife, attempt: Attempt) -> None:
+    def retire(self, life: RequestLife, attempt: Attempt, now: float) -> None:
         """It is over: nothing that a node says of it counts any more."""
         del life.attempts[attempt.id]
         del self._live[attempt.id]
-        self.prefilled(life, attempt)
+        self.prefilled(life, attempt, now)
         self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens))

@@ -8,6 +8,8 @@ can take at the moment waits for one; each request ends exactly once, after its 
 
 from __future__ import annotations
 
+from random import Random
+
 from baton.deadlines import Deadlines
 from baton.errors import (
     BatonError,
@@ -47,6 +49,7 @@ from router.life import (
     Unplaced,
 )
 from router.placement import Pool
+from router.policies import Policy
 from router.prefix_index import PrefixIndex
 
 MAX_ATTEMPTS = 4
@@ -59,7 +62,8 @@ class RouterCore:
 
     `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what
     these sample is told at once, or when the decode node goes on with it; `max_waiting`: how many requests, or single
-    samples of them, may wait for a node.
+    samples of them, may wait for a node; `policy`: which nodes get what, by default the least loaded; `draw`: what it
+    draws from.
     """
 
     def __init__(
@@ -68,14 +72,16 @@ class RouterCore:
         with_prefill: bool = True,
         first_token: FirstToken = "prefill",
         max_waiting: int = 1024,
+        policy: Policy | None = None,
+        draw: Random | None = None,
     ) -> None:
-        self.pool = Pool(with_prefill)
+        self.pool = Pool(with_prefill, policy, draw)
         self.prefix_index = PrefixIndex()
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._deadlines: Deadlines[str] = Deadlines()
         self._outbox = Outbox()
-        self._attempts = Attempts(epoch, self.pool, self._outbox, max_waiting)
+        self._attempts = Attempts(epoch, self.pool, self.prefix_index, self._outbox, max_waiting)
 
     # ---- what the world tells ----
 
@@ -137,7 +143,7 @@ class RouterCore:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         samples = [SampleLife(i) for i in range(request.n)]
         life = RequestLife(request, now, now + request.deadline_s, samples)
-        placement = self.pool.choose(life.avoid, now)
+        placement = self._attempts.choose(life, now)
         self._attempts.place_or_wait(Unplaced(life, samples, request.request_id, 0), placement, now)
         self._requests[request.request_id] = life
         self._deadlines.set(request.request_id, life.deadline)
@@ -156,7 +162,7 @@ class RouterCore:
                     self._attempts.abort(attempt, (sample,))
                 else:
                     self._attempts.abort(attempt)
-                    self._attempts.retire(life, attempt)
+                    self._attempts.retire(life, attempt, now)
         for waiting in [w for w in life.unplaced if all(s.ended for s in w.samples)]:
             self._attempts.stop_waiting(waiting)
         self._end_if_done(life, now)
@@ -206,18 +212,22 @@ class RouterCore:
                 self._prompt_logprobs(life, attempt, piece, now)
             case HandedOff() as handed_off:
                 if not attempt.handed_off:
-                    self._attempts.prefilled(life, attempt)
+                    self._attempts.prefilled(life, attempt, now)
                     attempt.handed_off = True
                     if attempt.decode:
                         self.pool.faults.worked((attempt.prefill, attempt.decode))
                     life.timings.handed_off(handed_off)
+                    if attempt.id.attempt == 0:
+                        num_uncached = len(life.request.prompt_tokens) - life.timings.num_cached_tokens
+                        self.pool.took(attempt.prefill, num_uncached, handed_off.prefill_s)
                     self._after_progress(life, attempt, now)
             case Adopted() as adopted:
-                self._attempts.prefilled(life, attempt)
+                self._attempts.prefilled(life, attempt, now)
                 attempt.state = AttemptState.DECODING
                 for sample in attempt.samples:
                     self._release(life, sample, now)
                 life.timings.adopted(adopted)
+                self.pool.handed_over(incarnation, adopted.handoff_s)
             case End(error):
                 self._ended(life, attempt, error, incarnation, now)
 
@@ -297,7 +307,7 @@ class RouterCore:
         known = have - item.first_index  # repeated tokens
         fresh = item.token_ids[known:]
         if fresh:
-            self._attempts.prefilled(life, attempt)
+            self._attempts.prefilled(life, attempt, now)
             sample.tokens.extend(fresh)
             if attempt.decode and attempt.state is not AttemptState.DECODING:
                 attempt.state = AttemptState.HANDING_OFF
@@ -333,7 +343,7 @@ class RouterCore:
             if incarnation == attempt.decode and not attempt.handed_off:
                 # its last word is still under way and says nothing new
                 self._attempts.abort_on(attempt.prefill, attempt)
-            self._attempts.retire(life, attempt)
+            self._attempts.retire(life, attempt, now)
             self._end_if_done(life, now)
         elif incarnation == attempt.decode and not attempt.handed_off:
             attempt.end_waits = True
@@ -369,7 +379,7 @@ class RouterCore:
     ) -> None:
         """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`."""
         self._attempts.abort(attempt)
-        self._attempts.retire(life, attempt)
+        self._attempts.retire(life, attempt, now)
         unfinished = attempt.unfinished
         for sample in attempt.samples:
             sample.early.clear()
@@ -393,7 +403,7 @@ class RouterCore:
     ) -> None:
         """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
         client retries later."""
-        placement = self.pool.choose(life.avoid, now)
+        placement = self._attempts.choose(life, now)
         if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in life.avoid):
             raise error
         whole = len(group) == len(lost.samples)
@@ -407,7 +417,7 @@ class RouterCore:
     def _end(self, life: RequestLife, error: BatonError | None, now: float) -> None:
         for attempt in list(life.attempts.values()):
             self._attempts.abort(attempt)
-            self._attempts.retire(life, attempt)
+            self._attempts.retire(life, attempt, now)
         for task in list(life.unplaced):
             self._attempts.stop_waiting(task)
         self._deadlines.discard(life.request.request_id)

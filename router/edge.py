@@ -14,6 +14,7 @@ from router.api_keys import ApiKeys, UnusableKeys
 from router.http.app import Access
 from router.http.limits import ConnectionLimits
 from router.plugins import UnknownPlugin
+from router.policies import Policy, find_policy
 from router.reasoning_parsers import ReasoningParser, find_reasoning_parser
 from router.settings import RouterSettings
 from router.tls import TlsError, TlsFiles
@@ -81,6 +82,14 @@ def make_parsers(settings: RouterSettings) -> Parsers:
     except UnknownPlugin as error:
         raise StartError(f"{flag}: {error}") from None
     return Parsers(tool, reasoning, settings.enable_auto_tool_choice)
+
+
+def make_policy(settings: RouterSettings) -> Policy:
+    """Loads the policy that the settings name. Raises StartError."""
+    try:
+        return find_policy(settings.policy)
+    except UnknownPlugin as error:
+        raise StartError(f"--policy: {error}") from None
 
 
 def _keys(settings: RouterSettings) -> ApiKeys | None:

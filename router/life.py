@@ -150,7 +150,7 @@ class Attempt:
     """One attempt at some samples of a request, placed on a prefill and a decode node, or on a decode node alone.
 
     `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too. `deadline_s`
-    is the one in the message.
+    is the one in the message. `prefill_s`: what its prompt was expected to take.
     """
 
     id: AttemptId
@@ -158,6 +158,7 @@ class Attempt:
     prefill: str
     decode: str | None
     deadline_s: float
+    prefill_s: float = 0.0
     state: AttemptState = AttemptState.QUEUED
     prefilled: bool = False  # its prompt no longer occupies the prefill node
     handed_off: bool = False

@@ -1,27 +1,40 @@
-"""Which nodes get a request: the prefill node that can start it first, and the least busy decode node that fits."""
+"""Which nodes get a request: what the router knows of them, as its policy (`router.policies`) wants to see it."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
 
 from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
 from router.pair_faults import PairFaults
+from router.policies import Candidate, Options, Policy
+from router.policies.least_loaded import LeastLoaded
+from router.rates import Mean, PrefillTime
+
+_NONE_HELD: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
 class Node:
     """A subscribed node, with the work that this router has given it. Its own `load` lags behind by a heartbeat and
     includes other routers' work. Counts are tokens of prompts: `to_prefill` of those not computed yet, `to_decode` of
-    requests that generate there."""
+    requests that generate there. `to_prefill_s`: what the former are expected to take."""
 
     info: NodeInfo
     load: Load
     to_prefill: int = 0
     to_decode: int = 0
+    num_prompts: int = 0
+    to_prefill_s: float = 0.0
+    busy_since: float = 0.0
+    """When it is believed to have begun with the first of the prompts that it has."""
     last_placed: int = 0
     """Number of the last placement that gave it a prompt to compute."""
+    prefill_time: PrefillTime = field(default_factory=PrefillTime)
+    handoff_s: Mean = field(default_factory=Mean)
 
     @property
     def backlog(self) -> tuple[int, int]:
@@ -34,13 +47,35 @@ class Node:
         """How much the node has to generate."""
         return self.to_decode, self.load.num_waiting + self.load.num_running
 
+    def queue_s(self, now: float) -> float:
+        """Until it would start one more prompt. It is in the midst of the first that it has."""
+        if not self.num_prompts:
+            return 0.0
+        first_s = self.to_prefill_s / self.num_prompts
+        return self.to_prefill_s - min(max(0.0, now - self.busy_since), first_s)
+
+    def expected_prefill_s(self, num_tokens: int) -> float:
+        """What so many uncached tokens take, without the queue: as the node says itself beside what it decodes, or as
+        was learned."""
+        told = self.load.prompt_tokens_per_s
+        return num_tokens / told if told else self.prefill_time.predict(num_tokens)
+
+    def fill(self, num_tokens: int) -> float:
+        """Share of its KV pool that is in use, or spoken for, with so many tokens more."""
+        num_all = self.info.num_blocks * self.info.layout.block_size
+        load = self.load
+        used = 1 - load.num_blocks_free / load.num_blocks_total if load.num_blocks_total else 0.0
+        return max(self.to_decode / num_all, used) + num_tokens / num_all
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`decode` None: the decode node in `prefill` does all the work."""
+    """`decode` None: the decode node in `prefill` does all the work. `prefill_s`: what the prompt is expected to take,
+    without the queue before it."""
 
     prefill: Node
     decode: Node | None
+    prefill_s: float = 0.0
 
     @property
     def last(self) -> Node:
@@ -61,21 +96,26 @@ def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 
 class Pool:
-    """The nodes that a router may use now, by incarnation. `with_prefill`: prefill nodes are meant to be among them."""
+    """The nodes that a router may use now, by incarnation. `with_prefill`: prefill nodes are meant to be among them.
+    `draw`: what the policy draws from."""
 
-    def __init__(self, with_prefill: bool = True) -> None:
+    def __init__(self, with_prefill: bool = True, policy: Policy | None = None, draw: Random | None = None) -> None:
         self.faults = PairFaults()
+        self._policy = policy or LeastLoaded()
+        self._draw = draw or Random()
         self._with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}
         self._misfits: dict[tuple[str, str], str | None] = {}  # by the incarnations of a prefill and a decode node
+        self._prefill_time = PrefillTime()  # of all: what is expected of a new one
         self._num_placed = 0
+        self._seen: dict[str, Node] = {}  # what the policy has been shown, by incarnation
 
     def add(self, info: NodeInfo) -> None:
         """A node that is here already keeps its counts."""
         if node := self._nodes.get(info.incarnation):
             node.info = info
         else:
-            self._nodes[info.incarnation] = Node(info, Load())
+            self._nodes[info.incarnation] = Node(info, Load(), prefill_time=PrefillTime(self._prefill_time))
         self._compare()
 
     def remove(self, incarnation: str) -> Node | None:
@@ -102,47 +142,103 @@ class Pool:
 
     # ---- where to ----
 
-    def choose(self, avoid: set[str], now: float) -> Placement | None:
-        """The least busy pair that fits and works; else a decode node alone. Nodes in `avoid` are chosen only if there
-        is no other. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the present
-        nodes do not fit together, so that waiting would not help."""
+    def choose(
+        self, avoid: set[str], now: float, num_tokens: int = 0, held: Mapping[str, int] = _NONE_HELD
+    ) -> Placement | None:
+        """A pair that fits and works, or a decode node alone, for a prompt of so many tokens, as the policy chooses.
+        Nodes in `avoid` are chosen only if there is no other. `held`: how many of the prompt's leading blocks nodes
+        hold, by incarnation. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the
+        present nodes do not fit together, so that waiting would not help."""
         prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
         if not decodes:
             return None
-        fitting = self._fitting(prefills, decodes)
-        if prefills and not fitting:
+        if prefills and not any(self._fit(p, d) for p in prefills for d in decodes):
             raise NodeUnavailable(self.why_not_ready() or "no node")
+        options = self._options(self._willing(prefills, decodes, avoid, now), now, num_tokens, held)
+        prefill, decode = self._policy.choose(options, self._draw)
+        first = self._node_of(prefill)
+        return Placement(first, self._node_of(decode) if decode else None, prefill.prefill_s)
 
-        def cost(pair: tuple[Node, Node]) -> tuple[object, ...]:
-            prefill, decode = pair
-            failed = sum(n.info.incarnation in avoid for n in pair)
-            return failed, prefill.backlog, prefill.busy, decode.busy, prefill.info.node_id, decode.info.node_id
+    def _willing(
+        self, prefills: list[Node], decodes: list[Node], avoid: set[str], now: float
+    ) -> tuple[list[Node], list[Node], bool]:
+        """Those that may get the request, and whether there is a pair among them: as few in `avoid` as possible."""
 
-        if pairs := [(p, d) for p, d in fitting if not self.faults.is_out(_key(p, d), now)]:
-            return Placement(*min(pairs, key=cost))
-        return Placement(min(decodes, key=lambda n: (n.info.incarnation in avoid, n.backlog, n.busy)), None)
+        def split(nodes: list[Node]) -> list[list[Node]]:
+            return [[n for n in nodes if (n.info.incarnation in avoid) is avoided] for avoided in (False, True)]
 
-    def _fitting(self, prefills: list[Node], decodes: list[Node]) -> list[tuple[Node, Node]]:
-        return [(p, d) for p in prefills for d in decodes if self._misfits[_key(p, d)] is None]
+        of_prefill, of_decode = split(prefills), split(decodes)
+        for i, j in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            if any(self._works(p, d, now) for p in of_prefill[i] for d in of_decode[j]):
+                return of_prefill[i], of_decode[j], True
+        return [], of_decode[0] or of_decode[1], False
+
+    def _options(
+        self, willing: tuple[list[Node], list[Node], bool], now: float, num_tokens: int, held: Mapping[str, int]
+    ) -> Options:
+        prefills, decodes, paired = willing
+        self._seen = {}
+
+        def seen(node: Node) -> Candidate:
+            candidate = _candidate(node, now, num_tokens, held.get(node.info.incarnation, 0))
+            self._seen[candidate.incarnation] = node
+            return candidate
+
+        def fits(prefill: Candidate, decode: Candidate) -> bool:
+            return self._works(self._node_of(prefill), self._node_of(decode), now)
+
+        first, second = [seen(node) for node in prefills], [seen(node) for node in decodes]
+        alone = second if not paired else []
+        if paired and self._policy.uses_decode_alone:
+            alone = [candidate for candidate in second if candidate.bounds_gaps]
+        return Options(first, second if paired else [], fits, alone, self._num_placed)
+
+    def _node_of(self, candidate: Candidate) -> Node:
+        return self._seen[candidate.incarnation]
+
+    def _works(self, prefill: Node, decode: Node, now: float) -> bool:
+        return self._fit(prefill, decode) and not self.faults.is_out(_key(prefill, decode), now)
+
+    def _fit(self, prefill: Node, decode: Node) -> bool:
+        return self._misfits[_key(prefill, decode)] is None
 
     # ---- what it was given ----
 
-    def place(self, placement: Placement, num_tokens: int) -> None:
+    def place(self, placement: Placement, num_tokens: int, now: float) -> None:
         """A prompt of so many tokens goes there. The caller follows with `prefilled` and `ended`, once each."""
         self._num_placed += 1
-        placement.prefill.to_prefill += num_tokens
-        placement.prefill.last_placed = self._num_placed
+        node = placement.prefill
+        if not node.num_prompts:
+            node.busy_since = now
+        node.num_prompts += 1
+        node.to_prefill += num_tokens
+        node.to_prefill_s += placement.prefill_s
+        node.last_placed = self._num_placed
         placement.last.to_decode += num_tokens
 
-    def prefilled(self, incarnation: str, num_tokens: int) -> None:
-        """That prompt is computed, or no longer needed."""
+    def prefilled(self, incarnation: str, num_tokens: int, prefill_s: float, now: float) -> None:
+        """That prompt is computed, or no longer needed; `prefill_s` as it was placed."""
         if node := self._nodes.get(incarnation):
+            node.num_prompts -= 1
             node.to_prefill -= num_tokens
+            node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
+            node.busy_since = now
 
     def ended(self, incarnation: str, num_tokens: int) -> None:
         """That request no longer generates there."""
         if node := self._nodes.get(incarnation):
             node.to_decode -= num_tokens
+
+    def took(self, prefill: str, num_uncached: int, prefill_s: float) -> None:
+        """A prompt with so many uncached tokens took that long there."""
+        if node := self._nodes.get(prefill):
+            node.prefill_time.learn(num_uncached, prefill_s)
+            self._prefill_time.learn(num_uncached, prefill_s)
+
+    def handed_over(self, decode: str, handoff_s: float) -> None:
+        """A handoff to this decode node took that long."""
+        if node := self._nodes.get(decode):
+            node.handoff_s.learn(handoff_s)
 
     # ---- for a person ----
 
@@ -151,7 +247,7 @@ class Pool:
         prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
         if not decodes:
             return "no prefill node and no decode node" if self._with_prefill and not prefills else "no decode node"
-        if not prefills or self._fitting(prefills, decodes):
+        if not prefills or any(self._fit(p, d) for p in prefills for d in decodes):
             return None
         return f"no decode node: {self._misfits[_key(prefills[0], decodes[0])]}"
 
@@ -165,6 +261,24 @@ class Pool:
             if reason := self._misfits[key] or self.faults.why_out(key, now):
                 reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
         return "; ".join(reasons) or None
+
+
+def _candidate(node: Node, now: float, num_tokens: int, num_held: int) -> Candidate:
+    """The last token of a prompt is always computed."""
+    num_cached = min(num_held * node.info.layout.block_size, max(0, num_tokens - 1))
+    return Candidate(
+        node.info.incarnation,
+        node.info.node_id,
+        node.backlog,
+        node.busy,
+        num_cached,
+        node.queue_s(now),
+        node.expected_prefill_s(num_tokens - num_cached),
+        node.handoff_s.value,
+        node.load.num_running,
+        node.fill(num_tokens),
+        node.load.target_itl_s > 0,
+    )
 
 
 def _key(prefill: Node, decode: Node) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from router.admission import Admission
 from router.cluster import Cluster, Readiness
 from router.core import RouterCore
 from router.dispatcher import Dispatcher
-from router.edge import StartError, make_edge, make_parsers
+from router.edge import StartError, make_edge, make_parsers, make_policy
 from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
 from router.http.anthropic.routes import MessagesRoutes
@@ -60,7 +60,9 @@ class RouterServer:
         epoch = secrets.randbits(EPOCH_BITS)
         self.models = Models()
         request_metrics = RequestMetrics(metrics, self._model_name)
-        core = RouterCore(epoch, bool(settings.prefill), settings.first_token, settings.max_waiting)
+        core = RouterCore(
+            epoch, bool(settings.prefill), settings.first_token, settings.max_waiting, make_policy(settings)
+        )
         self.dispatcher = Dispatcher(core, request_metrics)
         trust = settings.trust()
         self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode, trust)

@@ -35,6 +35,10 @@ class RouterSettings(EdgeSettings, ClusterSettings):
         description="node that streams the first token: prefill, as soon as it is sampled, and the handoff is a gap "
         "behind it; decode, when that goes on with the request, and the handoff counts to the time to first token",
     )
+    policy: str = Field(
+        "cost",
+        description="how nodes are chosen: cost, prefix, least-loaded, round-robin, random, or an installed one's name",
+    )
     tool_call_parser: str | None = Field(
         None, description="form in which the model writes tool calls: hermes, llama3_json, mistral, ...; unset: none"
     )

@@ -32,7 +32,7 @@ class Fragile:
         large = ("--num-gpu-blocks-override=512", "--async-scheduling")
         self.prefill = [cluster.node("prefill", f"prefill-{i}", *small) for i in range(2)]
         self.decode = [cluster.node("decode", f"decode-{i}", *large) for i in range(2)]
-        self.all = cluster.router(self.prefill, self.decode, name="router-all")
+        self.all = cluster.router(self.prefill, self.decode, "--policy=least-loaded", name="router-all")
         first = (self.prefill[:1], self.decode[:1])
         self.pair = cluster.router(*first, name="router-pair")
         self.late = cluster.router(*first, "--first-token=decode", name="router-late")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from baton.errors import BatonError
 from baton.layout import KvLayout, LayerKv
 from baton.messages import Abort, GenerationDefaults, NodeInfo, NodeRole, Prefill, Update
@@ -9,6 +11,7 @@ from baton.sampling import SamplingParams
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import FirstToken, RequestEnd, RoutedRequest, TokensOut
+from router.policies import find_policy
 
 LAYOUT = KvLayout((LayerKv(1, 8, 8, "float32"),) * 1, 16, "f")
 
@@ -43,8 +46,9 @@ class House:
         with_prefill: bool = True,
         first_token: FirstToken = "prefill",
         max_waiting: int = 100,
+        policy: str = "least-loaded",
     ) -> None:
-        self.core = RouterCore(1, with_prefill=with_prefill, first_token=first_token, max_waiting=max_waiting)
+        self.core = RouterCore(1, with_prefill, first_token, max_waiting, find_policy(policy), Random(0))
         self.sent: list[ToNode] = []
         self.emitted: list[Emit] = []
         for name in names:

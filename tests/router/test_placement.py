@@ -6,7 +6,18 @@ import dataclasses
 
 import pytest
 
-from baton.messages import Adopted, End, HandedOff, Load, NodeRole, SampleEnd, Started, Tokens, TransportEndpoint
+from baton.messages import (
+    Adopted,
+    End,
+    HandedOff,
+    KvEvents,
+    Load,
+    NodeRole,
+    SampleEnd,
+    Started,
+    Tokens,
+    TransportEndpoint,
+)
 from baton.sampling import FinishReason, SamplingParams
 from router.life import RoutedRequest
 from tests.router.house import House, info
@@ -117,3 +128,62 @@ def test_nodes_without_a_transport_in_common_are_no_pair() -> None:
     targets = [prefill.decode.incarnation for _, prefill in house.prefills if prefill.decode]
     assert targets == ["d2"] * 3
     assert "transport ucx of p1 != ipc of d1" in str(house.core.why_degraded(0.0))
+
+
+def computed(house: House, request: str, took_s: float) -> None:
+    """The request's prompt took so long on its prefill node, and all of it is over."""
+    where, prefill = next((w, p) for w, p in house.prefills if p.attempt_id.request_id == request)
+    house.say(where, prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(took_s))
+    assert prefill.decode
+    house.say(prefill.decode.incarnation, prefill, Adopted(0.01, 0, 9), OVER, End())
+
+
+def test_cost_learns_which_prefill_node_is_slow() -> None:
+    house = House("p1", "p2", "d1", policy="cost")
+    for i in range(20):
+        where = place(house, f"warm-{i}")
+        computed(house, f"warm-{i}", 1.0 if where == "p1" else 0.1)
+    nodes = []
+    for i in range(4):
+        nodes.append(place(house, f"one-{i}"))
+        computed(house, f"one-{i}", 1.0 if nodes[-1] == "p1" else 0.1)
+    assert nodes == ["p2"] * 4
+    assert [place(house, f"many-{i}") for i in range(9)].count("p2") == 9, "nine tenths of a second, and then one"
+
+
+def test_cost_counts_what_is_computed_of_the_first_prompt_in_the_queue() -> None:
+    house = House("p1", "d1", policy="cost")
+    pool = house.core.pool
+    node = pool.get("p1")
+    assert node
+    for name in "ab":
+        place(house, name, 1000)
+    assert node.queue_s(0.0) == pytest.approx(node.to_prefill_s)
+    assert node.queue_s(0.05) == pytest.approx(node.to_prefill_s - 0.05)
+    assert node.queue_s(99.0) == pytest.approx(node.to_prefill_s / 2)
+    computed(house, "a", 0.1)
+    computed(house, "b", 0.1)
+    assert (node.queue_s(99.0), node.num_prompts) == (0.0, 0)
+
+
+def test_cost_goes_where_the_prompt_is_cached() -> None:
+    house = House("p1", "p2", "p3", "d1", policy="cost")
+    hashes = (b"a" * 32, b"b" * 32)
+    for name in ("p1", "p2", "p3"):
+        house.core.node_blocks(name, KvEvents(0, hashes if name == "p2" else (), (), True))
+    for i in range(5):
+        request = RoutedRequest(f"r{i}", tuple(range(40)), 1, SamplingParams(max_tokens=8), 60.0, block_hashes=hashes)
+        house.core.submit(request, 0.0)
+        house.collect()
+        assert house.prefills[-1][0] == "p2"
+        computed(house, f"r{i}", 0.1)
+
+
+@pytest.mark.parametrize(("target_itl_s", "expected"), [(0.025, "d1"), (0.0, "p1")])
+def test_a_decode_node_computes_prompts_only_if_it_bounds_its_gaps(target_itl_s: float, expected: str) -> None:
+    house = House("p1", "d1", policy="cost")
+    assert place(house, "slow") == "p1"
+    computed(house, "slow", 1.0)
+    house.core.node_load("d1", Load(0, 4, 9, 9, target_itl_s=target_itl_s, prompt_tokens_per_s=1e4))
+    assert place(house, "next") == expected
+    assert (house.prefills[-1][1].decode is None) is (expected == "d1")

@@ -1,0 +1,70 @@
+"""`cost`: the option with the least expected time, of the request and of those that it disturbs.
+
+    a pair:        queue of P + prefill of what P lacks + handoff                    + a full D
+    D alone:       queue of D + prefill of what D lacks, in chunks among its decodes + a full D + disturbed streams
+
+All in seconds; the first two are the time to the first token. The shape is that of Mooncake's Algorithm 1 (queue +
+prefill of the uncached rest + transfer: Qin et al. 2024, arXiv 2407.00079) with a price for what a placement does to
+others, as Preble has it (Srivatsa et al. 2024, arXiv 2407.00023).
+"""
+
+from __future__ import annotations
+
+import heapq
+from random import Random
+
+from router.policies.base import Candidate, Option, Options, Policy
+
+NUM_BEST = 4
+"""Of each kind of node that are looked at in pairs: but for what does not fit together, the cost of a pair is the sum
+of what each of its nodes costs."""
+NEAR = 0.05
+"""The second-best option is as good if it costs at most this share more. Several routers that know the same would
+otherwise all choose the same node."""
+HANDOFF_WEIGHT = 0.5
+"""Of a second of handoff, which delays the second token and not the first."""
+FULL_S = 0.05
+"""Of a decode node whose pool is spoken for; it rises with the square of the share. Each request makes it slower, and
+those beyond its pool wait."""
+OVERFULL_S = 1.0
+"""Of each further pool's worth of requests: these wait for others to end."""
+DISTURBED = 0.01
+"""The price of a second of slower decoding, for each stream that shares steps with a prompt. The target of the node
+bounds each gap; this is for the sum of them."""
+
+
+class Cost(Policy):
+    """Of two options that cost about the same, one is drawn at random."""
+
+    uses_decode_alone = True
+
+    def choose(self, options: Options, draw: Random) -> Option:
+        prefills = heapq.nsmallest(NUM_BEST, options.prefills, key=lambda node: (node.start_s, node.node_id))
+        decodes = heapq.nsmallest(NUM_BEST, options.decodes, key=lambda node: (decode_cost(node), node.node_id))
+        best = list(options.pairs(prefills, decodes)) or list(options.pairs())
+        best += [Option(node, None) for node in options.alone]
+        first, *others = heapq.nsmallest(2, best, key=lambda option: (cost(option), *_names(option)))
+        near = [option for option in others if cost(option) <= (1 + NEAR) * cost(first)]
+        return draw.choice([first, *near])
+
+
+def _names(option: Option) -> list[str]:
+    return [node.node_id for node in option if node]
+
+
+def cost(option: Option) -> float:
+    """In seconds."""
+    prefill, decode = option
+    if decode is not None:
+        return prefill.start_s + decode_cost(decode)
+    disturbed_s = prefill.prefill_s * prefill.num_running
+    return prefill.start_s + _full_cost(prefill) + DISTURBED * disturbed_s
+
+
+def decode_cost(node: Candidate) -> float:
+    """What a pair's decode node adds."""
+    return HANDOFF_WEIGHT * node.handoff_s + _full_cost(node)
+
+
+def _full_cost(node: Candidate) -> float:
+    return FULL_S * node.fill**2 + OVERFULL_S * max(0.0, node.fill - 1.0)

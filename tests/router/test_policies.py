@@ -1,0 +1,141 @@
+"""Placement policies: what each chooses, and what holds for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.plugins import UnknownPlugin
+from router.policies import POLICIES, Candidate, Option, Options, find_policy
+from router.policies.cost import NEAR, cost
+
+SECONDS = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
+VALUES = st.fixed_dictionaries(
+    {
+        "backlog": st.tuples(st.integers(0, 9), st.integers(0, 9)),
+        "busy": st.tuples(st.integers(0, 9), st.integers(0, 9)),
+        "num_cached": st.integers(0, 64),
+        "queue_s": SECONDS,
+        "prefill_s": SECONDS,
+        "handoff_s": SECONDS,
+        "num_running": st.integers(0, 200),
+        "fill": st.floats(0.0, 3.0),
+        "bounds_gaps": st.booleans(),
+    }
+)
+
+
+def nodes(letter: str, values: list[dict]) -> list[Candidate]:
+    return [Candidate(f"{letter}{i}", f"{letter}{i}", **each) for i, each in enumerate(values)]
+
+
+@st.composite
+def some_options(draw: st.DrawFn) -> Options:
+    """With at least one pair, or a decode node alone."""
+    prefills = nodes("p", draw(st.lists(VALUES, max_size=6)))
+    decodes = nodes("d", draw(st.lists(VALUES, min_size=1, max_size=6)))
+    misfits = draw(st.sets(st.tuples(st.sampled_from(range(6)), st.sampled_from(range(6)))))
+    pairs = {(p.node_id, d.node_id) for i, p in enumerate(prefills) for j, d in enumerate(decodes)} - {
+        (f"p{i}", f"d{j}") for i, j in misfits
+    }
+    alone = [node for node in decodes if node.bounds_gaps] if pairs else decodes
+    fits = lambda p, d: (p.node_id, d.node_id) in pairs  # noqa: E731
+    return Options(prefills, decodes, fits, alone, draw(st.integers(0, 100)))
+
+
+def names(option: Option) -> tuple[str | None, ...]:
+    return tuple(node.node_id if node else None for node in option)
+
+
+def choose(name: str, options: Options, seed: int = 0) -> Option:
+    return find_policy(name).choose(options, Random(seed))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(options=some_options(), seed=st.integers(0, 3))
+def test_the_choice_is_an_option_and_follows_from_what_is_given(name: str, options: Options, seed: int) -> None:
+    chosen = choose(name, options, seed)
+    assert chosen in list(options)
+    assert choose(name, options, seed) == chosen
+    if not find_policy(name).uses_decode_alone and any(options.pairs()):
+        assert chosen.decode
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"random"}))
+@given(options=some_options(), data=st.data())
+def test_the_order_of_the_nodes_does_not_matter(name: str, options: Options, data: st.DataObject) -> None:
+    prefills, decodes, alone = (
+        data.draw(st.permutations(list(kind))) for kind in (options.prefills, options.decodes, options.alone)
+    )
+    shuffled = Options(prefills, decodes, options.fits, alone, options.turn)
+    assert choose(name, shuffled) == choose(name, options)
+
+
+@given(some_options(), st.integers(0, 5))
+def test_no_option_is_much_cheaper_than_the_one_chosen_by_cost(options: Options, seed: int) -> None:
+    chosen = choose("cost", options, seed)
+    assert cost(chosen) <= (1 + NEAR) * min(map(cost, options)) + 1e-12
+
+
+@given(some_options(), SECONDS, st.integers(0, 50))
+def test_more_work_never_makes_a_node_cheaper(options: Options, seconds: float, number: int) -> None:
+    for option in options:
+        first = option.prefill
+        later = (
+            replace(first, queue_s=first.queue_s + seconds),
+            replace(first, prefill_s=first.prefill_s + seconds),
+            replace(first, num_running=first.num_running + number),
+        )
+        assert all(cost(option._replace(prefill=each)) >= cost(option) for each in later)
+        if last := option.decode:
+            fuller = replace(last, fill=last.fill + seconds, handoff_s=last.handoff_s + seconds)
+            assert cost(option._replace(decode=fuller)) >= cost(option)
+
+
+P = Candidate("p", "p", prefill_s=0.1)
+D = Candidate("d", "d", prefill_s=0.2, num_running=20, fill=0.3, bounds_gaps=True)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        (P, D, ("p", "d")),  # an idle prefill node
+        (replace(P, queue_s=1.0), D, ("d", None)),  # a queue
+        (replace(P, queue_s=1.0), replace(D, bounds_gaps=False), ("p", "d")),  # no promise to its streams
+        (replace(P, queue_s=0.2), replace(D, num_running=200), ("p", "d")),  # too many streams to disturb
+        (P, replace(D, prefill_s=0.01), ("d", None)),  # the decode node has most of it
+    ],
+)
+def test_cost_uses_a_decode_node_alone_where_that_is_cheaper(prefill, decode, expected) -> None:
+    alone = [decode] if decode.bounds_gaps else []
+    assert names(choose("cost", Options([prefill], [decode], lambda p, d: True, alone))) == expected
+
+
+def test_cost_draws_between_equals() -> None:
+    equal = [Candidate(f"p{i}", f"p{i}", prefill_s=0.1) for i in range(3)]
+    slow = Candidate("p3", "p3", prefill_s=0.2)
+    drawn = {names(choose("cost", Options([*equal, slow], [D], lambda p, d: True), seed)) for seed in range(20)}
+    assert drawn == {("p0", "d"), ("p1", "d")}
+
+
+def test_prefix_goes_where_most_is_cached_and_least_loaded_does_not() -> None:
+    idle = Candidate("p0", "p0")
+    holder = Candidate("p1", "p1", backlog=(500, 1), num_cached=32)
+    options = Options([idle, holder], [D, Candidate("e", "e", busy=(9, 9), num_cached=16)], lambda p, d: True)
+    assert names(choose("prefix", options)) == ("p1", "e")
+    assert names(choose("least-loaded", options)) == ("p0", "d")
+
+
+def test_round_robin_uses_all_pairs_in_turn() -> None:
+    prefills, decodes = nodes("p", [{}, {}]), nodes("d", [{}, {}])
+    turns = [Options(prefills, decodes, lambda p, d: True, (), turn) for turn in range(4)]
+    assert len({names(choose("round-robin", options)) for options in turns}) == 4
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(UnknownPlugin, match="none called 'best'; there are cost, least-loaded, prefix"):
+        find_policy("best")

@@ -1,0 +1,51 @@
+"""What a router learns of its nodes' speed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.rates import PRIOR_S_PER_TOKEN, Mean, PrefillTime
+
+
+@given(
+    st.floats(0.0, 0.1), st.floats(1e-6, 1e-3), st.lists(st.integers(1, 10_000), min_size=2, max_size=50, unique=True)
+)
+def test_a_constant_and_a_slope_are_found(constant_s: float, s_per_token: float, sizes: list[int]) -> None:
+    learned = PrefillTime()
+    for size in sorted(sizes, reverse=True):
+        learned.learn(size, constant_s + s_per_token * size)
+    spread = max(sizes) > 2 * min(sizes)
+    for size in sizes if spread else ():
+        assert learned.predict(size) == pytest.approx(constant_s + s_per_token * size, rel=0.1)
+
+
+@given(st.lists(st.tuples(st.integers(-1, 10_000), st.floats(-1.0, 100.0)), max_size=40), st.integers(0, 5000))
+def test_predictions_are_never_negative_and_rise_with_the_size(seen: list[tuple[int, float]], size: int) -> None:
+    learned = PrefillTime()
+    for num_tokens, took_s in seen:
+        learned.learn(num_tokens, took_s)
+    assert 0 <= learned.predict(size) <= learned.predict(size + 1000)
+
+
+def test_one_slow_prompt_changes_little_and_a_slow_node_is_noticed() -> None:
+    learned = PrefillTime()
+    assert learned.predict(100) == pytest.approx(100 * PRIOR_S_PER_TOKEN)
+    for _ in range(50):
+        learned.learn(1000, 0.1)
+    learned.learn(1000, 60.0)
+    assert learned.predict(1000) < 0.13
+    for _ in range(60):
+        learned.learn(1000, 0.4)
+    assert learned.predict(1000) > 0.35
+
+
+def test_a_mean_forgets() -> None:
+    mean = Mean()
+    for value in (1.0, 3.0):
+        mean.learn(value)
+    assert mean.value == pytest.approx(2.0, rel=0.02)
+    for _ in range(200):
+        mean.learn(5.0)
+    assert mean.value == pytest.approx(5.0, rel=0.01)
