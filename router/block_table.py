@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from baton.block_hash import HASH_BYTES, BlockHash
 
 _KEYS_PER_HASH = HASH_BYTES // 8
+_ALL_BITS = 2**64 - 1
 _FIRST_WINDOW = 64
 _MAX_SHARED_MASKS = 4096
 
@@ -66,6 +67,7 @@ class BlockTable:
         self._masks[place] = self._shared.setdefault(mask, mask)
         if not mask:
             del self._places[self._keys[place]]
+            self._keys[place] ^= _ALL_BITS  # else a run of neighbours would go on here
             self._free.append(place)
 
     def leading(self, block_hashes: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:

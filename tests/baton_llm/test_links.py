@@ -13,6 +13,7 @@ from baton.messages import (
     DecodeTarget,
     End,
     Hello,
+    KvEvents,
     Load,
     NodeRole,
     Release,
@@ -23,6 +24,8 @@ from baton.messages import (
 from baton_llm.local.handoff_link import HandoffLink
 from baton_llm.local.router_link import RouterLink
 from node.events import (
+    BlocksChanged,
+    BlocksHeld,
     ClosePeer,
     CloseSession,
     Event,
@@ -38,6 +41,7 @@ from node.events import (
     ToRouter,
 )
 from node.loop import Turn
+from router.prefix_index import PrefixIndex
 from tests.router.house import info
 
 ATTEMPT = AttemptId(7, "r", 0)
@@ -156,3 +160,22 @@ def test_updates_and_work_pass_and_a_session_that_is_ended_begins_anew(nodes):
     assert prefill.events[2:] == [SessionLost(7), SessionOpened(7)]
     link.deliver(turn(ToRouter(7, update), handled=3))  # of the session before
     assert dispatcher.calls == [("up", "p"), ("said", "p", (update, update)), ("lost", "p", "too much"), ("up", "p")]
+
+
+def test_the_router_hears_of_the_prefix_cache_at_once_and_from_the_beginning_in_each_session(nodes):
+    prefill, dispatcher = nodes[0], FakeDispatcher()
+    link = RouterLink(prefill, dispatcher, epoch=7)  # type: ignore[arg-type]
+    link.open()
+    many = [number.to_bytes(32, "little") for number in range(50_000)]
+    link.deliver(turn(BlocksHeld(7, many[:2]), BlocksChanged({many[0]: False}), handled=1))
+    link.deliver(turn(BlocksChanged(dict.fromkeys(many, True)), handled=1))  # more than waits in a stream
+    index = PrefixIndex()
+    index.add("p", len(many))
+    said = [call[2] for call in dispatcher.calls if call[0] == "said"]
+    for events in said:
+        index.apply("p", events)
+    assert said[0] == KvEvents(0, (many[1],), (many[0],), snapshot=True)
+    assert index.num_blocks("p") == len(many)
+    link.deliver(turn(CloseSession(7, "too much"), handled=2))
+    link.deliver(turn(BlocksHeld(7, many[:1]), handled=4))
+    assert dispatcher.calls[-1][2] == KvEvents(0, (many[0],), snapshot=True)
