@@ -18,7 +18,7 @@ def likeliest(answers: Sequence[Delta], num_drawn: int, num_kept: int) -> list[D
     for start in range(0, len(answers), num_drawn):
         group = answers[start : start + num_drawn]
         kept += sorted(group, key=_mean_logprob, reverse=True)[:num_kept]
-    return [dataclasses.replace(answer, index=index) for index, answer in enumerate(kept)]
+    return [answer._replace(index=index) for index, answer in enumerate(kept)]
 
 
 def _mean_logprob(answer: Delta) -> float:
