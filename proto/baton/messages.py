@@ -1,7 +1,7 @@
 """The messages that routers, prefill nodes and decode nodes exchange, as used by the state machines.
 
     router -> node      Subscribe, Prefill, Abort
-    node -> router      Subscribed, Load,
+    node -> router      Subscribed, Load, KvEvents,
                         Update(work, Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End)
     prefill -> decode   Reserve, Commit, Release
     decode -> prefill   Grant, Credit, Refuse, CommitReply
@@ -215,13 +215,30 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a node, sent with every heartbeat. `draining`: it finishes its requests and takes no new ones."""
+    """The load of a node, sent with every heartbeat. `draining`: it finishes its requests and takes no new ones.
+    `target_itl_s`: the time that it lets a step with decodes take, if it computes prompts beside them; 0: no limit.
+    `prompt_tokens_per_s`: how fast it would compute a prompt from its first token on, beside what it decodes now and
+    within that time; 0: not known."""
 
     num_waiting: int = 0
     num_running: int = 0
     num_blocks_free: int = 0
     num_blocks_total: int = 0
     draining: bool = False
+    target_itl_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """Which full blocks the node's prefix cache has lost and gained since its last message to this router: `removed`
+    applies before `stored`. Numbered from 0 in each session. `snapshot`: forget what earlier messages said; what the
+    node holds begins with this message and goes on in those that follow."""
+
+    sequence: int
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    snapshot: bool = False
 
 
 # ---- prefill -> decode ----

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from router.answer import Delta
@@ -25,7 +25,7 @@ def _mean_logprob(answer: Delta) -> float:
     return sum(token.logprob for token in answer.logprobs) / max(1, len(answer.logprobs))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BestOfShape:
     """`shape` of the likeliest answers alone."""
 

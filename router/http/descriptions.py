@@ -29,6 +29,7 @@ OPERATIONS: Mapping[str, str] = {
     "ping_post": "the same as /health",
     "ready": "requests can be answered",
     "load": "the number of prompts in flight, as `server_load`",
+    "prefix_index": "how many KV blocks of each node's prefix cache the router knows of",
     "version": "baton's version",
     "metrics": "Prometheus metrics",
     "openapi": "the API, for programs",

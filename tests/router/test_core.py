@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InternalError, Overloaded, PeerLost
-from baton.messages import Adopted, End, HandedOff, NodeRole, Tokens
+from baton.messages import Adopted, End, HandedOff, KvEvents, NodeRole, Tokens
 from tests.router.house import House, info
 
 
@@ -114,3 +114,14 @@ def test_a_gap_fails_the_attempt() -> None:
     house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 2, (7,)))
     assert house.prefills[-1][1].attempt_id.attempt == 1
     assert house.prefills[-1][1].samples[0].output_tokens == (5,)
+
+
+def test_the_prefix_index_forgets_a_node_that_is_lost() -> None:
+    house = House("p1", "d1")
+    block = b"a" * 32
+    house.core.node_blocks("d1", KvEvents(0, (block,), snapshot=True))
+    assert house.core.prefix_index.held([block]) == {"d1": 1}
+    house.core.node_lost("d1", "broke", 1.0)
+    assert house.core.prefix_index.held([block]) == {}
+    house.core.node_blocks("d1", KvEvents(1, (block,)))  # of the session before
+    assert house.core.prefix_index.held([block]) == {}

@@ -120,9 +120,9 @@ def write_hashes(hashes: Sequence[BlockHash]) -> bytes:
     return b"".join(hashes)
 
 
-def read_hashes(data: bytes) -> tuple[BlockHash, ...]:
+def read_hashes(data: bytes, param: str = "block_hashes") -> tuple[BlockHash, ...]:
     if len(data) % HASH_BYTES:
-        raise InvalidRequest(f"block_hashes: {len(data)} bytes are not a multiple of {HASH_BYTES}", "block_hashes")
+        raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {HASH_BYTES}", param)
     return tuple(data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES))
 
 
@@ -131,6 +131,13 @@ def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
     if not 0.0 <= value < math.inf:
         raise InvalidRequest(f"{param} must be 0 or more seconds, not {value}", param)
     return min(value, most)
+
+
+def read_rate(value: float, param: str) -> float:
+    """A number per second. Raises InvalidRequest if it is negative, infinite or NaN."""
+    if not 0.0 <= value < math.inf:
+        raise InvalidRequest(f"{param} must be 0 or more per second, not {value}", param)
+    return value
 
 
 def write_time_left(seconds: float) -> float:
