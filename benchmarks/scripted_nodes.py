@@ -125,8 +125,13 @@ class Streams:
 
     def add(self, stream: Stream) -> None:
         self._running[stream.attempt_id] = stream
-        if len(self._running) >= self._pace.start:
-            self._started.set()
+
+    def start(self) -> None:
+        self._started.set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     def discard(self, attempt_id: AttemptId) -> None:
         self._running.pop(attempt_id, None)
@@ -146,7 +151,7 @@ class Streams:
                     self._step()
                 due = max(due + self._pace.interval_s, clock() - self._pace.interval_s)
                 await asyncio.sleep(due - clock())
-            self._started.clear()
+            self._started.clear()  # with no await since the last look: what is added from here on starts it again
 
     def _step(self) -> None:
         """One token to each stream."""
@@ -184,7 +189,12 @@ class Nodes:
         if said.sampling.max_tokens == 1:
             return
         self._put(NodeRole.DECODE, said.attempt_id, Adopted(0.003, 0, 4096, 0.001, 0.002, 0.004))
-        self._streams_of(epoch, Pace.of(said.cache_salt)).add(Stream(said.attempt_id, said.sampling.max_tokens))
+        pace = Pace.of(said.cache_salt)
+        self._streams_of(epoch, pace).add(Stream(said.attempt_id, said.sampling.max_tokens))
+        together = [streams for (_, other), streams in self._streams.items() if other == pace]  # of all workers
+        if sum(streams.num_running for streams in together) >= pace.start:
+            for streams in together:
+                streams.start()
 
     def abort(self, said: Abort) -> None:
         for (epoch, _), streams in self._streams.items():

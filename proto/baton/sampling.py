@@ -98,7 +98,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, valid in RANGES.items():
             value = getattr(self, name)
-            _check(value in valid, "logprobs" if name == "num_logprobs" else name, value, valid.text)
+            if value not in valid:
+                _check(False, "logprobs" if name == "num_logprobs" else name, value, valid.text)
         prompt = self.num_prompt_logprobs
         in_range = prompt is None or 0 <= prompt <= MAX_LOGPROBS
         _check(in_range, "prompt_logprobs", prompt, f"must be in [0, {MAX_LOGPROBS}]")

@@ -154,7 +154,7 @@ class GenerationFields(BaseModel):
     def sampling(self, **translated: int | None) -> dict[str, Any]:
         """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises
         InvalidRequest."""
-        said = {name: getattr(self, name) for name in NAMES if name in GenerationFields.model_fields} | translated
+        said = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | translated
         guided = {name: getattr(self, name) for name in GUIDED}
         said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
         if self.use_beam_search:
@@ -179,6 +179,9 @@ class GenerationFields(BaseModel):
             "cache_salt": self.cache_salt or "",
             "priority": self.priority or 0,
         }
+
+
+_SAMPLING_FIELDS = tuple(name for name in NAMES if name in GenerationFields.model_fields)
 
 
 class ChatRequest(GenerationFields, TemplateFields):
