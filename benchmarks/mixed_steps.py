@@ -1,10 +1,10 @@
 """What prompts cost the streams of a decode node that computes them itself: `python -m benchmarks.mixed_steps`
 
 For each target, a cluster of one decode node without prefill nodes is started with that `--target-itl`. Answers are
-checked first (see `checks`). Then streams decode, and prompts of each length arrive one after another beside them. The table
-has, for each target and length: the streams' gaps between two tokens while a prompt is there, and the prompts' times to
-the first token. On a GPU: `--up="--model benchmarks/models/llama-3.1-8b --load-format dummy --max-model-len 40000"
---targets 0,10,14,20 --lengths 512,2048,8192 --tie-tolerance 1.0`
+checked first (see `checks`). Then streams decode, and prompts of each length arrive one after another beside them. The
+table has, for each target and length: the streams' gaps between two tokens while a prompt is there, and the prompts'
+times to the first token. On a GPU: `--up="--model benchmarks/models/llama-3.1-8b --load-format dummy --max-model-len
+40000" --targets 0,10,14,20 --lengths 512,2048,8192 --tie-tolerance 1.0`
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ async def _watch(settings: MixedStepsSettings, address: HostPort, prompts: Promp
 
 def _row(gaps_s: Sequence[float], first_tokens_s: Sequence[float]) -> dict[str, float]:
     return {
-        "gap p50": percentile(gaps_s, 50) * 1e3,
-        "gap p99": percentile(gaps_s, 99) * 1e3,
-        "longest": max(gaps_s, default=float("nan")) * 1e3,
-        "TTFT p50": percentile(first_tokens_s, 50) * 1e3,
+        "gap p50": percentile(gaps_s or [0.0], 50) * 1e3,
+        "gap p99": percentile(gaps_s or [0.0], 99) * 1e3,
+        "longest": max(gaps_s, default=0.0) * 1e3,
+        "TTFT p50": percentile(first_tokens_s or [0.0], 50) * 1e3,
         "TTFT max": max(first_tokens_s, default=0.0) * 1e3,
     }
 
