@@ -109,6 +109,16 @@ def test_mixed_batches_and_prefix_hits(
             assert [s.num_cached_tokens for s in seqs] == [(len(p) - 1) // block_size * block_size for p in prompts]
 
 
+@pytest.mark.parametrize("sizes", [(), (3, 20)])
+def test_chunks_bounded_by_time_say_the_same(
+    folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]], sizes: tuple[int, ...]
+) -> None:
+    """The target is so short that every prompt beside a stream gets least chunks."""
+    engine, _ = make_engine(folder, target_itl_s=1e-9, mixed_step_sizes=sizes)
+    said = run(engine, [ask(str(i), prompt) for i, prompt in enumerate(prompts)])
+    assert [said[str(i), 0] for i in range(len(prompts))] == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("ahead", [True, False])

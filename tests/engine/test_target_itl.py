@@ -192,7 +192,7 @@ def test_the_prediction_keeps_the_limit_or_the_chunk_is_the_least(
     assert 0 < total <= config.max_num_batched_tokens
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=6),
     st.booleans(),
