@@ -77,6 +77,7 @@ class Node:
         self.subscribed = False  # as the router sees it
         self.fenced: set[AttemptId] = set()  # work that it was told to abort
         self._awake = True  # its loop has a reason for a turn
+        self.num_touches = 0  # while it stays the same, so do the node's books
         self.model = make_model(num_blocks, BLOCK_SIZE, ranks)
         layout = self.model.layout
         sizes = [slot_bytes_for(PART_BLOCKS, layout.num_bytes(held)) for held in layout.ranks]
@@ -138,6 +139,7 @@ class Node:
 
     def connect(self, peer: str, addresses: Sequence[bytes]) -> None:
         """Each rank with each of the peer's, which are there."""
+        self.num_touches += 1
         ranks = itertools.product(range(len(self.transports)), enumerate(addresses))
         self.movers.connect(peer, [Route(rank, theirs, address) for rank, (theirs, address) in ranks], 1.0)
 
@@ -160,10 +162,12 @@ class Node:
 
     def prepare(self) -> None:
         self._awake = False
+        self.num_touches += 1
         self.core.prepare(self._clock())
         assert self.core.engine.blocks.now == self._clock()
 
     def compute(self) -> None:
+        self.num_touches += 1
         core, now = self.core, self._clock()
         if core.compute(now):
             self._wake()
@@ -179,6 +183,7 @@ class Node:
 
     def _wake(self) -> None:
         self._awake = True
+        self.num_touches += 1
 
     # ---- what must hold ----
 
