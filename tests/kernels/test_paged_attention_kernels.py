@@ -48,9 +48,18 @@ def check(case: Case, window: int | None = None, softcap: float | None = None, s
         torch.testing.assert_close(out[real].double(), expected[real], atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("device", "dtype"), DEVICES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 32), (6, 2, 80), (2, 2, 16)])
-@pytest.mark.parametrize("kind", SMALL)
+HEADS = [(8, 2, 32), (6, 2, 80), (2, 2, 16)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads", "dim", "device", "dtype"),
+    [
+        pytest.param(kind, *heads, *place.values, marks=place.marks if i == j or place.marks else pytest.mark.full)
+        for place in DEVICES
+        for i, heads in enumerate(HEADS)
+        for j, kind in enumerate(SMALL)
+    ],
+)
 def test_plain(kind: str, heads: int, kv_heads: int, dim: int, device: str, dtype: torch.dtype) -> None:
     check(Case(SMALL[kind], heads, kv_heads, dim, device, 16, dtype))
 
