@@ -23,6 +23,7 @@ from baton.messages import (
     Adopted,
     End,
     HandedOff,
+    KvEvents,
     Load,
     NodeInfo,
     SampleEnd,
@@ -46,6 +47,7 @@ from router.life import (
     Unplaced,
 )
 from router.placement import Pool
+from router.prefix_index import PrefixIndex
 
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
@@ -68,6 +70,7 @@ class RouterCore:
         max_waiting: int = 1024,
     ) -> None:
         self.pool = Pool(with_prefill)
+        self.prefix_index = PrefixIndex()
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._deadlines: Deadlines[str] = Deadlines()
@@ -77,13 +80,18 @@ class RouterCore:
     # ---- what the world tells ----
 
     def node_up(self, info: NodeInfo, now: float) -> None:
-        """A node is subscribed: work may be placed there, beginning with requests that wait for a node."""
+        """A node is subscribed: work may be placed there, beginning with requests that wait for a node. If it had been
+        lost, its link or its silence was the cause, and no request that it ran."""
         self.pool.add(info)
+        self.prefix_index.add(info.incarnation, info.num_blocks)
+        for life in self._requests.values():
+            life.acquit(info.incarnation)
         self._attempts.place_waiting(now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. Attempts that depended on the node are lost."""
         node = self.pool.remove(incarnation)
+        self.prefix_index.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         stopped = node is not None and node.load.draining  # nobody's fault
         for life in list(self._requests.values()):
@@ -98,11 +106,19 @@ class RouterCore:
         if node := self.pool.get(incarnation):
             node.load = load
 
+    def node_blocks(self, incarnation: str, events: KvEvents) -> None:
+        """Raises InvalidRequest if events are missing before these: the node's session must end."""
+        self.prefix_index.apply(incarnation, events)
+
     def why_not_ready(self) -> str | None:
         return self.pool.why_not_ready()
 
     def why_degraded(self, now: float) -> str | None:
         return self.pool.why_degraded(now)
+
+    def nodes(self) -> list[NodeInfo]:
+        """All that are subscribed."""
+        return self.pool.infos()
 
     @property
     def num_requests(self) -> int:
@@ -178,12 +194,16 @@ class RouterCore:
             return
         life, attempt = found
         match update.kind:
+            case Tokens() as tokens if self._flows(life, attempt, tokens):
+                self._outbox.to_client(
+                    life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs)
+                )
+            case Tokens() | SampleEnd() as item:
+                self._item(life, attempt, item, incarnation, now)
             case Started() as started:
                 self._started(life, attempt, started, incarnation)
             case PromptLogprobs() as piece:
                 self._prompt_logprobs(life, attempt, piece, now)
-            case Tokens() | SampleEnd() as item:
-                self._item(life, attempt, item, incarnation, now)
             case HandedOff() as handed_off:
                 if not attempt.handed_off:
                     self._attempts.prefilled(life, attempt)
@@ -200,6 +220,27 @@ class RouterCore:
                 life.timings.adopted(adopted)
             case End(error):
                 self._ended(life, attempt, error, incarnation, now)
+
+    def _flows(self, life: RequestLife, attempt: Attempt, item: Tokens) -> bool:
+        """Take the next tokens of a sample in full flow, as nearly all updates are. False: it may be otherwise, and
+        `_item` has to look."""
+        sample = attempt.samples[0]
+        if (
+            attempt.state is not AttemptState.DECODING
+            or item.sample != sample.index
+            or item.first_index != len(sample.tokens)
+            or not item.token_ids
+            or sample.ended
+            or sample.early
+            or sample.held
+            or attempt.end_waits
+            or not attempt.prefilled
+            or not life.told
+            or life.lacks_prompt_logprobs
+        ):
+            return False
+        sample.tokens.extend(item.token_ids)
+        return True
 
     def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str) -> None:
         if attempt.state is AttemptState.QUEUED:
@@ -221,7 +262,7 @@ class RouterCore:
     def _item(
         self, life: RequestLife, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
     ) -> None:
-        sample = next((s for s in attempt.samples if s.index == item.sample), None)
+        sample = attempt.sample(item.sample)
         if sample is None:
             self._fail(life, attempt, InternalError(f"{attempt.id}: sample {item.sample} was not asked for"), now)
         elif not sample.ended:

@@ -13,10 +13,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages import Abort, AttemptId, Load, NodeInfo, Prefill, Update
+from baton.messages import Abort, AttemptId, KvEvents, Load, NodeInfo, Prefill, Update
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
@@ -29,6 +30,22 @@ class Sink(Protocol):
     """Where a request's events go. Must not raise."""
 
     def __call__(self, event: RequestEvent, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedNode:
+    node_id: str
+    role: str
+    incarnation: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixIndexState:
+    """`num_blocks`: different ones, which one node or several hold."""
+
+    num_blocks: int
+    nodes: tuple[IndexedNode, ...]
 
 
 class Dispatcher:
@@ -84,15 +101,20 @@ class Dispatcher:
         self._core.node_lost(incarnation, reason, time.monotonic())
         self._carry_out()
 
-    def node_said(self, incarnation: str, message: tuple[Update, ...] | Load) -> None:
+    def node_said(self, incarnation: str, message: tuple[Update, ...] | Load | KvEvents) -> None:
+        """Raises InvalidRequest for what cannot follow the node's earlier messages: its session must end."""
         if isinstance(message, Load):
             self._core.node_load(incarnation, message)
             return
+        if isinstance(message, KvEvents):
+            self._core.node_blocks(incarnation, message)
+            return
         now = time.monotonic()
         self._cause = "node_error"
+        take, carry_out = self._core.update, self._carry_out
         for update in message:
-            self._core.update(incarnation, update, now)
-            self._carry_out()  # one by one: a stop string is noticed before the tokens after it count
+            take(incarnation, update, now)
+            carry_out()  # one by one: a stop string is noticed before the tokens after it count
 
     # ---- for whoever runs it ----
 
@@ -106,6 +128,14 @@ class Dispatcher:
         """Live attempts by state, including states that have none."""
         states = Counter(state.value for state in self._core.states())
         return {state.value: states[state.value] for state in AttemptState}
+
+    def prefix_index(self) -> PrefixIndexState:
+        """How much is known of the nodes' prefix caches."""
+        index, nodes = self._core.prefix_index, self._core.nodes()
+        known = tuple(
+            IndexedNode(n.node_id, n.role.value, n.incarnation, index.num_blocks(n.incarnation)) for n in nodes
+        )
+        return PrefixIndexState(len(index), known)
 
     async def drained(self) -> None:
         """Returns once no request is live."""
@@ -138,14 +168,14 @@ class Dispatcher:
             if send := self._links.get(action.incarnation):
                 send(action.message)
             return
-        self._request_metrics.event(action.request_id, action.event, time.monotonic())
-        if isinstance(action.event, RequestEnd):
-            sink = self._sinks.pop(action.request_id)
+        request_id, event = action
+        self._request_metrics.event(request_id, event, time.monotonic())
+        sink = self._sinks[request_id]
+        if isinstance(event, RequestEnd):
+            del self._sinks[request_id]
             if not self._sinks:
                 self._idle.set()
-        else:
-            sink = self._sinks[action.request_id]
-        sink(action.event)
+        sink(event)
 
     def _log_retry(self, attempt_id: AttemptId) -> None:
         log.warning(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from baton.block_hash import BlockHash
 from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost
 from baton.messages import (
     Adopted,
@@ -51,7 +52,9 @@ is a gap behind it; with the decode node's, the handoff is part of the time to t
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn."""
+    """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn.
+
+    `block_hashes`: of the prompt's full blocks, as the nodes compute them."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -60,6 +63,7 @@ class RoutedRequest:
     deadline_s: float
     cache_salt: str = ""
     priority: int = 0
+    block_hashes: tuple[BlockHash, ...] = ()
 
     @property
     def has_prefill(self) -> bool:
@@ -101,8 +105,7 @@ class RequestTimings:
         self.transfer_bytes = told.transfer_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TokensOut:
+class TokensOut(NamedTuple):
     sample: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -159,6 +162,11 @@ class Attempt:
     prefilled: bool = False  # its prompt no longer occupies the prefill node
     handed_off: bool = False
     end_waits: bool = False  # D's End came while tokens of P are still under way
+
+    def sample(self, index: int) -> SampleLife | None:
+        """None: this attempt is not about that sample."""
+        first = self.samples[0]  # nearly always the only one
+        return first if first.index == index else next((s for s in self.samples if s.index == index), None)
 
     @property
     def unfinished(self) -> list[SampleLife]:
@@ -226,6 +234,11 @@ class RequestLife:
         router does, the next node would have the request."""
         return bool(self.lost) and len(self.lost.keys() | self.blamed) >= max_lost
 
+    def acquit(self, incarnation: str) -> None:
+        """The node lives: the request has not ended it."""
+        self.lost.pop(incarnation, None)
+        self.blamed.discard(incarnation)
+
     @property
     def losses(self) -> str:
         """The lost nodes and how they were lost, as a text for people."""
@@ -240,8 +253,9 @@ class RequestLife:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether logprobs of the prompt are still to come."""
-        asked = self.request.sampling.num_prompt_logprobs is not None
-        return asked and self.num_scored < len(self.request.prompt_tokens) - 1
+        if self.request.sampling.num_prompt_logprobs is None:
+            return False
+        return self.num_scored < len(self.request.prompt_tokens) - 1
 
     def take_prompt_logprobs(self, piece: PromptLogprobs) -> PromptLogprobs | None:
         """What is new of a piece, now taken; None: nothing. Raises InternalError if the piece was not asked for, or

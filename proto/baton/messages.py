@@ -1,7 +1,7 @@
 """The messages that routers, prefill nodes and decode nodes exchange, as used by the state machines.
 
     router -> node      Subscribe, Prefill, Abort
-    node -> router      Subscribed, Load,
+    node -> router      Subscribed, Load, KvEvents,
                         Update(work, Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End)
     prefill -> decode   Reserve, Commit, Release
     decode -> prefill   Grant, Credit, Refuse, CommitReply
@@ -32,6 +32,10 @@ class AttemptId:
     router_epoch: int
     request_id: str
     attempt: int
+
+    def __hash__(self) -> int:
+        """Of the text alone, which remembers its hash: attempts are looked up for each token."""
+        return hash(self.request_id)
 
     @property
     def key(self) -> tuple[int, str]:
@@ -139,9 +143,9 @@ class Started:
     queue_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Output tokens `[first_index, first_index + len(token_ids))` of one sample."""
+class Tokens(NamedTuple):
+    """Output tokens `[first_index, first_index + len(token_ids))` of one sample. Like `Update` a tuple, because there
+    is one for each token: a frozen dataclass takes three times as long to make."""
 
     sample: int
     first_index: int
@@ -204,8 +208,7 @@ class End:
 UpdateKind = Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     attempt_id: AttemptId
     kind: UpdateKind
 
@@ -219,6 +222,18 @@ class Load:
     num_blocks_free: int = 0
     num_blocks_total: int = 0
     draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """Which full blocks the node's prefix cache has lost and gained since its last message to this router: `removed`
+    applies before `stored`. Numbered from 0 in each session. `snapshot`: forget what earlier messages said; what the
+    node holds begins with this message and goes on in those that follow."""
+
+    sequence: int
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    snapshot: bool = False
 
 
 # ---- prefill -> decode ----

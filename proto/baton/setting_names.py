@@ -64,6 +64,7 @@ ALL_NAMES = frozenset(
         "max_num_seqs",
         "max_stored_response_bytes",
         "max_stored_responses",
+        "workers",
         "max_waiting",
         "metrics_port",
         "model",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
@@ -13,9 +15,13 @@ from router.admission import Admission
 from router.cluster import Cluster
 from router.dispatcher import Dispatcher
 from router.http.errors import response_to
+from router.workers.pages import MetricsOfAll, plain_metrics
+from router.workers.siblings import Siblings, WorkerPlace
 
 
 class StatusRoutes:
+    """`place`: as one of several workers, /load and /metrics speak for all, with the help of `siblings`."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -23,18 +29,22 @@ class StatusRoutes:
         metrics: RouterMetrics,
         registry: CollectorRegistry,
         admission: Admission,
+        place: WorkerPlace | None = None,
     ) -> None:
         self._cluster = cluster
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._registry = registry
         self._admission = admission
+        answers = {"load": lambda: admission.num_requests, "metrics": lambda: plain_metrics(self._current())}
+        self.siblings = Siblings(place, answers) if place else None
         self.routes = APIRouter()
         self.routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ping", self.health, methods=["GET", "HEAD", "POST"])
         self.routes.add_api_route("/load", self.load, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
         self.routes.add_api_route("/metrics", self.metrics, methods=["GET"])
+        self.routes.add_api_route("/debug/prefix_index", self.prefix_index, methods=["GET", "HEAD"])
         self.routes.add_api_route("/version", self.version, methods=["GET", "HEAD"])
 
     async def health(self) -> JSONResponse:
@@ -43,7 +53,14 @@ class StatusRoutes:
 
     async def load(self) -> JSONResponse:
         """The prompts in flight, of both front ends: what --max-num-requests bounds."""
-        return JSONResponse({"server_load": self._admission.num_requests})
+        load = self._admission.num_requests
+        if self.siblings is not None:
+            load = sum(told or 0 for told in (await self.siblings.ask("load")).values())
+        return JSONResponse({"server_load": load})
+
+    async def prefix_index(self) -> JSONResponse:
+        """How many KV blocks of each node's prefix cache the router knows of."""
+        return JSONResponse(dataclasses.asdict(self._dispatcher.prefix_index()))
 
     async def ready(self, request: Request) -> JSONResponse:
         """200 if requests are answered, even if degraded; else 503 with the reason."""
@@ -53,11 +70,20 @@ class StatusRoutes:
         return JSONResponse({"status": readiness.status})
 
     async def metrics(self, request: Request) -> Response:
+        registry = self._current()
+        if self.siblings is not None:
+            registry = MetricsOfAll(await self.siblings.ask("metrics"))
+        page, kind = metrics_page(registry, request.headers.get("accept"))
+        return Response(page, headers={"Content-Type": kind})
+
+    def _current(self) -> CollectorRegistry:
+        """This process's registry, with gauges of this moment."""
         self._metrics.set_requests(self._dispatcher.num_requests_by_state())
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
-        page, kind = metrics_page(self._registry, request.headers.get("accept"))
-        return Response(page, headers={"Content-Type": kind})
+        indexed = self._dispatcher.prefix_index().nodes
+        self._metrics.set_prefix_index({node.node_id: node.num_blocks for node in indexed})
+        return self._registry
 
     async def version(self) -> JSONResponse:
         return JSONResponse({"version": baton.__version__})

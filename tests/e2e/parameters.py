@@ -67,7 +67,7 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
     "logit_bias": _completions({"logit_bias": {"200": 4.5, "263": -100}}),
     "seed": _completions({"seed": 1}, {"seed": 2**63 - 1}, {"seed": -5}),
     "stop": _completions({"stop": ["zebra", " the"]}, {"stop": ". "}),
-    "stop_token_ids": _completions({"stop_token_ids": [1576, 300, 16, 18]}),
+    "stop_token_ids": _completions({"stop_token_ids": [1576, 300, 16, 18]}, {"stop_token_ids": [1576]}),
     "include_stop_str_in_output": _completions({"stop": ["friend", "."], "include_stop_str_in_output": True}),
     "ignore_eos": _completions({"ignore_eos": False, "max_tokens": 200}),
     "max_tokens": _completions({"max_tokens": 1}, {"max_tokens": 2}, {"max_tokens": 120}),

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 import baton
 from baton.errors import BatonError, RequestCancelled
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Started, Tokens, Update
+from baton.telemetry.tally import CounterByModel, HistogramByModel
 from baton.v1 import common_pb2
 
 # As in vLLM, with finer steps at the low end of the inter-token latency.
@@ -83,21 +84,33 @@ class RouterMetrics:
         self.nodes = Gauge(
             "baton:nodes", "Nodes by their role; ready or why not.", ["node_role", "state"], registry=registry
         )
+        self._prefix_index = Gauge(
+            "baton:prefix_index_blocks",
+            "KV blocks in a node's prefix cache, as published.",
+            ["node"],
+            registry=registry,
+        )
         self.ends = counter("request_ends", "Requests ended, by outcome.", "outcome", "reason")
         self.attempts = counter("request_attempts", "Attempts beyond a request's first, by cause.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
-        self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
+        self.generation_tokens = CounterByModel("baton:generation_tokens", "Tokens delivered to clients.", registry)
         self.first_token_s = histogram(
             "time_to_first_token_seconds", "Receipt of a request to its first token.", _FIRST_TOKEN_S
         )
-        self.inter_token_s = histogram(
-            "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
+        self.inter_token_s = HistogramByModel(
+            "baton:inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S, registry
         )
         self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
 
     def set_requests(self, by_state: Mapping[str, int]) -> None:
         for state, count in by_state.items():
             self.requests.labels(state).set(count)
+
+    def set_prefix_index(self, num_blocks: Mapping[str, int]) -> None:
+        """By node; others are gone."""
+        self._prefix_index.clear()
+        for node, number in num_blocks.items():
+            self._prefix_index.labels(node).set(number)
 
     def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
         self.ends.labels(model, *outcome_labels(error, finish_reason)).inc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,8 @@ from baton.wire.limits import (
 )
 
 _TOKEN_BYTES = 4
+_NUM_ATTEMPT_IDS = 16_384
+"""Remembered, since each token names its attempt; more than are live at once."""
 _SWAP = sys.byteorder == "big"
 
 _FINISH_TO_WIRE = {
@@ -117,9 +120,9 @@ def write_hashes(hashes: Sequence[BlockHash]) -> bytes:
     return b"".join(hashes)
 
 
-def read_hashes(data: bytes) -> tuple[BlockHash, ...]:
+def read_hashes(data: bytes, param: str = "block_hashes") -> tuple[BlockHash, ...]:
     if len(data) % HASH_BYTES:
-        raise InvalidRequest(f"block_hashes: {len(data)} bytes are not a multiple of {HASH_BYTES}", "block_hashes")
+        raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {HASH_BYTES}", param)
     return tuple(data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES))
 
 
@@ -150,10 +153,15 @@ def write_attempt_id(attempt_id: AttemptId) -> common_pb2.AttemptId:
 
 
 def read_attempt_id(wire: common_pb2.AttemptId) -> AttemptId:
-    request_id = wire.request_id
+    return _attempt_id(wire.router_epoch, wire.request_id, wire.attempt)
+
+
+@functools.lru_cache(maxsize=_NUM_ATTEMPT_IDS)
+def _attempt_id(router_epoch: int, request_id: str, attempt: int) -> AttemptId:
+    """Checked and made once for all tokens of an attempt."""
     if not 0 < len(request_id) <= MAX_NAME_CHARS or not request_id.isprintable():
         raise InvalidRequest("attempt_id names no request", "attempt_id")
-    return AttemptId(wire.router_epoch, request_id, wire.attempt)
+    return AttemptId(router_epoch, request_id, attempt)
 
 
 def attempt_of(message: node_pb2.RouterMessage | node_pb2.PrefillMessage | node_pb2.DecodeMessage) -> AttemptId | None:
