@@ -84,6 +84,7 @@ ALL_NAMES = frozenset(
         "ssl_keyfile",
         "step_timeout",
         "structured_outputs_backend",
+        "target_itl",
         "timings",
         "tool_call_parser",
         "transfer_interface",

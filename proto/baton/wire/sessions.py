@@ -141,7 +141,9 @@ def read_node_message(wire: node_pb2.NodeMessage, limits: Limits = ANY) -> NodeT
         case "load":
             load = wire.load
             blocks = load.num_blocks_free, load.num_blocks_total
-            return Load(load.num_waiting, load.num_running, *blocks, load.draining)
+            target_itl_s = values.read_seconds(load.target_itl_s, "target_itl_s")
+            rate = values.read_rate(load.prompt_tokens_per_s, "prompt_tokens_per_s")
+            return Load(load.num_waiting, load.num_running, *blocks, load.draining, target_itl_s, rate)
         case "kv_events":
             return _read_kv_events(wire.kv_events)
         case "subscribed":
@@ -160,6 +162,8 @@ def _write_load(load: Load) -> node_pb2.Load:
         num_blocks_free=load.num_blocks_free,
         num_blocks_total=load.num_blocks_total,
         draining=load.draining,
+        target_itl_s=load.target_itl_s,
+        prompt_tokens_per_s=load.prompt_tokens_per_s,
     )
 
 

@@ -133,6 +133,13 @@ def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
     return min(value, most)
 
 
+def read_rate(value: float, param: str) -> float:
+    """A number per second. Raises InvalidRequest if it is negative, infinite or NaN."""
+    if not 0.0 <= value < math.inf:
+        raise InvalidRequest(f"{param} must be 0 or more per second, not {value}", param)
+    return value
+
+
 def write_time_left(seconds: float) -> float:
     """A deadline as a duration; 0 if it has passed, as it may have since the sender last read its clock."""
     return max(0.0, seconds)
