@@ -3,6 +3,7 @@ files beside the code, as Swagger's page would."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from html import escape
 from typing import Any
@@ -12,6 +13,7 @@ from fastapi.responses import HTMLResponse
 
 from router.http.descriptions import operations
 from router.http.field_table import FieldRow, models_of, rows_of
+from router.http.openapi import describe
 
 _POLICY = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _STYLE = """
@@ -28,15 +30,19 @@ code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 
 
-def routes(document: dict[str, Any]) -> APIRouter:
-    page = render(document)
-    router = APIRouter()
+def routes() -> APIRouter:
+    page, router = _page(), APIRouter()
 
     async def docs() -> HTMLResponse:
         return HTMLResponse(page, headers=_POLICY)
 
     router.add_api_route("/docs", docs, methods=["GET", "HEAD"])
     return router
+
+
+@functools.cache
+def _page() -> str:
+    return render(describe())
 
 
 def render(document: dict[str, Any]) -> str:

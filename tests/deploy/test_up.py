@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -60,8 +61,17 @@ def test_bad_flag_is_named_before_anything_starts() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_what_no_node_can_start_with_ends_it_all() -> None:
-    with Up(*ANY_PORTS, "--max-model-len=1000000") as up:
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--model={folder}", "--model .*: the folder has no config.json"),
+        pytest.param(
+            "--max-model-len=1000000", "--max-model-len: 1000000", marks=pytest.mark.full
+        ),  # found after torch was imported
+    ],
+)
+def test_what_no_node_can_start_with_ends_it_all(flag: str, says: str, tmp_path: Path) -> None:
+    with Up(*ANY_PORTS, flag.format(folder=tmp_path)) as up:
         assert up.wait_end(150) == 1
-        up.wait_for(r"^(prefill|decode)-0 +\| .*--max-model-len: 1000000")
+        up.wait_for(rf"^(prefill|decode)-0 +\| .*{says}")
         up.wait_for(r"^baton-up +\| (prefill|decode)-0 cannot start \(exit code 1\)$")

@@ -29,7 +29,7 @@ from tests.fork_server import ForkedProcess, fork_server
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 150.0
 """For anything that only takes as long as the machine needs. Many times what an idle one takes."""
-POLL_S = 0.01
+POLL_S, MAX_POLL_S = 0.01, 0.1
 PAGE_TIMEOUT_S = 40.0
 STOP_S = 20.0
 MODEL = "baton-tiny"
@@ -39,11 +39,14 @@ Role = Literal["prefill", "decode"]
 
 
 def wait_until(why_not: Callable[[], str | None], timeout_s: float = PATIENCE_S) -> None:
-    """Ask until there is no more reason why not; no answer from a process is one. From async tests: in a thread."""
-    deadline = time.monotonic() + timeout_s
+    """Ask until there is no more reason why not; no answer from a process is one. From async tests: in a thread.
+
+    What takes longer is asked for less often: a page of metrics costs those who are waited for 10 ms."""
+    began = time.monotonic()
     while reason := _ask(why_not):
-        assert time.monotonic() < deadline, f"after {timeout_s:g} s: {reason}"
-        time.sleep(POLL_S)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"after {timeout_s:g} s: {reason}"
+        time.sleep(min(max(POLL_S, waited_s / 10), MAX_POLL_S))
 
 
 def _ask(why_not: Callable[[], str | None]) -> str | None:

@@ -20,6 +20,12 @@ from tests.e2e.cluster import Cluster, Node, Router, wait_until
 State = Literal["queued", "prefilling", "handing_off", "decoding"]
 STATES: tuple[State, ...] = ("queued", "prefilling", "handing_off", "decoding")
 TRIES = 10
+_LONG = ("long", 1)
+"""A reference of 918 tokens, more than half of what a prefill node's pool holds."""
+_SHORT = ("long", 0)
+"""One of 35, with 600 tokens of output."""
+_MEDIUM = ("ids", 84)
+"""One of 461: its prompt is done before a decode node that is frozen meanwhile is missed, however busy the machine."""
 
 
 class Fragile:
@@ -28,8 +34,9 @@ class Fragile:
     routers prefer the first of each kind when none is busy."""
 
     def __init__(self, cluster: Cluster) -> None:
-        small = ("--max-num-batched-tokens=16", "--num-gpu-blocks-override=256", "--async-scheduling")
-        large = ("--num-gpu-blocks-override=512", "--async-scheduling")
+        common = ("--max-model-len=1600", "--async-scheduling")
+        small = ("--max-num-batched-tokens=16", "--num-gpu-blocks-override=100", *common)
+        large = ("--num-gpu-blocks-override=400", *common)
         self.prefill = [cluster.node("prefill", f"prefill-{i}", *small) for i in range(2)]
         self.decode = [cluster.node("decode", f"decode-{i}", *large) for i in range(2)]
         self.all = cluster.router(self.prefill, self.decode, "--policy=least-loaded", name="router-all")
@@ -122,19 +129,19 @@ class Director:
     async def _queued(self) -> Scene | None:
         """Decode nodes that do not grant leave prompts on the prefill nodes, whose pools have no room for another."""
         prefill, decode = self._fragile.neighbours(self._router)
-        first = self._begin(2, 4)
+        first = self._begin(4)
         scene = Scene(first, [first])
         scene.freeze(*decode)
         await asyncio.to_thread(self._router.wait_states, prefilling=1)
         if len(prefill) > 1:
-            scene.others.append(self._begin(2, 4, longer=16))  # so that the next one is placed on the first node
+            scene.others.append(self._begin(4, longer=16))  # so that the next one is placed on the first node
         await asyncio.to_thread(self._router.wait_states, prefilling=len(prefill))
-        scene.request = self._begin(2, 40)
+        scene.request = self._begin(40)
         await asyncio.to_thread(self._router.wait_states, prefilling=len(prefill), queued=1)
         return scene
 
     async def _prefilling(self) -> Scene | None:
-        scene = Scene(self._begin(2, 40))
+        scene = Scene(self._begin(40))
         await self._reach("prefilling", scene)
         if not await self._is_at(self._fragile.prefill[0], scene):
             return None
@@ -143,7 +150,7 @@ class Director:
 
     async def _handing_off(self) -> Scene | None:
         """The decode node has granted, and then takes nothing in. A prompt that is done before it is missed."""
-        scene = Scene(self._begin(1, 40))
+        scene = Scene(self._begin(32, _MEDIUM))
         decode = self._fragile.decode[0]
 
         def why_not() -> str | None:
@@ -156,7 +163,7 @@ class Director:
         return await self._kept("handing_off", scene)
 
     async def _decoding(self) -> Scene | None:
-        scene = Scene(self._begin(1, 400))
+        scene = Scene(self._begin(250, _SHORT))
         await self._reach("decoding", scene)
         if self._stream:
             await scene.request.request.until(5)
@@ -191,9 +198,10 @@ class Director:
         await scene.request.request.leave()
         return None
 
-    def _begin(self, number: int, max_tokens: int, longer: int = 0) -> Held:
-        """One of the long references; made `longer` by some tokens, its right answer is not known."""
-        reference = reference_file.load().of_kind("long")[number]
+    def _begin(self, max_tokens: int, which: tuple[str, int] = _LONG, longer: int = 0) -> Held:
+        """Made `longer` by some tokens, its right answer is not known."""
+        kind, number = which
+        reference = reference_file.load().of_kind(kind)[number]
         salt = secrets.token_hex(8)  # a prompt that is cached would be through before it is held
         fields: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "cache_salt": salt}
         prompt = [*[1] * longer, *reference.prompt]

@@ -38,7 +38,7 @@ async def test_a_grpc_call_is_cancelled(fragile: Fragile) -> None:
     router = fragile.pair
     async with Client(router) as client:
         prompt = pb.TokenIds(ids=pack_tokens([11] * 500))
-        request = pb.GenerateRequest(prompt_tokens=prompt, max_tokens=2000, ignore_eos=True)
+        request = pb.GenerateRequest(prompt_tokens=prompt, max_tokens=1000, ignore_eos=True)
         call = client.generation.Generate(request, timeout=PATIENCE_S)
         received = [await call.read() for _ in range(5)]
         assert received[-1].WhichOneof("event") == "delta"
@@ -54,7 +54,7 @@ async def test_half_of_a_crowd_leaves(fragile: Fragile) -> None:
     prompts = [[20 + i] * (40 * i + 1) for i in range(12)]
     fields = {"max_tokens": 24, "ignore_eos": True}
     async with Client(fragile.all) as client:
-        before = [await client.complete(prompt, cache_salt="before", **fields) for prompt in prompts]
+        before = await asyncio.gather(*(client.complete(p, cache_salt="before", **fields) for p in prompts))
         crowd = [client.begin(p, stream=bool(i % 3), cache_salt="crowd", **fields) for i, p in enumerate(prompts)]
         await crowd[1].until(1)
         for request in crowd[::2]:

@@ -23,10 +23,10 @@ BLOCKS = "--num-gpu-blocks-override=256"
 
 @pytest.mark.timeout(300)
 async def test_hundreds_of_requests_and_a_death_leave_nothing_behind(fragile: Fragile) -> None:
-    wishes = make_wishes(seed=1, count=300)
+    wishes = make_wishes(seed=1, count=160)
     before = fragile.all.metric("baton:request_ends_total")
     async with Client(fragile.all) as client:
-        storm = Storm(client, fragile.all, fragile.nodes, {150: fragile.decode[1]}, {})
+        storm = Storm(client, fragile.all, fragile.nodes, {80: fragile.decode[1]}, {})
         await storm.run(wishes, revive=False)
     tally = storm.tally
     assert tally.losses["killed"] == 1

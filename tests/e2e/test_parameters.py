@@ -7,7 +7,8 @@ CI runs one case of each parameter; `-m full` runs all, with several prompts. Th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -45,24 +46,32 @@ async def ask(house: House, cases: Iterable[parameters.Case]) -> list[Answers]:
         routers = (house.alone, house.chunk_64, house.chunk_2048)
         alone, handed_off, late = [await stack.enter_async_context(parameters.client_of(router)) for router in routers]
 
+        plain = dict[str, asyncio.Task[Choices]]()
+
+        async def without_it(path: str, body: Fields) -> Choices:
+            """The same for most cases, which are asked for once."""
+            bare = {name: body[name] for name in ("prompt", "messages") if name in body} | BASE
+            name = json.dumps([path, bare], sort_keys=True)
+            plain[name] = plain.get(name) or asyncio.create_task(parameters.whole(alone, path, bare))
+            return await plain[name]
+
         async def of_case(path: str, body: Fields) -> Answers:
-            plain = {name: value for name, value in body.items() if name in (*BASE, "prompt", "messages")}
+            first = asyncio.create_task(parameters.whole(alone, path, body))
             asked = {
-                "alone": parameters.whole(alone, path, body),
-                "plain": parameters.whole(alone, path, {**plain, **BASE}),
+                "alone": first,
+                "plain": without_it(path, body),
                 "handed_off": parameters.whole(handed_off, path, body),
                 "late": parameters.whole(late, path, body),
                 "streamed": Stream(handed_off, path, body).end(),
                 "together": parameters.whole(handed_off, path, {**body, "n": NUM_SAMPLES}),
-                "singles": of_seeds(path, body),
+                "singles": of_seeds(path, body, first),
             }
             return Answers(**dict(zip(asked, await asyncio.gather(*asked.values()), strict=True)))
 
-        async def of_seeds(path: str, body: Fields) -> Choices:
-            bodies = [{**body, "seed": body["seed"] + i} for i in range(NUM_SAMPLES)]
-            return [
-                single for [single] in await asyncio.gather(*(parameters.whole(alone, path, own) for own in bodies))
-            ]
+        async def of_seeds(path: str, body: Fields, first: Awaitable[Choices]) -> Choices:
+            bodies = [{**body, "seed": body["seed"] + i} for i in range(1, NUM_SAMPLES)]
+            others = (parameters.whole(alone, path, own) for own in bodies)
+            return [single for [single] in await asyncio.gather(first, *others)]
 
         return await asyncio.gather(*(of_case(path, body) for path, body in cases))
 

@@ -165,10 +165,10 @@ def check_hits(way: Way, reference: Reference, answer: Answer) -> None:
 
 
 def share(references: ReferenceFile, index: int) -> list[Reference]:
-    """The prompts of PAIRWISE[index]: 12 to go one at a time, or 32 to go at once; all lengths, ids and text."""
+    """The prompts of PAIRWISE[index]: 6 to go one at a time, or 16 to go at once; all lengths, ids and text."""
     one_at_a_time = PAIRWISE[index].at_once == 1
     ours = [r for i, r in enumerate(references.of_kind("ids", "text")) if (i % 7 < 3) == one_at_a_time]
-    return ours[index // 2 :: 8 if one_at_a_time else 4]
+    return ours[index // 2 + 8 :: 16] if one_at_a_time else ours[index // 2 :: 8]
 
 
 @pytest.mark.parametrize("index", range(len(PAIRWISE)), ids=lambda i: str(PAIRWISE[i]))
@@ -211,16 +211,22 @@ async def test_prompts_that_share_prefixes(
     house.wait_whole()
 
 
-async def test_more_than_the_pool_holds(house: House, references: ReferenceFile, judge: Judge) -> None:
+@pytest.mark.parametrize("max_tokens", [250, pytest.param(None, marks=pytest.mark.full)])
+async def test_more_than_the_pool_holds(
+    house: House, references: ReferenceFile, judge: Judge, max_tokens: int | None
+) -> None:
     """Three answers outgrow the pool while they are generated: one is preempted and computed anew."""
     long = references.of_kind("long")
+    before = house.nodes[3].metric("baton:num_preemptions_total")
     async with Client(house.small) as client:
-        for reference, answer in zip(long, await run(Asker(client, "preempted"), long, len(long)), strict=True):
-            judge.check(answer, reference)
+        ask = Asker(client, f"preempted {max_tokens}")
+        for reference, answer in zip(long, await run(lambda r: ask(r, max_tokens), long, len(long)), strict=True):
+            judge.check(answer, reference, max_tokens)
+    assert house.nodes[3].metric("baton:num_preemptions_total") > before
     house.wait_whole()
 
 
-@pytest.mark.parametrize("every", [56, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [112, pytest.param(8, marks=pytest.mark.full)])
 @pytest.mark.parametrize("chunk", CHUNKS)
 async def test_four_samples_are_four_single_requests(
     house: House, references: ReferenceFile, chunk: int, every: int
@@ -229,7 +235,7 @@ async def test_four_samples_are_four_single_requests(
     fields = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 24}
     distinct = set()
     async with Client(house.chunk_64 if chunk == 64 else house.chunk_2048) as client:
-        for i, reference in enumerate(references.of_kind("ids", "text")[every - 1 :: every]):
+        for i, reference in enumerate(references.of_kind("ids", "text")[every // 2 :: every]):
             seed, prompt = 1000 * i, list(reference.prompt)
             together = await client.complete(prompt, n=4, seed=seed, stream=bool(i % 2), **fields)
             singles = await asyncio.gather(*(client.complete(prompt, seed=seed + j, **fields) for j in range(4)))

@@ -369,6 +369,6 @@ class EveryEngineMachine(EngineMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = machine(max_examples=100, steps=50)
+TestEngine.settings = machine(max_examples=60, steps=50)
 TestEveryEngine = pytest.mark.full(pytest.mark.timeout(600)(EveryEngineMachine.TestCase))
 TestEveryEngine.settings = machine(max_examples=300, steps=50)

@@ -16,7 +16,7 @@ from tests.fuzz.served import BODIES, CASE_S, answers_as_ever, no_mistakes, serv
 schemathesis = pytest.importorskip("schemathesis", reason="machines with a GPU have no need of it")
 openapi_checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 
-MAX_EXAMPLES = 12
+NUM_EXAMPLES, NUM_FULL = 4, 30
 """Of each operation, that fit and that do not."""
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -24,7 +24,6 @@ CHECKS = [
     openapi_checks.response_schema_conformance,
 ]
 BOUNDED = settings(
-    max_examples=MAX_EXAMPLES,
     derandomize=True,
     database=None,
     deadline=None,
@@ -33,26 +32,28 @@ BOUNDED = settings(
 )
 
 
-async def test_the_api_is_as_it_says(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_examples", [NUM_EXAMPLES, pytest.param(NUM_FULL, marks=pytest.mark.full)])
+async def test_the_api_is_as_it_says(num_examples: int, caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as router, httpx.AsyncClient(base_url=router.http, timeout=CASE_S) as client:
         spec = (await client.get("/openapi.json")).json()
         assert {*BODIES, "/v1/models", "/ready"} <= set(spec["paths"])
-        await asyncio.to_thread(_exercise, spec, router.http)
+        await asyncio.to_thread(_exercise, spec, router.http, num_examples)
         await answers_as_ever(client)
         await router.idle()
     no_mistakes(caplog)
 
 
-def _exercise(spec: dict[str, Any], url: str) -> None:
+def _exercise(spec: dict[str, Any], url: str, num_examples: int) -> None:
     """Every operation, on a thread beside the router's loop."""
     for found in schemathesis.openapi.from_dict(spec).get_all_operations():
         for mode in schemathesis.GenerationMode:
             with contextlib.suppress(Unsatisfiable):  # an operation that takes nothing takes nothing wrong
-                _run(found.ok(), mode, url)
+                _run(found.ok(), mode, url, num_examples)
 
 
-def _run(operation: Any, mode: Any, url: str) -> None:
-    @BOUNDED
+def _run(operation: Any, mode: Any, url: str, num_examples: int) -> None:
+    @settings(BOUNDED, max_examples=num_examples)
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
         case.call_and_validate(base_url=url, checks=CHECKS, timeout=CASE_S)

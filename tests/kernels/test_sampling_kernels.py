@@ -122,13 +122,23 @@ FILTERS = [  # temperature, top_k, top_p, min_p
 
 
 @pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize(("device", "dtype", "vocab_size"), [("cpu", torch.float32, 1100), *SIZES[2:]])
-def test_thresholds_keep_what_the_filters_define(kind: str, device: str, dtype: torch.dtype, vocab_size: int) -> None:
-    """The interpreter gets half of the filters and dtypes, and sizes at which rows have two tiles and are copied."""
-    filters = FILTERS
+@pytest.mark.parametrize(
+    ("device", "dtype", "vocab_size", "share"),
+    [
+        ("cpu", torch.float32, 1100, 4),
+        pytest.param("cpu", torch.float32, 1100, 1, marks=pytest.mark.full),
+        *(pytest.param(*size.values, 1, id=size.id, marks=size.marks) for size in SIZES[2:]),
+    ],
+)
+def test_thresholds_keep_what_the_filters_define(
+    kind: str, device: str, dtype: torch.dtype, vocab_size: int, share: int
+) -> None:
+    """The interpreter gets a share of the filters, one of the dtypes, and sizes at which rows have two tiles and are
+    copied."""
+    index = list(LOGITS).index(kind)
+    filters = FILTERS[index // 2 % share :: share]
     if device == "cpu":
-        index = list(LOGITS).index(kind)
-        dtype, filters = (torch.float32, torch.float16)[index % 2], FILTERS[index // 2 % 2 :: 2]
+        dtype = (torch.float32, torch.float16)[index % 2]
     num = len(filters)
     x = torch.randn(num, vocab_size, generator=torch.Generator(device).manual_seed(1), device=device)
     logits, rows = LOGITS[kind](x).to(dtype), torch.arange(num, device=device)

@@ -38,9 +38,9 @@ def _rig(kind: str, on_gpu: bool) -> AbstractContextManager[Rig]:
     return rig_of(kind, on_gpu)
 
 
-@pytest.fixture(params=_on_cpu(KINDS) + _on_gpus(KINDS_CUDA))
+@pytest.fixture(params=_on_cpu(KINDS, full=("ucx", "ucx-shm")) + _on_gpus(KINDS_CUDA))
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Over each transport."""
+    """Over each transport. `ucx-shm` is `ucx-tcp` with other wires, which `process_rig` has in CI too."""
     with _rig(*request.param) as rig:
         yield rig
 

@@ -78,6 +78,7 @@ class Node:
         self.subscribed = False  # as the router sees it
         self.fenced: set[AttemptId] = set()  # work that it was told to abort
         self._awake = True  # its loop has a reason for a turn
+        self.num_touches = 0  # while it stays the same, so do the node's books
         self.feed = KvFeed()
         self.model = make_model(num_blocks, BLOCK_SIZE, ranks)
         layout = self.model.layout
@@ -140,6 +141,7 @@ class Node:
 
     def connect(self, peer: str, addresses: Sequence[bytes]) -> None:
         """Each rank with each of the peer's, which are there."""
+        self.num_touches += 1
         ranks = itertools.product(range(len(self.transports)), enumerate(addresses))
         self.movers.connect(peer, [Route(rank, theirs, address) for rank, (theirs, address) in ranks], 1.0)
 
@@ -166,10 +168,12 @@ class Node:
 
     def prepare(self) -> None:
         self._awake = False
+        self.num_touches += 1
         self.core.prepare(self._clock())
         assert self.core.engine.blocks.now == self._clock()
 
     def compute(self) -> None:
+        self.num_touches += 1
         core, now = self.core, self._clock()
         if core.compute(now):
             self._wake()
@@ -185,6 +189,7 @@ class Node:
 
     def _wake(self) -> None:
         self._awake = True
+        self.num_touches += 1
 
     # ---- what must hold ----
 

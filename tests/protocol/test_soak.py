@@ -21,7 +21,7 @@ def check_flat(first: Reading, last: Reading) -> None:
 
 def test_nothing_grows() -> None:
     soak = Soak(seed=1)
-    first, *_, last = [soak.run(600) for _ in range(4)]
+    first, *_, last = [soak.run(400) for _ in range(4)]
     check_flat(first, last)
 
 

@@ -1,8 +1,8 @@
 """A router, prefill nodes and decode nodes in one thread, joined by a network that does its worst.
 
 The nodes (`node`) and the router are the real ones; what is between them (`network`), devices and clock go on when they
-are told to. `enabled()` lists what may happen next, `act()` makes it happen, and after each act every node's blocks,
-slots and handoffs are recounted.
+are told to. `enabled()` lists what may happen next, `act()` makes it happen, and after each act the blocks, slots and
+handoffs of every node that it touched are recounted.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class World:
         self.router = RouterCore(EPOCH, first_token=first_token)
         self.nodes: dict[str, Node] = {}  # those alive, by incarnation
         self.clients: dict[str, Client] = {}
+        self._recounted: dict[str, int] = {}  # `num_touches`, by incarnation
+        self._audited: dict[str, int] = {}
         self._serials = itertools.count(1)
         self._streams = Streams()
         self._sessions = Sessions(self.router, self.nodes, self._streams, self._clock)
@@ -150,7 +152,7 @@ class World:
         self.now += seconds
         self.router.tick(self.now)
         self.settle()
-        for node in self.nodes.values():
+        for node in self._touched(self._audited):
             node.check_audit()
 
     def run_dry(self, max_rounds: int = 3000) -> None:
@@ -176,6 +178,7 @@ class World:
     def check_whole(self) -> None:
         """Nothing is held anywhere."""
         for node in self.nodes.values():
+            node.check_integrity()
             node.check_whole()
         for role in NodeRole:
             assert all(not placed.to_prefill and not placed.to_decode for placed in self.router.pool.role(role))
@@ -203,14 +206,20 @@ class World:
         node.compute()
 
     def settle(self) -> None:
-        """Carry all of it out, and recount everything."""
+        """Carry all of it out, and recount what it has changed."""
         self._collect_router()
         for incarnation in list(self.nodes):
             self._collect(incarnation)
-        for node in self.nodes.values():
+        for node in self._touched(self._recounted):
             node.check_integrity()
         for client in self.clients.values():
             client.check()
+
+    def _touched(self, since: dict[str, int]) -> list[Node]:
+        """Nodes to which something has happened since these counts, which are brought up to date."""
+        touched = [node for i, node in self.nodes.items() if since.get(i) != node.num_touches]
+        since.update({node.incarnation: node.num_touches for node in touched})
+        return touched
 
     def _collect(self, incarnation: str) -> None:
         updates = list[Update]()

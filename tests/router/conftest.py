@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from baton.address import HostPort
 from baton.messages import NodeRole, Prefill
@@ -94,3 +95,23 @@ async def router(nodes: FakeCluster) -> AsyncIterator[Router]:
 async def client(router):
     async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
         yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_client() -> AsyncIterator[httpx.AsyncClient]:
+    """Of a router that serves all tests of a module that send it requests to be refused. They run on its loop, with
+    `@on_shared_loop`."""
+    nodes = FakeCluster(says("hello world"))
+    await nodes.add(NodeRole.PREFILL)
+    await nodes.add(NodeRole.DECODE)
+    router = Router(nodes)
+    await router.start()
+    await router.ready()
+    async with httpx.AsyncClient(base_url=router.http, timeout=20) as client:
+        yield client
+    await router.idle()
+    await router.stop()
+    await nodes.close()
+
+
+on_shared_loop = pytest.mark.asyncio(loop_scope="module")

@@ -14,7 +14,7 @@ from baton.messages import NodeRole
 from router import request_templates
 from router.request_templates import RequestTemplates, question_of
 from router.template_worker import render
-from tests.router.conftest import says
+from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT, error_of
 from tests.router.test_access import running
@@ -61,6 +61,7 @@ async def test_the_prompt_does_not_begin_a_message_when_told_so(client: httpx.As
     assert text_of(nodes.prefills[0].prompt_tokens).endswith("hi<|im_end|>\n")
 
 
+@on_shared_loop
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
@@ -84,9 +85,9 @@ async def test_the_prompt_does_not_begin_a_message_when_told_so(client: httpx.As
     ],
 )
 async def test_mistakes_are_named(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str, said: str
+    shared_client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str, said: str
 ) -> None:
-    response = await client.post(path, json={**CHAT, **body})
+    response = await shared_client.post(path, json={**CHAT, **body})
     assert response.status_code == 400, response.text
     assert error_of(response)["param"] == param
     assert said in error_of(response)["message"]

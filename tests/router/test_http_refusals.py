@@ -14,7 +14,7 @@ from baton.errors import (
     Overloaded,
 )
 from router.http.errors import response_to
-from tests.router.conftest import says
+from tests.router.conftest import on_shared_loop, says
 from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of
 from tests.router.tiny_tokenizer import IM_END
@@ -24,6 +24,7 @@ DEEP = {"a": {"a": {"a": {"a": {"a": {"a": {"a": {"a": 1}}}}}}}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
+@on_shared_loop
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "says"),
     [
@@ -134,13 +135,13 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ("completions", {"prompt": "x", "logprobs": True}, 400, "logprobs", "integer"),
     ],
 )
-async def test_mistakes_are_named(client, path, body, status, param, says):
+async def test_mistakes_are_named(shared_client, path, body, status, param, says):
     bodies = [body]
     if isinstance(body, dict):
         streams = [False] if "stream_options" in body else [False, True]
         bodies = [json.dumps({**body, "stream": stream}).encode() for stream in streams]
     for content in bodies:
-        response = await client.post(f"/v1/{path}", content=content)
+        response = await shared_client.post(f"/v1/{path}", content=content)
         assert response.status_code == status, response.text
         if status != 200:
             error = error_of(response)

@@ -11,6 +11,7 @@ import pytest
 from router.http.descriptions import operations
 from router.http.docs_page import body_models
 from router.http.openapi import describe
+from tests.router.conftest import on_shared_loop
 
 DOCUMENT = describe()
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
@@ -81,22 +82,24 @@ async def refusal(client: httpx.AsyncClient, path: str, name: str, value: Any) -
     return error.get("param"), error["message"]
 
 
+@on_shared_loop
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_value_out_of_range_is_named_with_its_range(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_value_out_of_range_is_named_with_its_range(shared_client: httpx.AsyncClient, path: str) -> None:
     wrong = []
     for name, field in BODIES[path]["properties"].items():
         for value, said in out_of_range(field):
-            param, message = await refusal(client, path, name, value)
+            param, message = await refusal(shared_client, path, name, value)
             if param not in (None, name) or name not in message or said not in message:
                 wrong.append((name, said, param, message))
     assert wrong == []
 
 
+@on_shared_loop
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_value_of_another_type_is_named(client: httpx.AsyncClient, path: str) -> None:
+async def test_a_value_of_another_type_is_named(shared_client: httpx.AsyncClient, path: str) -> None:
     wrong = []
     for name, field in BODIES[path]["properties"].items():
-        param, message = await refusal(client, path, name, wrong_type(field))
+        param, message = await refusal(shared_client, path, name, wrong_type(field))
         if param not in (None, name) or name not in message:
             wrong.append((name, param, message))
     assert wrong == []
