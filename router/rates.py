@@ -48,7 +48,7 @@ class PrefillTime:
         else:
             slope = mean_y / mean_x
         self._s_per_token = min(max(slope, 0.0), mean_y / mean_x)
-        self._constant_s = mean_y - self._s_per_token * mean_x
+        self._constant_s = max(0.0, mean_y - self._s_per_token * mean_x)
 
 
 class Mean:
