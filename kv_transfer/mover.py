@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from baton.audit import KvSlot
 from baton.layout import KvLayout, KvSlice
-from kv_transfer.parts import part_blocks_for
 from kv_transfer.copies import Copies, NoCopies
+from kv_transfer.parts import part_blocks_for
 from kv_transfer.slices import Rows, rows_of
 from kv_transfer.slots import Slots, SlotState
 from kv_transfer.transport import Transport
