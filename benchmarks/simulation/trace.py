@@ -32,7 +32,7 @@ class Entry:
         if len(self.hash_ids) != -(-self.input_length // BLOCK_TOKENS):
             needed = -(-self.input_length // BLOCK_TOKENS)
             raise ValueError(
-                f"{self.input_length} tokens have {needed} blocks of {BLOCK_TOKENS}, not {len(self.hash_ids)}"
+                f"hash_ids must be {needed} for input_length {self.input_length}, not {len(self.hash_ids)}"
             )
 
     def to_json(self) -> str:

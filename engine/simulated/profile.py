@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,10 +139,10 @@ def _table(kind: type[T], name: str, stated: object) -> T:
         raise ValueError(f"{name}: unknown: {', '.join(unknown)}")
     for key, value in stated.items():
         _check(f"{name}.{key}", known[key], value)
-    try:
-        return kind(**stated)
-    except TypeError as error:
-        raise ValueError(f"{name}: {str(error).partition(' ')[2]}") from None
+    needed = {entry.name for entry in fields(kind) if entry.default is MISSING}  # type: ignore[arg-type]
+    if missing := sorted(needed - stated.keys()):
+        raise ValueError(f"{name}: lacks {', '.join(missing)}")
+    return kind(**stated)
 
 
 def _check(name: str, kind: str, value: object) -> None:
