@@ -6,9 +6,10 @@ import asyncio
 import shlex
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from signal import Signals
 
 from baton.address import HostPort
 from baton.settings import parse
@@ -26,12 +27,14 @@ LOCAL = HostPort("127.0.0.1", 0)
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """`prefill`, `decode`: the nodes' gRPC services; `more_http`: further routers."""
+    """`prefill`, `decode`: the nodes' gRPC services; `more_http`: further routers. `signal`: sends one to the node at
+    that address, if this benchmark has started it; it is started again if it ends."""
 
     http: HostPort
     prefill: list[HostPort]
     decode: list[HostPort]
     more_http: tuple[HostPort, ...] = ()
+    signal: Callable[[HostPort, Signals], None] = lambda address, number: None
 
 
 @asynccontextmanager
@@ -72,7 +75,11 @@ async def running_cluster(flags: str, *more_routers: str) -> AsyncIterator[Addre
             role: [p.listen for name, p in ports.items() if name.startswith(role)] for role in ("prefill", "decode")
         }
         http, *more_http = (front.listen for front in fronts.values())
-        yield Addresses(http, roles["prefill"], roles["decode"], tuple(more_http))
+
+        def send(address: HostPort, number: Signals) -> None:
+            supervisor.signal(next(name for name, own in ports.items() if own.listen == address), number)
+
+        yield Addresses(http, roles["prefill"], roles["decode"], tuple(more_http), send)
     finally:
         await supervisor.stop([child.name for child in children], STOP_TIMEOUT_S)
         for pair in held.values():

@@ -85,13 +85,14 @@ class Connection:
         self._writer.close()
         await self._writer.wait_closed()
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> Streamed:
-        """POST `body` and read the events to the end. Raises RequestFailed."""
+    async def stream(self, path: str, body: Mapping[str, Any], answer: Streamed | None = None) -> Streamed:
+        """POST `body` and read the events to the end, into `answer` if given. Raises RequestFailed."""
         async with asyncio.timeout(TIMEOUT_S):
             request = self._request(
                 "POST", path, json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
             )
-            answer = Streamed(time.perf_counter())
+            answer = answer or Streamed(0.0)
+            answer.sent = time.perf_counter()
             self._writer.write(request)
             headers = await self._head()
             if headers.get("transfer-encoding") != "chunked":

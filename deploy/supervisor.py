@@ -68,6 +68,12 @@ class Supervisor:
     def say(self, text: str) -> None:
         self.write(OURS, text)
 
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send it to the child of that name, which is started again if it ends."""
+        for keeper in self._keepers:
+            if keeper.child.name == name:
+                keeper.send(number)
+
     async def stop(self, names: Sequence[str], timeout_s: float) -> None:
         """Terminate the children of these names (SIGTERM), and kill those that are left after `timeout_s`."""
         keepers = [keeper for keeper in self._keepers if keeper.child.name in names]
@@ -114,6 +120,10 @@ class _Keeper:
 
     def _end(self, number: signal.Signals) -> None:
         self._stop.set()
+        self.send(number)
+
+    def send(self, number: signal.Signals) -> None:
+        """Nothing happens if it does not run."""
         if self._process and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it ended, and asyncio does not know yet
                 os.killpg(self._process.pid, number)  # its process group: includes whatever it started

@@ -107,6 +107,20 @@ class BlockManager:
         """When (by `now`) it entered its current state."""
         return self._since_s[block]
 
+    # ---- for those that follow what the prefix cache holds ----
+
+    def hashes(self) -> list[BlockHash]:
+        """The hashes of all blocks that have one, those that are loading among them."""
+        return self._cache.hashes()
+
+    def record_changes(self, on: bool) -> None:
+        """See `PrefixCache.record`."""
+        self._cache.record(on)
+
+    def take_changes(self) -> dict[BlockHash, bool]:
+        """See `PrefixCache.take_changes`."""
+        return self._cache.take_changes()
+
     # ---- references ----
 
     def can_allocate(self, n: int, keep: Sequence[int] = ()) -> bool:

@@ -27,6 +27,7 @@ class PrefixCache:
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._changes: dict[BlockHash, bool] | None = None  # hash -> whether it is here now; None: not recorded
 
     @property
     def num_evictable(self) -> int:
@@ -49,6 +50,8 @@ class PrefixCache:
             return False
         self._hash[block] = block_hash
         self._block_of[block_hash] = block
+        if self._changes is not None:
+            self._changes[block_hash] = True
         return True
 
     def remove(self, block: int) -> BlockHash:
@@ -57,6 +60,8 @@ class PrefixCache:
         assert block_hash is not None, f"block {block} has no hash"
         self._hash[block] = None
         del self._block_of[block_hash]
+        if self._changes is not None:
+            self._changes[block_hash] = False
         return block_hash
 
     def retire(self, block: int) -> None:
@@ -72,6 +77,23 @@ class PrefixCache:
         """Take the least recently used evictable block and its hash; the block becomes the caller's."""
         block, _ = self._evictable.popitem(last=False)
         return Evicted(block, self.remove(block))
+
+    # ---- for those that follow what is here ----
+
+    def hashes(self) -> list[BlockHash]:
+        """All hashes, oldest first."""
+        return list(self._block_of)
+
+    def record(self, on: bool) -> None:
+        """Begin or stop to record changes. What was recorded so far is dropped."""
+        self._changes = {} if on else None
+
+    def take_changes(self) -> dict[BlockHash, bool]:
+        """Each hash that was added or removed since the last call, and whether it is here now."""
+        if not self._changes:
+            return {}
+        taken, self._changes = self._changes, {}
+        return taken
 
     def check_integrity(self) -> None:
         assert {name: block for block, name in enumerate(self._hash) if name is not None} == self._block_of

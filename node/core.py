@@ -24,6 +24,9 @@ from engine.step import StepResult
 from engine.token_matcher import TokenMatcher
 from node.audit import make_audit, verdict
 from node.events import (
+    BlocksChanged,
+    BlocksHeld,
+    BlocksWanted,
     Draining,
     Event,
     FromPeer,
@@ -88,13 +91,17 @@ class RoleCore(ABC):
         self._plan = self._schedule(now)
         if not self.engine.only_launches:
             self._tell_started(self._plan.started, now)
+        if not self._outbox.is_empty:  # else the turn's second half reports both halves' changes
+            self._tell_changed_blocks()
 
     def compute(self, now: float) -> bool:
         result = self.engine.compute(self._plan, wait=False)
         if self.engine.only_launches:
             self._tell_started(self._plan.started, now)
         self._take(result)
-        return self._computed(result, now)
+        again = self._computed(result, now)
+        self._tell_changed_blocks()
+        return again
 
     def _take(self, result: StepResult) -> None:
         self._take_results(result)
@@ -107,6 +114,17 @@ class RoleCore(ABC):
 
     def _schedule(self, now: float) -> Plan:
         return self.engine.schedule(now)
+
+    # ---- what the prefix cache holds ----
+
+    def _tell_changed_blocks(self) -> None:
+        if changes := self.engine.blocks.take_changes():
+            self._outbox.add(BlocksChanged(changes))
+
+    def _tell_held_blocks(self, epoch: int) -> None:
+        """A snapshot for one router. Changes until now are for the others."""
+        self._tell_changed_blocks()
+        self._outbox.add(BlocksHeld(epoch, self.engine.blocks.hashes()))
 
     # ---- what answers must match ----
 
@@ -140,9 +158,16 @@ class RoleCore(ABC):
         self.engine.blocks.now = now
         match event:
             case SessionOpened(epoch):
+                if not self._outbox.epochs:
+                    self.engine.blocks.record_changes(True)
                 self._outbox.epochs.add(epoch)
+                self._tell_held_blocks(epoch)
+            case BlocksWanted(epoch) if epoch in self._outbox.epochs:
+                self._tell_held_blocks(epoch)
             case SessionLost(epoch):
                 self._outbox.epochs.discard(epoch)
+                if not self._outbox.epochs:
+                    self.engine.blocks.record_changes(False)
                 for attempt_id in [attempt_id for attempt_id in self._attempts() if attempt_id.router_epoch == epoch]:
                     self._end_attempt(attempt_id, RequestCancelled("the router's stream ended"))
             case FromRouter(epoch, Prefill() as prefill):

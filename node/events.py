@@ -9,10 +9,12 @@ drive it through any order of events.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.audit import KvAudit
+from baton.block_hash import BlockHash
 from baton.layout import KvLayout
 from baton.messages import Abort, DecodeTarget, DecodeToPrefill, Load, Prefill, PrefillToDecode, Update
 
@@ -74,7 +76,14 @@ class Draining:
     """The node drains: finish running work, refuse new work."""
 
 
-Event = SessionOpened | SessionLost | FromRouter | PeerOpened | PeerClosed | FromPeer | Draining
+@dataclass(frozen=True, slots=True)
+class BlocksWanted:
+    """The router needs a snapshot of the prefix cache anew: it read too slowly for all changes."""
+
+    epoch: int
+
+
+Event = SessionOpened | SessionLost | FromRouter | PeerOpened | PeerClosed | FromPeer | Draining | BlocksWanted
 
 # ---- out ----
 
@@ -117,7 +126,23 @@ class CloseSession:
     reason: str
 
 
-Output = ToRouter | ToDecode | ToPrefill | ClosePeer | CloseSession
+@dataclass(frozen=True, slots=True)
+class BlocksHeld:
+    """For one router: the hashes of all blocks in the prefix cache. BlocksChanged outputs before it do not concern it,
+    those after it do."""
+
+    epoch: int
+    hashes: Sequence[BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksChanged:
+    """For all routers: the hashes that came into the prefix cache or left it, and whether it holds them now."""
+
+    changes: Mapping[BlockHash, bool]
+
+
+Output = ToRouter | ToDecode | ToPrefill | ClosePeer | CloseSession | BlocksHeld | BlocksChanged
 
 
 class Role(Protocol):

@@ -31,6 +31,10 @@ class Outbox:
     def add(self, output: Output) -> None:
         self._outputs.append(output)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._outputs
+
     def take(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
         return outputs

@@ -6,6 +6,7 @@ router                      node
   | <------------ Subscribed - |   the role gets SessionOpened before any work
   | -- Prefill, Abort -------> |
   | <-- Updates, Load -------- |   Load at least every HEARTBEAT_S
+  | <-- KvEvents ------------- |   first a snapshot of the prefix cache, then its changes (`node.kv_feed`)
   x                            |   end of the stream: SessionLost, all work of the epoch ends
 """
 
@@ -43,7 +44,18 @@ from baton.streams import ENDED, EOF, HEARTBEAT_S, HELLO_S, STOPPED, Stream, fir
 from baton.telemetry import NodeMetrics
 from baton.trust import Trust
 from baton.v1 import node_pb2
-from node.events import CloseSession, Event, FromRouter, SessionLost, SessionOpened, ToRouter
+from node.events import (
+    BlocksChanged,
+    BlocksHeld,
+    BlocksWanted,
+    CloseSession,
+    Event,
+    FromRouter,
+    SessionLost,
+    SessionOpened,
+    ToRouter,
+)
+from node.kv_feed import KV_PERIOD_S, KvFeed
 from node.loop import Turn
 
 log = logging.getLogger(__name__)
@@ -62,6 +74,7 @@ class _Session(Stream[Update]):
         super().__init__(MAX_UPDATES)
         self.epoch = epoch
         self.opened = 0  # number of its SessionOpened
+        self.blocks = KvFeed()
 
 
 class Sessions:
@@ -97,11 +110,25 @@ class Sessions:
                 self._metrics.sent(output.update)
                 _log(output.update)
                 by_epoch[output.epoch].append(output.update)
+            elif isinstance(output, BlocksChanged | BlocksHeld):
+                self._feed(output, turn)
             elif isinstance(output, CloseSession) and (session := self._meant(output.epoch, turn)):
                 session.end(output.reason)
         for epoch, updates in by_epoch.items():
             if session := self._meant(epoch, turn):
                 session.put(*updates)
+
+    def _feed(self, output: BlocksChanged | BlocksHeld, turn: Turn) -> None:
+        """What the prefix cache holds, for the router that asked or for all."""
+        for epoch in [output.epoch] if isinstance(output, BlocksHeld) else self._by_epoch:
+            if session := self._meant(epoch, turn):
+                was_empty = session.blocks.is_empty
+                if isinstance(output, BlocksHeld):
+                    session.blocks.snapshot(output.hashes)
+                else:
+                    session.blocks.changed(output.changes)
+                if was_empty:
+                    session.wake()
 
     def _meant(self, epoch: int, turn: Turn) -> _Session | None:
         """The epoch's session, unless the turn's outputs are for an earlier one, whose end the role had not seen."""
@@ -213,9 +240,9 @@ class Sessions:
         self._post(FromRouter(session.epoch, Abort(attempt_id)))
 
     async def _write(self, session: _Session, context: Context) -> str:
-        """Send updates as they come, and the load."""
+        """Send updates as they come, the load, and what the prefix cache holds."""
         told: Load | None = None
-        told_at = 0.0
+        told_at = kv_told_at = 0.0
         while True:
             now = time.monotonic()
             due = told_at + (HEARTBEAT_S if told == self._load else LOAD_PERIOD_S)
@@ -224,6 +251,14 @@ class Sessions:
                 if told is not None:
                     await context.write(wire.write_node_message(told))
                 continue
+            if session.blocks.lacks_snapshot:
+                session.blocks.lacks_snapshot = False
+                self._post(BlocksWanted(session.epoch))
+            if not session.blocks.is_empty:
+                if now >= (kv_due := kv_told_at + KV_PERIOD_S):
+                    await context.write(wire.write_node_message(session.blocks.take()))
+                    kv_told_at = now if session.blocks.is_empty else kv_told_at  # the rest of a batch follows at once
+                due = min(due, max(now, kv_due))
             updates = await session.take(due - now)
             if not updates and session.closing:
                 return session.closing

@@ -23,6 +23,7 @@ from baton.messages import (
     Adopted,
     End,
     HandedOff,
+    KvEvents,
     Load,
     NodeInfo,
     SampleEnd,
@@ -46,6 +47,7 @@ from router.life import (
     Unplaced,
 )
 from router.placement import Pool
+from router.prefix_index import PrefixIndex
 
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
@@ -68,6 +70,7 @@ class RouterCore:
         max_waiting: int = 1024,
     ) -> None:
         self.pool = Pool(with_prefill)
+        self.prefix_index = PrefixIndex()
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._deadlines: Deadlines[str] = Deadlines()
@@ -77,13 +80,18 @@ class RouterCore:
     # ---- what the world tells ----
 
     def node_up(self, info: NodeInfo, now: float) -> None:
-        """A node is subscribed: work may be placed there, beginning with requests that wait for a node."""
+        """A node is subscribed: work may be placed there, beginning with requests that wait for a node. If it had been
+        lost, its link or its silence was the cause, and no request that it ran."""
         self.pool.add(info)
+        self.prefix_index.add(info.incarnation, info.num_blocks)
+        for life in self._requests.values():
+            life.acquit(info.incarnation)
         self._attempts.place_waiting(now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. Attempts that depended on the node are lost."""
         node = self.pool.remove(incarnation)
+        self.prefix_index.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         stopped = node is not None and node.load.draining  # nobody's fault
         for life in list(self._requests.values()):
@@ -98,11 +106,19 @@ class RouterCore:
         if node := self.pool.get(incarnation):
             node.load = load
 
+    def node_blocks(self, incarnation: str, events: KvEvents) -> None:
+        """Raises InvalidRequest if events are missing before these: the node's session must end."""
+        self.prefix_index.apply(incarnation, events)
+
     def why_not_ready(self) -> str | None:
         return self.pool.why_not_ready()
 
     def why_degraded(self, now: float) -> str | None:
         return self.pool.why_degraded(now)
+
+    def nodes(self) -> list[NodeInfo]:
+        """All that are subscribed."""
+        return self.pool.infos()
 
     @property
     def num_requests(self) -> int:

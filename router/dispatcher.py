@@ -13,10 +13,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages import Abort, AttemptId, Load, NodeInfo, Prefill, Update
+from baton.messages import Abort, AttemptId, KvEvents, Load, NodeInfo, Prefill, Update
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
@@ -29,6 +30,22 @@ class Sink(Protocol):
     """Where a request's events go. Must not raise."""
 
     def __call__(self, event: RequestEvent, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedNode:
+    node_id: str
+    role: str
+    incarnation: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixIndexState:
+    """`num_blocks`: different ones, which one node or several hold."""
+
+    num_blocks: int
+    nodes: tuple[IndexedNode, ...]
 
 
 class Dispatcher:
@@ -84,9 +101,13 @@ class Dispatcher:
         self._core.node_lost(incarnation, reason, time.monotonic())
         self._carry_out()
 
-    def node_said(self, incarnation: str, message: tuple[Update, ...] | Load) -> None:
+    def node_said(self, incarnation: str, message: tuple[Update, ...] | Load | KvEvents) -> None:
+        """Raises InvalidRequest for what cannot follow the node's earlier messages: its session must end."""
         if isinstance(message, Load):
             self._core.node_load(incarnation, message)
+            return
+        if isinstance(message, KvEvents):
+            self._core.node_blocks(incarnation, message)
             return
         now = time.monotonic()
         self._cause = "node_error"
@@ -106,6 +127,14 @@ class Dispatcher:
         """Live attempts by state, including states that have none."""
         states = Counter(state.value for state in self._core.states())
         return {state.value: states[state.value] for state in AttemptState}
+
+    def prefix_index(self) -> PrefixIndexState:
+        """How much is known of the nodes' prefix caches."""
+        index, nodes = self._core.prefix_index, self._core.nodes()
+        known = tuple(
+            IndexedNode(n.node_id, n.role.value, n.incarnation, index.num_blocks(n.incarnation)) for n in nodes
+        )
+        return PrefixIndexState(len(index), known)
 
     async def drained(self) -> None:
         """Returns once no request is live."""

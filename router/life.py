@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
+from baton.block_hash import BlockHash
 from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost
 from baton.messages import (
     Adopted,
@@ -51,7 +52,9 @@ is a gap behind it; with the decode node's, the handoff is part of the time to t
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn."""
+    """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn.
+
+    `block_hashes`: of the prompt's full blocks, as the nodes compute them."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -60,6 +63,7 @@ class RoutedRequest:
     deadline_s: float
     cache_salt: str = ""
     priority: int = 0
+    block_hashes: tuple[BlockHash, ...] = ()
 
     @property
     def has_prefill(self) -> bool:
@@ -225,6 +229,11 @@ class RequestLife:
         counts as well, in addition to one that is known to be lost: the peer often notices first, and by the time the
         router does, the next node would have the request."""
         return bool(self.lost) and len(self.lost.keys() | self.blamed) >= max_lost
+
+    def acquit(self, incarnation: str) -> None:
+        """The node lives: the request has not ended it."""
+        self.lost.pop(incarnation, None)
+        self.blamed.discard(incarnation)
 
     @property
     def losses(self) -> str:

@@ -25,7 +25,8 @@ class UnknownModel(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`max_model_len` is the shortest context of all nodes in use, in tokens. `chat` is `chat_template`, compiled."""
+    """`max_model_len` is the shortest context of all nodes in use, in tokens. `chat` is `chat_template`, compiled.
+    `block_size`: tokens in a KV block of the first node; 0: not known."""
 
     name: str
     max_model_len: int
@@ -36,6 +37,7 @@ class ServedModel:
     chat_template: str = ""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
+    block_size: int = 0
 
 
 class Models:
@@ -128,4 +130,5 @@ def _model_of(info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
         special_tokens=info.special_tokens,
         defaults=info.generation_defaults,
         structured_outputs_backend=info.structured_outputs_backend,
+        block_size=info.layout.block_size,
     )

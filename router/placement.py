@@ -87,6 +87,10 @@ class Pool:
     def get(self, incarnation: str) -> Node | None:
         return self._nodes.get(incarnation)
 
+    def infos(self) -> list[NodeInfo]:
+        """All nodes, also those that take no new work."""
+        return [node.info for node in self._nodes.values()]
+
     def role(self, role: NodeRole) -> list[Node]:
         """The nodes of that role that take new work."""
         return [n for n in self._nodes.values() if n.info.role is role and not n.load.draining]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from baton.block_hash import BlockHash, chain
 from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
 from router.admission import Admission, Admitted
@@ -27,6 +28,13 @@ log = logging.getLogger(__name__)
 
 _MAX_TEXT_SIZE = 64 * 2**20
 """Characters of texts that are being parsed, tokenized and so on; each takes about a hundred bytes meanwhile."""
+
+
+class Prompt(NamedTuple):
+    """`block_hashes`: of its full blocks, see `RoutedRequest`."""
+
+    tokens: tuple[int, ...]
+    block_hashes: tuple[BlockHash, ...]
 
 
 class Service:
@@ -113,12 +121,18 @@ class Service:
 
     async def tokenize(self, model: ServedModel, wanted: GenerationRequest) -> list[tuple[int, ...]]:
         """Token ids of each prompt, checked. Raises InvalidRequest or Overloaded."""
+        return [prompt.tokens for prompt in await self._prompts(model, wanted, hashed=False)]
+
+    async def _prompts(self, model: ServedModel, wanted: GenerationRequest, hashed: bool = True) -> list[Prompt]:
+        """Each prompt, checked; `hashed`: with the hashes of its blocks. Raises InvalidRequest or Overloaded."""
         most = num_kept_tokens(wanted, model)
+        block_size = model.block_size if hashed else 0
 
-        def encode_all() -> list[tuple[int, ...]]:
-            return [prompt_tokens(prompt, model, wanted.add_special_tokens, most) for prompt in wanted.prompts]
+        def make(prompt: str | tuple[int, ...]) -> Prompt:
+            tokens = prompt_tokens(prompt, model, wanted.add_special_tokens, most)
+            return Prompt(tokens, tuple(chain(tokens, block_size, wanted.cache_salt)) if block_size else ())
 
-        return await self.offload.run(encode_all, sum(map(len, wanted.prompts)))
+        return await self.offload.run(lambda: list(map(make, wanted.prompts)), sum(map(len, wanted.prompts)))
 
     async def generate(
         self, model: ServedModel, wanted: GenerationRequest, received: float, admitted: Admitted
@@ -129,9 +143,9 @@ class Service:
         """
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
             await self._grammars.check(structured, model)
-        prompts = await self.tokenize(model, wanted)
-        check_prompt_logprobs(prompts, wanted)
-        admitted.resize(sum(map(len, prompts)))
+        prompts = await self._prompts(model, wanted)
+        check_prompt_logprobs([prompt.tokens for prompt in prompts], wanted)
+        admitted.resize(sum(len(prompt.tokens) for prompt in prompts))
         bad_words = await self._bad_words(model, wanted.bad_words)
         stops = StopStrings(wanted.stop)
         parts: list[Part] = []
@@ -155,15 +169,16 @@ class Service:
         model: ServedModel,
         wanted: GenerationRequest,
         stops: StopStrings,
-        prompt: tuple[int, ...],
+        prompt: Prompt,
         first_index: int,
         bad_words: tuple[tuple[int, ...], ...],
     ) -> Part:
-        sampling = sampling_params(wanted, model, len(prompt), bad_words)
+        sampling = sampling_params(wanted, model, len(prompt.tokens), bad_words)
         request = RoutedRequest(
             # Unique for ever, because clients may repeat their ids and nodes remember those that were aborted.
             request_id=f"{wanted.request_id}.{next(self._serial):x}",
-            prompt_tokens=prompt,
+            prompt_tokens=prompt.tokens,
+            block_hashes=prompt.block_hashes,
             n=wanted.n,
             sampling=sampling,
             deadline_s=min(self._request_timeout_s, wanted.timeout_s or self._request_timeout_s),

@@ -90,7 +90,8 @@ class ForkServer:
         command = [sys.executable, "-m", "deploy.child", str(os.getpid()), "tests.fork_server"]
         with theirs:
             command += [str(theirs.fileno()), *preloaded]
-            roots = (ROOT, ROOT / "proto", ROOT / "kernels")
+            plugins = ROOT / "tests" / "logits_processors_plugin"  # for all nodes, as if it were installed
+            roots = (ROOT, ROOT / "proto", ROOT / "kernels", plugins)
             read_at_import = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), **read_at_import}
             self._process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()])

@@ -36,6 +36,7 @@ from tools.tiny.tasks.mix import SHORT_TASKS, TaskFn, plain_task, short_task
 from tools.tiny.tasks.people import fill_json
 from tools.tiny.tasks.recall import ask, num_facts_for, passage, recall
 from tools.tiny.tasks.sample import CheckKind, Message, Sample
+from tools.tiny.tasks.schemas import fill_schema, schema_chat
 from tools.tiny.tasks.small_talk import small_talk
 from tools.tiny.tasks.stories import long_story, story, story_plain, story_text
 from tools.tiny.tasks.tool_calls import (
@@ -47,6 +48,7 @@ from tools.tiny.tasks.tool_calls import (
     tool_extract,
     tool_result,
 )
+from tools.tiny.tasks.tool_chains import chain, tool_chain
 
 __all__ = [
     # samples and splits
@@ -87,7 +89,11 @@ __all__ = [
     "tool_calls",
     "tool_extract",
     "tool_result",
+    "tool_chain",
+    "chain",
     "no_tool",
+    "fill_schema",
+    "schema_chat",
     "tool_chat",
     "flatten",
     # stories and filler

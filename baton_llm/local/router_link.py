@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Sequence
 
 from baton.messages import Abort, Prefill
 from baton_llm.local.node import LocalNode
-from node.events import CloseSession, FromRouter, SessionLost, SessionOpened, ToRouter
+from node.events import (
+    BlocksChanged,
+    BlocksHeld,
+    CloseSession,
+    FromRouter,
+    Output,
+    SessionLost,
+    SessionOpened,
+    ToRouter,
+)
+from node.kv_feed import KvFeed
 from node.loop import Turn
 from router.dispatcher import Dispatcher
 
@@ -21,9 +33,11 @@ class RouterLink:
         self._dispatcher = dispatcher
         self._epoch = epoch
         self._opened = 0  # number of the SessionOpened
+        self._blocks = KvFeed(max_backlog=sys.maxsize)
 
     def open(self) -> None:
         self._opened = self._node.post(SessionOpened(self._epoch))
+        self._blocks = KvFeed(max_backlog=sys.maxsize)
         self._dispatcher.node_up(self._node.info, self._send)
 
     def lose(self, reason: str) -> None:
@@ -39,11 +53,23 @@ class RouterLink:
         updates = tuple(output.update for output in turn.outputs if isinstance(output, ToRouter))
         if updates:
             self._dispatcher.node_said(incarnation, updates)
+        self._deliver_blocks(turn.outputs)
         for output in turn.outputs:
             if isinstance(output, CloseSession):
                 log.warning("session over node_id=%s reason=%s", self._node.info.node_id, output.reason)
                 self.lose(output.reason)
                 self.open()
+
+    def _deliver_blocks(self, outputs: Sequence[Output]) -> None:
+        """What the prefix cache holds: all of it at once, since the router always reads."""
+        for output in outputs:
+            match output:
+                case BlocksHeld(_, hashes):
+                    self._blocks.snapshot(hashes)
+                case BlocksChanged(changes):
+                    self._blocks.changed(changes)
+        while not self._blocks.is_empty:
+            self._dispatcher.node_said(self._node.info.incarnation, self._blocks.take())
 
     def _send(self, message: Prefill | Abort) -> None:
         self._node.post(FromRouter(self._epoch, message))

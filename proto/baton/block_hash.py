@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 BlockHash = bytes
 HASH_BYTES = 32
+_TOKEN_BYTES = 4
 
 
 def root_hash(cache_salt: str = "") -> BlockHash:
@@ -21,14 +22,18 @@ def root_hash(cache_salt: str = "") -> BlockHash:
 
 def next_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
     """The hash of the full block of `tokens` after `parent`."""
-    return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
+    return hashlib.sha256(parent + _pack(tokens)).digest()
 
 
 def chain(tokens: Sequence[int], block_size: int, cache_salt: str = "") -> list[BlockHash]:
     """The hashes of all full blocks of `tokens`, in order."""
     hashes: list[BlockHash] = []
-    parent = root_hash(cache_salt)
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = next_hash(parent, tokens[start : start + block_size])
+    parent, packed, size = root_hash(cache_salt), _pack(tokens), _TOKEN_BYTES * block_size
+    for start in range(0, len(packed) - size + 1, size):
+        parent = hashlib.sha256(parent + packed[start : start + size]).digest()
         hashes.append(parent)
     return hashes
+
+
+def _pack(tokens: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)

@@ -1,7 +1,7 @@
 """The messages that routers, prefill nodes and decode nodes exchange, as used by the state machines.
 
     router -> node      Subscribe, Prefill, Abort
-    node -> router      Subscribed, Load,
+    node -> router      Subscribed, Load, KvEvents,
                         Update(work, Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End)
     prefill -> decode   Reserve, Commit, Release
     decode -> prefill   Grant, Credit, Refuse, CommitReply
@@ -219,6 +219,18 @@ class Load:
     num_blocks_free: int = 0
     num_blocks_total: int = 0
     draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """Which full blocks the node's prefix cache has lost and gained since its last message to this router: `removed`
+    applies before `stored`. Numbered from 0 in each session. `snapshot`: forget what earlier messages said; what the
+    node holds begins with this message and goes on in those that follow."""
+
+    sequence: int
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+    snapshot: bool = False
 
 
 # ---- prefill -> decode ----

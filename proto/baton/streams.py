@@ -46,6 +46,10 @@ class Stream(Generic[M]):
             self._waiting += messages
             self._filled.set()
 
+    def wake(self) -> None:
+        """Have the writer's `take` return now, even without messages."""
+        self._filled.set()
+
     async def take(self, timeout_s: float) -> list[M]:
         """All waiting messages, in order; an empty list after `timeout_s` without any, or when the stream closes."""
         if not self._waiting and self.closing is None:

@@ -17,6 +17,7 @@ from router.constraints import constrained, naming_tools
 from router.generation import Generation
 from router.generation_request import GenerationRequest, check_answer, encode
 from router.http.answers import dump_json, raw_json_response
+from router.http.best_of import BestOfShape
 from router.http.body import BodyReader
 from router.http.chunks import ChunkEvents
 from router.http.limits import HttpLimits
@@ -71,8 +72,8 @@ class GenerateRoutes:
         as they are. Raises BatonError."""
         parallel = body.parallel_tool_calls is not False
         plan = plan_calls(self._parsers, offered_tools(body.callable_tools), call_mode(body.tool_choice), parallel)
-        with self._service.admit(model, [size_of_prompt(body)], body.n or 1) as admitted:
-            _check_echo((body.n or 1) * len(body.echoed))
+        with self._service.admit(model, [size_of_prompt(body)], body.num_drawn) as admitted:
+            _check_echo(body.num_kept * len(body.echoed))
             prompt = await self._chat_prompt(model, body)
             reading = plan.reading(self._parsers, prompt, parallel)
             wanted = body.wanted(request_id, prompt)
@@ -86,7 +87,7 @@ class GenerateRoutes:
         model = self._service.models.get(body.model)
         wanted = body.wanted(request_id_of(request, body.request_id))
         with self._service.admit(model, [len(prompt) for prompt in wanted.prompts], wanted.n) as admitted:
-            echoes = await self._echoes(model, wanted) if body.echo else {}
+            echoes = await self._echoes(model, wanted, body.num_kept) if body.echo else {}
             num_echoed = body.logprobs if body.echo else None
             logprobs = CompletionLogprobs(model.tokenizer, bool(body.return_tokens_as_token_ids), num_echoed)
             shown = None if body.logprobs is None else logprobs
@@ -135,7 +136,8 @@ class GenerateRoutes:
         if body.stream:
             events = ChunkEvents(generation, shape, body.stream_options)
             return EventResponse(generation, events, self._limits.keep_alive_s)
-        return WholeResponse(generation, shape, self._service.offload)
+        kept = BestOfShape(shape, body.num_drawn, body.num_kept) if body.keeps_best else shape
+        return WholeResponse(generation, kept, self._service.offload)
 
     async def _chat_prompt(self, model: ServedModel, body: ChatRequest | TokenizeRequest) -> str:
         begin = body.add_generation_prompt is not False
@@ -151,15 +153,15 @@ class GenerateRoutes:
             body.chat_template,
         )
 
-    async def _echoes(self, model: ServedModel, wanted: GenerationRequest) -> dict[int, str]:
-        """The text of the prompt, for each answer."""
+    async def _echoes(self, model: ServedModel, wanted: GenerationRequest, num_each: int) -> dict[int, str]:
+        """The text of the prompt, for each answer; `num_each`: to each prompt."""
 
         def texts() -> list[str]:
             return [p if isinstance(p, str) else model.tokenizer.decode(p) for p in wanted.prompts]
 
         prompts = await self._service.offload.run(texts, sum(map(len, wanted.prompts)))
-        _check_echo(wanted.n * sum(map(len, prompts)))
-        return {i * wanted.n + sample: text for i, text in enumerate(prompts) for sample in range(wanted.n)}
+        _check_echo(num_each * sum(map(len, prompts)))
+        return {i * num_each + sample: text for i, text in enumerate(prompts) for sample in range(num_each)}
 
     def _described(self, model: ServedModel) -> dict[str, Any]:
         return {

@@ -125,6 +125,26 @@ _LOAD = {
     "properties": {"server_load": {"type": "integer", "minimum": 0}},
     "required": ["server_load"],
 }
+_PREFIX_INDEX = {
+    "type": "object",
+    "properties": {
+        "num_blocks": {"type": "integer", "minimum": 0},
+        "nodes": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "node_id": {"type": "string"},
+                    "role": {"type": "string"},
+                    "incarnation": {"type": "string"},
+                    "num_blocks": {"type": "integer", "minimum": 0},
+                },
+                "required": ["node_id", "role", "incarnation", "num_blocks"],
+            },
+        },
+    },
+    "required": ["num_blocks", "nodes"],
+}
 _TOKENIZER = {
     "type": "object",
     "properties": {
@@ -181,6 +201,7 @@ def describe() -> dict[str, Any]:
             "/ping": {**_get("ping", _json(_STATUS)), "post": _get("ping_post", _json(_STATUS))["get"]},
             "/ready": _get("ready", _json(_STATUS), _NOT_READY),
             "/load": _get("load", _json(_LOAD)),
+            "/debug/prefix_index": _get("prefix_index", _json(_PREFIX_INDEX)),
             "/version": _get("version", _json(_VERSION)),
             "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),
             "/openapi.json": _get("openapi", _json({"type": "object"})),

@@ -129,12 +129,27 @@ class GenerationFields(BaseModel):
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
         _check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
-        n = 1 if self.n is None else self.n
-        if self.best_of is not None and not self.use_beam_search and self.best_of != n:
-            text = f"`best_of` must be `n`, {n}, not {self.best_of}: anything else needs `use_beam_search`."
-            raise InvalidRequest(text, "best_of")
+        if not self.use_beam_search and self.num_drawn < self.num_kept:
+            raise InvalidRequest(f"`best_of` must be at least `n`, {self.num_kept}, not {self.best_of}.", "best_of")
+        if self.keeps_best and self.stream:
+            text = f"`best_of` must be `n`, {self.num_kept}, not {self.best_of}, with `stream`: "
+            raise InvalidRequest(text + "the best answers are known when all have ended.", "best_of")
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
+
+    @property
+    def num_kept(self) -> int:
+        """Answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_drawn(self) -> int:
+        """Samples of each prompt, of which the best are its answers."""
+        return self.num_kept if self.best_of is None or self.use_beam_search else self.best_of
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.num_drawn > self.num_kept
 
     def sampling(self, **translated: int | None) -> dict[str, Any]:
         """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises
@@ -144,13 +159,15 @@ class GenerationFields(BaseModel):
         said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
         if self.use_beam_search:
             said["beam_width"] = (self.n or 1) if self.best_of is None else self.best_of
+        if self.keeps_best:
+            said["num_logprobs"] = said.get("num_logprobs") or 0
         said["logits_processors"] = plain_processors(self.logits_processors) or None
         return {name: value for name, value in said.items() if value is not None}
 
     def shared(self) -> dict[str, Any]:
         """The other fields of Ask that chats and completions share."""
         return {
-            "n": 1 if self.n is None else self.n,
+            "n": self.num_drawn,
             "stop": self.stop,
             "bad_words": self.bad_words,
             "include_stop_str_in_output": bool(self.include_stop_str_in_output),

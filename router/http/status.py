@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
@@ -35,6 +37,7 @@ class StatusRoutes:
         self.routes.add_api_route("/load", self.load, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
         self.routes.add_api_route("/metrics", self.metrics, methods=["GET"])
+        self.routes.add_api_route("/debug/prefix_index", self.prefix_index, methods=["GET", "HEAD"])
         self.routes.add_api_route("/version", self.version, methods=["GET", "HEAD"])
 
     async def health(self) -> JSONResponse:
@@ -44,6 +47,10 @@ class StatusRoutes:
     async def load(self) -> JSONResponse:
         """The prompts in flight, of both front ends: what --max-num-requests bounds."""
         return JSONResponse({"server_load": self._admission.num_requests})
+
+    async def prefix_index(self) -> JSONResponse:
+        """How many KV blocks of each node's prefix cache the router knows of."""
+        return JSONResponse(dataclasses.asdict(self._dispatcher.prefix_index()))
 
     async def ready(self, request: Request) -> JSONResponse:
         """200 if requests are answered, even if degraded; else 503 with the reason."""
@@ -56,6 +63,8 @@ class StatusRoutes:
         self._metrics.set_requests(self._dispatcher.num_requests_by_state())
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
+        indexed = self._dispatcher.prefix_index().nodes
+        self._metrics.set_prefix_index({node.node_id: node.num_blocks for node in indexed})
         page, kind = metrics_page(self._registry, request.headers.get("accept"))
         return Response(page, headers={"Content-Type": kind})
 

@@ -125,8 +125,10 @@ update_kind = st.one_of(
     st.builds(messages.End, maybe_error),
 )
 updates = st.lists(st.builds(messages.Update, attempt_id, update_kind), max_size=4).map(tuple)
+block_hashes = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)
 node_message = st.one_of(
     updates,
+    st.builds(messages.KvEvents, uint64, block_hashes, block_hashes, st.booleans()),
     st.builds(messages.Load, uint32, uint32, uint32, uint32),
     st.builds(messages.Subscribed, text, uint32),
 )
@@ -153,7 +155,6 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 layout = layouts()
 endpoints = st.lists(st.builds(messages.TransportEndpoint, uint32, text, st.binary(max_size=40)), max_size=3).map(tuple)
 hello = st.builds(messages.Hello, name, text, layout, endpoints, text, uint32, maybe_error, uint32)
-block_hashes = st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple)
 prefill_message = st.one_of(
     hello,
     st.just(messages.Heartbeat()),

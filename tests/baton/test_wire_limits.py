@@ -21,6 +21,7 @@ from baton.messages import (
     End,
     Grant,
     HandedOff,
+    KvEvents,
     Prefill,
     Release,
     Reserve,
@@ -318,6 +319,28 @@ def test_whether_a_token_ends_an_answer_is_looked_up_and_not_searched_for() -> N
     assert wire.read_router_message(message).sampling.stop_token_ids == frozenset({1, 2, 3})
 
 
+# ---- what a prefix cache holds ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stored": b"x" * 33}, "stored: 33 bytes are not a multiple of 32"),
+        ({"removed": b"x" * 31}, "removed: 31 bytes are not a multiple of 32"),
+        ({"stored": b"x" * 32 * 1024, "removed": b"x" * 32}, "KV events: more than 1024 block hashes"),
+    ],
+)
+def test_kv_events_that_make_no_sense_are_refused(fields, text) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        wire.read_node_message(node_pb2.NodeMessage(kv_events=fields))
+
+
+def test_as_many_kv_events_as_are_allowed_are_read() -> None:
+    message = wire.read_node_message(node_pb2.NodeMessage(kv_events={"stored": b"x" * 32 * 1024}))
+    assert isinstance(message, KvEvents)
+    assert len(message.stored) == 1024
+
+
 # ---- random bytes ----
 
 READERS: list[tuple[Any, Any]] = [
@@ -330,7 +353,8 @@ READERS: list[tuple[Any, Any]] = [
 def seeds() -> list[bytes]:
     kinds = (Tokens(0, 1, (5,), (TokenLogprobs(-1.0, ((1, -2.0),)),)), HandedOff(1.0), End())
     updates = wire.write_node_message(tuple(Update(WORK, kind) for kind in kinds))
-    return [m.SerializeToString() for m in (prefill(), reserve(), commit(), grant(), updates, node_info())]
+    blocks = wire.write_node_message(KvEvents(3, (b"a" * 32, b"b" * 32), (b"c" * 32,), snapshot=True))
+    return [m.SerializeToString() for m in (prefill(), reserve(), commit(), grant(), updates, blocks, node_info())]
 
 
 def mutate(draw: random.Random, data: bytes) -> bytes:

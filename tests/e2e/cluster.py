@@ -209,7 +209,8 @@ class Router(Member):
         own = [f"--node-id={name}", f"--http={ports[0].address}", f"--grpc={self.grpc}", "--drain-timeout=5"]
         roles = (("prefill", prefill), ("decode", decode))
         nodes = [f"--{role}={','.join(map(str, there))}" for role, there in roles if there]
-        super().__init__(name, "router.main", [*own, *nodes, *flags], folder, ports[0].address)
+        extras = ["--trust-request-chat-template"]
+        super().__init__(name, "router.main", [*own, *nodes, *extras, *flags], folder, ports[0].address)
 
     def wait_ready(self) -> None:
         """Until requests are answered, and no kind of node is missing."""

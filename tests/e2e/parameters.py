@@ -32,6 +32,11 @@ TOOL = {
         },
     },
 }
+TEMPLATE = (
+    "{{ style }} {{ reasoning_effort }} {% for d in documents or [] %}{{ d.title }}: {{ d.text }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}? {{ m.content }} ({% endfor %}"
+)
+"""Of a request's own, which the routers of these tests allow."""
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 60}, "age": {"type": "integer"}},
@@ -62,7 +67,7 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
     "logit_bias": _completions({"logit_bias": {"200": 4.5, "263": -100}}),
     "seed": _completions({"seed": 1}, {"seed": 2**63 - 1}, {"seed": -5}),
     "stop": _completions({"stop": ["zebra", " the"]}, {"stop": ". "}),
-    "stop_token_ids": _completions({"stop_token_ids": [1576, 300, 16, 18]}),
+    "stop_token_ids": _completions({"stop_token_ids": [1576, 300, 16, 18]}, {"stop_token_ids": [1576]}),
     "include_stop_str_in_output": _completions({"stop": ["friend", "."], "include_stop_str_in_output": True}),
     "ignore_eos": _completions({"ignore_eos": False, "max_tokens": 200}),
     "max_tokens": _completions({"max_tokens": 1}, {"max_tokens": 2}, {"max_tokens": 120}),
@@ -89,6 +94,14 @@ PARAMETERS: dict[str, list[tuple[str, Fields]]] = {
     "length_penalty": _completions(
         {"use_beam_search": True, "best_of": 3, "n": 1, "temperature": 0, "length_penalty": 2.0, "ignore_eos": False}
     ),
+    "logits_processors": _completions(
+        {"logits_processors": ["after_prompt"]},
+        {"logits_processors": [{"qualname": "forced", "kwargs": {"token_ids": [300, 16, 18]}}], "logprobs": 1},
+    ),
+    "chat_template": _chat({"chat_template": TEMPLATE}),
+    "chat_template_kwargs": _chat({"chat_template": TEMPLATE, "chat_template_kwargs": {"style": "short ["}}),
+    "documents": _chat({"chat_template": TEMPLATE, "documents": [{"title": "Zoo", "text": "A zebra, and 17"}]}),
+    "reasoning_effort": _chat({"chat_template": TEMPLATE, "reasoning_effort": "high"}),
     "continue_final_message": _chat({"continue_final_message": True, "add_generation_prompt": False}),
     "tools": _chat({"tools": [TOOL], "tool_choice": "required"}),
     "tool_choice": _chat({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "note"}}}),

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.cluster import wait_until
 from tests.e2e.conftest import House
 from tools import tiny_tasks
 
@@ -48,6 +49,33 @@ def test_a_fact_is_recalled_and_the_second_time_the_caches_help(client: openai.O
     assert second.usage.prompt_tokens_details.cached_tokens == (length - 1) // 16 * 16
     assert second.timings["decode_cached_tokens"] == length // 16 * 16
     assert second.timings["transfer_bytes"] < first.timings["transfer_bytes"]
+
+
+def test_the_router_knows_which_blocks_its_nodes_hold(client: openai.OpenAI, house: House) -> None:
+    salt = secrets.token_hex(8)
+    before = indexed(house)
+    answer = chat(client, extra_body={"cache_salt": salt})
+    num_blocks = answer.usage.prompt_tokens // 16
+    wait_until(lambda: why_not_indexed(house))
+    gained = {name: number - before[name] for name, number in indexed(house).items()}
+    assert gained["prefill-64"] == num_blocks > 0
+    assert gained["decode-large"] == (answer.usage.total_tokens - 1) // 16, "blocks of the answer count too"
+
+
+def indexed(house: House) -> dict[str, int]:
+    """How many blocks of each node the router knows of."""
+    return {node["node_id"]: node["num_blocks"] for node in house.chunk_64.page("/debug/prefix_index").json()["nodes"]}
+
+
+def why_not_indexed(house: House) -> str | None:
+    """Why the router does not know of all blocks that its nodes hold, nor of others."""
+    known = indexed(house)
+    held = {
+        node.name: sum(bool(block["hash"]) for block in node.audit()["blocks"])
+        for node in house.nodes
+        if node.name in known
+    }
+    return None if known == held and len(known) == 2 else f"the router knows of {known}, while {held} are held"
 
 
 def test_a_decode_node_without_prefill_nodes_answers_alike(client: openai.OpenAI, house: House) -> None:

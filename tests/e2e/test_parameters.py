@@ -94,6 +94,24 @@ def test_a_parameter_means_the_same_on_every_way(
     assert changed or name in CHANGE_NOTHING, "it is ignored"
 
 
+@pytest.mark.parametrize("path", [parameters.COMPLETIONS, parameters.CHAT])
+async def test_best_of_has_the_likeliest_of_n_answers(house: House, path: str) -> None:
+    body = parameters.body_of(path, {"logprobs": True if path == parameters.CHAT else 0})
+    for router in (house.alone, house.chunk_64):
+        async with parameters.client_of(router) as http:
+            drawn = await parameters.whole(http, path, {**body, "n": 6})
+            best = await parameters.whole(http, path, {**body, "n": 2, "best_of": 6})
+        expected = sorted(drawn, key=_mean_logprob, reverse=True)[:2]
+        assert difference(expected, best) is None
+        assert expected != drawn[:2]
+
+
+def _mean_logprob(choice: Fields) -> float:
+    logprobs = [token["logprob"] for token in choice.get("logprobs.content", ())]
+    logprobs = logprobs or choice["logprobs.token_logprobs"]
+    return sum(logprobs) / len(logprobs)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", PARAMETERS)
 async def test_all_cases_of_a_parameter_mean_the_same(

@@ -29,6 +29,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.loads: dict[int, bytes | None] = {}  # what each block is being loaded as, if anybody may know
         self.cached: dict[bytes, int] = {}  # all hashes
         self.states = dict.fromkeys(range(1, num_blocks), (BlockState.FREE, 0.0))  # and since when
+        self.followed: set[bytes] | None = None  # the hashes, by a snapshot and all changes since
 
     def holders(self, block: int) -> int:
         return sum(table.count(block) for table in self.tables)
@@ -128,6 +129,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert all(own[:-1] == table[:-1] for own in tables)
         assert copies == ([(table[-1], spare) for spare in spares] if partial else [])
         self.tables += tables
+
+    @rule()
+    def follow(self) -> None:
+        self.blocks.record_changes(True)
+        self.followed = set(self.blocks.hashes())
+
+    @rule()
+    def follow_no_more(self) -> None:
+        self.blocks.record_changes(False)
+        self.followed = None
+
+    @rule()
+    def take_changes(self) -> None:
+        changes = self.blocks.take_changes()
+        if self.followed is None:
+            assert not changes
+        else:
+            self.followed -= {one for one, is_held in changes.items() if not is_held}
+            self.followed |= {one for one, is_held in changes.items() if is_held}
+            assert self.followed == self.cached.keys() == set(self.blocks.hashes())
+            assert not self.blocks.take_changes()
 
     @invariant()
     def whole(self) -> None:
@@ -320,3 +342,19 @@ def test_a_prefix_that_somebody_owns_takes_nothing_from_what_can_be_allocated() 
     assert not blocks.can_allocate(3, keep=table)
     blocks.acquire(table)
     assert len(blocks.allocate(2).blocks) == 2
+
+
+def test_changes_of_the_prefix_cache_are_recorded_while_somebody_follows() -> None:
+    blocks = BlockManager(4, BLOCK_SIZE)
+    table, _ = blocks.allocate(2)
+    blocks.seal(table[0], hash_of(1))
+    assert blocks.take_changes() == {}, "nobody follows"
+    blocks.record_changes(True)
+    assert blocks.hashes() == [hash_of(1)]
+    blocks.seal(table[1], hash_of(2))
+    assert blocks.take_changes() == {hash_of(2): True}
+    blocks.release(table)
+    blocks.allocate(3)
+    assert blocks.take_changes() == {hash_of(1): False, hash_of(2): False}, "evicted"
+    blocks.record_changes(False)
+    assert blocks.hashes() == []

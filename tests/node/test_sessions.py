@@ -7,7 +7,19 @@ import pytest
 
 from baton import PROTOCOL_VERSION
 from baton.errors import InvalidRequest, RequestCancelled
-from baton.messages import Abort, AttemptId, End, Load, NodeRole, Prefill, Subscribe, Subscribed, Tokens, Update
+from baton.messages import (
+    Abort,
+    AttemptId,
+    End,
+    KvEvents,
+    Load,
+    NodeRole,
+    Prefill,
+    Subscribe,
+    Subscribed,
+    Tokens,
+    Update,
+)
 from baton.streams import Stream
 from baton.telemetry import NodeMetrics, new_registry
 from baton.trust import Trust
@@ -15,10 +27,20 @@ from baton.v1 import node_pb2, node_pb2_grpc
 from baton.wire import Limits
 from decode_node.server import DECODE_SIDE
 from node import sessions
-from node.events import CloseSession, FromRouter, SessionLost, SessionOpened, ToRouter
+from node.events import (
+    BlocksChanged,
+    BlocksHeld,
+    BlocksWanted,
+    CloseSession,
+    FromRouter,
+    SessionLost,
+    SessionOpened,
+    ToRouter,
+)
 from node.loop import Turn
 from node.sessions import Sessions
 from prefill_node.server import PREFILL_SIDE
+from router.prefix_index import PrefixIndex
 from tests.node.scripted import RouterStream, prefill, running, session
 
 WORK = AttemptId(1, "r", 0)
@@ -211,3 +233,66 @@ async def test_many_updates_go_in_messages_of_bounded_size(monkeypatch):
     async with running(PREFILL_SIDE, NodeRole.PREFILL, script=answer) as node, session(node) as router:
         await router.send(prefill(WORK))
         assert [len(await router.updates()) for _ in range(2)] == [2, 1]
+
+
+# ---- what the prefix cache holds ----
+
+BLOCKS = [number.to_bytes(32, "little") for number in range(100_000)]
+
+
+class ManyBlocks:
+    """A role's prefix cache, as far as its events go."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.held = BLOCKS[:num_blocks]
+
+    def __call__(self, event):
+        if isinstance(event, SessionOpened | BlocksWanted):
+            return [BlocksHeld(event.epoch, tuple(self.held))]
+        return []
+
+
+async def blocks_of(router: RouterStream, index: PrefixIndex, wanted: int) -> list[KvEvents]:
+    """What the router reads until it knows of so many blocks."""
+    seen = []
+    while index.num_blocks("i1") != wanted or not seen:
+        if isinstance(message := await router.read(), KvEvents):
+            index.apply("i1", message)
+            seen.append(message)
+    return seen
+
+
+def empty_index() -> PrefixIndex:
+    index = PrefixIndex()
+    index.add("i1", len(BLOCKS))
+    return index
+
+
+async def test_a_session_begins_with_all_blocks_and_goes_on_with_what_changes():
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=ManyBlocks(5000)) as node:
+        async with session(node) as router, session(node, epoch=2) as other:
+            for reader in (router, other):
+                index = empty_index()
+                pieces = await blocks_of(reader, index, 5000)
+                assert [(p.sequence, p.snapshot) for p in pieces] == [(number, number == 0) for number in range(5)]
+            node.say(BlocksChanged({BLOCKS[0]: False, BLOCKS[6000]: True}), BlocksChanged({BLOCKS[7000]: True}))
+            for reader in (router, other):
+                [change] = await blocks_of(reader, index, 5001)
+                assert (set(change.stored), change.removed) == ({BLOCKS[6000], BLOCKS[7000]}, (BLOCKS[0],))
+                index = empty_index()
+                index.apply("i1", KvEvents(4, tuple(BLOCKS[:5000]), snapshot=True))
+        async with session(node, epoch=3) as late:
+            assert (await blocks_of(late, empty_index(), 5000))[0].snapshot
+
+
+async def test_a_router_that_reads_too_slowly_gets_a_new_snapshot():
+    role = ManyBlocks(10)
+    async with running(PREFILL_SIDE, NodeRole.PREFILL, script=role) as node, session(node) as router:
+        index = empty_index()
+        await blocks_of(router, index, 10)
+        role.held = BLOCKS[100:120]
+        node.say(BlocksChanged(dict.fromkeys(BLOCKS[10:90_000], True)))  # more at once than waits for any router
+        again = await blocks_of(router, index, 20)
+        assert again[0].snapshot
+        assert index.held(BLOCKS[100:120]) == {"i1": 20}
+        assert len(await node.role.saw(BlocksWanted)) == 1

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from baton.messages import Abort, DecodeToPrefill, Prefill, PrefillToDecode, Update
+from baton.messages import Abort, DecodeToPrefill, KvEvents, Prefill, PrefillToDecode, Update
 from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened
 from router.core import RouterCore
 from tests.protocol.node import PART_BLOCKS, Node
@@ -73,6 +73,7 @@ class Sessions:
 
     def open(self, node: Node) -> None:
         def opened() -> None:
+            node.open_feed()
             node.hear(SessionOpened(EPOCH))
             self._streams.send(node.incarnation, ROUTER, up)
 
@@ -119,6 +120,10 @@ class Sessions:
                 self._router.update(incarnation, update, self._clock())
 
         self._streams.send(incarnation, ROUTER, delivery, message=True)
+
+    def publish(self, incarnation: str, events: KvEvents) -> None:
+        """Never repeated: a stream does not do that, and the router would take it for a gap."""
+        self._streams.send(incarnation, ROUTER, lambda: self._router.node_blocks(incarnation, events))
 
 
 class Links:

@@ -29,6 +29,7 @@ from kv_transfer.slot_copies import Mark, SlotCopies
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from node.events import Event
+from node.kv_feed import KvFeed
 from prefill_node.core import PrefillCore
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel
 
@@ -77,6 +78,7 @@ class Node:
         self.subscribed = False  # as the router sees it
         self.fenced: set[AttemptId] = set()  # work that it was told to abort
         self._awake = True  # its loop has a reason for a turn
+        self.feed = KvFeed()
         self.model = make_model(num_blocks, BLOCK_SIZE, ranks)
         layout = self.model.layout
         sizes = [slot_bytes_for(PART_BLOCKS, layout.num_bytes(held)) for held in layout.ranks]
@@ -152,6 +154,10 @@ class Node:
         self._wake()
         self.core.handle(event, self._clock())
         assert self.core.engine.blocks.now == self._clock()
+
+    def open_feed(self) -> None:
+        """Of a new session: so small that snapshots take several messages, and a backlog is dropped now and then."""
+        self.feed = KvFeed(max_events=5, max_backlog=6)
 
     def has_turn(self) -> bool:
         """The engine's thread sleeps until something wakes it, or a deadline."""

@@ -17,7 +17,7 @@ from baton.messages import Abort, AttemptId, End, NodeRole, Update
 from baton.sampling import SamplingParams
 from kv_transfer.parts import PartHeader
 from kv_transfer.transports.memory import MemoryHub, Transfer
-from node.events import ClosePeer, Output, ToDecode, ToPrefill, ToRouter
+from node.events import BlocksChanged, BlocksHeld, BlocksWanted, ClosePeer, Output, ToDecode, ToPrefill, ToRouter
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import FirstToken, RoutedRequest
@@ -169,7 +169,7 @@ class World:
                     node.advance_device()
             self.advance(0.01)
             busy = self.live() or self.hub.pending or self._streams.busy()
-            if not busy and all(node.idle for node in self.nodes.values()):
+            if not busy and all(node.idle and node.feed.is_empty for node in self.nodes.values()):
                 return
         raise AssertionError(f"still at it: {self.live()}")
 
@@ -181,6 +181,18 @@ class World:
             assert all(not placed.to_prefill and not placed.to_decode for placed in self.router.pool.role(role))
         for client in self.clients.values():
             assert client.end is not None
+        self.check_index()
+
+    def check_index(self) -> None:
+        """The router knows all blocks in the prefix caches of its nodes, and of no others."""
+        index, total = self.router.prefix_index, set[bytes]()
+        for node in self.nodes.values():
+            if node.subscribed:
+                hashes = node.core.engine.blocks.hashes()
+                assert index.num_blocks(node.incarnation) == len(hashes)
+                assert all(index.held([block_hash]).get(node.incarnation) == 1 for block_hash in hashes)
+                total |= set(hashes)
+        assert len(index) == len(total)
 
     # ---- what the machines decided is carried out ----
 
@@ -206,6 +218,15 @@ class World:
             self._carry(incarnation, output, updates)
         if updates:
             self._sessions.tell_router(incarnation, updates)
+        self._publish(self.nodes[incarnation])
+
+    def _publish(self, node: Node) -> None:
+        """What changed in its prefix cache, unless its last messages are still on their way: then it adds up."""
+        if node.feed.lacks_snapshot:
+            node.feed.lacks_snapshot = False
+            node.hear(BlocksWanted(EPOCH))
+        while not node.feed.is_empty and len(self._streams.queues.get((node.incarnation, ROUTER), ())) < 4:
+            self._sessions.publish(node.incarnation, node.feed.take())
 
     def _carry(self, incarnation: str, output: Output, updates: list[Update]) -> None:
         """To the router goes what is added to `updates`."""
@@ -224,6 +245,10 @@ class World:
             case ClosePeer(peer, reason):
                 if (incarnation, peer) in links.up:
                     links.break_off(incarnation, peer, reason)
+            case BlocksHeld(_, hashes):
+                node.feed.snapshot(hashes)
+            case BlocksChanged(changes):
+                node.feed.changed(changes)
 
     def _collect_router(self) -> None:
         for action in self.router.take_actions():

@@ -24,6 +24,7 @@ from baton.messages import (
     End,
     GenerationDefaults,
     HandedOff,
+    KvEvents,
     Load,
     NodeInfo,
     NodeRole,
@@ -271,6 +272,11 @@ class FakeNode(node_pb2_grpc.NodeStatusServicer, node_pb2_grpc.PrefillNodeServic
     @property
     def host_port(self) -> HostPort:
         return HostPort.parse(self.info.address)
+
+    def publish(self, events: KvEvents) -> None:
+        """To every router."""
+        for session in self.sessions.values():
+            session.outgoing.put_nowait(wire.write_node_message(events))
 
     def _send(self, epoch: int, *updates: Update) -> None:
         self.num_sent_tokens += sum(isinstance(update.kind, Tokens) for update in updates)

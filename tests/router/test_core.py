@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InternalError, Overloaded, PeerLost
-from baton.messages import Adopted, End, HandedOff, NodeRole, Tokens
+from baton.messages import Adopted, End, HandedOff, KvEvents, NodeRole, Tokens
 from tests.router.house import House, info
 
 
@@ -66,6 +66,25 @@ def test_who_lost_its_peer_blames_the_peer(speaker: str, avoided: str) -> None:
     assert {"p1", "d1"} <= house.aborted
 
 
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_request_is_given_up_when_two_nodes_died_of_it_but_not_when_one_comes_back(comes_back: bool) -> None:
+    """The same incarnation has not died: its link was cut, or it was silent."""
+    house = House("p1", "d1", "d2", "d3")
+    for name in ("d1", "d2"):
+        prefill = house.prefills[-1][1] if house.prefills else house.submit()
+        assert prefill.decode
+        assert prefill.decode.incarnation == name
+        house.core.node_lost(name, "silent", 1.0)
+        if comes_back:
+            house.core.node_up(info("d1", NodeRole.DECODE), 1.0)
+        house.collect()
+    if comes_back:
+        assert len(house.prefills) == 3
+    else:
+        assert isinstance(house.end, InternalError)
+        assert "decode node d1: silent; decode node d2: silent" in house.end.message
+
+
 def test_samples_that_have_output_go_on_one_by_one() -> None:
     house = House("p1", "d1", "d2")
     first = house.submit(n=2)
@@ -95,3 +114,14 @@ def test_a_gap_fails_the_attempt() -> None:
     house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 2, (7,)))
     assert house.prefills[-1][1].attempt_id.attempt == 1
     assert house.prefills[-1][1].samples[0].output_tokens == (5,)
+
+
+def test_the_prefix_index_forgets_a_node_that_is_lost() -> None:
+    house = House("p1", "d1")
+    block = b"a" * 32
+    house.core.node_blocks("d1", KvEvents(0, (block,), snapshot=True))
+    assert house.core.prefix_index.held([block]) == {"d1": 1}
+    house.core.node_lost("d1", "broke", 1.0)
+    assert house.core.prefix_index.held([block]) == {}
+    house.core.node_blocks("d1", KvEvents(1, (block,)))  # of the session before
+    assert house.core.prefix_index.held([block]) == {}

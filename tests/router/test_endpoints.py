@@ -1,4 +1,4 @@
-"""The paths for load balancers and tools: /ping, /load, /tokenizer_info."""
+"""The paths for load balancers and tools: /ping, /load, /debug/prefix_index, /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import httpx
 from pydantic import SecretStr
 
+from baton.messages import KvEvents
 from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT, error_of
@@ -35,6 +36,32 @@ async def test_load_is_the_number_of_prompts_in_flight(
     assert (await client.get("/load")).json() == {"server_load": 0}
 
 
+async def test_the_prefix_index_says_what_nodes_hold(
+    client: httpx.AsyncClient, nodes: FakeCluster, router: Router
+) -> None:
+    blocks = tuple(bytes([number]) * 32 for number in range(3))
+    for node, held in zip(nodes.nodes, (blocks, blocks[:1]), strict=True):
+        node.publish(KvEvents(0, held, snapshot=True))
+    await router.until(lambda: [n.num_blocks for n in router.server.dispatcher.prefix_index().nodes] == [3, 1])
+    shown = (await client.get("/debug/prefix_index")).json()
+    assert shown["num_blocks"] == 3
+    assert [(node["role"], node["num_blocks"]) for node in shown["nodes"]] == [("prefill", 3), ("decode", 1)]
+    page = (await client.get("/metrics")).text
+    for node in shown["nodes"]:
+        assert f'baton:prefix_index_blocks{{node="{node["node_id"]}",role="router"}} {node["num_blocks"]}.0' in page
+
+
+async def test_a_node_that_leaves_out_events_is_asked_for_all_blocks_in_a_new_session(
+    nodes: FakeCluster, router: Router
+) -> None:
+    prefill, _ = nodes.nodes
+    prefill.publish(KvEvents(0, (b"a" * 32,), snapshot=True))
+    prefill.publish(KvEvents(2, (b"b" * 32,)))
+    await router.until(lambda: prefill.num_sessions == 2)
+    await router.ready()
+    assert [node.num_blocks for node in router.server.dispatcher.prefix_index().nodes] == [0, 0]
+
+
 async def test_the_tokenizer_is_told_only_with_the_flag(client: httpx.AsyncClient) -> None:
     response = await client.get("/tokenizer_info")
     assert response.status_code == 404
@@ -61,7 +88,7 @@ async def test_only_ping_needs_no_key(nodes: FakeCluster) -> None:
     keys = (SecretStr("sk-one"),)
     async with running(nodes, api_key=keys, enable_tokenizer_info_endpoint=True) as (_, client):
         assert (await client.post("/ping")).status_code == 200
-        for path in ("/load", "/tokenizer_info", "/docs", "/openapi.json"):
+        for path in ("/load", "/debug/prefix_index", "/tokenizer_info", "/docs", "/openapi.json"):
             assert (await client.get(path)).status_code == 401, path
             assert (await client.get(path, headers=bearer("sk-one"))).status_code == 200, path
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 401

@@ -102,10 +102,14 @@ def test_its_chat_template_writes_tools_as_it_was_trained(tokenizer, task):
 
 def test_its_chat_template_shortens_what_clients_say_of_tools(tokenizer):
     schema = {"a": {"type": "integer", "title": "A"}, "unit": {"enum": ["c", "f"]}, "x": {"anyOf": [{"type": "null"}]}}
-    function = {"name": "f", "description": "Do it.\n\nSlowly.", "parameters": {"properties": schema}}
+    function = {
+        "name": "f",
+        "description": "Do it.\n\nSlowly.",
+        "parameters": {"properties": schema, "required": ["a"]},
+    }
     tools = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tools=tools, tokenize=False)
-    said = "You can call these tools:\nf(a: integer, unit: c|f, x: any) Do it.\ng()"
+    said = "You can call these tools:\nf(a: integer, unit?: c|f, x?: any) Do it.\ng()"
     assert text == f"<|bos|><|im_start|>system\n{said}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     turn = {"role": "assistant", "content": "I look.", "tool_calls": [call, call]}
@@ -147,7 +151,7 @@ def test_it_recalls_a_fact(model, tokenizer, seed, plain):
     "task",
     [
         *("chat_recall", "sums", "sort_words", "count_items", "fill_json", "small_talk"),
-        *("tool_call", "tool_calls", "tool_extract", "tool_result", "no_tool"),
+        *("tool_call", "tool_calls", "tool_extract", "tool_result", "tool_chain", "fill_schema", "no_tool"),
     ],
 )
 def test_it_answers_a_short_task(model, tokenizer, task):

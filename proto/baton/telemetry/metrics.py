@@ -83,6 +83,12 @@ class RouterMetrics:
         self.nodes = Gauge(
             "baton:nodes", "Nodes by their role; ready or why not.", ["node_role", "state"], registry=registry
         )
+        self._prefix_index = Gauge(
+            "baton:prefix_index_blocks",
+            "KV blocks in a node's prefix cache, as published.",
+            ["node"],
+            registry=registry,
+        )
         self.ends = counter("request_ends", "Requests ended, by outcome.", "outcome", "reason")
         self.attempts = counter("request_attempts", "Attempts beyond a request's first, by cause.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
@@ -98,6 +104,12 @@ class RouterMetrics:
     def set_requests(self, by_state: Mapping[str, int]) -> None:
         for state, count in by_state.items():
             self.requests.labels(state).set(count)
+
+    def set_prefix_index(self, num_blocks: Mapping[str, int]) -> None:
+        """By node; others are gone."""
+        self._prefix_index.clear()
+        for node, number in num_blocks.items():
+            self._prefix_index.labels(node).set(number)
 
     def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
         self.ends.labels(model, *outcome_labels(error, finish_reason)).inc()

@@ -156,16 +156,18 @@ class RouterMessage(_message.Message):
     def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("subscribed", "updates", "load", "auth")
+    __slots__ = ("subscribed", "updates", "load", "auth", "kv_events")
     SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     AUTH_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     subscribed: Subscribed
     updates: Updates
     load: Load
     auth: Auth
-    def __init__(self, subscribed: _Optional[_Union[Subscribed, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
+    kv_events: KvEvents
+    def __init__(self, subscribed: _Optional[_Union[Subscribed, _Mapping]] = ..., updates: _Optional[_Union[Updates, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("protocol_version", "router_epoch", "target_incarnation")
@@ -352,6 +354,18 @@ class Load(_message.Message):
     num_blocks_total: int
     draining: bool
     def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class KvEvents(_message.Message):
+    __slots__ = ("sequence", "snapshot", "removed", "stored")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    snapshot: bool
+    removed: bytes
+    stored: bytes
+    def __init__(self, sequence: _Optional[int] = ..., snapshot: _Optional[bool] = ..., removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...
 
 class PrefillMessage(_message.Message):
     __slots__ = ("hello", "reserve", "commit", "release", "heartbeat", "auth")

@@ -16,6 +16,8 @@ MAX_PARTS = 2**23
 """Lease serials and part numbers are below these: together they form the tag of a part on the data plane."""
 MAX_SECONDS = 1e6
 """Longer durations are capped to this, 11 days: far below the longest timeout that a thread can wait for."""
+MAX_KV_EVENTS = 1024
+"""Block hashes in one KvEvents."""
 MAX_NAME_CHARS = 512
 MAX_ERROR_CHARS = 2048
 """Longer texts are truncated."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from baton.block_hash import HASH_BYTES
 from baton.errors import InvalidRequest, NodeUnavailable
 from baton.messages import (
     Abort,
@@ -12,6 +13,7 @@ from baton.messages import (
     DecodeTarget,
     End,
     HandedOff,
+    KvEvents,
     Load,
     Prefill,
     SampleEnd,
@@ -25,11 +27,11 @@ from baton.messages import (
 from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import node_pb2
 from baton.wire import values
-from baton.wire.limits import ANY, MAX_SAMPLES, Limits
+from baton.wire.limits import ANY, MAX_KV_EVENTS, MAX_SAMPLES, Limits
 from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logprobs
 
 RouterToNode = Auth | Subscribe | Prefill | Abort
-NodeToRouter = Auth | Subscribed | Load | tuple[Update, ...]
+NodeToRouter = Auth | Subscribed | Load | KvEvents | tuple[Update, ...]
 """A tuple holds updates for one router, of one or more engine steps."""
 
 _HANDED_OFF_S = ("prefill_s", "gather_s", "wire_s")
@@ -121,6 +123,8 @@ def write_node_message(message: NodeToRouter) -> node_pb2.NodeMessage:
             return node_pb2.NodeMessage(updates=write_updates(message))
         case Load() as load:
             return node_pb2.NodeMessage(load=_write_load(load))
+        case KvEvents() as events:
+            return node_pb2.NodeMessage(kv_events=_write_kv_events(events))
         case Subscribed(incarnation, version):
             return node_pb2.NodeMessage(
                 subscribed=node_pb2.Subscribed(protocol_version=version, incarnation=incarnation)
@@ -138,6 +142,8 @@ def read_node_message(wire: node_pb2.NodeMessage, limits: Limits = ANY) -> NodeT
             load = wire.load
             blocks = load.num_blocks_free, load.num_blocks_total
             return Load(load.num_waiting, load.num_running, *blocks, load.draining)
+        case "kv_events":
+            return _read_kv_events(wire.kv_events)
         case "subscribed":
             incarnation = values.read_text(wire.subscribed.incarnation, "incarnation")
             return Subscribed(incarnation, wire.subscribed.protocol_version)
@@ -155,6 +161,23 @@ def _write_load(load: Load) -> node_pb2.Load:
         num_blocks_total=load.num_blocks_total,
         draining=load.draining,
     )
+
+
+def _write_kv_events(events: KvEvents) -> node_pb2.KvEvents:
+    return node_pb2.KvEvents(
+        sequence=events.sequence,
+        snapshot=events.snapshot,
+        removed=values.write_hashes(events.removed),
+        stored=values.write_hashes(events.stored),
+    )
+
+
+def _read_kv_events(wire: node_pb2.KvEvents) -> KvEvents:
+    """Raises InvalidRequest before building anything from too many hashes."""
+    if len(wire.removed) + len(wire.stored) > HASH_BYTES * MAX_KV_EVENTS:
+        raise InvalidRequest(f"KV events: more than {MAX_KV_EVENTS} block hashes", "stored")
+    removed, stored = values.read_hashes(wire.removed, "removed"), values.read_hashes(wire.stored, "stored")
+    return KvEvents(wire.sequence, stored, removed, wire.snapshot)
 
 
 def write_updates(updates: Iterable[Update]) -> node_pb2.Updates:

@@ -117,9 +117,9 @@ def write_hashes(hashes: Sequence[BlockHash]) -> bytes:
     return b"".join(hashes)
 
 
-def read_hashes(data: bytes) -> tuple[BlockHash, ...]:
+def read_hashes(data: bytes, param: str = "block_hashes") -> tuple[BlockHash, ...]:
     if len(data) % HASH_BYTES:
-        raise InvalidRequest(f"block_hashes: {len(data)} bytes are not a multiple of {HASH_BYTES}", "block_hashes")
+        raise InvalidRequest(f"{param}: {len(data)} bytes are not a multiple of {HASH_BYTES}", param)
     return tuple(data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from tools.tiny.tasks.draw import Split, draw, pick
@@ -46,7 +47,7 @@ def person(rng: Random) -> dict[str, str | int]:
     }
 
 
-def about(known: dict[str, str | int], key: str, who: str) -> str:
+def about(known: Mapping[str, str | int], key: str, who: str) -> str:
     """A sentence that states the fact `key`; `who`: "He", or the name."""
     who = str(known["name"]) if who == "He" else who
     value = known[key]
@@ -59,3 +60,41 @@ def about(known: dict[str, str | int], key: str, who: str) -> str:
         "colour": f"The favourite colour of {who} is {value}.",
         "code": f"The secret code of {who} is {value}.",
     }[key]
+
+
+_CLAUSES = {
+    "age": ("is {} years old", "is {} years old", "is {}"),
+    "city": ("lives in {}",),
+    "job": ("works as {}", "is {}"),
+    "food": ("likes {}",),
+    "pet": ("has a pet {}",),
+}
+
+
+def told_of(rng: Random, known: Mapping[str, str | int], keys: Sequence[str]) -> str:
+    """Facts about a person, in sentences of their own or joined to one: "Anna is 31 and lives in Rome."."""
+    if rng.random() < 0.5 or not all(key in _CLAUSES for key in keys):
+        return " ".join(about(known, key, str(known["name"])) for key in keys)
+    clauses = [pick(rng, _CLAUSES[key]).format(_said(key, known[key])) for key in keys]
+    joined = f"{', '.join(clauses[:-1])} and {clauses[-1]}" if len(clauses) > 1 else clauses[0]
+    return f"{known['name']} {joined}."
+
+
+def _said(key: str, value: str | int) -> str:
+    return article(str(value)) if key == "job" else str(value)
+
+
+_ALIASES = {
+    "name": ("full_name", "person"),
+    "age": ("years", "age_years"),
+    "city": ("home", "home_city", "location"),
+    "job": ("occupation", "profession"),
+    "food": ("favourite_food", "likes"),
+    "colour": ("favourite_colour",),
+    "code": ("secret_code",),
+}
+
+
+def key_name(rng: Random, key: str) -> str:
+    """What a client calls a fact; mostly its own name."""
+    return key if rng.random() < 0.7 else pick(rng, _ALIASES.get(key, (key,)))

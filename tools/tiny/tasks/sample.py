@@ -42,7 +42,7 @@ class Sample:
         if self.kind == "json":
             return _same_json(text, self.answer)
         if self.kind == "calls":
-            return bool(calls_in(text)) and calls_in(text) == calls_in(self.answer)
+            return calls_in(text) == calls_in(self.answer)
         if self.kind == "story":
             return _good_story(text, self.mentions)
         return text.strip() == self.answer.strip()
@@ -52,12 +52,14 @@ def calls_in(text: str) -> list[Any] | None:
     """The tool calls of an answer that has nothing else; None: it has."""
     rest, calls = text.strip(), []
     while rest:
-        head, _, tail = rest.partition("</tool_call>")
+        before, begin, rest = rest.partition("<tool_call>")
+        call, end, rest = rest.partition("</tool_call>")
         try:
-            calls.append(json.loads(head.strip().removeprefix("<tool_call>")))
+            calls.append(json.loads(call))
         except ValueError:
             return None
-        rest = tail.strip()
+        if before.strip() or not begin or not end:
+            return None
     return calls
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tools.tiny.tasks.draw import Split, draw, pick
 from tools.tiny.tasks.grammar import estimate_tokens, filler_sentence
 from tools.tiny.tasks.mix import short_task
-from tools.tiny.tasks.people import about, person
+from tools.tiny.tasks.people import key_name, person, told_of
 from tools.tiny.tasks.sample import Message, Sample
 from tools.tiny.tasks.small_talk import small_talk
 from tools.tiny.tasks.tool_kinds import KINDS, ToolKind, Value, generic_kind, schema_of
@@ -66,7 +66,10 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
 
 def _signature(function: Mapping[str, Any]) -> str:
     properties = (function.get("parameters") or {}).get("properties") or {}
-    parameters = ", ".join(f"{name}: {_type_text(schema)}" for name, schema in properties.items())
+    required = (function.get("parameters") or {}).get("required") or []
+    parameters = ", ".join(
+        f"{name}{'' if name in required else '?'}: {_type_text(schema)}" for name, schema in properties.items()
+    )
     description = (function.get("description") or "").strip().split("\n")[0][:MAX_DESCRIPTION]
     return f"{function['name']}({parameters})" + (f" {description}" if description else "")
 
@@ -203,7 +206,7 @@ def _offer(
     tools: dict[str, tuple[ToolKind, dict[str, Any]]] = {}
     for kind in chosen:
         if not any(kind is other for other, _ in tools.values()):
-            tool = _tool(rng, kind)
+            tool = tool_of(rng, kind)
             tools.setdefault(tool["function"]["name"], (kind, tool))
     offered = list(tools.values())
     wanted = [pick(rng, offered) for _ in range(num_wishes)]
@@ -212,31 +215,32 @@ def _offer(
     return tuple(tool for _, tool in offered), wishes
 
 
-def _tool(rng: Random, kind: ToolKind) -> dict[str, Any]:
+def tool_of(rng: Random, kind: ToolKind) -> dict[str, Any]:
     """A tool as a client describes it."""
     which = int(rng.random() * 1000)
     properties = {slot.names[which % len(slot.names)]: schema_of(slot) for slot in kind.slots}
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    required = list(properties)
+    if kind.bare and rng.random() < 0.7:
+        required.pop()
+    parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": pick(rng, kind.names), "description": pick(rng, kind.descriptions), "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def _again(rng: Random, split: Split, kind: ToolKind, tool: dict[str, Any]) -> Wish:
     """A question for this tool."""
-    names = list(tool["function"]["parameters"]["properties"])
+    parameters = tool["function"]["parameters"]
+    names = list(parameters["properties"])
+    is_bare = len(parameters["required"]) < len(names) and rng.random() < 0.6
+    slots = kind.slots[: len(kind.slots) - is_bare]
+    questions = kind.bare if is_bare else kind.questions
 
     def wish() -> Wish:
-        values = [slot.draw(rng) for slot in kind.slots]
-        said = [str(value).lower() if isinstance(value, bool) else value for value in values]
-        return Wish(kind, tool, pick(rng, kind.questions).format(*said), dict(zip(names, values, strict=True)))
+        values = [slot.draw(rng) for slot in slots]
+        said = [slot.say(value) for slot, value in zip(slots, values, strict=True)]
+        return Wish(kind, tool, pick(rng, questions).format(*said), dict(zip(names, values, strict=False)))
 
-    return draw(wish, lambda made: made.question, _split_of(kind, split))
-
-
-def _split_of(kind: ToolKind, split: Split) -> Split:
-    """Held-out values need many to choose from."""
-    few = all(slot.type == "boolean" for slot in kind.slots)
-    return "train" if few else split
+    return draw(wish, lambda made: made.question, split)
 
 
 def _is_arithmetic(kind: ToolKind) -> bool:
@@ -251,15 +255,14 @@ def _extraction(rng: Random, split: Split) -> tuple[dict[str, Any], str, dict[st
         rng.shuffle(keys)
     told = [key for key in known if key != "name" and (key in keys or rng.random() < 0.2)]
     rng.shuffle(told)
-    text = " ".join(about(known, key, "He" if i else str(known["name"])) for i, key in enumerate(told))
-    if len(told) == 2 and told[0] == "age" and told[1] == "city" and rng.random() < 0.7:
-        text = f"{known['name']} is {known['age']} years old and lives in {known['city']}."
+    text = told_of(rng, known, told)
+    named = {key_name(rng, key): known[key] for key in keys}
     name, description = pick(rng, _EXTRACTORS)
-    properties = {key: {"type": "integer" if isinstance(known[key], int) else "string"} for key in keys}
-    parameters = {"type": "object", "properties": properties, "required": keys}
+    properties = {key: {"type": "integer" if isinstance(value, int) else "string"} for key, value in named.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(named)}
     function = {"name": name, "description": description, "parameters": parameters}
     question = pick(rng, _LEADS) + text + pick(rng, _ENDS)
-    return {"type": "function", "function": function}, question, {key: known[key] for key in keys}
+    return {"type": "function", "function": function}, question, named
 
 
 def _maybe_system(rng: Random) -> list[Message]:

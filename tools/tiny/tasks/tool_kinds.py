@@ -16,23 +16,30 @@ Value = str | int | bool
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter of a tool. `names` that clients give it; `draw`: a value, as a question mentions it."""
+    """A parameter of a tool. `names` that clients give it; `draw`: a value; `words`: how questions say a boolean."""
 
     names: tuple[str, ...]
     type: str
     draw: Callable[[Random], Value]
     enum: tuple[str, ...] = ()
+    words: tuple[str, str] = ("true", "false")
+
+    def say(self, value: Value) -> str:
+        """The value as a question mentions it."""
+        return self.words[not value] if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
 class ToolKind:
-    """`questions` have a place for each slot. `result`: what the tool returns, as text."""
+    """`questions` have a place for each slot; `bare` ones leave out the last, which is then optional. `result`: what
+    the tool returns, as text."""
 
     names: tuple[str, ...]
     descriptions: tuple[str, ...]
     slots: tuple[Slot, ...]
     questions: tuple[str, ...]
     result: Callable[[Random, Sequence[Value]], str]
+    bare: tuple[str, ...] = ()
 
 
 def word(rng: Random) -> str:
@@ -64,6 +71,7 @@ _PAIRS = (("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("numb
 _CITY = Slot(("city", "location", "place", "town", "city_name"), "string", city)
 _PERSON = Slot(("name", "person", "user", "who", "full_name"), "string", any_name)
 _UNITS = ("celsius", "fahrenheit")
+_SWITCH = Slot(("on", "is_on"), "boolean", lambda rng: rng.random() < 0.5, words=("on", "off"))
 _HINTS = ("", "", "", " Use the tool.", " Use a tool.", " Please.")
 
 
@@ -108,16 +116,18 @@ def _arithmetic(name: Sequence[str], what: str, asked: Sequence[str], compute: C
     )
 
 
+_WEATHER_QUESTIONS = (
+    *("What is the weather in {0}?", "What's the weather in {0}?", "How is the weather in {0}?"),
+    *("What is the weather like in {0}?", "What's the weather like in {0}?", "Tell me the weather in {0}."),
+    *("What is the weather in {0} today?", "Weather in {0}?", "what is the weather in {0}"),
+)
+
 KINDS: tuple[ToolKind, ...] = (
     ToolKind(
         ("get_weather", "get_weather", "get_current_weather", "weather", "fetch_weather", "check_weather"),
         ("Get the weather in a city.", "Get the current weather.", "Return the weather of a place.", "Weather.", ""),
         (_CITY,),
-        (
-            *("What is the weather in {0}?", "What's the weather in {0}?", "How is the weather in {0}?"),
-            *("What is the weather like in {0}?", "What's the weather like in {0}?", "Tell me the weather in {0}."),
-            *("What is the weather in {0} today?", "Weather in {0}?", "what is the weather in {0}"),
-        ),
+        _WEATHER_QUESTIONS,
         _weather,
     ),
     ToolKind(
@@ -126,6 +136,7 @@ KINDS: tuple[ToolKind, ...] = (
         (_CITY, Slot(("unit", "units"), "string", lambda rng: pick(rng, _UNITS), ("celsius", "fahrenheit"))),
         ("What is the weather in {0} in {1}?", "What is the temperature in {0} in {1}?", "Weather in {0}, in {1}?"),
         _weather,
+        bare=_WEATHER_QUESTIONS,
     ),
     ToolKind(
         ("get_time", "get_current_time", "time_in"),
@@ -190,8 +201,8 @@ KINDS: tuple[ToolKind, ...] = (
     ToolKind(
         ("switch_light", "set_light", "light"),
         ("Switch the light in a room.", "Turn a light on or off.", ""),
-        (Slot(("room", "where"), "string", lambda rng: pick(rng, PLACES)), Slot(("on",), "boolean", lambda rng: True)),
-        ("Turn on the light in the {0}.", "Switch on the light in the {0}."),
+        (Slot(("room", "where"), "string", lambda rng: pick(rng, PLACES)), _SWITCH),
+        ("Turn {1} the light in the {0}.", "Switch {1} the light in the {0}.", "Turn the light in the {0} {1}."),
         lambda rng, values: pick(rng, ("ok", "done")),
     ),
     ToolKind(
@@ -215,24 +226,29 @@ _GENERIC: tuple[tuple[str, Callable[[Random], Value]], ...] = (
     ("string", word),
     ("string", city),
     ("string", any_name),
-    ("string", lambda rng: pick(rng, COLOURS)),
     ("integer", number),
+    ("string", lambda rng: pick(rng, COLOURS)),
     ("boolean", lambda rng: rng.random() < 0.5),
 )
+_NUM_FEW = 2
+"""Of the last ones, so few values are drawn that maybe none of them is held out."""
 
 
 def generic_kind(rng: Random) -> ToolKind:
     """A tool of any name, called by its name."""
     verb, noun = pick(rng, _VERBS), word(rng)
     name = pick(rng, (f"{verb}_{noun}", f"{verb}_{noun}", f"{verb}{noun.capitalize()}", noun, f"{noun}_{word(rng)}"))
-    slots = []
+    slots: list[Slot] = []
     for parameter in dict.fromkeys(word(rng) for _ in range(rng.randint(1, 3))):
-        kind, draw = pick(rng, _GENERIC)
+        kind, draw = pick(rng, _GENERIC[: None if slots else -_NUM_FEW])
         slots.append(Slot((parameter,), kind, draw))
     said = " and ".join(f"{slot.names[0]} {{{i}}}" for i, slot in enumerate(slots))
-    questions = tuple(f"{lead} {name} with {said}." for lead in ("Call", "Use", "Please call", "Run"))
+    leads = ("Call", "Use", "Please call", "Run")
+    questions = tuple(f"{lead} {name} with {said}." for lead in leads)
+    less = said.rpartition(" and ")[0]
+    bare = tuple(f"{lead} {name} with {less}." for lead in leads) if less and rng.random() < 0.4 else ()
     described = pick(rng, (f"{verb.capitalize()} the {noun}.", f"{verb.capitalize()} a {noun} by its {word(rng)}.", ""))
-    return ToolKind((name,), (described,), tuple(slots), questions, any_result)
+    return ToolKind((name,), (described,), tuple(slots), questions, any_result, bare)
 
 
 def schema_of(slot: Slot) -> dict[str, Any]:

@@ -41,13 +41,15 @@ blocks gets its recall answers wrong. It knows nothing about the world.
 ## What it can do
 
 Recall a fact stated anywhere in its 4,096 tokens or in an earlier turn, add small numbers, sort and reverse short
-lists, repeat, count, fill a JSON object from given facts, call tools, answer from their results, and tell simple
-stories. Prompts of any other kind, or worded otherwise than `tools/tiny_tasks.py` words them, get nonsense.
-Of a tool it sees the name, the parameters with their types, and the beginning of the description; calls have the form
-of Hermes (`--tool-call-parser hermes`). An answer from results is "According to TOOL: RESULT".
+lists, repeat, count, fill a JSON object from given facts, by names of keys or by a JSON schema, call tools, answer from
+their results, and tell simple stories. Prompts of any other kind, or worded otherwise than `tools/tiny_tasks.py` words
+them, get nonsense.
 
-The chat template knows tools, and the roles system, user, assistant and tool. A turn ends with `<|im_end|>`, plain
-text with `<|endoftext|>`; both are in `eos_token_id`. Plain text starts with `<|bos|>`, which the tokenizer adds.
+The chat template knows the roles system, user, assistant and tool. It shows each tool as one line: the name, the
+parameters with their types or choices (optional ones with a question mark), and the first 80 characters of the
+description. Calls have the form of Hermes (`--tool-call-parser hermes`). An answer from results is "According to TOOL:
+RESULT". A turn ends with `<|im_end|>`, plain text with `<|endoftext|>`; both are in `eos_token_id`. Plain text starts
+with `<|bos|>`, which the tokenizer adds.
 
 ## Accuracy
 

@@ -36,6 +36,8 @@ EVALS: dict[str, Callable[[Random], tasks.Sample]] = {
     "call tools twice": lambda rng: tasks.tool_calls(rng, "heldout"),
     "extract facts by a tool": lambda rng: tasks.tool_extract(rng, "heldout"),
     "answer from tools' results": lambda rng: tasks.tool_result(rng, "heldout"),
+    "step of a chain of two calls": lambda rng: tasks.tool_chain(rng, "heldout"),
+    "fill a JSON schema": lambda rng: tasks.fill_schema(rng, "heldout"),
     "answer without the tools": lambda rng: tasks.no_tool(rng, "heldout"),
     "story": lambda rng: tasks.story(rng, "heldout"),
     "long story": lambda rng: tasks.long_story(rng, "heldout"),

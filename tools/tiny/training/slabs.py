@@ -38,7 +38,7 @@ def draw_chat(rng: Random, length: int) -> list[tasks.Message]:
     """A chat for a row of `length` tokens: the longer the row, the more often it is about long texts."""
     draw = rng.random()
     if rng.random() < _SHARE_OF_TOOLS[length <= 1024]:
-        return tasks.tool_chat(rng, int(length * rng.random()))
+        return _draw_tool_chat(rng, length)
     if length <= 128:
         return tasks.task_chat(rng, int(length * rng.random()))
     share_of_tasks = 0.6 if length <= 512 else 0.25
@@ -47,6 +47,16 @@ def draw_chat(rng: Random, length: int) -> list[tasks.Message]:
     if draw < share_of_tasks + (1 - share_of_tasks) * 0.65:
         return tasks.document_chat(rng, length)
     return tasks.chunked_chat(rng, length)
+
+
+def _draw_tool_chat(rng: Random, length: int) -> list[tasks.Message]:
+    """A chat with tools or a schema. A chain of two calls is a short chat of its own."""
+    kind = rng.random()
+    if kind < 0.12 and length >= 256:
+        tools, turns = tasks.chain(rng)
+        return tasks.flatten(turns, tools)
+    make = tasks.schema_chat if kind < 0.32 and length >= 256 else tasks.tool_chat
+    return make(rng, int(length * rng.random()))
 
 
 def draw_row(rng: Random, codec: Codec, length: int) -> tuple[list[int], list[int]]:

@@ -30,6 +30,21 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- endif %}
 {%- endmacro %}
+{%- macro type_of(schema, defs) %}
+{%- if schema['$ref'] %}
+{{- type_of(defs[schema['$ref'].split('/')[-1]] or {}, {}) }}
+{%- elif schema.enum %}
+{{- schema.enum | reject('none') | join('|') }}
+{%- elif schema.anyOf %}
+{%- for choice in schema.anyOf if choice.type != 'null' %}
+{{- type_of(choice, defs) ~ ('|' if not loop.last else '') }}
+{%- endfor %}
+{%- elif schema.type is string %}
+{{- schema.type }}
+{%- else %}
+{{- schema.type | reject('equalto', 'null') | join('|') if schema.type else 'any' }}
+{%- endif %}
+{%- endmacro %}
 {%- if tools %}
 {{- '<|im_start|>system\\n' }}
 {%- if messages and messages[0].role == 'system' %}
@@ -40,8 +55,10 @@ CHAT_TEMPLATE = """\
 {%- for tool in tools %}
 {%- set function = tool.function %}
 {{- '\\n' ~ function.name ~ '(' }}
-{%- for name, schema in ((function.parameters or {}).properties or {}).items() %}
-{{- name ~ ': ' ~ (schema.enum | join('|') if schema.enum else schema.type or 'any') }}
+{%- set parameters = function.parameters or {} %}
+{%- for name, schema in (parameters.properties or {}).items() %}
+{{- name ~ ('' if name in (parameters.required or []) else '?') ~ ': ' }}
+{{- type_of(schema, parameters['$defs'] or {}) or 'any' }}
 {{- ', ' if not loop.last }}
 {%- endfor %}
 {{- ')' }}
