@@ -49,7 +49,7 @@ def simulated(settings: CheckSettings, per_s: float) -> list[Answer]:
         at += random.expovariate(per_s)
         ids = tuple(range(number * num_blocks, (number + 1) * num_blocks))
         entries.append(Entry(at * 1e3, settings.input_len, settings.output_len, ids))
-    return Fleet(1, 1, settings.profile, POLICIES["least-loaded"]).replay(entries)
+    return Fleet(1, 1, settings.profile, POLICIES["router"]).replay(entries)
 
 
 async def real(settings: CheckSettings, rates: Sequence[float]) -> list[list[Streamed]]:

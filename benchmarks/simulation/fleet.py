@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from baton.block_hash import chain
 from baton.messages import NodeRole, Update
 from baton.sampling import SamplingParams
 from baton.streams import HEARTBEAT_S
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.node import FleetNode, settings_of
+from benchmarks.simulation.policies import EPOCH, Yardstick
 from benchmarks.simulation.trace import Entry, TraceTokens
 from benchmarks.simulation.transport import FleetTransport
 from engine.simulated.profile import load_profile
 from node.events import (
+    BlocksChanged,
+    BlocksHeld,
+    BlocksWanted,
     ClosePeer,
     FromPeer,
     FromRouter,
@@ -25,11 +30,11 @@ from node.events import (
     ToPrefill,
     ToRouter,
 )
+from node.kv_feed import KV_PERIOD_S
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import RequestEnd, RequestTimings, RoutedRequest, TokensOut
 
-EPOCH = 1
 DEADLINE_S = 3600.0
 
 
@@ -66,7 +71,8 @@ class Fleet:
             for index in range(count):
                 name = f"{role.value}-{index:03}"
                 self.nodes[name] = FleetNode(name, settings, profile, self.clock, hub, self._carry)
-        self._vocab_size = next(iter(self.nodes.values())).info.vocab_size
+        info = next(iter(self.nodes.values())).info
+        self._vocab_size, self._block_size = info.vocab_size, info.layout.block_size
 
     def replay(self, entries: Sequence[Entry]) -> list[Answer]:
         """In order of the entries. Takes about a millisecond of CPU for each 20 tokens of answers."""
@@ -87,8 +93,13 @@ class Fleet:
 
     def _submit(self, request_id: str, answer: Answer, tokens: TraceTokens) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=answer.entry.output_length, ignore_eos=True)
-        request = RoutedRequest(request_id, tokens.prompt(answer.entry), 1, sampling, DEADLINE_S)
+        prompt = tokens.prompt(answer.entry)
+        hashes = tuple(chain(prompt, self._block_size))
+        request = RoutedRequest(request_id, prompt, 1, sampling, DEADLINE_S, block_hashes=hashes)
         self._live[request_id] = answer
+        if isinstance(self.router.pool, Yardstick):
+            self.router.pool.num_tokens = len(prompt)
+            self.router.pool.held = self.router.prefix_index.held(hashes)
         self.router.submit(request, self.clock.now())
         self._carry_out()
 
@@ -131,10 +142,26 @@ class Fleet:
                     self._later(partial(self.nodes[target.incarnation].hear, FromPeer(node.name, message)))
                 case ToPrefill(peer, message):
                     self._later(partial(self.nodes[peer].hear, FromPeer(node.name, message)))
+                case BlocksHeld(_, hashes):
+                    node.feed.snapshot(hashes)
+                case BlocksChanged(changes):
+                    node.feed.changed(changes)
                 case ClosePeer(peer, reason):
                     raise RuntimeError(f"{node.name} gave up {peer}: {reason}")
         if updates:
             self._later(partial(self._updates, node.name, updates))
+        if not node.feed.is_empty and not node.publishes:
+            node.publishes = True
+            self.clock.after(KV_PERIOD_S, partial(self._publish, node))
+
+    def _publish(self, node: FleetNode) -> None:
+        """What its prefix cache holds now, as seldom as over a network."""
+        node.publishes = False
+        if node.feed.lacks_snapshot:
+            node.feed.lacks_snapshot = False
+            node.hear(BlocksWanted(EPOCH))
+        while not node.feed.is_empty:
+            self._later(partial(self.router.node_blocks, node.name, node.feed.take()))
 
     def _open(self, prefill: FleetNode, decode: FleetNode) -> None:
         """The two say hello to each other, before the first message between them."""

@@ -15,6 +15,7 @@ from engine.simulated.profile import Profile
 from kv_transfer.ranks import rank_name
 from node.describe import describe
 from node.events import Event, Output
+from node.kv_feed import KvFeed
 from node.logits_processors import LogitsProcessors
 from node.parts import Base
 from node.settings import NodeSettings
@@ -47,6 +48,8 @@ class FleetNode:
         role = NodeRole.PREFILL if isinstance(settings, PrefillSettings) else NodeRole.DECODE
         self.name = name
         self._clock = clock
+        self.feed = KvFeed()
+        self.publishes = False  # whether what the feed has is about to be sent
         self._carry = carry
         self._wakes: set[float] = set()  # when turns are due
         self._alarm: float | None = None  # the earliest deadline for which the clock comes back
