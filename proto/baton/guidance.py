@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
 from baton.errors import InvalidRequest
+from baton.guidance_options import with_limited_whitespace
 from baton.structural_lark import structural_grammar
 from baton.structural_tag import load_structural_tag
 from baton.structured_output import StructuredKind, StructuredOutput
@@ -22,10 +24,10 @@ def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, 
     InvalidRequest."""
     match structured.kind:
         case StructuredKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            return _json_grammar({"type": "object"})
         case StructuredKind.JSON:
             try:
-                return LLMatcher.grammar_from_json_schema(structured.text)
+                return _json_grammar(json.loads(structured.text))
             except ValueError as error:
                 raise InvalidRequest(str(error), "structured_outputs") from None
         case StructuredKind.REGEX:
@@ -41,6 +43,11 @@ def guidance_grammar(structured: StructuredOutput, special_tokens: Mapping[str, 
             return LLMatcher.grammar_from_lark(structured.text)
         case StructuredKind.STRUCTURAL_TAG:
             return structural_grammar(load_structural_tag(structured.text), special_tokens)
+
+
+def _json_grammar(schema: Any) -> str:
+    """Raises ValueError."""
+    return LLMatcher.grammar_from_json_schema(with_limited_whitespace(schema))
 
 
 def why_invalid(structured: StructuredOutput) -> str | None:

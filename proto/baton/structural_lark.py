@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from baton.errors import InvalidRequest
+from baton.guidance_options import with_limited_whitespace
 from baton.structural_tag import PARAM, Format, trigger_of
 
 _MAIN = "main"
@@ -57,7 +58,7 @@ class _Writer:
             case "const_string":
                 return self._literal(wanted["value"])
             case "json_schema":
-                return f"%json {json.dumps(wanted['json_schema'])}"
+                return f"%json {json.dumps(with_limited_whitespace(wanted['json_schema']))}"
             case "regex":
                 return f"/{_escaped(wanted['pattern'])}/"
         name = f"grammar_{len(self._others)}"

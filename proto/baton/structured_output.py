@@ -16,6 +16,10 @@ MAX_STRUCTURED_CHARS = 256 * 1024
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
+MAX_JSON_WHITESPACE = 64
+"""Characters between two tokens of JSON. A weak model may otherwise write blanks and line ends until its last token."""
+
+
 class StructuredKind(enum.Enum):
     """The values are vLLM's names."""
 

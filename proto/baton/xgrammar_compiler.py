@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.errors import InvalidRequest
 from baton.structural_tag import Format, load_structural_tag
-from baton.structured_output import StructuredKind, StructuredOutput
+from baton.structured_output import MAX_JSON_WHITESPACE, StructuredKind, StructuredOutput
 from baton.xgrammar_schema import why_unsupported, why_unsupported_regex
 
 if TYPE_CHECKING:
@@ -59,13 +59,14 @@ class XgrammarCompiler:
         match structured.kind:
             case StructuredKind.JSON_OBJECT:
                 # The library's own grammar of JSON also takes other values than objects.
-                return self._compiler.compile_json_schema('{"type": "object", "additionalProperties": true}')
+                schema = '{"type": "object", "additionalProperties": true}'
+                return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_JSON_WHITESPACE)
             case StructuredKind.JSON:
                 if reason := why_unsupported(json.loads(structured.text)):
                     raise ValueError(reason)
                 # In strict mode, the default, objects have no properties but those that the schema lists or describes.
                 # Otherwise each object would take a second to compile, with a vocabulary of 128,000 tokens.
-                return self._compiler.compile_json_schema(structured.text)
+                return self._compiler.compile_json_schema(structured.text, max_whitespace_cnt=MAX_JSON_WHITESPACE)
             case StructuredKind.REGEX:
                 if reason := why_unsupported_regex(structured.text):
                     raise ValueError(reason)
