@@ -33,7 +33,14 @@ from deploy import child
 
 PRELOADED = (
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
-    *("prefill_node.node", "decode_node.node", "prefill_node.server", "decode_node.server", "router.server"),
+    *(
+        "node.build",
+        "prefill_node.node",
+        "decode_node.node",
+        "prefill_node.server",
+        "decode_node.server",
+        "router.server",
+    ),
     *("node.run", "uvloop"),
 )
 NOT_BEFORE_A_FORK = ("ucxx", "libucxx")

@@ -28,7 +28,7 @@ def test_scikit_learn_is_not_loaded_where_it_is_installed(tmp_path: Path) -> Non
 
 SEARCH = """
 import sys
-import decode_node.node
+import decode_node.node, node.build
 from transformers.utils import import_utils
 models = sys.modules["transformers.models"]
 search = import_utils.define_import_structure
