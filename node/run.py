@@ -89,7 +89,9 @@ def _make_parts_that_stay(import_parts: ImportParts, settings: NodeSettings, wak
     try:
         make_parts = import_parts()
         if settings.engine == "torch":
-            import node.build  # noqa: F401 - torch and transformers, whose objects are frozen next
+            import kv_transfer.slot_copies  # noqa: F401
+            import node.build  # torch and transformers, whose objects are frozen next
+            import node.grammars  # noqa: F401
         gc.freeze()
         return make_parts(settings, wake)
     finally:
