@@ -6,7 +6,6 @@ gRPC, not HTTP: it sends the ids and logprobs of tokens as numbers, and streams 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,7 +114,7 @@ class RemoteBackend:
                         delta = _delta(answer.delta)
                         if scored:
                             scored = False
-                            delta = replace(delta, prompt=_scored(request, pieces))
+                            delta = delta._replace(prompt=_scored(request, pieces))
                         take([delta])
                     case "finished":
                         return int(answer.finished.usage.num_cached_tokens)

@@ -17,6 +17,9 @@ class EngineConfig:
     own. `saturating_num_tokens`: a step with this many prompt tokens takes no further prompt, since it keeps the device
     busy and another prompt would only delay the first tokens of the others; the budget above is for chunks of long
     prompts, whose attention gains from it (idea from DistServe, section 4.3). None: only the budget bounds a step.
+    `target_itl_s`: the time that a step with decodes should take at most; its prompts get chunks for which that is
+    predicted, see `engine.prompt_budget`. None: only the budget bounds it. `mixed_step_sizes`: the numbers of prompt
+    tokens, in order, that the device pads to in a step with decodes.
     `num_speculative_tokens`: the most draft tokens of a sequence that a step verifies after its last token.
     """
 
@@ -30,6 +33,8 @@ class EngineConfig:
     async_scheduling: bool = False
     saturating_num_tokens: int | None = None
     num_speculative_tokens: int = 0
+    target_itl_s: float | None = None
+    mixed_step_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", self.block_size, "must be 1 or more")

@@ -29,11 +29,13 @@ from engine.beams import CANDIDATES_PER_BEAM, Beam, BeamGroup
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.holdings import Holding, recount
-from engine.pace import Pace, StepSize
+from engine.pace import NO_PROMPTS, Pace, StepSize
 from engine.prefix_cache import Evicted
+from engine.prompt_rate import PromptRate
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import Choice, Chunk, LaunchedStep, ModelRunner, SampledToken, StepResult
+from engine.step_time import StepTime
 from engine.tier import KvTier
 from engine.token_matcher import TokenMatcher
 
@@ -47,6 +49,8 @@ class InFlight:
 
     chunks: list[Chunk]
     step: LaunchedStep
+    decided: float  # when its turn began, by the engine's clock
+    launch_s: float  # that its launch took
     leaves_prompts: bool  # unfinished, so that the next step continues them
     released: list[tuple[Sequence, list[int]]] = field(default_factory=list)
 
@@ -73,7 +77,10 @@ class Engine:
         self.blocks = blocks or BlockManager(config.num_blocks, config.block_size)
         self._runner = runner
         self._tier = tier
-        self._scheduler = Scheduler(config, self.blocks)
+        self._step_time = StepTime(config.mixed_step_sizes)
+        self._scheduler = Scheduler(config, self.blocks, self._step_time)
+        self._prompt_rate = PromptRate(config, self._step_time)
+        self._latest = NO_PROMPTS  # the size of the latest step that has retired
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 1 if config.async_scheduling else 0
@@ -132,6 +139,12 @@ class Engine:
     def device_busy_since(self) -> float | None:
         """When the device started the oldest launched step, by the engine's clock. None: none is in flight."""
         return self._pace.busy_since
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """How fast a prompt would be computed beside what runs now, without breaking `target_itl_s`. 0: not known, or
+        there is no such limit."""
+        return self._prompt_rate.tokens_per_s(self._latest if self.num_running else NO_PROMPTS, self.clock())
 
     def layers_computed(self) -> dict[Sequence, int]:
         """For each sequence whose last token a launched step computes: how many layers have its KV, and so that of all
@@ -263,10 +276,12 @@ class Engine:
         result = StepResult()
         if plan.chunks:
             self._store(plan.evicted)
+            began = self.clock()
             step = self._runner.launch(plan.chunks)
+            launch_s = self.clock() - began
             self._pace.launched(StepSize.of(plan.chunks), self._decided, self.clock(), idle=self._oldest_is_done)
             leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
-            self._in_flight.append(InFlight(plan.chunks, step, leaves_prompts))
+            self._in_flight.append(InFlight(plan.chunks, step, self._decided, launch_s, leaves_prompts))
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
@@ -289,7 +304,7 @@ class Engine:
     def _retire(self, retired: InFlight, result: StepResult) -> None:
         """Wait for a step, and apply its output, except to sequences that have ended since it was launched."""
         waited = retired.step.wait()
-        self._pace.retired(self.clock())
+        self._learn_time(retired)
         if any(chunk.sequence.lacks_prompt_logprobs for chunk in retired.chunks):
             self._report_prompts(retired.step, result)
         for chunk, choices in zip(retired.chunks, waited, strict=True):
@@ -304,6 +319,18 @@ class Engine:
                 self._advance(group, result)
         for _, table in retired.released:
             self.blocks.release(table)
+
+    def _learn_time(self, retired: InFlight) -> None:
+        """Learn how long a step took: on a device of its own from the end of the one before, else with its turn."""
+        now = self.clock()
+        took_s = self._pace.retired(now)
+        if self.config.target_itl_s is None:
+            return
+        if not self.only_launches:
+            took_s = now - retired.decided
+        self._latest = StepSize.of(retired.chunks)
+        if took_s is not None:  # a launch may have computed the step, on a CPU
+            self._step_time.learn(self._latest, max(took_s, retired.launch_s))
 
     def _report_prompts(self, step: LaunchedStep, result: StepResult) -> None:
         """Report the logprobs of prompts. Each token's are reported once, even if it is computed again."""

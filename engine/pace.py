@@ -69,6 +69,9 @@ class StepSize:
         return self.num_seqs, self.num_context_tokens, self.num_prompt_tokens, self.num_prompt_pairs
 
 
+NO_PROMPTS = StepSize(0, 0)
+
+
 class Pace:
     """Tracks steps from launch to end. All times are in seconds, by the caller's clock."""
 
@@ -103,12 +106,14 @@ class Pace:
             self._in_flight[-1] = None
         self._in_flight.append(size)
 
-    def retired(self, now: float) -> None:
-        """Record the end of the oldest step."""
-        size = self._in_flight.popleft()
+    def retired(self, now: float) -> float | None:
+        """Record the end of the oldest step. Returns how long it took, None if that is unknown."""
+        size, took_s = self._in_flight.popleft(), None
         if size is not None and self.busy_since is not None:
-            self._known(size).append((size, now - self.busy_since))
+            took_s = now - self.busy_since
+            self._known(size).append((size, took_s))
         self.busy_since = now if self._in_flight else None
+        return took_s
 
     def _learn_most(self, now: float) -> None:
         """The only step in flight has ended at an unknown time, at the latest `now`: learn that as an upper bound."""

@@ -19,9 +19,12 @@ from baton.layout import num_blocks_for
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.lanes import Lanes
+from engine.pace import NO_PROMPTS, StepSize
 from engine.prefix_cache import Evicted
+from engine.prompt_budget import PromptBudget
 from engine.sequence import Sequence, SequenceState
 from engine.step import Chunk
+from engine.step_time import StepTime
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class Scheduler:
       allocated. If there are too few blocks, all sequences behind it wait too, so that none starves; if its lane has
       used up its share, only that lane waits.
     - Priorities are strict, as in vLLM: one with a lower value is admitted first, however long another has waited.
+    - The prompts of a step share a `PromptBudget`, of tokens and, with a target for the time between tokens, of time.
     - A sequence waits if the block after its prefix hit is being loaded, until that block is a hit or the load has
       failed. It holds no blocks meanwhile, and other sequences go ahead of it.
     - Likewise, a sequence waits while its matcher is being compiled.
@@ -53,9 +57,10 @@ class Scheduler:
       some have come back gives way to what is before it in the queue.
     """
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: EngineConfig, blocks: BlockManager, step_time: StepTime | None = None) -> None:
         self.num_reserved_seqs = 0
         self._config = config
+        self._step_time = step_time or StepTime(config.mixed_step_sizes)
         self._blocks = blocks
         self._running: dict[Sequence, None] = {}
         self._lanes = Lanes(blocks.num_total, config.block_size)  # the waiting sequences that have not run yet
@@ -141,7 +146,7 @@ class Scheduler:
             if not may_preempt and not self._blocks.can_allocate(len(lacking)):
                 return plan
         self._extend_tables(plan, lacking)
-        budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
+        budget = self._schedule_running(plan)
         if not plan.preempted:  # running sequences need their blocks: admitting now would preempt again
             self._admit(plan, budget)
         return plan
@@ -194,31 +199,37 @@ class Scheduler:
             self._preempt(plan, seq)
         return True
 
-    def _schedule_running(self, plan: Plan, budget: int) -> int:
+    def _schedule_running(self, plan: Plan) -> PromptBudget:
         """Add chunks of the running sequences: first those with only their last token to go, which use no budget.
         Returns the budget left."""
         prompts = list[tuple[Sequence, int]]()
+        has_streams = False
         max_model_len = self._config.max_model_len
         for seq in self._running:
             to_go = seq.num_tokens_to_go(max_model_len)
             if to_go == 1 + len(seq.draft_tokens):
                 self._take_chunk(plan, seq, to_go)
+                has_streams = True
             elif to_go > 0:
                 prompts.append((seq, to_go))
+            elif not seq.hand_off:
+                has_streams = True  # its next token is decided when a step retires, and then waits for this one
+        budget = self._budget(plan, has_streams)
         for seq, to_go in prompts:
-            if self._has_room(budget):
-                budget -= self._take_chunk(plan, seq, min(to_go, budget))
+            if budget.has_room:
+                self._take_prompt(plan, seq, budget, to_go)
         return budget
 
-    def _has_room(self, budget: int) -> bool:
-        """Whether one more prompt should join the step. See EngineConfig."""
-        enough = self._config.saturating_num_tokens
-        return budget > 0 and (enough is None or self._config.max_num_batched_tokens - budget < enough)
+    def _budget(self, plan: Plan, has_streams: bool) -> PromptBudget:
+        """For the prompts beside the chunks that the plan has."""
+        limit_s = self._config.target_itl_s if has_streams else None
+        size = StepSize.of(plan.chunks) if limit_s is not None else NO_PROMPTS
+        return PromptBudget(self._config, self._step_time, size, limit_s)
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: PromptBudget) -> None:
         if self._awaited:
             self._awaited = {seq: wanted for seq, wanted in self._awaited.items() if self._still_awaits(seq, wanted)}
-        while self._has_room(budget) and self.num_waiting:
+        while budget.has_room and self.num_waiting:
             seq = self._next_waiting()
             if seq is None:
                 return
@@ -233,6 +244,9 @@ class Scheduler:
             if wanted is not None:
                 self._awaited[seq] = wanted
                 continue
+            start = len(hits) * self._config.block_size
+            if not budget.fitting(start, seq.num_tokens - start):
+                return
             if not self._allocate_all(plan, seq, hits):
                 if self._preempt_stalled(plan, seq):
                     continue
@@ -243,7 +257,7 @@ class Scheduler:
             if seq.started_s is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 plan.started.append(seq)
-            budget -= self._take_chunk(plan, seq, min(self._to_go(seq), budget))
+            self._take_prompt(plan, seq, budget, self._to_go(seq))
 
     def _still_awaits(self, seq: Sequence, wanted: BlockHash | None) -> bool:
         return seq.awaits_matcher if wanted is None else self._blocks.is_loading(wanted)
@@ -285,13 +299,18 @@ class Scheduler:
         seq.block_table += blocks
         plan.evicted += evicted
 
-    def _take_chunk(self, plan: Plan, seq: Sequence, length: int) -> int:
+    def _take_prompt(self, plan: Plan, seq: Sequence, budget: PromptBudget, to_go: int) -> None:
+        start = seq.num_launched_tokens
+        if length := budget.fitting(start, to_go):
+            self._take_chunk(plan, seq, length)
+            budget.spend(start, length, to_go)
+
+    def _take_chunk(self, plan: Plan, seq: Sequence, length: int) -> None:
         chunk = Chunk.of(seq, seq.num_launched_tokens, length)
         seq.num_launched_tokens = chunk.end
         if chunk.num_logits and seq.runs_ahead and seq.generates:
             seq.num_pending_tokens += 1
         plan.chunks.append(chunk)
-        return length
 
     def check_integrity(self) -> None:
         """Assert that each sequence is in the one queue for its state, and that the running tables fit."""

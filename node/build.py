@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import fast
 from engine.model.attention import Probe, probe
-from engine.model.graphs import decode_capture_sizes
+from engine.model.graphs import decode_capture_sizes, mixed_sizes
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
@@ -154,7 +154,11 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         max_num_batched_tokens=settings.batched_tokens(on_gpu),
         saturating_num_tokens=settings.saturating_num_tokens,
         async_scheduling=on_gpu if settings.async_scheduling is None else settings.async_scheduling,
+        target_itl_s=None if settings.target_itl is None else settings.target_itl / 1e3,
     )
+    if on_gpu and not settings.enforce_eager:
+        padded = mixed_sizes(limits.max_num_batched_tokens, settings.captured_mixed_tokens)
+        limits = dataclasses.replace(limits, mixed_step_sizes=tuple(padded))
     if settings.num_gpu_blocks_override is not None:  # report too few now, not after the weights are loaded
         dataclasses.replace(limits, num_blocks=settings.num_gpu_blocks_override + _NULL_BLOCK)
     return limits

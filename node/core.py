@@ -228,8 +228,16 @@ class RoleCore(ABC):
 
     def load(self) -> Load:
         num_waiting, num_running = self._count_requests()
-        blocks = self.engine.blocks
-        return Load(num_waiting, num_running, blocks.num_free + blocks.num_cached, blocks.num_total, self._stopping)
+        blocks, target_s = self.engine.blocks, self.engine.config.target_itl_s
+        return Load(
+            num_waiting,
+            num_running,
+            blocks.num_free + blocks.num_cached,
+            blocks.num_total,
+            self._stopping,
+            target_itl_s=target_s or 0.0,
+            prompt_tokens_per_s=self.engine.prompt_tokens_per_s if target_s else 0.0,
+        )
 
     def audit(self, now: float) -> KvAudit:
         return make_audit(

@@ -94,6 +94,14 @@ class NodeSettings(ClusterSettings):
         "chunks; "
         "unset: 2048, and 8192 on a prefill node with a GPU, which no one's next token waits for",
     )
+    target_itl: float | None = Field(
+        None,
+        gt=0,
+        le=60_000,
+        description="of a decode node: milliseconds that a step with decodes should take at most; prompts that it "
+        "computes itself get chunks for which that is predicted; a good start is 2.5 times a step without prompts; "
+        "unset: only --max-num-batched-tokens bounds chunks",
+    )
     max_waiting: int = Field(4096, ge=1, description="requests that may queue; more are refused with 429")
     request_timeout: float = Field(
         3600.0, gt=0, description="seconds that a request may take at most, whatever its router allows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.messages import Abort, Prefill
 from router.life import RequestEvent
@@ -14,8 +15,7 @@ class ToNode:
     message: Prefill | Abort
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(NamedTuple):
     """For the client of `request_id`: `RequestEnd` comes exactly once, last."""
 
     request_id: str

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.messages import TokenLogprobs
 from baton.sampling import FinishReason
@@ -14,15 +13,14 @@ from router.prompt_logprobs import ScoredPrompt
 from router.stops import StopScanner
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """The new part of answer `index`. `logprobs`: one per token id, or none at all.
 
     `finish_reason` is set on an answer's last delta; `stop` is the stop string or the token of `stop_token_ids` that
     ended it. `prompt`: what was asked for of the prompt, in an answer's first delta.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides a tuple's method
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -35,8 +33,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
     """Consecutive deltas of one answer, as one."""
     if len(deltas) == 1:
         return deltas[0]
-    return dataclasses.replace(
-        deltas[-1],
+    return deltas[-1]._replace(
         prompt=deltas[0].prompt,
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(itertools.chain.from_iterable(delta.token_ids for delta in deltas)),
@@ -82,6 +79,7 @@ class Answer:
         self.ended = False
         self._detokenizer = detokenizer
         self._scanner = scanner
+        self._scans = bool(scanner)
         self._ending_ids = ending_ids
         self._min_tokens = min_tokens
         self._include_stop = include_stop
@@ -89,6 +87,9 @@ class Answer:
 
     def add(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Delta:
         """The next tokens. Ends the answer when a stop string is found in their text."""
+        if len(token_ids) == 1 and not self._scans and self._waiting is None and token_ids[0] not in self._ending_ids:
+            self.num_tokens += 1  # what `_take` does in this most frequent case
+            return Delta(self.index, self._detokenizer.add(token_ids[0]), token_ids, logprobs)
         text = ""
         for count, token_id in enumerate(token_ids, 1):
             piece, stop = self._take(token_id)
@@ -121,6 +122,8 @@ class Answer:
             self._waiting = token_id
         else:
             text += self._detokenizer.add(token_id)
+        if not self._scans:
+            return text, None
         scan = self._scanner.add(text, self._may_stop)
         return scan.text, scan.stop
 

@@ -21,20 +21,19 @@ class Attempts:
         self._epoch = epoch
         self._pool = pool
         self._outbox = outbox
-        self._owner: dict[AttemptId, RequestLife] = {}
+        self._live: dict[AttemptId, tuple[RequestLife, Attempt]] = {}
         self._waiting = WaitingForNode(max_waiting)
 
     def find(self, attempt_id: AttemptId, incarnation: str) -> tuple[RequestLife, Attempt] | None:
         """The live attempt of that name and its request, if it was placed on that node."""
-        life = self._owner.get(attempt_id)
-        if life is None:
+        found = self._live.get(attempt_id)
+        if found is None or (incarnation != found[1].decode and incarnation != found[1].prefill):
             return None
-        attempt = life.attempts[attempt_id]
-        return (life, attempt) if incarnation in (attempt.prefill, attempt.decode) else None
+        return found
 
     def states(self) -> list[AttemptState]:
         """Of all live work, waiting or placed."""
-        placed = [life.attempts[attempt_id].state for attempt_id, life in self._owner.items()]
+        placed = [attempt.state for _, attempt in self._live.values()]
         return placed + [AttemptState.UNPLACED] * len(self._waiting)
 
     # ---- placing ----
@@ -72,7 +71,7 @@ class Attempts:
         left_s = life.deadline - now
         attempt = Attempt(attempt_id, samples, prefill.incarnation, decode.incarnation if decode else None, left_s)
         life.attempts[attempt_id] = attempt
-        self._owner[attempt_id] = life
+        self._live[attempt_id] = life, attempt
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
         life.timings.prefill_node, life.timings.decode_node = prefill.node_id, (decode or prefill).node_id
         self._pool.place(placement, len(life.request.prompt_tokens))
@@ -99,6 +98,6 @@ class Attempts:
     def retire(self, life: RequestLife, attempt: Attempt) -> None:
         """It is over: nothing that a node says of it counts any more."""
         del life.attempts[attempt.id]
-        del self._owner[attempt.id]
+        del self._live[attempt.id]
         self.prefilled(life, attempt)
         self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens))

@@ -194,12 +194,16 @@ class RouterCore:
             return
         life, attempt = found
         match update.kind:
+            case Tokens() as tokens if self._flows(life, attempt, tokens):
+                self._outbox.to_client(
+                    life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs)
+                )
+            case Tokens() | SampleEnd() as item:
+                self._item(life, attempt, item, incarnation, now)
             case Started() as started:
                 self._started(life, attempt, started, incarnation)
             case PromptLogprobs() as piece:
                 self._prompt_logprobs(life, attempt, piece, now)
-            case Tokens() | SampleEnd() as item:
-                self._item(life, attempt, item, incarnation, now)
             case HandedOff() as handed_off:
                 if not attempt.handed_off:
                     self._attempts.prefilled(life, attempt)
@@ -216,6 +220,27 @@ class RouterCore:
                 life.timings.adopted(adopted)
             case End(error):
                 self._ended(life, attempt, error, incarnation, now)
+
+    def _flows(self, life: RequestLife, attempt: Attempt, item: Tokens) -> bool:
+        """Take the next tokens of a sample in full flow, as nearly all updates are. False: it may be otherwise, and
+        `_item` has to look."""
+        sample = attempt.samples[0]
+        if (
+            attempt.state is not AttemptState.DECODING
+            or item.sample != sample.index
+            or item.first_index != len(sample.tokens)
+            or not item.token_ids
+            or sample.ended
+            or sample.early
+            or sample.held
+            or attempt.end_waits
+            or not attempt.prefilled
+            or not life.told
+            or life.lacks_prompt_logprobs
+        ):
+            return False
+        sample.tokens.extend(item.token_ids)
+        return True
 
     def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str) -> None:
         if attempt.state is AttemptState.QUEUED:
@@ -237,7 +262,7 @@ class RouterCore:
     def _item(
         self, life: RequestLife, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
     ) -> None:
-        sample = next((s for s in attempt.samples if s.index == item.sample), None)
+        sample = attempt.sample(item.sample)
         if sample is None:
             self._fail(life, attempt, InternalError(f"{attempt.id}: sample {item.sample} was not asked for"), now)
         elif not sample.ended:

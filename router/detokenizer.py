@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -22,15 +22,38 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: tokens are bytes, and only an incomplete character waits."""
+    """For byte-level vocabularies: tokens are bytes, and only an incomplete character waits. `whole_texts`: those of
+    tokens that are whole characters, shared by the detokenizers of a tokenizer."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int]) -> None:
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        skipped: frozenset[int],
+        whole_texts: MutableMapping[int, str] | None = None,
+    ) -> None:
         self._token_bytes = token_bytes
         self._skipped = skipped
+        self._whole_texts = {} if whole_texts is None else whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._in_character = False
 
     def add(self, token_id: int) -> str:
-        return "" if token_id in self._skipped else self._utf8.decode(self._token_bytes(token_id))
+        if token_id in self._skipped:
+            return ""
+        if self._in_character:
+            text = self._utf8.decode(self._token_bytes(token_id))
+            self._in_character = bool(self._utf8.getstate()[0])
+            return text
+        text_or_none = self._whole_texts.get(token_id)
+        return self._first(token_id) if text_or_none is None else text_or_none
+
+    def _first(self, token_id: int) -> str:
+        """The text of a token that does not continue a character. It is remembered if it does not begin one either."""
+        text = self._utf8.decode(self._token_bytes(token_id))
+        self._in_character = bool(self._utf8.getstate()[0])
+        if not self._in_character:
+            self._whole_texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -111,9 +111,10 @@ class Dispatcher:
             return
         now = time.monotonic()
         self._cause = "node_error"
+        take, carry_out = self._core.update, self._carry_out
         for update in message:
-            self._core.update(incarnation, update, now)
-            self._carry_out()  # one by one: a stop string is noticed before the tokens after it count
+            take(incarnation, update, now)
+            carry_out()  # one by one: a stop string is noticed before the tokens after it count
 
     # ---- for whoever runs it ----
 
@@ -167,14 +168,14 @@ class Dispatcher:
             if send := self._links.get(action.incarnation):
                 send(action.message)
             return
-        self._request_metrics.event(action.request_id, action.event, time.monotonic())
-        if isinstance(action.event, RequestEnd):
-            sink = self._sinks.pop(action.request_id)
+        request_id, event = action
+        self._request_metrics.event(request_id, event, time.monotonic())
+        sink = self._sinks[request_id]
+        if isinstance(event, RequestEnd):
+            del self._sinks[request_id]
             if not self._sinks:
                 self._idle.set()
-        else:
-            sink = self._sinks[action.request_id]
-        sink(action.event)
+        sink(event)
 
     def _log_retry(self, attempt_id: AttemptId) -> None:
         log.warning(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from baton.errors import BatonError, InternalError
 from baton.prompt_logprobs import PromptLogprobs
 from router.admission import Admitted
 from router.answer import Answer, Delta, NoAnswer, join
+from router.deliveries import Deliveries
 from router.dispatcher import Dispatcher
 from router.life import RequestEnd, RequestEvent, RequestTimings, RoutedRequest, SampleOut, TokensOut
 from router.offload import Pauses
@@ -39,7 +41,7 @@ class Part:
         if self.request.sampling.num_prompt_logprobs is None or sample in self.begun:
             return delta
         self.begun.add(sample)
-        return replace(delta, prompt=ScoredPrompt(self.request.prompt_tokens, tuple(self.prompt_logprobs)))
+        return delta._replace(prompt=ScoredPrompt(self.request.prompt_tokens, tuple(self.prompt_logprobs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Generation:
         dispatcher: Dispatcher,
         parts: Sequence[Part],
         admitted: Admitted,
+        deliveries: Deliveries,
         tells_timings: bool = True,
     ) -> None:
         self.request_id = request_id
@@ -76,6 +79,9 @@ class Generation:
         self._tells_timings = tells_timings
         self._error: BatonError | None = None
         self._something = asyncio.Event()
+        self._deliveries = deliveries
+        self._listener: Callable[[], None] | None = None
+        self._told = False  # the listener is going to be called
 
     async def start(self, received: float) -> None:
         """Place all prompts. If it raises a BatonError, none is running."""
@@ -84,7 +90,7 @@ class Generation:
         pause = Pauses()
         try:
             for part in self.parts:
-                self._dispatcher.submit(part.request, _Sink(self, part), received)
+                self._dispatcher.submit(part.request, partial(self.take, part), received)
                 await pause()
                 if self._error is not None:  # of a part that was placed before
                     raise self._error
@@ -119,6 +125,43 @@ class Generation:
             raise self._error
         return self._take_waiting()
 
+    # ---- for a listener, in place of a consumer that calls `next` ----
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Have `listener` called in its turn when there is something, whether deltas or the end; None: no more. It
+        must not raise."""
+        self._listener = listener
+        if listener is not None and (self._waiting or self.is_over):
+            self.tell()
+
+    def tell(self) -> None:
+        """Call the listener in its turn, once for all that has come until then."""
+        if self._listener is not None and not self._told:
+            self._told = True
+            self._deliveries.add(self._call_listener)
+
+    def take_waiting(self) -> list[Delta]:
+        """What `next` would return without waiting. If that is not all, the listener is called again."""
+        deltas = self._take_waiting()
+        if self._waiting:
+            self.tell()
+        return deltas
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to take, and nothing will come: it is done or has failed."""
+        return not self._waiting and (self._error is not None or not self._live)
+
+    def raise_error(self) -> None:
+        """Raises what the request failed with, if it did."""
+        if self._error is not None:
+            raise self._error
+
+    def _call_listener(self) -> None:
+        self._told = False
+        if self._listener is not None:
+            self._listener()
+
     def close(self) -> None:
         """The client left, or needs nothing more. Idempotent."""
         for request_id in list(self._live):
@@ -148,18 +191,21 @@ class Generation:
         except Exception as error:  # a request's boundary: our mistake ends this request, not the node's stream
             log.exception("internal error", extra={"request_id": self.request_id})
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
-        self._something.set()
+        if self._listener is None:
+            self._something.set()
+        else:
+            self.tell()
 
     def _take(self, part: Part, event: RequestEvent) -> None:
         match event:
+            case TokensOut():
+                answer = part.answers[event.sample]
+                if not answer.ended:
+                    self._waiting.append(part.with_prompt(event.sample, answer.add(event.token_ids, event.logprobs)))
+                    if answer.ended:
+                        self._dispatcher.stop_sample(part.request.request_id, event.sample)
             case PromptLogprobs() as piece:
                 part.prompt_logprobs.append(piece)
-            case TokensOut(sample, token_ids, logprobs):
-                answer = part.answers[sample]
-                if not answer.ended:
-                    self._waiting.append(part.with_prompt(sample, answer.add(token_ids, logprobs)))
-                    if answer.ended:
-                        self._dispatcher.stop_sample(part.request.request_id, sample)
             case SampleOut(sample, reason, stop_token_id):
                 answer = part.answers[sample]
                 if not answer.ended:
@@ -191,6 +237,8 @@ class Generation:
         )
 
     def _take_waiting(self) -> list[Delta]:
+        if len(self._waiting) == 1:  # as for most tokens
+            return [self._waiting.popleft()]
         by_answer: dict[int, list[Delta]] = {}
         for _ in range(min(_MAX_DELTAS, len(self._waiting))):
             delta = self._waiting.popleft()
@@ -201,14 +249,3 @@ class Generation:
         if self._error is None:
             self._error = error
             self.close()
-
-
-class _Sink:
-    """Takes one part's events."""
-
-    def __init__(self, generation: Generation, part: Part) -> None:
-        self._generation = generation
-        self._part = part
-
-    def __call__(self, event: RequestEvent, /) -> None:
-        self._generation.take(self._part, event)

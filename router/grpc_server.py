@@ -30,18 +30,21 @@ _MAX_STREAMS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class GrpcLimits:
-    """`connections.max_connections` counts only the connections to this port. `max_requests` of 0 means no limit."""
+    """`connections.max_connections` counts only the connections to this port. `max_requests` of 0 means no limit.
+    `shares_port`: with other processes."""
 
     connections: ConnectionLimits
     max_message_bytes: int
     max_requests: int
     request_timeout_s: float
+    shares_port: bool = False
 
     def options(self) -> list[tuple[str, int]]:
         """A connection is asked to close when it is idle or an hour old; running calls may end first."""
         limits = self.connections
         options = {
             **dict(SERVER_OPTIONS),
+            "grpc.so_reuseport": int(self.shares_port),
             "grpc.max_receive_message_length": self.max_message_bytes,
             "grpc.max_metadata_size": limits.max_header_bytes,
             # between the two limits, calls are refused at random

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.block_hash import BlockHash
 from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, PeerLost
@@ -105,8 +105,7 @@ class RequestTimings:
         self.transfer_bytes = told.transfer_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TokensOut:
+class TokensOut(NamedTuple):
     sample: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -163,6 +162,11 @@ class Attempt:
     prefilled: bool = False  # its prompt no longer occupies the prefill node
     handed_off: bool = False
     end_waits: bool = False  # D's End came while tokens of P are still under way
+
+    def sample(self, index: int) -> SampleLife | None:
+        """None: this attempt is not about that sample."""
+        first = self.samples[0]  # nearly always the only one
+        return first if first.index == index else next((s for s in self.samples if s.index == index), None)
 
     @property
     def unfinished(self) -> list[SampleLife]:
@@ -249,8 +253,9 @@ class RequestLife:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether logprobs of the prompt are still to come."""
-        asked = self.request.sampling.num_prompt_logprobs is not None
-        return asked and self.num_scored < len(self.request.prompt_tokens) - 1
+        if self.request.sampling.num_prompt_logprobs is None:
+            return False
+        return self.num_scored < len(self.request.prompt_tokens) - 1
 
     def take_prompt_logprobs(self, piece: PromptLogprobs) -> PromptLogprobs | None:
         """What is new of a piece, now taken; None: nothing. Raises InternalError if the piece was not asked for, or

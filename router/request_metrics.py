@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from baton.telemetry import RouterMetrics
+from baton.telemetry.tally import TallyCounter, TallyHistogram
 from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 
 
 @dataclass(slots=True)
 class _Account:
     received: float
-    num_prompt_tokens: int
+    generation_tokens: TallyCounter
+    inter_token_s: TallyHistogram
     last_token: dict[int, float] = field(default_factory=dict)  # sample -> when its newest token came
     finish_reason: str = "stop"  # also that of a stop string, which only the front end sees
 
@@ -27,8 +29,11 @@ class RequestMetrics:
         self._open: dict[str, _Account] = {}
 
     def opened(self, request: RoutedRequest, received: float) -> None:
-        self._open[request.request_id] = _Account(received, len(request.prompt_tokens))
-        self.metrics.prompt_tokens.labels(self._model()).inc(len(request.prompt_tokens))
+        model = self._model()
+        self._open[request.request_id] = _Account(
+            received, self.metrics.generation_tokens.of(model), self.metrics.inter_token_s.of(model)
+        )
+        self.metrics.prompt_tokens.labels(model).inc(len(request.prompt_tokens))
 
     def refused(self, error: BatonError, total_s: float) -> None:
         """A request that could not be placed at all."""
@@ -40,8 +45,8 @@ class RequestMetrics:
     def event(self, request_id: str, event: RequestEvent, now: float) -> None:
         account = self._open[request_id]
         match event:
-            case TokensOut(sample, token_ids, _):
-                self._tokens(account, sample, len(token_ids), now)
+            case TokensOut():
+                self._tokens(account, event.sample, len(event.token_ids), now)
             case SampleOut(_, reason, _):
                 account.finish_reason = reason.value
             case RequestEnd(error, timings):
@@ -49,12 +54,10 @@ class RequestMetrics:
                 self.metrics.ended(self._model(), timings.total_s, error, account.finish_reason)
 
     def _tokens(self, account: _Account, sample: int, count: int, now: float) -> None:
-        model = self._model()
-        self.metrics.generation_tokens.labels(model).inc(count)
-        if not account.last_token:
-            self.metrics.first_token_s.labels(model).observe(now - account.received)
-        elif sample in account.last_token:
-            step_s = (now - account.last_token[sample]) / count
-            for _ in range(count):
-                self.metrics.inter_token_s.labels(model).observe(step_s)
+        account.generation_tokens.count += count
+        last = account.last_token.get(sample)
+        if last is not None:
+            account.inter_token_s.observe((now - last) / count, count)
+        elif not account.last_token:
+            self.metrics.first_token_s.labels(self._model()).observe(now - account.received)
         account.last_token[sample] = now

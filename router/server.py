@@ -35,6 +35,7 @@ from router.models import Models
 from router.request_metrics import RequestMetrics
 from router.service import Service
 from router.settings import RouterSettings
+from router.workers.siblings import Shared
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +47,13 @@ _CLOSE_S = 1.0
 class RouterServer:
     """`start`, then serve on the event loop until `stop`. `http_address` and `grpc_address` are known after `start`.
 
-    Raises StartError at construction for files that cannot be used.
+    `shared`: it is one of several workers. Raises StartError at construction for files that cannot be used.
     """
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, shared: Shared | None = None) -> None:
         self._settings = settings
+        self._shared = shared
+        self._http_wanted, self._grpc_wanted = (shared.http, shared.grpc) if shared else (settings.http, settings.grpc)
         self._edge = make_edge(settings)
         registry = new_registry(ROUTER)
         metrics = RouterMetrics(registry)
@@ -77,11 +80,14 @@ class RouterServer:
         )
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
         limits = HttpLimits(bodies, settings.keep_alive_interval, settings.websocket_idle_timeout)
-        status = StatusRoutes(self.cluster, self.dispatcher, metrics, registry, self.admission)
+        status = StatusRoutes(
+            self.cluster, self.dispatcher, metrics, registry, self.admission, shared.place if shared else None
+        )
+        self._siblings = status.siblings
         parsers = make_parsers(settings)
         generate = GenerateRoutes(self._service, limits, parsers)
         messages = MessagesRoutes(self._service, limits, parsers)
-        store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+        store = ResponseStore(settings.num_stored_responses, settings.max_stored_response_bytes)
         responses = ResponsesRoutes(self._service, limits, generate, store)
         websockets = (
             ResponsesWebSocket(responses, limits, self._service.offload).routes,
@@ -97,8 +103,8 @@ class RouterServer:
         """Open both ports, then connect to the nodes in the background. Raises StartError."""
         for doubt in self._settings.doubts(listen=None):
             log.warning(doubt)
-        listener = _listen(self._settings.http)
-        self.http_address = HostPort(self._settings.http.host, listener.getsockname()[1])
+        listener = _listen(self._http_wanted, self._shared is not None)
+        self.http_address = HostPort(self._http_wanted.host, listener.getsockname()[1])
         try:
             self.grpc_address = await self._start_grpc()
         except StartError:
@@ -108,6 +114,8 @@ class RouterServer:
         self._http = HttpServer(self.app, self._edge.limits, self._edge.tls, drain_s, self._websockets)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http")
         await self._http_up()
+        if self._siblings is not None:
+            await self._siblings.start()
         log.info(
             "listening %s=%s grpc=%s max_connections=%d",
             self._scheme,
@@ -133,6 +141,8 @@ class RouterServer:
         self.dispatcher.close()
         self._service.close()
         await asyncio.gather(*ending)
+        if self._siblings is not None:
+            self._siblings.close()
         await self.cluster.close()
 
     async def ended(self) -> None:
@@ -161,10 +171,16 @@ class RouterServer:
 
     async def _start_grpc(self) -> HostPort:
         settings, edge = self._settings, self._edge
-        limits = GrpcLimits(edge.limits, settings.max_body_bytes, settings.max_num_requests, settings.request_timeout)
+        limits = GrpcLimits(
+            edge.limits,
+            settings.max_body_bytes,
+            settings.max_num_requests,
+            settings.request_timeout,
+            self._shared is not None,
+        )
         service = GenerationService(self._service, edge.keys, settings.write_timeout)
         self._grpc = GrpcServer(service, limits, edge.keys)
-        address = settings.grpc
+        address = self._grpc_wanted
         try:
             return await self._grpc.start(address, edge.credentials)
         except RuntimeError as error:
@@ -182,9 +198,9 @@ class RouterServer:
         task.add_done_callback(self._tasks.discard)
 
 
-def _listen(address: HostPort) -> socket.socket:
+def _listen(address: HostPort, shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        return socket.create_server((address.host, address.port), family=family, backlog=2048)
+        return socket.create_server((address.host, address.port), family=family, backlog=2048, reuse_port=shared)
     except OSError as error:
         raise StartError(f"{flag_name('http')}: {address} cannot be had: {error.strerror or error}") from error

@@ -13,6 +13,7 @@ from baton.sampling import SamplingParams
 from router.admission import Admission, Admitted
 from router.answer import Answer, NoAnswer
 from router.bad_words import bad_words_token_ids
+from router.deliveries import Deliveries
 from router.dispatcher import Dispatcher
 from router.generation import Generation, Part
 from router.generation_request import GenerationRequest, num_kept_tokens, prompt_tokens, sampling_params
@@ -59,6 +60,7 @@ class Service:
         self._max_num_samples = max_num_samples
         self._tells_timings = tells_timings
         self._serial = itertools.count()
+        self._deliveries = Deliveries()
         self._grammars = GrammarChecker()
         self._request_templates = RequestTemplates(trusts_request_templates)
 
@@ -153,7 +155,9 @@ class Service:
         for prompt in prompts:
             parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n, bad_words))
             await pause()
-        generation = Generation(wanted.request_id, self._dispatcher, parts, admitted, self._tells_timings)
+        generation = Generation(
+            wanted.request_id, self._dispatcher, parts, admitted, self._deliveries, self._tells_timings
+        )
         await generation.start(received)
         log.debug("placed prompts=%d n=%d", len(prompts), wanted.n)
         return generation

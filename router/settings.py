@@ -59,6 +59,13 @@ class RouterSettings(EdgeSettings, ClusterSettings):
     max_waiting: int = Field(
         1024, ge=0, description="requests that may wait while there is no node to run them; more are refused with 503"
     )
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that share both ports, each a router of its own, with limits of its own; with more than "
+        "one, no responses are stored",
+    )
     max_stored_responses: int = Field(
         4096, ge=0, description="answers of /v1/responses that this router keeps in memory; 0 keeps none"
     )
@@ -72,6 +79,11 @@ class RouterSettings(EdgeSettings, ClusterSettings):
         30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
     )
 
+    @property
+    def num_stored_responses(self) -> int:
+        """How many responses a process keeps."""
+        return self.max_stored_responses if self.workers == 1 else 0
+
     @model_validator(mode="after")
     def _check(self) -> RouterSettings:
         if not self.decode:
@@ -82,6 +94,10 @@ class RouterSettings(EdgeSettings, ClusterSettings):
             raise ValueError(f"--prefill, --decode: {twice} is given twice")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("--enable-auto-tool-choice: needs --tool-call-parser")
+        if self.workers > 1 and self.max_stored_responses and "max_stored_responses" in self.model_fields_set:
+            raise ValueError(
+                "--max-stored-responses: must be 0 with --workers, since the next request may come to another worker"
+            )
         if self.http == self.grpc and self.http.port:
             raise ValueError(f"--http, --grpc: both are {self.http}")
         return self

@@ -78,6 +78,10 @@ class StopScanner:
         self._state = 0
         self._held = ""
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._stops)
+
     def add(self, piece: str, may_stop: bool = True) -> Scan:
         """Take the next piece. With `may_stop` False (below min_tokens) no match may be complete within it."""
         if not self._stops:

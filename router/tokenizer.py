@@ -38,6 +38,7 @@ class Tokenizer:
         self._added = {i: t.content for i, t in added.items()}
         decoder = json.loads(data).get("decoder")
         self._byte_level = _is_byte_level(decoder)
+        self._whole_texts: dict[int, str] = {}
         self._byte_fallback = not self._byte_level and "ByteFallback" in _kinds(decoder)
 
     def to_json(self) -> str:
@@ -78,7 +79,7 @@ class Tokenizer:
         the vocabulary is not byte-level: there, tokens have no others than their own."""
         skipped = self._skipped if skip_special_tokens else frozenset()
         if self._byte_level:
-            return ByteDetokenizer(self.token_bytes, skipped)
+            return ByteDetokenizer(self.token_bytes, skipped, self._whole_texts)
         window = WindowDetokenizer(self._decode_all, self._is_raw_byte, skipped)
         if skip_special_tokens or spaces_between_special_tokens:
             return window

@@ -33,6 +33,10 @@ class AttemptId:
     request_id: str
     attempt: int
 
+    def __hash__(self) -> int:
+        """Of the text alone, which remembers its hash: attempts are looked up for each token."""
+        return hash(self.request_id)
+
     @property
     def key(self) -> tuple[int, str]:
         """The part of the id that all attempts at the request share."""
@@ -139,9 +143,9 @@ class Started:
     queue_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Output tokens `[first_index, first_index + len(token_ids))` of one sample."""
+class Tokens(NamedTuple):
+    """Output tokens `[first_index, first_index + len(token_ids))` of one sample. Like `Update` a tuple, because there
+    is one for each token: a frozen dataclass takes three times as long to make."""
 
     sample: int
     first_index: int
@@ -204,21 +208,25 @@ class End:
 UpdateKind = Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     attempt_id: AttemptId
     kind: UpdateKind
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of a node, sent with every heartbeat. `draining`: it finishes its requests and takes no new ones."""
+    """The load of a node, sent with every heartbeat. `draining`: it finishes its requests and takes no new ones.
+    `target_itl_s`: the time that it lets a step with decodes take, if it computes prompts beside them; 0: no limit.
+    `prompt_tokens_per_s`: how fast it would compute a prompt from its first token on, beside what it decodes now and
+    within that time; 0: not known."""
 
     num_waiting: int = 0
     num_running: int = 0
     num_blocks_free: int = 0
     num_blocks_total: int = 0
     draining: bool = False
+    target_itl_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from router.api_keys import ApiKeys
 from router.http import docs_page, errors, openapi
 from router.http.access import ALIVE, RefuseOrigins, RequireKey
 from router.http.anthropic.routes import MessagesRoutes
+from router.http.direct import DirectRoutes
 from router.http.generate import GenerateRoutes
 from router.http.responses_api.routes import ResponsesRoutes
 from router.http.scope import RequestScope
@@ -75,4 +76,4 @@ def create_app(
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(Exception, errors.on_exception)
-    return RequestScope(access.guard(app))
+    return RequestScope(access.guard(DirectRoutes(app, {**generate.posts, **messages.posts, **responses.posts})))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from router.answer import Delta
@@ -18,14 +18,14 @@ def likeliest(answers: Sequence[Delta], num_drawn: int, num_kept: int) -> list[D
     for start in range(0, len(answers), num_drawn):
         group = answers[start : start + num_drawn]
         kept += sorted(group, key=_mean_logprob, reverse=True)[:num_kept]
-    return [dataclasses.replace(answer, index=index) for index, answer in enumerate(kept)]
+    return [answer._replace(index=index) for index, answer in enumerate(kept)]
 
 
 def _mean_logprob(answer: Delta) -> float:
     return sum(token.logprob for token in answer.logprobs) / max(1, len(answer.logprobs))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BestOfShape:
     """`shape` of the likeliest answers alone."""
 

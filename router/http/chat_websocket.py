@@ -12,9 +12,9 @@ from starlette.websockets import WebSocket
 from router.generation import Generation
 from router.http.body import BodyReader, parse_object, validate_fields
 from router.http.chunks import ChunkEvents
+from router.http.event_stream import EventShape
 from router.http.generate import GenerateRoutes, chat_shape
 from router.http.limits import HttpLimits
-from router.http.responses import EventShape
 from router.http.schemas import ChatRequest
 from router.http.websocket import Session, streamed
 from router.service import Service

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from json.encoder import encode_basestring
 from typing import Any
 
 from router.answer import Delta
@@ -11,6 +12,9 @@ from router.http.schemas import StreamOptions
 from router.http.shapes import Shape, timings_of, usage_of
 
 _DONE = b"data: [DONE]\n\n"
+_ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_MARK = "\x00the delta's text\x00"
+"""Stands for the text in a chunk of which the rest is to be used again. No name or id contains it."""
 
 
 class ChunkEvents:
@@ -26,11 +30,19 @@ class ChunkEvents:
         self._usage_always = bool(options and options.continuous_usage_stats)
         self._num_open = sum(len(part.answers) for part in generation.parts)
         self._last: dict[str, Any] | None = None
+        self._plain: dict[int, tuple[str, str]] = {}
+        """What comes before and after the text in a chunk of an answer that has begun, where nothing else changes."""
 
     def begin(self) -> bytes:
         return b""
 
     def delta(self, delta: Delta) -> bytes:
+        plain = self._plain.get(delta.index)
+        if plain is not None and delta.finish_reason is None:
+            return f"{plain[0]}{encode_basestring(delta.text)}{plain[1]}".encode()
+        return self._rendered(delta)
+
+    def _rendered(self, delta: Delta) -> bytes:
         chunk = self._shape.chunk(delta)
         if chunk is None:
             return b""
@@ -41,7 +53,14 @@ class ChunkEvents:
             if not self._num_open:
                 self._last = chunk
                 return b""
+        elif self._shape.only_text_changes and not self._usage_always:
+            self._plain[delta.index] = self._around_text(delta.index)
         return _event(chunk)
+
+    def _around_text(self, index: int) -> tuple[str, str]:
+        """Rendered once, by rendering a chunk with a mark for its text."""
+        before, after = _event(self._shape.chunk(Delta(index, _MARK))).decode().split(encode_basestring(_MARK))
+        return before, after
 
     def end(self) -> bytes:
         """The last chunk, and the chunk with the usage if it was asked for."""
@@ -56,5 +75,5 @@ class ChunkEvents:
         return _event(body)
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _event(content: dict[str, Any] | None) -> bytes:
+    return b"data: " + _ENCODE(content).encode() + b"\n\n"

@@ -20,6 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from router.http.body_writer import BodyWriter, offer
 from router.http.errors import error_body
 from router.http.limits import ConnectionLimits, LimitLog, WebSockets
 from router.scope import RETRY_AFTER_S
@@ -74,6 +75,7 @@ class Connection(HttpToolsProtocol):
         self._reading = _Reading.NOTHING
         self._overhead_bytes = 0  # fed since the last head or piece of a body ended: all else has no end of its own
         self._running: RequestResponseCycle | None = None  # `cycle` is the newest; with pipelining they differ
+        self._body_writer: BodyWriter | None = None  # of the running one
         self._refused = False
         self._turned_away = False
         self._read_timer: TimerHandle | None = None
@@ -224,6 +226,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        self._body_writer = offer(cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -243,6 +246,8 @@ class Connection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        if self._body_writer is not None:
+            self._body_writer.resumed()
         if not self.transport.is_closing():
             self._stop_write_timer()
 
@@ -284,6 +289,8 @@ class Connection(HttpToolsProtocol):
         cycle.disconnected = True
         cycle.waiting_for_100_continue = False  # nothing can be sent any more
         cycle.message_event.set()
+        if self._body_writer is not None:
+            self._body_writer.left()
         return cycle.response_started
 
     # ---- timers ----

@@ -49,8 +49,9 @@ class GenerateRoutes:
         self._bodies = BodyReader(limits.bodies, service.offload)
         self._started = int(time.time())
         self.routes = APIRouter()
-        self.routes.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
-        self.routes.add_api_route("/v1/completions", self.completion, methods=["POST"])
+        self.posts = {"/v1/chat/completions": self.chat, "/v1/completions": self.completion}
+        for path, handler in self.posts.items():
+            self.routes.add_api_route(path, handler, methods=["POST"])
         self.routes.add_api_route("/v1/models", self.models, methods=["GET", "HEAD"])
         self.routes.add_api_route("/v1/models/", self.models, methods=["GET", "HEAD"])
         self.routes.add_api_route("/v1/models/{name:path}", self.model, methods=["GET", "HEAD"])

@@ -14,7 +14,9 @@ from baton.errors import BatonError
 from router.answer import Delta, join
 from router.generation import Generation
 from router.http.answers import json_response
+from router.http.body_writer import body_writer_of
 from router.http.errors import body_of, response_to
+from router.http.event_stream import EventShape, EventStream
 from router.offload import Offload
 
 _HEADERS = [
@@ -34,25 +36,6 @@ class WholeShape(Protocol):
     def whole(self, generation: Generation, answers: Sequence[Delta]) -> dict[str, Any]: ...
 
 
-class EventShape(Protocol):
-    """One request's answer as server-sent events, each function giving none or more of them. `keep_alive` is what is
-    sent while there is nothing else."""
-
-    keep_alive: bytes
-
-    def begin(self) -> bytes: ...
-
-    def delta(self, delta: Delta) -> bytes: ...
-
-    def end(self) -> bytes:
-        """After the last delta of all answers, when usage and timings are final."""
-        ...
-
-    def error(self, body: dict[str, Any]) -> bytes:
-        """In place of `end`, if the generation fails."""
-        ...
-
-
 class WholeResponse(Response):
     """All answers at once."""
 
@@ -63,7 +46,7 @@ class WholeResponse(Response):
         self._offload = offload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _closed_when_left(receive, self._generation):
+        async with _closed_when_left(scope, receive, self._generation):
             try:
                 response = await self._answer(await self._collect())
             except BatonError as error:
@@ -102,21 +85,26 @@ class EventResponse(Response):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _closed_when_left(receive, self._generation):
+        async with _closed_when_left(scope, receive, self._generation):
             try:
                 deltas = await self._generation.next(self._keep_alive_s)
             except BatonError as error:
                 await response_to(error, scope)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            writer = body_writer_of(scope)
             try:
-                await self._stream(deltas, send)
+                if writer is None:
+                    await self._stream(deltas, send)
+                else:
+                    await EventStream(self._generation, self._shape, writer).run(deltas, self._keep_alive_s)
                 tail = self._shape.end()
             except BatonError as error:
                 tail = self._shape.error(body_of(error, scope))
             await send({"type": "http.response.body", "body": tail})
 
     async def _stream(self, deltas: list[Delta], send: Send) -> None:
+        """In a server that offers no BodyWriter."""
         head = self._shape.begin()
         while True:
             done = self._generation.done
@@ -130,13 +118,18 @@ class EventResponse(Response):
 
 
 @contextlib.asynccontextmanager
-async def _closed_when_left(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+async def _closed_when_left(scope: Scope, receive: Receive, generation: Generation) -> AsyncIterator[None]:
     """Within the context, the generation is closed as soon as the client leaves; at its end, in any case."""
-    watch = asyncio.create_task(_close_when_left(receive, generation))
+    writer, watch = body_writer_of(scope), None
+    if writer is not None:
+        writer.on_left(generation.close)
+    else:
+        watch = asyncio.create_task(_close_when_left(receive, generation))
     try:
         yield
     finally:
-        watch.cancel()
+        if watch is not None:
+            watch.cancel()
         generation.close()
 
 

@@ -17,7 +17,13 @@ from router.models import ServedModel
 
 
 class Shape(Protocol):
-    """One request's answer in JSON. It remembers what must be sent only once, so each request has its own."""
+    """One request's answer in JSON. It remembers what must be sent only once, so each request has its own.
+
+    `only_text_changes`: from an answer's second chunk up to the one that ends it, nothing but the text is different.
+    """
+
+    @property
+    def only_text_changes(self) -> bool: ...
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """None: there is nothing to send."""
@@ -51,6 +57,10 @@ class ChatShape:
         self._readers: dict[int, AnswerReader] = {}
         self._calling: set[int] = set()  # answers with tool calls
         self._begun: set[int] = set()
+
+    @property
+    def only_text_changes(self) -> bool:
+        return self._reading is None and self._logprobs is None and not self._token_ids
 
     def chunk(self, delta: Delta) -> dict[str, Any] | None:
         content = {"content": delta.text} if self._reading is None else delta_of(self._read(self._reading, delta))
@@ -117,6 +127,10 @@ class CompletionShape:
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._echoes = dict(echoes)
+
+    @property
+    def only_text_changes(self) -> bool:
+        return self._logprobs is None and not self._token_ids
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return {**self._head, "choices": [self._choice(delta)]}

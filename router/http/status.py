@@ -15,9 +15,13 @@ from router.admission import Admission
 from router.cluster import Cluster
 from router.dispatcher import Dispatcher
 from router.http.errors import response_to
+from router.workers.pages import MetricsOfAll, plain_metrics
+from router.workers.siblings import Siblings, WorkerPlace
 
 
 class StatusRoutes:
+    """`place`: as one of several workers, /load and /metrics speak for all, with the help of `siblings`."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -25,12 +29,15 @@ class StatusRoutes:
         metrics: RouterMetrics,
         registry: CollectorRegistry,
         admission: Admission,
+        place: WorkerPlace | None = None,
     ) -> None:
         self._cluster = cluster
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._registry = registry
         self._admission = admission
+        answers = {"load": lambda: admission.num_requests, "metrics": lambda: plain_metrics(self._current())}
+        self.siblings = Siblings(place, answers) if place else None
         self.routes = APIRouter()
         self.routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ping", self.health, methods=["GET", "HEAD", "POST"])
@@ -46,7 +53,10 @@ class StatusRoutes:
 
     async def load(self) -> JSONResponse:
         """The prompts in flight, of both front ends: what --max-num-requests bounds."""
-        return JSONResponse({"server_load": self._admission.num_requests})
+        load = self._admission.num_requests
+        if self.siblings is not None:
+            load = sum(told or 0 for told in (await self.siblings.ask("load")).values())
+        return JSONResponse({"server_load": load})
 
     async def prefix_index(self) -> JSONResponse:
         """How many KV blocks of each node's prefix cache the router knows of."""
@@ -60,13 +70,20 @@ class StatusRoutes:
         return JSONResponse({"status": readiness.status})
 
     async def metrics(self, request: Request) -> Response:
+        registry = self._current()
+        if self.siblings is not None:
+            registry = MetricsOfAll(await self.siblings.ask("metrics"))
+        page, kind = metrics_page(registry, request.headers.get("accept"))
+        return Response(page, headers={"Content-Type": kind})
+
+    def _current(self) -> CollectorRegistry:
+        """This process's registry, with gauges of this moment."""
         self._metrics.set_requests(self._dispatcher.num_requests_by_state())
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
         indexed = self._dispatcher.prefix_index().nodes
         self._metrics.set_prefix_index({node.node_id: node.num_blocks for node in indexed})
-        page, kind = metrics_page(self._registry, request.headers.get("accept"))
-        return Response(page, headers={"Content-Type": kind})
+        return self._registry
 
     async def version(self) -> JSONResponse:
         return JSONResponse({"version": baton.__version__})

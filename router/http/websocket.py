@@ -20,7 +20,7 @@ from baton.telemetry import request_scope
 from router.answer import Delta
 from router.generation import Generation
 from router.http.errors import body_of
-from router.http.responses import EventShape
+from router.http.event_stream import EventShape
 from router.scope import usable_request_id
 
 log = logging.getLogger(__name__)

@@ -61,10 +61,18 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([8, 4, 2]),
         ahead=st.booleans(),
         num_speculative_tokens=st.sampled_from([0, 2, 5]),
+        target_itl_s=st.sampled_from([None, 1e-9]),
         seed=st.integers(0, 1000),
     )
     def start(
-        self, num_blocks: int, budget: int, max_num_seqs: int, ahead: bool, num_speculative_tokens: int, seed: int
+        self,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        ahead: bool,
+        num_speculative_tokens: int,
+        target_itl_s: float | None,
+        seed: int,
     ) -> None:
         config = EngineConfig(
             num_blocks=num_blocks,
@@ -76,6 +84,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             async_scheduling=ahead,
             num_speculative_tokens=num_speculative_tokens,
+            target_itl_s=target_itl_s,  # so short that every chunk is the least one
+            mixed_step_sizes=(2, 5),
         )
         self.config = config
         self.model = FakeModel(num_blocks, BLOCK_SIZE)

@@ -54,7 +54,7 @@ class Guessed(Counting):
 
 
 def make(model: Counting, ahead: bool = False, **sizes: int) -> Engine:
-    config = {"num_blocks": 33, "max_model_len": 64, "block_size": 4, **sizes}
+    config: dict[str, Any] = {"num_blocks": 33, "max_model_len": 64, "block_size": 4, **sizes}
     return Engine(
         EngineConfig(
             vocab_size=100, eos_token_ids=(1, 2), num_speculative_tokens=NUM_DRAFTS, async_scheduling=ahead, **config

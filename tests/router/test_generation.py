@@ -8,6 +8,7 @@ from baton.errors import BatonError, NodeUnavailable, RequestCancelled
 from baton.sampling import FinishReason, SamplingParams
 from router.admission import Admission
 from router.answer import Answer
+from router.deliveries import Deliveries
 from router.dispatcher import Sink
 from router.generation import Generation, Part
 from router.life import RequestEnd, RequestTimings, RoutedRequest, SampleOut, TokensOut
@@ -49,7 +50,7 @@ def part(name: str, n: int = 1) -> Part:
 def generation(placing: Placing, *parts: Part) -> tuple[Generation, Admission]:
     admission = Admission()
     dispatcher: Any = placing
-    return Generation("r", dispatcher, parts, admission.admit(len(parts), 2 * len(parts))), admission
+    return Generation("r", dispatcher, parts, admission.admit(len(parts), 2 * len(parts)), Deliveries()), admission
 
 
 async def test_a_reader_that_lags_gets_all_bit_by_bit():

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 import baton
 from baton.errors import BatonError, RequestCancelled
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Started, Tokens, Update
+from baton.telemetry.tally import CounterByModel, HistogramByModel
 from baton.v1 import common_pb2
 
 # As in vLLM, with finer steps at the low end of the inter-token latency.
@@ -92,12 +93,12 @@ class RouterMetrics:
         self.ends = counter("request_ends", "Requests ended, by outcome.", "outcome", "reason")
         self.attempts = counter("request_attempts", "Attempts beyond a request's first, by cause.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
-        self.generation_tokens = counter("generation_tokens", "Tokens delivered to clients.")
+        self.generation_tokens = CounterByModel("baton:generation_tokens", "Tokens delivered to clients.", registry)
         self.first_token_s = histogram(
             "time_to_first_token_seconds", "Receipt of a request to its first token.", _FIRST_TOKEN_S
         )
-        self.inter_token_s = histogram(
-            "inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S
+        self.inter_token_s = HistogramByModel(
+            "baton:inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S, registry
         )
         self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
 

@@ -141,7 +141,9 @@ def read_node_message(wire: node_pb2.NodeMessage, limits: Limits = ANY) -> NodeT
         case "load":
             load = wire.load
             blocks = load.num_blocks_free, load.num_blocks_total
-            return Load(load.num_waiting, load.num_running, *blocks, load.draining)
+            target_itl_s = values.read_seconds(load.target_itl_s, "target_itl_s")
+            rate = values.read_rate(load.prompt_tokens_per_s, "prompt_tokens_per_s")
+            return Load(load.num_waiting, load.num_running, *blocks, load.draining, target_itl_s, rate)
         case "kv_events":
             return _read_kv_events(wire.kv_events)
         case "subscribed":
@@ -160,6 +162,8 @@ def _write_load(load: Load) -> node_pb2.Load:
         num_blocks_free=load.num_blocks_free,
         num_blocks_total=load.num_blocks_total,
         draining=load.draining,
+        target_itl_s=load.target_itl_s,
+        prompt_tokens_per_s=load.prompt_tokens_per_s,
     )
 
 
@@ -273,11 +277,16 @@ def _write_tokens(said: Tokens) -> node_pb2.Tokens:
 
 
 def _read_tokens(wire: node_pb2.Tokens, limits: Limits) -> Tokens:
-    token_ids = values.read_tokens(wire.token_ids, limits)
-    sample, first = values.read_below(wire.sample, MAX_SAMPLES, "sample"), wire.first_index
+    sample, first, data, logprobs = wire.sample, wire.first_index, wire.token_ids, wire.logprobs
+    if len(data) == 4 and not logprobs:  # one token, as most updates have
+        token_id = int.from_bytes(data, "little")
+        if token_id < limits.vocab_size and sample < MAX_SAMPLES and first < limits.max_model_len:
+            return Tokens(sample, first, (token_id,))
+    token_ids = values.read_tokens(data, limits)
+    values.read_below(sample, MAX_SAMPLES, "sample")
     values.read_below(first + len(token_ids), limits.max_model_len + 1, "first_index")
-    if not wire.logprobs:
+    if not logprobs:
         return Tokens(sample, first, token_ids)
-    if len(wire.logprobs) != len(token_ids):
-        raise InvalidRequest(f"{len(token_ids)} tokens with {len(wire.logprobs)} logprobs", "logprobs")
-    return Tokens(sample, first, token_ids, values.read_logprobs(wire.logprobs, limits))
+    if len(logprobs) != len(token_ids):
+        raise InvalidRequest(f"{len(token_ids)} tokens with {len(logprobs)} logprobs", "logprobs")
+    return Tokens(sample, first, token_ids, values.read_logprobs(logprobs, limits))

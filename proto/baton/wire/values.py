@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,8 @@ from baton.wire.limits import (
 )
 
 _TOKEN_BYTES = 4
+_NUM_ATTEMPT_IDS = 16_384
+"""Remembered, since each token names its attempt; more than are live at once."""
 _SWAP = sys.byteorder == "big"
 
 _FINISH_TO_WIRE = {
@@ -130,6 +133,13 @@ def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
     return min(value, most)
 
 
+def read_rate(value: float, param: str) -> float:
+    """A number per second. Raises InvalidRequest if it is negative, infinite or NaN."""
+    if not 0.0 <= value < math.inf:
+        raise InvalidRequest(f"{param} must be 0 or more per second, not {value}", param)
+    return value
+
+
 def write_time_left(seconds: float) -> float:
     """A deadline as a duration; 0 if it has passed, as it may have since the sender last read its clock."""
     return max(0.0, seconds)
@@ -150,10 +160,15 @@ def write_attempt_id(attempt_id: AttemptId) -> common_pb2.AttemptId:
 
 
 def read_attempt_id(wire: common_pb2.AttemptId) -> AttemptId:
-    request_id = wire.request_id
+    return _attempt_id(wire.router_epoch, wire.request_id, wire.attempt)
+
+
+@functools.lru_cache(maxsize=_NUM_ATTEMPT_IDS)
+def _attempt_id(router_epoch: int, request_id: str, attempt: int) -> AttemptId:
+    """Checked and made once for all tokens of an attempt."""
     if not 0 < len(request_id) <= MAX_NAME_CHARS or not request_id.isprintable():
         raise InvalidRequest("attempt_id names no request", "attempt_id")
-    return AttemptId(wire.router_epoch, request_id, wire.attempt)
+    return AttemptId(router_epoch, request_id, attempt)
 
 
 def attempt_of(message: node_pb2.RouterMessage | node_pb2.PrefillMessage | node_pb2.DecodeMessage) -> AttemptId | None:

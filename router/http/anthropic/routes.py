@@ -35,6 +35,7 @@ class MessagesRoutes:
         self._keep_alive_s = limits.keep_alive_s
         self._bodies = BodyReader(limits.bodies, service.offload)
         self.routes = APIRouter()
+        self.posts = {PATH: self.messages}
         self.routes.add_api_route(PATH, self.messages, methods=["POST"])
         self.routes.add_api_route(f"{PATH}/count_tokens", self.count_tokens, methods=["POST"])
 

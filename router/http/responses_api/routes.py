@@ -60,6 +60,7 @@ class ResponsesRoutes:
         self._generate = generate
         self._store = store
         self.routes = APIRouter()
+        self.posts = {PATH: self.create}
         self.routes.add_api_route(PATH, self.create, methods=["POST"])
         one = f"{PATH}/{{response_id}}"
         self.routes.add_api_route(one, self.retrieve, methods=["GET"])

@@ -12,8 +12,8 @@ from starlette.websockets import WebSocket
 from baton.errors import InvalidRequest
 from router.generation import Generation
 from router.http.body import BodyReader, parse_object, validate_fields
+from router.http.event_stream import EventShape
 from router.http.limits import HttpLimits
-from router.http.responses import EventShape
 from router.http.responses_api.routes import PATH, ResponsesRoutes
 from router.http.responses_api.schemas import ResponsesRequest
 from router.http.responses_api.store import ResponseStore

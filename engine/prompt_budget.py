@@ -1,0 +1,82 @@
+"""How many prompt tokens a step may have: a number of tokens, and with --target-itl a time.
+
+A prompt in a step makes the step longer, and with it the gap between two tokens of every stream. If the time of a step
+is limited, a prompt is given the largest chunk with which the step is predicted to keep the limit. So that no prompt
+starves, the first one of a step always gets a least chunk, also where even that breaks the limit, or nothing is known.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.pace import StepSize
+from engine.step_time import StepTime
+
+LEAST_CHUNK = 32
+"""Tokens of the least chunk, where the device pads to no sizes; else the smallest size, which costs the same."""
+
+
+class PromptBudget:
+    """What is left of one step for prompts.
+
+    size: the step without prompts. limit_s: of the step's time; None: only tokens are limited, as in a step that no
+        stream waits for.
+    """
+
+    def __init__(self, config: EngineConfig, step_time: StepTime, size: StepSize, limit_s: float | None) -> None:
+        self._config = config
+        self._step_time = step_time
+        self._size = size
+        self._limit_s = limit_s
+        self._is_spent = False  # a prompt was cut short
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more prompt should join the step. See EngineConfig."""
+        enough, taken = self._config.saturating_num_tokens, self._size.num_prompt_tokens
+        return not self._is_spent and self._left > 0 and (enough is None or taken < enough)
+
+    def fitting(self, start: int, to_go: int) -> int:
+        """The longest chunk for a prompt whose next token is `start`, and which has `to_go` tokens left. 0: none."""
+        wanted = min(to_go, self._left)
+        return wanted if self._limit_s is None else self._within_limit(start, wanted)
+
+    def spend(self, start: int, length: int, to_go: int) -> None:
+        """The prompt gets a chunk of this length. If that is not all of it, no other prompt has room."""
+        self._is_spent = length < to_go
+        self._size = self.with_chunk(start, length)
+
+    @property
+    def _left(self) -> int:
+        return self._config.max_num_batched_tokens - self._size.num_prompt_tokens
+
+    def with_chunk(self, start: int, length: int) -> StepSize:
+        """The step's size with this chunk of a prompt."""
+        size = self._size
+        return replace(
+            size,
+            num_seqs=size.num_seqs + 1,
+            num_prompt_tokens=size.num_prompt_tokens + length,
+            num_prompt_pairs=size.num_prompt_pairs + length * (start + length),
+        )
+
+    def _within_limit(self, start: int, wanted: int) -> int:
+        if self._fits(start, wanted):
+            return wanted
+        sizes, taken = self._config.mixed_step_sizes, self._size.num_prompt_tokens
+        if sizes:
+            lengths = [size - taken for size in sizes if 0 < size - taken < wanted]
+        else:
+            lengths = list(range(LEAST_CHUNK, wanted, LEAST_CHUNK))
+        # The time grows with the length, so the lengths that fit come first.
+        num_fitting = bisect.bisect_left(lengths, True, key=lambda length: not self._fits(start, length))
+        if num_fitting:
+            return lengths[num_fitting - 1]
+        return 0 if taken else min(wanted, sizes[0] if sizes else LEAST_CHUNK)
+
+    def _fits(self, start: int, length: int) -> bool:
+        assert self._limit_s is not None
+        expected_s = self._step_time.predict(self.with_chunk(start, length))
+        return expected_s is not None and expected_s <= self._limit_s

@@ -1,0 +1,138 @@
+"""How long a step will take, learned from the steps that have ended.
+
+A step's time is taken for a constant, plus a price for each of its sequences, tokens of context, prompt tokens and
+prompt pairs (`StepSize`). The prices are those that fit best in least squares of the relative error, and none is
+negative: a larger step is never predicted to be faster. Only sums over the steps are kept, in which older ones count
+less (recursive least squares with forgetting; the prices are found by coordinate descent from the last ones). Steps
+with and without prompts have sums of their own, so that hours of decodes do not wipe out what is known of prompts.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence as Seq
+from dataclasses import astuple, replace
+
+from engine.pace import StepSize
+
+FORGETTING = 1 / 64
+"""Share by which the weight of earlier steps of a kind falls with each step of the kind."""
+MOST_SURPRISE = 4.0
+"""A step that took more than this many times what was predicted counts as this many times: one that waited for a
+compiler must not make all others look slow. If steps have become slower for good, a few of them suffice."""
+MARGIN = 2.0
+"""Added to a prediction with prompts: this many times the mean share by which such steps took longer than predicted."""
+GROWTH = 2.0
+"""The prices are trusted up to this many times the most prompt tokens in a recent step."""
+
+_SCALES = (1.0, 16.0, 16_384.0, 512.0, 262_144.0)
+"""Of the features, so that they are of one magnitude."""
+_RIDGE = 1e-6
+_SWEEPS = 40
+_SETTLED = 1e-5
+
+Features = tuple[float, ...]
+
+
+class StepTime:
+    """Predicts the times of steps. Times are in seconds. Memory is constant; learning costs
+    some 10 us, the first prediction after it some 200.
+
+    padded_sizes: numbers of prompt tokens, in order, to which the device pads a step that has fewer, as a CUDA graph
+        does. Empty: it pads nothing.
+    """
+
+    def __init__(self, padded_sizes: Seq[int] = ()) -> None:
+        self._padded_sizes = tuple(padded_sizes)
+        self._sums = {False: _Sums(), True: _Sums()}  # by whether the steps have prompts
+        self._prices = [0.0] * len(_SCALES)
+        self._is_stale = False  # a step was learned since the prices were found
+        self._excess = 0.0  # mean share by which steps with prompts took longer than predicted
+        self._most_prompt_tokens = 0.0  # in a recent step
+
+    def learn(self, size: StepSize, took_s: float) -> None:
+        """Learn from a step that has ended."""
+        if took_s <= 0:
+            return
+        features = self._features(size)
+        expected_s = self._price_of(
+            features
+        )  # at the prices that the last prediction used: finding new ones costs more
+        if expected_s > 0 and self._sums[size.has_prompts].weight > 1:
+            took_s = min(took_s, MOST_SURPRISE * expected_s)
+            if size.has_prompts:
+                self._excess += (max(took_s / expected_s - 1, 0.0) - self._excess) * 4 * FORGETTING
+        self._sums[size.has_prompts].add(tuple(feature / took_s for feature in features))
+        if size.has_prompts:
+            faded = self._most_prompt_tokens * (1 - FORGETTING)
+            self._most_prompt_tokens = max(faded, float(size.num_prompt_tokens))
+        self._is_stale = True
+
+    def predict(self, size: StepSize) -> float | None:
+        """An estimate on the safe side. None: nothing is known of steps with so many prompt tokens."""
+        if size.num_prompt_tokens > self.most_trusted_tokens:
+            return None
+        if self._is_stale:
+            self._find_prices()
+        expected_s = self._price_of(self._features(size))
+        return expected_s * (1 + MARGIN * self._excess) if size.has_prompts else expected_s
+
+    @property
+    def most_trusted_tokens(self) -> int:
+        """Prompt tokens in a step beyond which nothing is predicted. 0: no prompt was ever seen."""
+        return self.padded(int(GROWTH * self._most_prompt_tokens)) if self._most_prompt_tokens else 0
+
+    def padded(self, num_prompt_tokens: int) -> int:
+        """How many prompt tokens the device computes in a step that has so many."""
+        index = bisect.bisect_left(self._padded_sizes, num_prompt_tokens)
+        fits = num_prompt_tokens > 0 and index < len(self._padded_sizes)
+        return self._padded_sizes[index] if fits else num_prompt_tokens
+
+    def _features(self, size: StepSize) -> Features:
+        size = replace(size, num_prompt_tokens=self.padded(size.num_prompt_tokens))
+        values: tuple[int, ...] = astuple(size)
+        return tuple(value / scale for value, scale in zip((1, *values), _SCALES, strict=True))
+
+    def _price_of(self, features: Features) -> float:
+        return sum(price * feature for price, feature in zip(self._prices, features, strict=True))
+
+    def _find_prices(self) -> None:
+        """The prices, none negative, with the least squares of the relative errors: predicted / took is to be 1."""
+        decodes, prompts = self._sums[False], self._sums[True]
+        squares = [
+            [a + b for a, b in zip(*rows, strict=True)] for rows in zip(decodes.squares, prompts.squares, strict=True)
+        ]
+        firsts = [a + b for a, b in zip(decodes.firsts, prompts.firsts, strict=True)]
+        prices, order = self._prices, range(len(_SCALES))
+        for _ in range(_SWEEPS):
+            moved = 0.0
+            for i in order:
+                row = squares[i]
+                if not row[i]:
+                    continue
+                rest = firsts[i] - sum(row[j] * prices[j] for j in order if j != i)
+                price = max(rest / (row[i] * (1 + _RIDGE)), 0.0)
+                moved = max(moved, abs(price - prices[i]) * row[i] ** 0.5)
+                prices[i] = price
+            if moved < _SETTLED:
+                break
+        self._is_stale = False
+
+
+class _Sums:
+    """What least squares need of the steps of one kind: sums of features / time and of their products."""
+
+    def __init__(self) -> None:
+        num = len(_SCALES)
+        self.weight = 0.0
+        self.firsts = [0.0] * num
+        self.squares = [[0.0] * num for _ in range(num)]
+
+    def add(self, row: Features) -> None:
+        kept = 1 - FORGETTING
+        self.weight = self.weight * kept + 1
+        for i, value in enumerate(row):
+            self.firsts[i] = self.firsts[i] * kept + value
+            squares = self.squares[i]
+            for j, other in enumerate(row):
+                squares[j] = squares[j] * kept + value * other

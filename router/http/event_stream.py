@@ -1,0 +1,91 @@
+"""Server-sent events of one generation, written as its deltas come.
+
+No task wakes up for a token: the generation calls `_deliver` in its turn, which renders what has come and writes it.
+The task sleeps until the end, but for signs of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from router.answer import Delta
+from router.generation import Generation
+from router.http.body_writer import BodyWriter
+
+
+class EventShape(Protocol):
+    """One request's answer as server-sent events, each function giving none or more of them. `keep_alive` is what is
+    sent while there is nothing else."""
+
+    keep_alive: bytes
+
+    def begin(self) -> bytes: ...
+
+    def delta(self, delta: Delta) -> bytes: ...
+
+    def end(self) -> bytes:
+        """After the last delta of all answers, when usage and timings are final."""
+        ...
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """In place of `end`, if the generation fails."""
+        ...
+
+
+class EventStream:
+    """Writes the events of `shape` but for the tail, until the generation is over."""
+
+    def __init__(self, generation: Generation, shape: EventShape, writer: BodyWriter) -> None:
+        self._generation = generation
+        self._shape = shape
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._written_at = 0.0
+
+    async def run(self, deltas: Sequence[Delta], keep_alive_s: float) -> None:
+        """Begin with `deltas`; if there are none, with a sign of life. Raises what the generation fails with."""
+        head = self._shape.begin()
+        body = b"".join(map(self._shape.delta, deltas))
+        if not deltas and not self._generation.is_over:
+            body = self._shape.keep_alive
+        self._write(head + body)
+        self._writer.on_resumed(self._generation.tell)
+        self._generation.listen(self._deliver)
+        try:
+            while not self._over.done():
+                due = self._written_at + keep_alive_s
+                if self._loop.time() >= due:
+                    self._stay_alive()
+                else:
+                    await asyncio.wait((self._over,), timeout=due - self._loop.time())
+        finally:
+            self._generation.listen(None)
+            self._over.cancel()
+        self._over.result()
+        self._generation.raise_error()
+
+    def _deliver(self) -> None:
+        """Write what has come, unless the client lags behind: then it waits until the connection is writable again."""
+        if self._over.done() or self._writer.is_paused:
+            return
+        try:
+            deltas = self._generation.take_waiting()
+            self._write(self._shape.delta(deltas[0]) if len(deltas) == 1 else b"".join(map(self._shape.delta, deltas)))
+        except Exception as error:  # noqa: BLE001  (raised in the task, which is the request's boundary)
+            self._over.set_exception(error)
+            return
+        if self._generation.is_over:
+            self._over.set_result(None)
+
+    def _stay_alive(self) -> None:
+        self._written_at = self._loop.time()
+        if not self._writer.is_paused:
+            self._write(self._shape.keep_alive)
+
+    def _write(self, body: bytes) -> None:
+        if body:
+            self._written_at = self._loop.time()
+            self._writer.write(body)

@@ -1,0 +1,87 @@
+"""What the workers of a router tell each other, over a Unix socket each: their load, and their metrics.
+
+worker i --"load" or "metrics", a line--> worker j --JSON--> worker i, for whichever page was asked of worker i
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.address import HostPort
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 2.0
+_MAX_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Which of `count` workers this process is. `directory` is the folder of their sockets."""
+
+    index: int
+    count: int
+    directory: Path
+
+    def socket_of(self, index: int) -> str:
+        return str(self.directory / f"{index}.sock")
+
+
+class Siblings:
+    """This worker's view of the others. `answers`: what it tells about itself, by question."""
+
+    def __init__(self, place: WorkerPlace, answers: Mapping[str, Callable[[], Any]]) -> None:
+        self.place = place
+        self._answers = answers
+
+    async def start(self) -> None:
+        path = self.place.socket_of(self.place.index)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108  (a quick call, of an earlier life of this worker)
+        self._server = await asyncio.start_unix_server(self._answer, path)
+
+    def close(self) -> None:
+        self._server.close()
+
+    async def ask(self, question: str) -> dict[int, Any]:
+        """Every worker's answer by its index, with this one's; None for one that gave none in time."""
+        indexes = range(self.place.count)
+        return dict(zip(indexes, await asyncio.gather(*(self._ask(i, question) for i in indexes)), strict=True))
+
+    async def _ask(self, index: int, question: str) -> Any:
+        if index == self.place.index:
+            return self._answers[question]()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                reader, writer = await asyncio.open_unix_connection(self.place.socket_of(index), limit=_MAX_BYTES)
+                with contextlib.closing(writer):
+                    writer.write(f"{question}\n".encode())
+                    return json.loads(await reader.read())
+        except (OSError, TimeoutError, ValueError) as error:
+            log.warning("worker=%d does not tell its %s: %r", index, question, error)
+            return None
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
+            async with asyncio.timeout(ANSWER_S):
+                question = (await reader.readline()).decode().strip()
+                if question in self._answers:
+                    writer.write(json.dumps(self._answers[question]()).encode())
+                    await writer.drain()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What a worker gets from its supervisor: its place, and addresses that it shares with the others."""
+
+    place: WorkerPlace
+    http: HostPort
+    grpc: HostPort

@@ -1,0 +1,145 @@
+"""The parent of the workers: starts them, starts those again that end, and stops them when it is asked to.
+
+start --"up" from each--> running --SIGTERM--> draining --all ended, or the deadline--> exit 0
+  `--one ended before it was up--> the others are stopped, exit 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 10.0
+START_S = 120.0
+"""How long a worker may take until it serves."""
+KILL_S = 5.0
+"""Beyond the time that its requests have, how long a worker may take to end."""
+
+Command = Callable[[int, int, str], Sequence[str]]
+"""Of worker `index`, given the descriptor to say on that it is up, and the folder of the workers' sockets."""
+
+
+class Worker:
+    """One process. It is in a session of its own, so that a terminal's signals reach it only through its parent; it
+    ends when its stdin does, so it does not outlive its parent."""
+
+    def __init__(self, index: int, command: Command, directory: str) -> None:
+        self._reading, writing = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                command(index, writing, directory), stdin=subprocess.PIPE, pass_fds=(writing,), start_new_session=True
+            )
+        except BaseException:
+            os.close(self._reading)
+            raise
+        finally:
+            os.close(writing)
+        loop = asyncio.get_running_loop()
+        self._up: asyncio.Future[bool] = loop.create_future()
+        self._closed = asyncio.Event()
+        loop.add_reader(self._reading, self._read)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def up(self) -> bool:
+        """Whether it serves, in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                return await asyncio.shield(self._up)
+        self.signal(signal.SIGKILL)
+        return False
+
+    async def ended(self) -> int:
+        """Its exit code, once it has closed the pipe, which it does by ending."""
+        await self._closed.wait()
+        return await asyncio.to_thread(self._process.wait)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)  # does nothing once it was waited for
+
+    def _read(self) -> None:
+        said = os.read(self._reading, 64)
+        if not self._up.done():
+            self._up.set_result(bool(said))
+        if not said:
+            asyncio.get_running_loop().remove_reader(self._reading)
+            os.close(self._reading)
+            self._closed.set()
+
+
+class Supervisor:
+    """Runs `count` workers from `run` to its end."""
+
+    def __init__(self, count: int, command: Command, drain_timeout_s: float) -> None:
+        self._count = count
+        self._command = command
+        self._drain_timeout_s = drain_timeout_s
+        self._live: dict[int, Worker] = {}
+        self._stopping = False
+
+    async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> bool:
+        """Until `stop`; with `hurry` running requests are cut off. False: a worker could not start."""
+        with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:  # only this user may enter it
+            keeping = {asyncio.create_task(self._keep(index, directory)) for index in range(self._count)}
+            stopping = asyncio.create_task(stop.wait())
+            first: set[asyncio.Future[Any]] = {stopping, *keeping}
+            done, _ = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            self._stopping = True
+            stopping.cancel()
+            await self._drain(keeping, hurry)
+        return all(task.result() for task in keeping & done)
+
+    async def _keep(self, index: int, directory: str) -> bool:
+        """Have that worker running until the end. False: its first process ended before it was up."""
+        backoff_s, first = FIRST_BACKOFF_S, True
+        while not self._stopping:
+            worker, began = Worker(index, self._command, directory), time.monotonic()
+            self._live[index] = worker
+            was_up = await worker.up()
+            if was_up:
+                log.info("worker=%d pid=%d up", index, worker.pid)
+            code = await worker.ended()
+            del self._live[index]
+            if self._stopping:
+                break
+            if first and not was_up:
+                log.error("worker=%d code=%d could not start", index, code)
+                return False
+            first = False
+            if was_up and time.monotonic() - began > LAST_BACKOFF_S:
+                backoff_s = FIRST_BACKOFF_S
+            log.warning("worker=%d code=%d ended, and is started again in %.1f s", index, code, backoff_s)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        return True
+
+    async def _drain(self, keeping: set[asyncio.Task[bool]], hurry: asyncio.Event) -> None:
+        """Ask all to end, once more if there is hurry, and kill those that are late."""
+        self._signal(signal.SIGTERM)
+        hurrying = asyncio.create_task(hurry.wait())
+        everyone = asyncio.gather(*keeping, return_exceptions=True)
+        either: set[asyncio.Future[Any]] = {hurrying, everyone}
+        await asyncio.wait(either, timeout=self._drain_timeout_s + KILL_S, return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if not everyone.done():
+            self._signal(signal.SIGTERM)
+            await asyncio.wait({everyone}, timeout=KILL_S)
+            self._signal(signal.SIGKILL)
+        await everyone
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._live.values():
+            worker.signal(number)

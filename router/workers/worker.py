@@ -1,0 +1,44 @@
+"""One worker of `baton-router --workers N`: `python -m router.workers.worker INDEX UP_FD DIRECTORY HTTP GRPC FLAGS...`
+
+The flags are the router's own. It serves on the addresses given, which it shares with the other workers, and says "up"
+on the descriptor once it does. It ends like a router, and also when its stdin does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import uvloop
+
+from baton.address import HostPort
+from baton.settings import parse
+from router.edge import StartError
+from router.main import EXIT_FAILED, configure, serve
+from router.settings import RouterSettings
+from router.workers.siblings import Shared, WorkerPlace
+
+
+def main() -> None:
+    index, up_fd, directory, http, grpc, *flags = sys.argv[1:]
+    settings = parse(RouterSettings, flags)
+    place = WorkerPlace(int(index), settings.workers, Path(directory))
+    shared = Shared(place, HostPort.parse(http), HostPort.parse(grpc))
+    configure(settings, f"/{index}")
+    try:
+        uvloop.run(_run(settings, shared, int(up_fd)))
+    except StartError as error:
+        sys.stderr.write(f"{settings.prog}: {error}\n")
+        sys.exit(EXIT_FAILED)
+
+
+async def _run(settings: RouterSettings, shared: Shared, up_fd: int) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)  # nothing is ever written there
+    await serve(settings, stop, asyncio.Event(), shared, lambda: os.write(up_fd, b"up\n"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""With a target for the time between tokens, prompts beside streams get chunks for which the step is predicted to keep
+it; they always get some, and every token is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.engine import Engine
+from engine.pace import NO_PROMPTS, StepSize
+from engine.prompt_budget import LEAST_CHUNK, PromptBudget
+from engine.prompt_rate import PERIOD_S
+from engine.sequence import Sequence
+from engine.step import Chunk
+from engine.step_time import StepTime
+from tests.engine.counting import Counting, make, run, sequence
+
+TARGET_S = 0.010
+BIG: dict[str, Any] = {
+    "num_blocks": 1001,
+    "max_model_len": 2000,
+    "max_num_batched_tokens": 512,
+    "target_itl_s": TARGET_S,
+}
+
+
+def takes(size: StepSize) -> float:
+    """A device's time for a step, in seconds: 4 ms with a few decodes, and 1 ms more for 50 tokens of a prompt."""
+    return 0.0039 + 1e-5 * size.num_seqs + 2e-5 * size.num_prompt_tokens + 1e-9 * size.num_prompt_pairs
+
+
+class Timed:
+    """An engine on a device that takes its time, and what it computed."""
+
+    def __init__(self, slowness: float = 1.0, **sizes: Any) -> None:
+        self.now = 0.0
+        self.model = Counting()
+        engine, _ = make(**{**BIG, **sizes})
+        self.engine = Engine(engine.config, self.model, clock=lambda: self.now)
+        self.slowness = slowness
+        self.took_s: list[tuple[StepSize, float]] = []
+
+    def step(self) -> list[Chunk]:
+        plan = self.engine.schedule(self.now)
+        if plan.chunks:
+            size = StepSize.of(plan.chunks)
+            self.took_s.append((size, self.slowness * takes(size)))
+            self.now += self.took_s[-1][1]
+        self.engine.compute(plan)
+        self.engine.check_integrity()
+        return plan.chunks
+
+    def decode(self, num: int, steps: int = 3) -> list[Sequence]:
+        """Streams, and a few steps of theirs."""
+        streams = [sequence(3, first=10 * i, max_tokens=1900) for i in range(num)]
+        for stream in streams:
+            self.engine.add(stream)
+        for _ in range(steps):
+            self.step()
+        return streams
+
+    def prefill(self, num_tokens: int, first: int = 0) -> list[int]:
+        """The chunks of one more prompt, until its first token."""
+        prompt = sequence(num_tokens, first=first, max_tokens=1)
+        self.engine.add(prompt)
+        lengths = list[int]()
+        while not prompt.num_output_tokens:
+            lengths += [chunk.length for chunk in self.step() if chunk.sequence is prompt]
+        return lengths
+
+
+def test_without_streams_chunks_are_as_long_as_ever() -> None:
+    timed = Timed()
+    assert timed.prefill(1000) == [512, 488]
+
+
+def test_the_first_chunk_is_the_least_one_and_later_ones_keep_the_target() -> None:
+    timed = Timed()
+    timed.decode(4)
+    lengths = timed.prefill(1900)
+    assert lengths[0] == LEAST_CHUNK
+    assert max(lengths) >= 160, "it does not use what the target leaves"
+    mixed = [took_s for size, took_s in timed.took_s[3:] if size.has_prompts]
+    assert max(mixed) <= TARGET_S * 1.02
+    assert sum(lengths) / sum(mixed) > 10_000
+
+
+def test_a_target_that_cannot_be_kept_still_leaves_each_prompt_its_least_chunk() -> None:
+    timed = Timed(target_itl_s=0.001)
+    timed.decode(4)
+    assert timed.prefill(100) == [32, 32, 32, 4]
+
+
+def test_where_the_device_pads_chunks_fill_its_sizes() -> None:
+    timed = Timed(mixed_step_sizes=(96, 160, 224, 480))
+    timed.decode(4)
+    lengths = timed.prefill(1900)
+    assert set(lengths[:-1]) <= {96, 160, 224, 480}
+    assert lengths[0] == 96
+    assert 224 in lengths
+
+
+def test_a_second_prompt_has_what_the_first_one_leaves() -> None:
+    timed = Timed()
+    timed.decode(4)
+    timed.prefill(1000)
+    first, second = sequence(40, first=3000, max_tokens=9), sequence(1500, first=4000, max_tokens=9)
+    timed.engine.add(first)
+    timed.engine.add(second)
+    chunks = {chunk.sequence: chunk.length for chunk in timed.step()}
+    assert chunks[first] == 40
+    assert LEAST_CHUNK <= chunks[second] < 1500
+    third = sequence(8, first=5000)
+    timed.engine.add(third)
+    assert third not in {chunk.sequence for chunk in timed.step()}, "it overtook one that was cut short"
+
+
+def test_only_what_the_prefix_cache_lacks_counts() -> None:
+    timed = Timed()
+    timed.decode(4)
+    timed.prefill(600, first=0)
+    again = sequence(620, first=0, max_tokens=1)
+    timed.engine.add(again)
+    timed.step()
+    assert again.num_output_tokens == 1
+
+
+def test_a_sequence_to_hand_off_is_no_stream() -> None:
+    timed = Timed()
+    timed.engine.add(sequence(40, first=0, hand_off=True))
+    assert timed.prefill(300, first=1000) == [300]
+
+
+def test_a_step_that_hung_does_not_stop_prompts() -> None:
+    timed = Timed()
+    timed.decode(4)
+    timed.prefill(1000)
+    timed.slowness = 500.0
+    timed.step()
+    timed.slowness = 1.0
+    assert max(timed.prefill(1900, first=5000)) >= 96
+
+
+def test_the_load_says_how_fast_a_prompt_would_be_computed() -> None:
+    timed = Timed()
+    assert timed.engine.prompt_tokens_per_s == 0, "nothing is known of prompts yet"
+    timed.decode(4)
+    timed.prefill(1900)
+    timed.now += PERIOD_S
+    rate = timed.engine.prompt_tokens_per_s
+    assert 15_000 < rate < 40_000  # some 250 of 10 ms
+    timed.decode(200, steps=5)
+    timed.now += PERIOD_S
+    assert timed.engine.prompt_tokens_per_s < 0.95 * rate, "streams slow prompts down"
+    assert make()[0].prompt_tokens_per_s == 0
+
+
+@given(
+    decodes=st.integers(1, 64),
+    learned=st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 512), st.floats(0.1, 10.0)), max_size=20),
+    prompts=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 3000)), min_size=1, max_size=5),
+    limit_s=st.floats(1e-3, 0.1),
+    sizes=st.sampled_from([(), (96, 352, 480)]),
+)
+def test_the_prediction_keeps_the_limit_or_the_chunk_is_the_least(
+    decodes: int, learned: Seq[tuple[int, int, float]], prompts: Seq[tuple[int, int]], limit_s: float, sizes: Any
+) -> None:
+    step_time, beside = StepTime(sizes), StepSize(decodes, decodes * 100)
+    for start, length, slowness in learned:
+        size = StepSize(decodes + 1, decodes * 100, length, length * (start + length))
+        step_time.learn(size, slowness * takes(size))
+    config = make(**{**BIG, "mixed_step_sizes": sizes})[0].config
+    budget = PromptBudget(config, step_time, beside, limit_s)
+    total = 0
+    for start, to_go in prompts:
+        if not budget.has_room:
+            break
+        length = budget.fitting(start, to_go)
+        assert length or total, "the first prompt makes no progress"
+        if not length:
+            break
+        predicted = step_time.predict(budget.with_chunk(start, length))
+        least = total == 0 and length == min(to_go, sizes[0] if sizes else LEAST_CHUNK)
+        assert least or (predicted is not None and predicted <= limit_s)
+        budget.spend(start, length, to_go)
+        total += length
+        assert length == to_go or not budget.has_room
+    assert 0 < total <= config.max_num_batched_tokens
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(1, 3)), min_size=1, max_size=6),
+    st.booleans(),
+    st.sampled_from([12, 33]),
+)
+def test_the_target_changes_no_token(wanted: Seq[tuple[int, int, int]], ahead: bool, num_blocks: int) -> None:
+    """Though blocks are short and sequences are preempted and fork."""
+
+    def outputs(**sizes: Any) -> dict[tuple[int, int], list[int]]:
+        engine, _ = make(num_blocks=num_blocks + 5, max_num_seqs=4, async_scheduling=ahead, **sizes)
+        seqs = [
+            sequence(min(n, 40), first=100 * i, max_tokens=out, samples=samples)
+            for i, (n, out, samples) in enumerate(wanted)
+        ]
+        for seq in seqs:
+            engine.add(seq)
+        numbers = {seq.attempt_id: i for i, seq in enumerate(seqs)}
+        said = dict[tuple[int, int], list[int]]()
+        for result in run(engine, 2000):
+            for token in result.sampled:
+                said.setdefault((numbers[token.sequence.attempt_id], token.sample), []).append(token.token)
+        assert not engine.has_work
+        return said
+
+    assert outputs(target_itl_s=1e-9, mixed_step_sizes=(2, 5), max_num_batched_tokens=64) == outputs(
+        max_num_batched_tokens=64
+    )
+
+
+@pytest.mark.parametrize("size", [NO_PROMPTS, StepSize(5, 1000)])
+def test_no_limit_is_no_limit(size: StepSize) -> None:
+    budget = PromptBudget(make(**BIG)[0].config, StepTime(), size, None)
+    assert budget.fitting(0, 9000) == 512

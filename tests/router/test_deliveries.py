@@ -1,0 +1,174 @@
+"""Streams write in turn, each once for all that has come; and what one token costs in function calls."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from baton import wire
+from baton.messages import Adopted, HandedOff, NodeRole, Prefill, Started, Tokens, Update
+from baton.sampling import SamplingParams
+from baton.telemetry import ROUTER, RouterMetrics, new_registry
+from router.admission import Admission
+from router.answer import Answer
+from router.core import RouterCore
+from router.deliveries import SLICE_S, Deliveries
+from router.dispatcher import Dispatcher
+from router.generation import Generation, Part
+from router.http.chunks import ChunkEvents
+from router.http.event_stream import EventStream
+from router.http.shapes import ChatShape
+from router.life import RoutedRequest
+from router.request_metrics import RequestMetrics
+from router.stops import StopScanner, StopStrings
+from tests.router.house import info
+from tests.router.tiny_tokenizer import tiny_tokenizer
+
+CALLS_PER_TOKEN = 90
+"""Of Python and C functions, from the wire to the connection; 77 when this was written."""
+ATTENTION_S = 60.0
+
+
+class Connection:
+    """In place of a BodyWriter."""
+
+    def __init__(self) -> None:
+        self.is_paused = False
+        self.pieces: list[bytes] = []
+        self.resume: Callable[[], None] = lambda: None
+
+    def on_resumed(self, call: Callable[[], None]) -> None:
+        self.resume = call
+
+    def write(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(piece.count(b"data: ") for piece in self.pieces)
+
+
+class Streams:
+    """Some streams that flow from a decode node to connections."""
+
+    def __init__(self) -> None:
+        sent: list[Any] = []
+        core = RouterCore(1)
+        self.dispatcher = Dispatcher(core, RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m"))
+        for name, role in (("p", NodeRole.PREFILL), ("d", NodeRole.DECODE)):
+            self.dispatcher.node_up(info(name, role), sent.append)
+        self.sent = sent
+        self.deliveries = Deliveries()
+        self.connections: list[Connection] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def open(self, count: int) -> None:
+        for number in range(count):
+            answer = Answer(0, tiny_tokenizer().detokenizer(), StopScanner(StopStrings(())), frozenset())
+            request = RoutedRequest(f"r{number}", (1, 2), 1, SamplingParams(max_tokens=1000), 60.0)
+            admitted = Admission().admit(1, 2)
+            generation = Generation(f"r{number}", self.dispatcher, [Part(request, [answer])], admitted, self.deliveries)
+            await generation.start(time.monotonic())
+            self.dispatcher.node_said("p", self.updates(Started(0, 0.0), Tokens(0, 0, (300,)), HandedOff(0.0))[-3:])
+            self.dispatcher.node_said("d", self.updates(Adopted(0.0, 0, 0))[-1:])
+            model: Any = type("Model", (), {"name": "m"})
+            connection: Any = Connection()
+            self.connections.append(connection)
+            shape = ChatShape(generation.request_id, model, None, False)
+            stream = EventStream(generation, ChunkEvents(generation, shape, None), connection)
+            self.tasks.append(asyncio.create_task(stream.run(await generation.next(), ATTENTION_S)))
+        await asyncio.sleep(0)
+
+    def updates(self, *kinds: Any) -> tuple[Update, ...]:
+        prefills = [message for message in self.sent if isinstance(message, Prefill)]
+        return tuple(Update(prefill.attempt_id, kind) for prefill in prefills for kind in kinds)
+
+    def step(self, index: int) -> None:
+        """A token to each stream, as it comes over the wire."""
+        message = wire.write_node_message(self.updates(Tokens(0, index, (300 + index % 50,))))
+        self.dispatcher.node_said("d", wire.read_node_message(message))  # type: ignore[arg-type]  # updates
+
+    async def close(self) -> None:
+        self.dispatcher.close()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def streams(monkeypatch):
+    monkeypatch.setattr("router.deliveries.SLICE_S", 60.0)  # however slow the machine, all write in one slice
+    streams = Streams()
+    yield streams
+    await streams.close()
+
+
+async def test_tokens_that_wait_for_their_turn_are_one_chunk(streams):
+    await streams.open(2)
+    assert [connection.num_chunks for connection in streams.connections] == [1, 1]
+    for index in range(1, 6):
+        streams.step(index)
+    await asyncio.sleep(0)
+    expected = "".join(tiny_tokenizer().decode([300 + index]) for index in range(1, 6))
+    for connection in streams.connections:
+        assert connection.num_chunks == 2
+        assert f'"content":"{expected}"' in connection.pieces[-1].decode()
+
+
+async def test_a_client_that_does_not_read_gets_all_when_it_does(streams):
+    await streams.open(1)
+    (connection,) = streams.connections
+    connection.is_paused = True
+    for index in range(1, 4):
+        streams.step(index)
+        await asyncio.sleep(0)
+    assert connection.num_chunks == 1
+    connection.is_paused = False
+    connection.resume()
+    await asyncio.sleep(0)
+    assert connection.num_chunks == 2
+
+
+async def test_streams_write_in_slices_and_the_loop_goes_on_between_them():
+    deliveries, order = Deliveries(), list[str]()
+
+    def slow(name: str) -> None:
+        order.append(name)
+        until = time.monotonic() + SLICE_S
+        while time.monotonic() < until:
+            pass
+
+    for name in ("first", "second"):
+        deliveries.add(partial(slow, name))
+    await asyncio.sleep(0)
+    order.append("the loop")
+    await asyncio.sleep(0)
+    assert order == ["first", "the loop", "second"]
+
+
+async def test_a_token_takes_few_calls(streams):
+    await streams.open(20)
+    num_steps, num_calls = 20, 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    for index in range(1, 4):
+        streams.step(index)
+    await asyncio.sleep(0)
+    messages = [streams.updates(Tokens(0, index, (310,))) for index in range(4, 4 + num_steps)]
+    wires = [wire.write_node_message(updates) for updates in messages]
+    sys.setprofile(count)
+    try:
+        for message in wires:
+            streams.dispatcher.node_said("d", wire.read_node_message(message))
+            streams.deliveries._run()
+    finally:
+        sys.setprofile(None)
+    assert all(connection.num_chunks == 2 + num_steps for connection in streams.connections)
+    assert num_calls / num_steps / 20 <= CALLS_PER_TOKEN, num_calls / num_steps / 20

@@ -1,0 +1,125 @@
+"""`--workers 2` with real processes: they share both ports, a dead one comes back, and the pages speak for all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.address import HostPort
+from baton.messages import NodeRole
+from router.workers.ports import SharedPort
+from tests.router.conftest import says
+from tests.router.fake_node import FakeCluster
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+PATIENCE_S = 60.0
+COUNT = 2
+
+
+class Workers:
+    """A router's supervisor as a process, and what its lines say."""
+
+    def __init__(self, nodes: FakeCluster) -> None:
+        addresses = [f"--{role.value}={','.join(map(str, nodes.addresses(role)))}" for role in NodeRole]
+        flags = [*addresses, "--http=127.0.0.1:0", "--grpc=127.0.0.1:0", f"--workers={COUNT}", "--drain-timeout=5"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "router.main", *flags], env=ENV, stderr=subprocess.PIPE, text=True
+        )
+
+    async def line(self, *marks: str) -> str:
+        """The next line with all marks."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while line := await asyncio.to_thread(self.process.stderr.readline):
+                if all(mark in line for mark in marks):
+                    return line
+        raise AssertionError(f"it ended before it said {marks}")
+
+    async def up(self) -> dict[int, int]:
+        """The process ids of all workers, once each has both nodes."""
+        pids, num_links = dict[int, int](), 0
+        while len(pids) < COUNT or num_links < 2 * COUNT:
+            line = await self.line(" up\n")
+            if " pid=" in line:
+                pids[int(_after(line, "worker="))] = int(_after(line, "pid="))
+            num_links += " role=" in line
+        return pids
+
+
+def _after(line: str, mark: str) -> str:
+    return line.partition(mark)[2].split()[0]
+
+
+@asynccontextmanager
+async def streaming(client: httpx.AsyncClient, **fields: Any) -> AsyncIterator[AsyncIterator[str]]:
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **fields}
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        yield response.aiter_lines()
+
+
+def text_of(lines: list[str]) -> str:
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+async def test_a_killed_worker_comes_back_and_the_others_streams_go_on():
+    hold = asyncio.Event()
+    nodes = FakeCluster(says("hello world", hold=hold, hold_at=1))
+    await nodes.add(NodeRole.PREFILL)
+    await nodes.add(NodeRole.DECODE)
+    workers = Workers(nodes)
+    try:
+        address = HostPort.parse(_after(await workers.line(f"workers={COUNT} "), "http="))
+        pids = await workers.up()
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=PATIENCE_S) as client:
+            async with streaming(client) as lines:
+                seen = [await anext(lines)]
+                at = (await client.get("/metrics")).text
+                (busy,) = map(int, re.findall(r'num_requests{.*worker="(\d+)"} 1.0', at))
+                other = next(worker for worker in pids if worker != busy)
+                assert (await client.get("/load")).json() == {"server_load": 1}
+                os.kill(pids[other], signal.SIGKILL)
+                await workers.line(f"worker={other} ", "ended, and is started again")
+                assert f'baton:worker_up{{role="router",worker="{other}"}} 0.0' in (await client.get("/metrics")).text
+                again = int(_after(await workers.line(f"worker={other} ", " up"), "pid="))
+                assert again not in pids.values()
+                hold.set()
+                seen += [line async for line in lines]
+            assert text_of(seen) == "hello world"
+            page = (await client.get("/metrics")).text
+            for worker in pids:
+                assert f'baton:worker_up{{role="router",worker="{worker}"}} 1.0' in page
+        workers.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(workers.process.wait, PATIENCE_S) == 0
+    finally:
+        workers.process.kill()
+        workers.process.wait()
+        workers.process.stderr.close()
+        await nodes.close()
+
+
+def test_a_port_that_others_share_is_not_taken_from_them():
+    held = SharedPort(HostPort("127.0.0.1", 0))
+    with pytest.raises(OSError, match="in use"):
+        _listening_at(held.address)
+    held.close()
+
+
+def _listening_at(address: HostPort) -> None:
+    with socket.create_server((address.host, address.port), reuse_port=True):
+        SharedPort(address)
