@@ -27,8 +27,8 @@ FULL_S = 0.05
 """Of a decode node whose pool is spoken for; it rises with the square of the share. Each request makes it slower, and
 those beyond its pool wait."""
 BUSY_S = 1e-6
-"""Of each prompt token whose request generates there: with 1,024 of them a step takes some 40 us longer, for all streams
-of the node and for as long as they live. It keeps decode nodes in balance."""
+"""Of each prompt token whose request generates there: with 1,024 of them a step takes some 40 us longer, for all of the
+node's streams. It keeps decode nodes in balance."""
 OVERFULL_S = 1.0
 """Of each further pool's worth of requests: these wait for others to end."""
 DISTURBED = 0.01

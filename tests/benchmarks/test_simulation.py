@@ -106,7 +106,7 @@ def replay(policy: str, entries: list[Entry], num_prefill: int = 2, num_decode: 
 
 def test_one_request_takes_the_time_of_its_steps_and_messages() -> None:
     profile, length = load_profile("h200-8b"), 1500
-    _, (answer,) = replay("router", [Entry(0, length, 3, (1, 2, 3))], 1, 1)
+    _, (answer,) = replay("least-loaded", [Entry(0, length, 3, (1, 2, 3))], 1, 1)
     latency_s = profile.link.latency_us * 1e-6
     prompt_s = profile.step_s(StepSize(1, 0, length, length * length))
     decode_s = [profile.step_s(StepSize(1, length + 1 + i)) for i in range(2)]
@@ -117,7 +117,7 @@ def test_one_request_takes_the_time_of_its_steps_and_messages() -> None:
 
 
 def test_every_request_ends_with_its_length_and_leaves_no_block_behind() -> None:
-    fleet, answers = replay("router", shared_prefix(SHAPE))
+    fleet, answers = replay("least-loaded", shared_prefix(SHAPE))
     assert [len(answer.token_times) for answer in answers] == [answer.entry.output_length for answer in answers]
     assert not any(answer.refused for answer in answers)
     for node in fleet.nodes.values():
@@ -167,11 +167,11 @@ def test_the_report_counts_what_clients_saw() -> None:
 def test_the_command_prints_a_row_for_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.jsonl"
     shape = ["--prefill=2", "--decode=1", "--num-requests=5", "--input-len=64", "--output-len=4"]
-    simulate.main([*shape, f"--write-trace={file}", "--policy=round-robin,router"])
+    simulate.main([*shape, f"--write-trace={file}", "--policy=round-robin,cost"])
     out = capsys.readouterr().out
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert [line["policy"] for line in lines] == ["round-robin", "router"]
-    assert "| router | " in out
+    assert [line["policy"] for line in lines] == ["round-robin", "cost"]
+    assert "| cost | " in out
     simulate.main([*shape, f"--trace={file}", "--policy=round-robin"])
     again = json.loads(capsys.readouterr().out.splitlines()[0])
     for key, value in lines[0].items():
