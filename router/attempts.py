@@ -11,6 +11,7 @@ from router.actions import Outbox
 from router.life import Attempt, AttemptState, RequestLife, Unplaced
 from router.placement import Placement, Pool
 from router.prefix_index import PrefixIndex
+from router.versions import VersionGone
 from router.waiting import WaitingForNode
 
 
@@ -42,30 +43,48 @@ class Attempts:
     # ---- placing ----
 
     def choose(self, life: RequestLife, now: float) -> Placement | None:
-        """See Pool.choose."""
+        """See Pool.choose: among the nodes of the request's version. If those are gone and another version of the model
+        is served, a request without a token becomes one of that. Raises VersionGone if it cannot."""
+        self._inherit(life)
         request = life.request
         held = self._index.held(request.block_hashes)
-        return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held)
+        return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version)
+
+    def _inherit(self, life: RequestLife) -> None:
+        version = life.version
+        if version is None or self._pool.serves(version) or not (heirs := self._pool.heirs(version)):
+            return
+        gone = f"no node that serves {version.id} is left"
+        if life.has_begun:
+            raise VersionGone(f"{gone}, and {heirs[0].id} is another model than the answer began with")
+        life.version = next((heir for heir in heirs if heir.dialect == version.dialect), None)
+        if life.version is None:
+            life.version = version
+            raise VersionGone(f"{gone}, and to {heirs[0].id} its prompt would be another one")
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
         """Raises NodeUnavailable when there is no place, nor one to wait."""
         if placement is None:
-            self._waiting.add(task, self._pool.why_not_ready() or "no node")
+            self._waiting.add(task, self._pool.why_not_ready(task.life.version) or "no node")
         else:
             self._place(task, placement, now)
 
-    def place_waiting(self, now: float) -> None:
-        """A node has come: who waits for one is placed, in order of arrival."""
+    def place_waiting(self, now: float) -> list[tuple[RequestLife, VersionGone]]:
+        """A node has come: who waits for one is placed, in order of arrival. Returns those that wait in vain."""
+        in_vain = []
         for task in self._waiting.tasks():
             try:
                 placement = self.choose(task.life, now)
+            except VersionGone as gone:
+                in_vain.append((task.life, gone))
+                continue
             except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
                 task.error = misfit
-                return
-            if placement is None:
-                return
-            self._waiting.remove(task)
-            self._place(task, placement, now)
+                continue
+            if placement is not None:
+                self._waiting.remove(task)
+                self._place(task, placement, now)
+        return in_vain
 
     def stop_waiting(self, task: Unplaced) -> None:
         self._waiting.remove(task)
@@ -86,6 +105,7 @@ class Attempts:
             left_s,
             placement.prefill_s,
         )
+        life.version = placement.last.version
         life.attempts[attempt_id] = attempt
         self._live[attempt_id] = life, attempt
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
@@ -93,6 +113,10 @@ class Attempts:
         self._pool.place(placement, len(life.request.prompt_tokens), now)
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
         self._outbox.to_node(attempt.prefill, life.prefill(attempt, target, now))
+
+    def is_on(self, incarnation: str) -> bool:
+        """Whether an attempt still needs that node."""
+        return any(attempt.depends_on(incarnation) for _, attempt in self._live.values())
 
     # ---- progress, end ----
 
