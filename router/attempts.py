@@ -9,9 +9,10 @@ from baton.errors import NodeUnavailable
 from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
 from router.life import Attempt, AttemptState, RequestLife, Unplaced
+from router.pending_blocks import PendingBlocks
 from router.placement import Placement, Pool
 from router.prefix_index import PrefixIndex
-from router.versions import VersionGone
+from router.versions import ModelVersion, VersionGone
 from router.waiting import WaitingForNode
 
 
@@ -23,6 +24,7 @@ class Attempts:
     def __init__(self, epoch: int, pool: Pool, index: PrefixIndex, outbox: Outbox, max_waiting: int) -> None:
         self._epoch = epoch
         self._index = index
+        self._pending = PendingBlocks()
         self._pool = pool
         self._outbox = outbox
         self._live: dict[AttemptId, tuple[RequestLife, Attempt]] = {}
@@ -43,24 +45,17 @@ class Attempts:
     # ---- placing ----
 
     def choose(self, life: RequestLife, now: float) -> Placement | None:
-        """See Pool.choose: among the nodes of the request's version. If those are gone and another version of the model
-        is served, a request without a token becomes one of that. Raises VersionGone if it cannot."""
-        self._inherit(life)
+        """See Pool.choose: among the nodes of the request's version. If those are gone while another version of its
+        model is served, a request of which nothing is told yet becomes one of that. Raises VersionGone if it cannot."""
         request = life.request
-        held = self._index.held(request.block_hashes)
-        return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version)
-
-    def _inherit(self, life: RequestLife) -> None:
-        version = life.version
-        if version is None or self._pool.serves(version) or not (heirs := self._pool.heirs(version)):
-            return
-        gone = f"no node that serves {version.id} is left"
-        if life.has_begun:
-            raise VersionGone(f"{gone}, and {heirs[0].id} is another model than the answer began with")
-        life.version = next((heir for heir in heirs if heir.dialect == version.dialect), None)
-        if life.version is None:
-            life.version = version
-            raise VersionGone(f"{gone}, and to {heirs[0].id} its prompt would be another one")
+        held = dict(self._pending.held(request.block_hashes))
+        for incarnation, number in self._index.held(request.block_hashes).items():
+            held[incarnation] = max(number, held.get(incarnation, 0))
+        placement = self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version)
+        if placement is None and life.version and (heirs := self._pool.heirs(life.version)):
+            life.version = _heir(life, life.version, heirs)
+            return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version)
+        return placement
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
         """Raises NodeUnavailable when there is no place, nor one to wait."""
@@ -111,6 +106,8 @@ class Attempts:
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
         life.timings.prefill_node, life.timings.decode_node = prefill.node_id, (decode or prefill).node_id
         self._pool.place(placement, len(life.request.prompt_tokens), now)
+        for incarnation in attempt.placed_on:
+            self._pending.add(incarnation, life.request.block_hashes)
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
         self._outbox.to_node(attempt.prefill, life.prefill(attempt, target, now))
 
@@ -124,7 +121,9 @@ class Attempts:
         """Its prompt keeps nobody waiting any more. Once more does nothing."""
         if not attempt.prefilled:
             attempt.prefilled = True
-            self._pool.prefilled(attempt.prefill, len(life.request.prompt_tokens), attempt.prefill_s, now)
+            num_tokens = len(life.request.prompt_tokens)
+            num_computed = num_tokens - attempt.num_cached if attempt.num_cached is not None else None
+            self._pool.prefilled(attempt.prefill, num_tokens, attempt.prefill_s, now, num_computed)
 
     def abort(self, attempt: Attempt, samples: tuple[int, ...] = ()) -> None:
         """Tell all nodes that may still hold something of it; `samples`: that these alone are over."""
@@ -139,5 +138,20 @@ class Attempts:
         """It is over: nothing that a node says of it counts any more."""
         del life.attempts[attempt.id]
         del self._live[attempt.id]
+        if not attempt.prefilled:
+            attempt.num_cached = None  # it was not computed to its end
         self.prefilled(life, attempt, now)
+        for incarnation in attempt.placed_on:
+            self._pending.remove(incarnation, life.request.block_hashes)
         self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens))
+
+
+def _heir(life: RequestLife, gone: ModelVersion, heirs: list[ModelVersion]) -> ModelVersion:
+    """The version that a request goes on with. Raises VersionGone."""
+    why = f"no node that serves {gone.id} is left"
+    if life.has_begun:
+        raise VersionGone(f"{why}, and {heirs[0].id} is another model than the answer began with")
+    heir = next((heir for heir in heirs if heir.dialect == gone.dialect), None)
+    if heir is None:
+        raise VersionGone(f"{why}, and to {heirs[0].id} the prompt would be another one: send it again")
+    return heir

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from baton.address import HostPort
 from baton.messages import NodeRole
-from baton.trust import Trust
 from router.discovery.membership import Membership
 from router.discovery.source import Member
 from router.dispatcher import Dispatcher
@@ -35,6 +34,10 @@ class Readiness:
     @property
     def status(self) -> str:
         return self.why_not or (f"ready, degraded: {self.degraded}" if self.degraded else "ready")
+
+
+Connect = Callable[[Member, Callable[[], None]], NodeLink]
+"""Makes a link to a node, which calls the other argument when its problem is another."""
 
 
 @dataclass(slots=True)
@@ -73,18 +76,16 @@ class Cluster:
 
     def __init__(
         self,
-        epoch: int,
+        connect: Connect,
         dispatcher: Dispatcher,
         models: Models,
         membership: Membership,
-        trust: Trust,
         drain_timeout_s: float,
     ) -> None:
         self.membership = membership
-        self._epoch = epoch
+        self._connect = connect
         self._dispatcher = dispatcher
         self._models = models
-        self._trust = trust
         self._drain_timeout_s = drain_timeout_s
         self._running: dict[HostPort, _Running] = {}
         self._watchers: list[Callable[[Readiness], None]] = []
@@ -155,16 +156,7 @@ class Cluster:
         self._changed()
 
     def _open(self, member: Member) -> None:
-        link = NodeLink(
-            member.address,
-            member.role,
-            self._epoch,
-            self._dispatcher,
-            self._models,
-            self._changed,
-            self._trust,
-            member.name,
-        )
+        link = self._connect(member, self._changed)
         task = asyncio.create_task(link.run(), name=f"node {link.address}")
         self._running[member.address] = running = _Running(link, task)
         task.add_done_callback(lambda _: self._ended(running))
@@ -183,7 +175,8 @@ class Cluster:
         address = running.link.address
         del self._running[address]
         log.info("node_address=%s role=%s removed", address, running.link.role.value)
-        if not self._closed:
+        torn_down = running.task.cancelled() and not running.ending  # the loop ends, without `close`
+        if not self._closed and not torn_down:
             if address not in self.membership.wanted():
                 self._models.forget(str(address))
             self._reconcile()  # it may be wanted again, or in the other role

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 
 from baton.address import HostPort
 from baton.errors import NodeUnavailable
@@ -14,6 +15,7 @@ from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.admission import Admission
 from router.cluster import Cluster, Readiness
 from router.core import RouterCore
+from router.discovery.source import Member
 from router.dispatcher import Dispatcher
 from router.edge import StartError, make_admin_keys, make_edge, make_membership, make_parsers, make_policy
 from router.grpc_server import GrpcLimits, GrpcServer
@@ -34,6 +36,7 @@ from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
 from router.models import Models
+from router.nodes import NodeLink
 from router.request_metrics import RequestMetrics
 from router.service import Service
 from router.settings import RouterSettings
@@ -66,14 +69,14 @@ class RouterServer:
         )
         self.dispatcher = Dispatcher(core, request_metrics)
         self.models = Models(self.dispatcher.version_shares)
-        self.cluster = Cluster(
-            epoch,
-            self.dispatcher,
-            self.models,
-            make_membership(settings),
-            settings.trust(),
-            settings.request_timeout,
-        )
+        trust = settings.trust()
+
+        def connect(member: Member, changed: Callable[[], None]) -> NodeLink:
+            address, role, name = member.address, member.role, member.name
+            return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, name)
+
+        membership = make_membership(settings)
+        self.cluster = Cluster(connect, self.dispatcher, self.models, membership, settings.request_timeout)
         self.admission = Admission(
             settings.max_num_requests,
             settings.max_num_prompt_tokens,

@@ -129,6 +129,8 @@ class GenerationFields(BaseModel):
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
         _check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        if self.best_of is not None and not 1 <= self.best_of <= MAX_N:
+            raise InvalidRequest(f"best_of must be in [1, {MAX_N}], not {self.best_of}", "best_of")
         if not self.use_beam_search and self.num_drawn < self.num_kept:
             raise InvalidRequest(f"`best_of` must be at least `n`, {self.num_kept}, not {self.best_of}.", "best_of")
         if self.keeps_best and self.stream:
