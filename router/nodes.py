@@ -210,7 +210,8 @@ class NodeLink:
             return
         self.problem = problem
         if problem:
-            level = logging.WARNING if self._reached else logging.INFO  # no warning for a node that starts later
+            expected = self.draining or not self._reached  # no warning for a node that starts later
+            level = logging.INFO if expected else logging.WARNING
             log.log(level, "node_address=%s role=%s not in use: %s", self.address, self.role.value, problem)
         self._changed()
 
