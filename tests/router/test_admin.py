@@ -111,6 +111,22 @@ async def test_a_removed_nodes_requests_go_on_elsewhere(operator: Operator) -> N
     assert node.num_sessions == 2
 
 
+async def test_removed_nodes_are_no_requests_fault(operator: Operator) -> None:
+    """A request that loses two nodes is held to be the cause of it, but not of this."""
+    await operator.nodes.add(NodeRole.DECODE)
+    await operator.post("decode", operator.nodes.nodes[2])
+    await operator.router.until(lambda: operator.router.server.cluster.num_nodes_by_state()["decode", "up"] == 3)
+    hold = asyncio.Event()
+    operator.nodes.script = lambda prefill: Answer(tokens=(TOKENS,), hold=hold, hold_at=3)
+    task = asyncio.create_task(operator.chat())
+    for number in (1, 2):
+        await operator.nodes.until(lambda number=number: len(operator.nodes.prefills) == number)
+        node = operator.nodes.node(operator.nodes.prefills[-1].target_incarnation)
+        await operator.client.delete(f"/admin/nodes/{node.info.address}")
+    hold.set()
+    check(await task, attempts=3)
+
+
 async def test_a_drained_node_finishes_what_it_has_and_gets_nothing_new(operator: Operator) -> None:
     hold = asyncio.Event()
     task, node = await running(operator, hold)

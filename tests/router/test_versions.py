@@ -148,6 +148,20 @@ def test_one_model_without_nodes_holds_up_no_other() -> None:
     assert [prefill.attempt_id.request_id for _, prefill in house.prefills] == ["goes"]
 
 
+def test_nodes_that_do_not_fit_hold_up_no_other_model() -> None:
+    house = house_of()
+    other = node("d1", served_model_name="other")
+    for version in (OLD, version_of(other)):
+        request = RoutedRequest(version.name, (1,), 1, SamplingParams(), 60.0, version=version)
+        house.core.submit(request, 0.0)
+    misfit = node("d9")
+    house.core.node_up(node("p9"), 1.0)
+    house.core.node_up(dataclasses.replace(misfit, layout=dataclasses.replace(misfit.layout, block_size=32)), 1.0)
+    house.core.node_up(other, 1.0)
+    house.collect()
+    assert [prefill.attempt_id.request_id for _, prefill in house.prefills] == ["other"]
+
+
 def test_a_drained_node_gets_nothing_new_and_its_end_is_nobodys_fault() -> None:
     house = house_of(node("d1"), node("d2"))
     prefill = submit(house)
