@@ -118,6 +118,12 @@ def test_a_broken_file_keeps_the_nodes(tmp_path: Path, caplog: pytest.LogCapture
     write(path, "decode: ['b:1']")
     source.look()
     assert source.members == {Member(D, at("b:1"))}
+    aside = path.rename(tmp_path / "aside")
+    source.look()
+    assert source.problem
+    aside.rename(path)
+    source.look()
+    assert source.problem is None, "though it is the file that it was"
 
 
 def test_a_symlink_may_be_switched(tmp_path: Path) -> None:
