@@ -2,7 +2,8 @@
 
 It needs no torch: it learns tokenizer, chat template and limits from its nodes. `core` is the protocol's state machine
 (with `life`, the state of one request, `attempts`, what of it is on which nodes, and `placement`), and `dispatcher`
-runs it. `nodes` keeps the streams to nodes, and `models` what they say about the model. `service` turns client requests
+runs it. `discovery` says where nodes are, `cluster` has a link (`nodes`) to each, and `models` is what they say about
+their models and `versions`. `service` turns client requests
 into token ids, `generation` turns tokens into text. `http` and `grpc_service` are the two front ends, and `server` puts
 everything together. May import `baton` only.
 """

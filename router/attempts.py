@@ -12,6 +12,7 @@ from router.life import Attempt, AttemptState, RequestLife, Unplaced
 from router.pending_blocks import PendingBlocks
 from router.placement import Placement, Pool
 from router.prefix_index import PrefixIndex
+from router.versions import ModelVersion, VersionGone
 from router.waiting import WaitingForNode
 
 
@@ -44,32 +45,41 @@ class Attempts:
     # ---- placing ----
 
     def choose(self, life: RequestLife, now: float) -> Placement | None:
-        """See Pool.choose."""
+        """See Pool.choose: among the nodes of the request's version. If those are gone while another version of its
+        model is served, a request of which nothing is told yet becomes one of that. Raises VersionGone if it cannot."""
         request = life.request
         held = dict(self._pending.held(request.block_hashes))
         for incarnation, number in self._index.held(request.block_hashes).items():
             held[incarnation] = max(number, held.get(incarnation, 0))
-        return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held)
+        placement = self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version)
+        if placement is None and life.version and (heirs := self._pool.heirs(life.version)):
+            life.version = _heir(life, life.version, heirs)
+            return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version)
+        return placement
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
         """Raises NodeUnavailable when there is no place, nor one to wait."""
         if placement is None:
-            self._waiting.add(task, self._pool.why_not_ready() or "no node")
+            self._waiting.add(task, self._pool.why_not_ready(task.life.version) or "no node")
         else:
             self._place(task, placement, now)
 
-    def place_waiting(self, now: float) -> None:
-        """A node has come: who waits for one is placed, in order of arrival."""
+    def place_waiting(self, now: float) -> list[tuple[RequestLife, VersionGone]]:
+        """A node has come: who waits for one is placed, in order of arrival. Returns those that wait in vain."""
+        in_vain = []
         for task in self._waiting.tasks():
             try:
                 placement = self.choose(task.life, now)
+            except VersionGone as gone:
+                in_vain.append((task.life, gone))
+                continue
             except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
                 task.error = misfit
-                return
-            if placement is None:
-                return
-            self._waiting.remove(task)
-            self._place(task, placement, now)
+                continue
+            if placement is not None:
+                self._waiting.remove(task)
+                self._place(task, placement, now)
+        return in_vain
 
     def stop_waiting(self, task: Unplaced) -> None:
         self._waiting.remove(task)
@@ -90,6 +100,7 @@ class Attempts:
             left_s,
             placement.prefill_s,
         )
+        life.version = placement.last.version
         life.attempts[attempt_id] = attempt
         self._live[attempt_id] = life, attempt
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
@@ -99,6 +110,10 @@ class Attempts:
             self._pending.add(incarnation, life.request.block_hashes)
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
         self._outbox.to_node(attempt.prefill, life.prefill(attempt, target, now))
+
+    def is_on(self, incarnation: str) -> bool:
+        """Whether an attempt still needs that node."""
+        return any(attempt.depends_on(incarnation) for _, attempt in self._live.values())
 
     # ---- progress, end ----
 
@@ -129,3 +144,14 @@ class Attempts:
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, life.request.block_hashes)
         self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens))
+
+
+def _heir(life: RequestLife, gone: ModelVersion, heirs: list[ModelVersion]) -> ModelVersion:
+    """The version that a request goes on with. Raises VersionGone."""
+    why = f"no node that serves {gone.id} is left"
+    if life.has_begun:
+        raise VersionGone(f"{why}, and {heirs[0].id} is another model than the answer began with")
+    heir = next((heir for heir in heirs if heir.dialect == gone.dialect), None)
+    if heir is None:
+        raise VersionGone(f"{why}, and to {heirs[0].id} the prompt would be another one: send it again")
+    return heir

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.address import HostPort
 from baton.messages import NodeRole
-from baton.trust import Trust
+from router.discovery.membership import Membership
+from router.discovery.source import Member
 from router.dispatcher import Dispatcher
 from router.models import Models
 from router.nodes import NodeLink
@@ -35,33 +36,72 @@ class Readiness:
         return self.why_not or (f"ready, degraded: {self.degraded}" if self.degraded else "ready")
 
 
+Connect = Callable[[Member, Callable[[], None]], NodeLink]
+"""Makes a link to a node, which calls the other argument when its problem is another."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A link and its task. `ending`: it was told to end at once."""
+
+    link: NodeLink
+    task: asyncio.Task[None]
+    ending: bool = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def cancel(self) -> None:
+        self.ending = True
+        self.task.cancel()
+
+    def drain(self, timeout_s: float) -> None:
+        self.link.drain()
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.cancel)
+
+    def resume(self) -> None:
+        self.stop_timer()
+        self.link.resume()
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class Cluster:
-    """Links to all configured nodes. Whenever a node changes, watchers are told whether the router is ready."""
+    """A link to each node that `membership` wants: never two to one address. Links begin and end as the wanted set
+    changes, and whenever a node or the set does, watchers are told whether the router is ready.
+
+    A node that is no longer wanted gets no more work, and finishes what it has for at most `drain_timeout_s`; then its
+    session ends, and what is left goes on elsewhere.
+    """
 
     def __init__(
         self,
-        epoch: int,
+        connect: Connect,
         dispatcher: Dispatcher,
         models: Models,
-        prefill: Sequence[HostPort],
-        decode: Sequence[HostPort],
-        trust: Trust,
+        membership: Membership,
+        drain_timeout_s: float,
     ) -> None:
-        roles = [(address, NodeRole.PREFILL) for address in prefill] + [(a, NodeRole.DECODE) for a in decode]
-        self.links = [
-            NodeLink(address, role, epoch, dispatcher, models, self._changed, trust) for address, role in roles
-        ]
+        self.membership = membership
+        self._connect = connect
         self._dispatcher = dispatcher
-        self._tasks: list[asyncio.Task[None]] = []
+        self._models = models
+        self._drain_timeout_s = drain_timeout_s
+        self._running: dict[HostPort, _Running] = {}
         self._watchers: list[Callable[[Readiness], None]] = []
         self._said = ""
         self._draining = False
+        self._closed = False
         self._was_ready = False
+
+    @property
+    def links(self) -> list[NodeLink]:
+        return [running.link for running in self._running.values()]
 
     def start(self) -> None:
         """Begin to connect to all nodes, in the background."""
-        self._tasks = [asyncio.create_task(link.run(), name=f"node {link.address}") for link in self.links]
-        self._changed()
+        self.membership.start(self._reconcile)
+        self._reconcile()
 
     def watch(self, watcher: Callable[[Readiness], None]) -> None:
         self._watchers.append(watcher)
@@ -74,17 +114,84 @@ class Cluster:
 
     async def close(self) -> None:
         """End all sessions. The nodes abort whatever they still have of this router."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._closed = True
+        await self.membership.close()
+        running = list(self._running.values())
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*(each.task for each in running), return_exceptions=True)
+
+    def find(self, name: str) -> NodeLink | None:
+        """The link of that address, or to the node of that id or incarnation."""
+        for link in self.links:
+            if name == str(link.address) or (link.info and name in (link.info.node_id, link.info.incarnation)):
+                return link
+        return None
+
+    def remove(self, link: NodeLink) -> None:
+        """End the link at once, whatever wants it: its requests go on elsewhere."""
+        running = self._running[link.address]
+        if link.info:
+            link.drain()  # so that nothing more is placed there, and its loss is no request's fault
+        running.cancel()
+        self.membership.exclude(link.address)
+
+    # ---- links come and go ----
+
+    def _reconcile(self) -> None:
+        """The wanted set may have changed."""
+        if self._closed:
+            return
+        wanted = self.membership.wanted()
+        self._dispatcher.expect_prefill(any(node.member.role is NodeRole.PREFILL for node in wanted.values()))
+        for address, running in list(self._running.items()):
+            node = wanted.get(address)
+            if node is None or node.member.role is not running.link.role:
+                self._retire(running)
+            elif running.link.draining and not running.ending:
+                running.resume()
+        for address, node in wanted.items():
+            if address not in self._running:
+                self._open(node.member)
+        self._changed()
+
+    def _open(self, member: Member) -> None:
+        link = self._connect(member, self._changed)
+        task = asyncio.create_task(link.run(), name=f"node {link.address}")
+        self._running[member.address] = running = _Running(link, task)
+        task.add_done_callback(lambda _: self._ended(running))
+
+    def _retire(self, running: _Running) -> None:
+        """Let it finish what it has, if it has a session; else end it."""
+        if running.ending or running.link.draining:
+            return
+        if running.link.info is None:
+            running.cancel()
+        else:
+            running.drain(self._drain_timeout_s)
+
+    def _ended(self, running: _Running) -> None:
+        running.stop_timer()
+        address = running.link.address
+        del self._running[address]
+        log.info("node_address=%s role=%s removed", address, running.link.role.value)
+        torn_down = running.task.cancelled() and not running.ending  # the loop ends, without `close`
+        if not self._closed and not torn_down:
+            if address not in self.membership.wanted():
+                self._models.forget(str(address))
+            self._reconcile()  # it may be wanted again, or in the other role
+
+    # ---- for people ----
 
     def readiness(self) -> Readiness:
         """What is missing, with the problem of each node that is not in use."""
         if self._draining:
             return Readiness("the router is shutting down")
+        sources = self.membership.problems()
         if reason := self._dispatcher.why_not_ready():
-            return Readiness(self._with_problems(reason))
+            return Readiness(self._with_problems("; ".join([reason, *sources])))
         degraded = self._dispatcher.why_degraded()
+        degraded = "; ".join(([degraded] if degraded else []) + sources)
         return Readiness(None, self._with_problems(degraded) if degraded else None)
 
     def _with_problems(self, reason: str) -> str:
@@ -92,7 +199,7 @@ class Cluster:
         return f"{reason} ({'; '.join(problems)})" if problems else reason
 
     def num_nodes_by_state(self) -> dict[tuple[str, str], int]:
-        """Configured nodes by (role, "up" or "down")."""
+        """Nodes by (role, "up" or "down")."""
         states = Counter((link.role.value, "down" if link.problem else "up") for link in self.links)
         return {(role.value, state): states[role.value, state] for role in NodeRole for state in ("up", "down")}
 

@@ -92,14 +92,15 @@ class RouterCore:
         self.prefix_index.add(info.incarnation, info.num_blocks)
         for life in self._requests.values():
             life.acquit(info.incarnation)
-        self._attempts.place_waiting(now)
+        for waiting, gone in self._attempts.place_waiting(now):
+            self._end(waiting, gone, now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. Attempts that depended on the node are lost."""
         node = self.pool.remove(incarnation)
         self.prefix_index.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
-        stopped = node is not None and node.load.draining  # nobody's fault
+        stopped = node is not None and not node.takes_work  # nobody's fault
         for life in list(self._requests.values()):
             attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
             if not stopped and (attempts or incarnation in life.blamed):
@@ -111,6 +112,15 @@ class RouterCore:
     def node_load(self, incarnation: str, load: Load) -> None:
         if node := self.pool.get(incarnation):
             node.load = load
+
+    def drain_node(self, incarnation: str, drains: bool) -> None:
+        """Place nothing more on the node, or place work there again. What it has goes on."""
+        if node := self.pool.get(incarnation):
+            node.drains = drains
+
+    def is_on(self, incarnation: str) -> bool:
+        """Whether a request still needs that node."""
+        return self._attempts.is_on(incarnation)
 
     def node_blocks(self, incarnation: str, events: KvEvents) -> None:
         """Raises InvalidRequest if events are missing before these: the node's session must end."""
@@ -185,7 +195,7 @@ class RouterCore:
     def tick(self, now: float) -> None:
         for request_id in self._deadlines.due(now):
             life = self._requests[request_id]
-            self._end(life, life.overdue(self.why_not_ready() or "no node"), now)
+            self._end(life, life.overdue(self.pool.why_not_ready(life.version) or "no node"), now)
 
     def take_actions(self) -> list[Action]:
         return self._outbox.take()

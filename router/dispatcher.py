@@ -70,7 +70,7 @@ class Dispatcher:
         try:
             self._core.submit(request, received)
         except BatonError as error:
-            self._request_metrics.refused(error, time.monotonic() - received)
+            self._request_metrics.refused(error, time.monotonic() - received, request)
             raise
         self._sinks[request.request_id] = sink
         self._request_metrics.opened(request, received)
@@ -101,6 +101,14 @@ class Dispatcher:
         self._core.node_lost(incarnation, reason, time.monotonic())
         self._carry_out()
 
+    def drain_node(self, incarnation: str, drains: bool) -> None:
+        """See RouterCore.drain_node."""
+        self._core.drain_node(incarnation, drains)
+
+    def is_on(self, incarnation: str) -> bool:
+        """Whether a request still needs that node."""
+        return self._core.is_on(incarnation)
+
     def node_said(self, incarnation: str, message: tuple[Update, ...] | Load | KvEvents) -> None:
         """Raises InvalidRequest for what cannot follow the node's earlier messages: its session must end."""
         if isinstance(message, Load):
@@ -123,6 +131,23 @@ class Dispatcher:
 
     def why_degraded(self) -> str | None:
         return self._core.why_degraded(time.monotonic())
+
+    def expect_prefill(self, expected: bool) -> None:
+        """Whether prefill nodes are meant to be there."""
+        self._core.pool.with_prefill = expected
+
+    def version_shares(self, name: str) -> dict[str, float]:
+        """See Pool.shares."""
+        return self._core.pool.shares(name)
+
+    def load_of(self, incarnation: str) -> Load | None:
+        """What the node said last; None: it is not in use."""
+        node = self._core.pool.get(incarnation)
+        return node.load if node else None
+
+    def misfits(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
+        """See Pool.misfits."""
+        return self._core.pool.misfits()
 
     def num_requests_by_state(self) -> dict[str, int]:
         """Live attempts by state, including states that have none."""
@@ -163,7 +188,7 @@ class Dispatcher:
     def _do(self, action: ToNode | Emit) -> None:
         if isinstance(action, ToNode):
             if isinstance(action.message, Prefill) and action.message.attempt_id.attempt:
-                self._request_metrics.retried(self._cause)
+                self._request_metrics.retried(self._cause, action.message.attempt_id.request_id)
                 self._log_retry(action.message.attempt_id)
             if send := self._links.get(action.incarnation):
                 send(action.message)

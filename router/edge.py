@@ -8,9 +8,14 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton.messages import NodeRole
 from baton.open_files import max_open_files
 from router.answer_reader import Parsers
 from router.api_keys import ApiKeys, UnusableKeys
+from router.discovery.dns import DnsName
+from router.discovery.membership import Membership
+from router.discovery.nodes_file import BadNodesFile, NodesFile
+from router.discovery.source import Member, Source
 from router.http.app import Access
 from router.http.limits import ConnectionLimits
 from router.plugins import UnknownPlugin
@@ -90,6 +95,31 @@ def make_policy(settings: RouterSettings) -> Policy:
         return find_policy(settings.policy)
     except UnknownPlugin as error:
         raise StartError(f"--policy: {error}") from None
+
+
+def make_membership(settings: RouterSettings) -> Membership:
+    """All sources of nodes that the settings name. Raises StartError."""
+    fixed = [Member(NodeRole.PREFILL, address) for address in settings.prefill]
+    fixed += [Member(NodeRole.DECODE, address) for address in settings.decode]
+    names = [(NodeRole.PREFILL, name) for name in settings.prefill_dns]
+    names += [(NodeRole.DECODE, name) for name in settings.decode_dns]
+    sources: list[Source] = [DnsName(role, name, settings.dns_interval) for role, name in names]
+    if settings.nodes_file is not None:
+        try:
+            sources.append(NodesFile(settings.nodes_file))
+        except BadNodesFile as error:
+            raise StartError(str(error)) from None
+    return Membership(fixed, sources)
+
+
+def make_admin_keys(settings: RouterSettings) -> ApiKeys | None:
+    """None: there is no admin API. Raises StartError."""
+    if not settings.has_admin_keys:
+        return None
+    try:
+        return ApiKeys([key.get_secret_value() for key in settings.admin_api_key], settings.admin_api_key_file)
+    except UnusableKeys as error:
+        raise StartError(f"--admin-api-key-file: {error}") from None
 
 
 def _keys(settings: RouterSettings) -> ApiKeys | None:

@@ -94,8 +94,8 @@ class GenerationService:
 
     async def list_models(self, data: bytes, context: Context) -> pb.ListModelsResponse:
         async def run() -> pb.ListModelsResponse:
-            model = self._service.models.get(None)
-            return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
+            served = self._service.models.served()
+            return pb.ListModelsResponse(models=[pb.Model(id=m.name, max_model_len=m.max_model_len) for m in served])
 
         return await _answered("ListModels", context, run, time.monotonic())
 

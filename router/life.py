@@ -22,6 +22,7 @@ from baton.messages import (
 )
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
+from router.versions import ModelVersion
 
 
 class AttemptState(enum.Enum):
@@ -54,7 +55,8 @@ is a gap behind it; with the decode node's, the handoff is part of the time to t
 class RoutedRequest:
     """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn.
 
-    `block_hashes`: of the prompt's full blocks, as the nodes compute them."""
+    `block_hashes`: of the prompt's full blocks, as the nodes compute them. `version`: whose tokens the prompt is made
+    of; None: any node's."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -64,6 +66,7 @@ class RoutedRequest:
     cache_salt: str = ""
     priority: int = 0
     block_hashes: tuple[BlockHash, ...] = ()
+    version: ModelVersion | None = None
 
     @property
     def has_prefill(self) -> bool:
@@ -235,6 +238,15 @@ class RequestLife:
     lost: dict[str, str] = field(default_factory=dict)  # nodes that were lost while they ran it, and how
     told: bool = False  # its client has a token
     num_scored: int = 0  # tokens of the prompt whose logprobs its client has
+    version: ModelVersion | None = None  # that of its nodes, from its first placement on
+
+    def __post_init__(self) -> None:
+        self.version = self.request.version
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of its answer is there, so that another model must not go on with it."""
+        return self.num_scored > 0 or any(sample.tokens or sample.ended for sample in self.samples)
 
     def is_poisonous(self, max_lost: int) -> bool:
         """Whether at least `max_lost` nodes were lost while they ran it. A node that only its peer reports as lost

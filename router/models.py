@@ -1,4 +1,4 @@
-"""What the router knows about the model that its nodes serve: tokenizer, chat template, limits, defaults."""
+"""What the router knows about the models that its nodes serve: tokenizer, chat template, limits, defaults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import ClassVar
 
 from baton import xgrammar_compiler
@@ -14,6 +15,7 @@ from baton.messages import GenerationDefaults, NodeInfo
 from baton.structured_output import StructuredBackend
 from router.chat import ChatTemplate
 from router.tokenizer import Tokenizer, check_digest
+from router.versions import ModelVersion, version_of
 
 
 class UnknownModel(InvalidRequest):
@@ -25,8 +27,8 @@ class UnknownModel(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`max_model_len` is the shortest context of all nodes in use, in tokens. `chat` is `chat_template`, compiled.
-    `block_size`: tokens in a KV block of the first node; 0: not known."""
+    """One version of a model. `max_model_len` is the shortest context of its nodes in use, in tokens. `chat` is
+    `chat_template`, compiled. `block_size`: tokens in a KV block of the first node; 0: not known."""
 
     name: str
     max_model_len: int
@@ -38,27 +40,50 @@ class ServedModel:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
     block_size: int = 0
+    version: ModelVersion | None = None
 
 
 class Models:
-    """The only model that a router serves, as its nodes describe it.
+    """The models that a router serves, as its nodes describe them: of each name one version, or several while its nodes
+    are upgraded.
 
-    It is kept when the last node goes, and replaced if the next node to come serves another model.
+    A version is known from its first node on, for as long as a node of it is in use or an address of the router's nodes
+    last served it: while a node restarts, its model does not vanish. `shares` says how much of a name's requests each
+    version can take, by id, of which requests are drawn.
     """
 
-    def __init__(self) -> None:
-        self._model: ServedModel | None = None
+    def __init__(
+        self, shares: Callable[[str], Mapping[str, float]] = lambda name: {}, draw: Random | None = None
+    ) -> None:
+        self._shares = shares
+        self._draw = draw or Random()
+        self._versions: dict[str, ServedModel] = {}  # by id, in order of arrival
         self._nodes: dict[str, NodeInfo] = {}
+        self._last_at: dict[str, str] = {}  # address -> id of the version that it served last
         self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of that name; without a name, the only one. Raises UnknownModel, or NodeUnavailable before any node
-        has said what it serves."""
-        if self._model is None:
+        """A version of the model of that name; without a name, of the only one.
+
+        Raises UnknownModel; InvalidRequest if a name is needed; NodeUnavailable before any node has said what it
+        serves.
+        """
+        if not self._versions:
             raise NodeUnavailable("no node has been reached yet, so the model is not known")
-        if name and name != self._model.name:
-            raise UnknownModel(f"The model `{name}` does not exist. This router serves `{self._model.name}`.", "model")
-        return self._model
+        versions = list(self._versions.values())
+        found = versions if not name and len(versions) == 1 else self._of(name or self._only_name())
+        if not found:
+            raise UnknownModel(f"The model `{name}` does not exist. This router serves {self._listed()}.", "model")
+        return found[0] if len(found) == 1 else self._drawn(found)
+
+    def served(self) -> list[ServedModel]:
+        """One of each name, with the shortest context of its versions. Raises NodeUnavailable before any is known."""
+        if not self._versions:
+            raise NodeUnavailable("no node has been reached yet, so the model is not known")
+        return [
+            dataclasses.replace(found[0], max_model_len=min(model.max_model_len for model in found))
+            for found in map(self._of, self._names())
+        ]
 
     async def tokenizer(self, info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokenizer:
         """The node's tokenizer: fetched once for each digest, however many nodes have it. Raises NodeUnavailable."""
@@ -73,22 +98,30 @@ class Models:
                 del self._tokenizers[digest]
             raise
 
-    def join(self, info: NodeInfo, tokenizer: Tokenizer) -> None:
-        """The node is in use from now until `leave`.
+    def join(self, info: NodeInfo, tokenizer: Tokenizer, address: str = "") -> None:
+        """The node, which the router knows by `address`, is in use from now until `leave`. Of the nodes of a version,
+        the last one to come describes it.
 
-        Raises NodeUnavailable if it is already in use under another address, serves another model than the nodes in
-        use, or compiles structured outputs with another backend, or with one that is not installed here.
+        Raises NodeUnavailable if it is already in use under another address, or compiles structured outputs with a
+        backend that is not installed here.
         """
         self._check(info)
-        if self._model is None or not self._nodes:
-            self._model = _model_of(info, tokenizer)
+        version = version_of(info)
         self._nodes[info.incarnation] = info
-        self._model = self._limited(self._model)
+        self._last_at[address or info.address] = version.id
+        self._versions[version.id] = _described(self._versions.get(version.id), version, info, tokenizer)
+        self._limit(version.id)
+        self._prune()
 
     def leave(self, incarnation: str) -> None:
-        del self._nodes[incarnation]
-        if self._nodes and self._model:
-            self._model = self._limited(self._model)
+        version = version_of(self._nodes.pop(incarnation))
+        self._limit(version.id)
+        self._prune()
+
+    def forget(self, address: str) -> None:
+        """The router has no node at that address any more."""
+        self._last_at.pop(address, None)
+        self._prune()
 
     def _check(self, info: NodeInfo) -> None:
         if info.incarnation in self._nodes:
@@ -96,18 +129,44 @@ class Models:
         if info.structured_outputs_backend is StructuredBackend.XGRAMMAR and not xgrammar_compiler.is_installed():
             lacking = "which this router cannot check: pip install 'baton-serve[xgrammar]'"
             raise NodeUnavailable(f"compiles structured outputs with xgrammar, {lacking}")
-        for node in self._nodes.values():
-            if info.served_model_name != node.served_model_name:
-                what = f"{info.served_model_name!r}, while {node.node_id} serves {node.served_model_name!r}"
-                raise NodeUnavailable(f"serves model {what}")
-            if info.tokenizer_digest != node.tokenizer_digest:
-                raise NodeUnavailable(f"has another tokenizer than {node.node_id}")
-            if info.structured_outputs_backend is not node.structured_outputs_backend:
-                own, other = info.structured_outputs_backend.value, node.structured_outputs_backend.value
-                raise NodeUnavailable(f"compiles structured outputs with {own}, but {node.node_id} with {other}")
 
-    def _limited(self, model: ServedModel) -> ServedModel:
-        return dataclasses.replace(model, max_model_len=min(node.max_model_len for node in self._nodes.values()))
+    # ---- names and versions ----
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(model.name for model in self._versions.values()))
+
+    def _listed(self) -> str:
+        return ", ".join(f"`{name}`" for name in self._names())
+
+    def _of(self, name: str) -> list[ServedModel]:
+        return [model for model in self._versions.values() if model.name == name]
+
+    def _only_name(self) -> str:
+        """Of several names, that of which nodes are in use counts, if there is only one."""
+        names = self._names()
+        used = {info.served_model_name for info in self._nodes.values()}
+        if len(names) > 1 and len(used) != 1:
+            raise InvalidRequest(f"model must be named: this router serves {self._listed()}.", "model")
+        return used.pop() if len(names) > 1 else names[0]
+
+    def _drawn(self, found: list[ServedModel]) -> ServedModel:
+        """One of several versions. If none can take a request, the newest may be the first that can."""
+        shares = self._shares(found[0].name)
+        weights = [shares.get(model.version.id, 0.0) if model.version else 0.0 for model in found]
+        return self._draw.choices(found, weights)[0] if any(weights) else found[-1]
+
+    def _limit(self, version_id: str) -> None:
+        """The shortest context of a version's nodes in use counts; without one, the last that did."""
+        limits = [node.max_model_len for node in self._nodes.values() if version_of(node).id == version_id]
+        if limits:
+            self._versions[version_id] = dataclasses.replace(self._versions[version_id], max_model_len=min(limits))
+
+    def _prune(self) -> None:
+        known = {version_of(node).id for node in self._nodes.values()}.union(self._last_at.values())
+        self._versions = {version_id: model for version_id, model in self._versions.items() if version_id in known}
+        digests = {model.tokenizer.digest for model in self._versions.values()}
+        for digest in [digest for digest, task in self._tokenizers.items() if task.done() and digest not in digests]:
+            del self._tokenizers[digest]
 
 
 async def _load(info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokenizer:
@@ -119,7 +178,10 @@ async def _load(info: NodeInfo, fetch: Callable[[], Awaitable[bytes]]) -> Tokeni
         raise NodeUnavailable(f"the tokenizer of {info.node_id} cannot be read: {error}") from error
 
 
-def _model_of(info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
+def _described(known: ServedModel | None, version: ModelVersion, info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
+    """The version as this node describes it; `known`: as others did."""
+    if known is not None and (known.chat_template, known.special_tokens) == (info.chat_template, info.special_tokens):
+        return dataclasses.replace(known, version=version, defaults=info.generation_defaults)
     return ServedModel(
         name=info.served_model_name,
         max_model_len=info.max_model_len,
@@ -131,4 +193,5 @@ def _model_of(info: NodeInfo, tokenizer: Tokenizer) -> ServedModel:
         defaults=info.generation_defaults,
         structured_outputs_backend=info.structured_outputs_backend,
         block_size=info.layout.block_size,
+        version=version,
     )

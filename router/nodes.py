@@ -6,6 +6,7 @@ connect -> Describe -> (GetTokenizer) -> Session: (Auth), Subscribe, Subscribed,
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import random
 from collections.abc import Callable
@@ -40,8 +41,20 @@ LAST_BACKOFF_S = 2.0
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # known to grpc, not to its type stubs
 
 
+class LinkState(enum.Enum):
+    """CONNECTING --Subscribed--> UP --drain--> DRAINING --nothing left, or lost--> (gone)
+    ^                       |  ^             |
+    `--------- lost --------'  `--- resume --'
+    """
+
+    CONNECTING = "connecting"
+    UP = "up"
+    DRAINING = "draining"
+
+
 class NodeLink:
-    """Keeps one configured address connected. `problem` says why it is not in use; None while it is."""
+    """Keeps one address connected. `problem` says why it is not in use; None while it is. `info`: of the node that is
+    in use; None: there is none. `name`: see `open_channel`."""
 
     def __init__(
         self,
@@ -52,10 +65,14 @@ class NodeLink:
         models: Models,
         changed: Callable[[], None],
         trust: Trust,
+        name: str = "",
     ) -> None:
         self.address = address
         self.role = role
         self.problem: str | None = "not reached yet"
+        self.info: NodeInfo | None = None
+        self.draining = False
+        self._name = name
         self._reached = False
         self._epoch = epoch
         self._dispatcher = dispatcher
@@ -63,8 +80,28 @@ class NodeLink:
         self._changed = changed
         self._trust = trust
 
+    @property
+    def state(self) -> LinkState:
+        if self.info is None:
+            return LinkState.CONNECTING
+        return LinkState.DRAINING if self.draining else LinkState.UP
+
+    def drain(self) -> None:
+        """Place nothing more there. `run` returns once no request needs the node, or its session is lost."""
+        assert self.info
+        self.draining = True
+        self._dispatcher.drain_node(self.info.incarnation, True)
+        self._set_problem("is drained, and finishes what it has")
+
+    def resume(self) -> None:
+        """It is wanted after all."""
+        self.draining = False
+        if self.info:
+            self._dispatcher.drain_node(self.info.incarnation, False)
+            self._set_problem(None)
+
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled, or drained."""
         backoff_s = FIRST_BACKOFF_S
         while True:
             was_up = False
@@ -79,19 +116,21 @@ class NodeLink:
                 log.exception("node_address=%s internal error", self.address)
                 problem = repr(error)
             self._set_problem(problem)
+            if self.draining:
+                return
             backoff_s = FIRST_BACKOFF_S if was_up else min(2 * backoff_s, LAST_BACKOFF_S)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     async def _connect_once(self) -> None:
         """One session, from connecting to its end. Always raises; _SessionLost if the node had been in use."""
-        async with open_channel(str(self.address), self._trust.tls) as channel:
+        async with open_channel(str(self.address), self._trust.tls, self._name) as channel:
             status = node_pb2_grpc.NodeStatusStub(channel)  # type: ignore[no-untyped-call]  # generated
             info = read_node_info(await status.Describe(node_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S))
             self._reached = True
             if info.role is not self.role:
                 raise NodeUnavailable(f"is a {info.role.value} node, but configured under --{self.role.value}")
             tokenizer = await self._models.tokenizer(info, lambda: _fetch_tokenizer(status, info))
-            self._models.join(info, tokenizer)
+            self._models.join(info, tokenizer, str(self.address))
             try:
                 await self._session(channel, info)
             finally:
@@ -127,11 +166,12 @@ class NodeLink:
         """From Subscribed to the end of the stream; returns why it ended."""
         outgoing: asyncio.Queue[Prefill | Abort] = asyncio.Queue()
         self._dispatcher.node_up(info, outgoing.put_nowait)
+        self.info = info
         log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
         self._set_problem(None)
         reading = asyncio.create_task(self._listen(call, info))
         writing = asyncio.create_task(_write(call, outgoing))
-        reason = "the router is closing"
+        reason = "the router ended its session"
         try:
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((reading,), timeout=LAST_WORD_S)  # its last message tells more than a failed write
@@ -140,6 +180,7 @@ class NodeLink:
             reading.cancel()
             writing.cancel()
             await asyncio.gather(reading, writing, return_exceptions=True)
+            self.info = None
             self._dispatcher.node_lost(info.incarnation, reason)
         return reason
 
@@ -156,6 +197,8 @@ class NodeLink:
                         self._dispatcher.node_said(info.incarnation, message)
                     if isinstance(message, Load) and message.draining:
                         self._set_problem("is stopping, and finishes what it has")
+                    if isinstance(message, Load) and self.draining and not self._dispatcher.is_on(info.incarnation):
+                        return "drained"
         except TimeoutError:
             return f"silent for {SILENCE_TIMEOUT_S:g} s"
         except (BatonError, grpc.aio.AioRpcError) as error:
@@ -167,7 +210,8 @@ class NodeLink:
             return
         self.problem = problem
         if problem:
-            level = logging.WARNING if self._reached else logging.INFO  # no warning for a node that starts later
+            expected = self.draining or not self._reached  # no warning for a node that starts later
+            level = logging.INFO if expected else logging.WARNING
             log.log(level, "node_address=%s role=%s not in use: %s", self.address, self.role.value, problem)
         self._changed()
 

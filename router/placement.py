@@ -13,6 +13,7 @@ from router.pair_faults import PairFaults
 from router.policies import Candidate, Options, Policy
 from router.policies.least_loaded import LeastLoaded
 from router.rates import Mean, PrefillTime
+from router.versions import ModelVersion, difference, shares, version_of
 
 _NONE_HELD: Mapping[str, int] = {}
 
@@ -35,6 +36,16 @@ class Node:
     """Number of the last placement that gave it a prompt to compute."""
     prefill_time: PrefillTime = field(default_factory=PrefillTime)
     handoff_s: Mean = field(default_factory=Mean)
+    drains: bool = False
+    """It takes no new work, since an operator or its discovery wants it gone."""
+    version: ModelVersion = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version = version_of(self.info)
+
+    @property
+    def takes_work(self) -> bool:
+        return not self.drains and not self.load.draining
 
     @property
     def backlog(self) -> tuple[int, int]:
@@ -89,6 +100,8 @@ def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
         prefill.layout.require_compatible(decode.layout, decode.node_id)
     except LayoutMismatch as error:
         return f"LayoutMismatch {error.message}"
+    if reason := difference(prefill, decode):
+        return reason
     spoken, understood = ([e.transport for e in info.endpoints] for info in (prefill, decode))
     if spoken and understood and not set(spoken) & set(understood):
         return f"transport {', '.join(spoken)} of {prefill.node_id} != {', '.join(understood)} of {decode.node_id}"
@@ -97,13 +110,13 @@ def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
 
 class Pool:
     """The nodes that a router may use now, by incarnation. `with_prefill`: prefill nodes are meant to be among them.
-    `draw`: what the policy draws from."""
+    `draw`: what the policy draws from. Nodes of different model versions are never paired."""
 
     def __init__(self, with_prefill: bool = True, policy: Policy | None = None, draw: Random | None = None) -> None:
         self.faults = PairFaults()
         self._policy = policy or LeastLoaded()
         self._draw = draw or Random()
-        self._with_prefill = with_prefill
+        self.with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}
         self._misfits: dict[tuple[str, str], str | None] = {}  # by the incarnations of a prefill and a decode node
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
@@ -131,9 +144,41 @@ class Pool:
         """All nodes, also those that take no new work."""
         return [node.info for node in self._nodes.values()]
 
-    def role(self, role: NodeRole) -> list[Node]:
-        """The nodes of that role that take new work."""
-        return [n for n in self._nodes.values() if n.info.role is role and not n.load.draining]
+    def role(self, role: NodeRole, version: ModelVersion | None = None) -> list[Node]:
+        """The nodes of that role, and of that version unless it is None, that take new work."""
+        nodes = [n for n in self._nodes.values() if n.info.role is role and n.takes_work]
+        return nodes if version is None else [n for n in nodes if n.version == version]
+
+    def misfits(self) -> list[tuple[NodeInfo, NodeInfo, str]]:
+        """The prefill and decode nodes that are never paired, and why."""
+        every = [(self._nodes[p].info, self._nodes[d].info, why) for (p, d), why in self._misfits.items()]
+        return [(prefill, decode, why) for prefill, decode, why in every if why is not None]
+
+    # ---- versions ----
+
+    def shares(self, name: str) -> dict[str, float]:
+        """How much of a model's requests each version that is served can take, by id."""
+        seats = {
+            version: tuple(sum(n.info.max_num_seqs for n in nodes) for nodes in group)
+            for version, group in self._groups().items()
+            if version.name == name and self._why_not(*group) is None
+        }
+        return shares({version: (prefill, decode) for version, (prefill, decode) in seats.items()})
+
+    def heirs(self, version: ModelVersion) -> list[ModelVersion]:
+        """The other versions of that name that are served, the one with the largest share first."""
+        found = self.shares(version.name)
+        others = [other for other in self._groups() if other.id in found and other != version]
+        return sorted(others, key=lambda other: -found[other.id])
+
+    def _groups(self) -> dict[ModelVersion, tuple[list[Node], list[Node]]]:
+        """The prefill and the decode nodes of each version that take new work."""
+        groups: dict[ModelVersion, tuple[list[Node], list[Node]]] = {}
+        for node in self._nodes.values():
+            if node.takes_work:
+                group = groups.setdefault(node.version, ([], []))
+                group[node.info.role is NodeRole.DECODE].append(node)
+        return groups
 
     def _compare(self) -> None:
         """Compare all prefill nodes with all decode nodes, once per change of the pool and not per request."""
@@ -143,17 +188,24 @@ class Pool:
     # ---- where to ----
 
     def choose(
-        self, avoid: set[str], now: float, num_tokens: int = 0, held: Mapping[str, int] = _NONE_HELD
+        self,
+        avoid: set[str],
+        now: float,
+        num_tokens: int = 0,
+        held: Mapping[str, int] = _NONE_HELD,
+        version: ModelVersion | None = None,
     ) -> Placement | None:
-        """A pair that fits and works, or a decode node alone, for a prompt of so many tokens, as the policy chooses.
+        """A pair that fits and works, or a decode node alone, for a prompt of so many tokens, as the policy chooses
+        among the nodes of `version`; None: of all.
+
         Nodes in `avoid` are chosen only if there is no other. `held`: how many of the prompt's leading blocks nodes
         hold, by incarnation. None: no node can take it at the moment. Raises NodeUnavailable with the reason if the
         present nodes do not fit together, so that waiting would not help."""
-        prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
+        prefills, decodes = self.role(NodeRole.PREFILL, version), self.role(NodeRole.DECODE, version)
         if not decodes:
             return None
         if prefills and not any(self._fit(p, d) for p in prefills for d in decodes):
-            raise NodeUnavailable(self.why_not_ready() or "no node")
+            raise NodeUnavailable(self._why_not(prefills, decodes) or "no node")
         options = self._options(self._willing(prefills, decodes, avoid, now), now, num_tokens, held)
         prefill, decode = self._policy.choose(options, self._draw)
         first = self._node_of(prefill)
@@ -241,24 +293,46 @@ class Pool:
 
     # ---- for a person ----
 
-    def why_not_ready(self) -> str | None:
-        """Why no request would be answered. None: it would."""
-        prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
+    def why_not_ready(self, version: ModelVersion | None = None) -> str | None:
+        """Why no request, or none of that version, would be answered. None: some would."""
+        groups = self._groups()
+        if version is not None:
+            return self._why_not(*groups.get(version, ([], [])))
+        reasons = [(version.id, self._why_not(*group)) for version, group in groups.items()]
+        if len(reasons) < 2:
+            return reasons[0][1] if reasons else self._why_not([], [])
+        if any(reason is None for _, reason in reasons):
+            return None
+        return "; ".join(f"{version_id}: {reason}" for version_id, reason in reasons)
+
+    def _why_not(self, prefills: list[Node], decodes: list[Node]) -> str | None:
+        """Why these nodes, of one version, answer no request."""
         if not decodes:
-            return "no prefill node and no decode node" if self._with_prefill and not prefills else "no decode node"
+            return "no prefill node and no decode node" if self.with_prefill and not prefills else "no decode node"
         if not prefills or any(self._fit(p, d) for p in prefills for d in decodes):
             return None
         return f"no decode node: {self._misfits[_key(prefills[0], decodes[0])]}"
 
+    def _why_apart(self, prefills: list[Node]) -> str:
+        """Why the first of them goes with none of the decode nodes that there are, to be appended."""
+        decodes = self.role(NodeRole.DECODE)
+        return f" ({self._misfits[_key(prefills[0], decodes[0])]})" if prefills and decodes else ""
+
     def why_degraded(self, now: float) -> str | None:
-        """Why requests are not answered as intended: decode nodes compute prompts, or certain nodes cannot work
-        together. None: nothing is missing."""
-        prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
-        reasons = ["no prefill node"] if self._with_prefill and not prefills else []
-        for pair in itertools.product(prefills, decodes):
-            key = _key(*pair)
-            if reason := self._misfits[key] or self.faults.why_out(key, now):
-                reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
+        """Why requests are not answered as intended: decode nodes compute prompts, or certain nodes of one version
+        cannot work together. None: nothing is missing."""
+        groups = self._groups()
+        reasons = []
+        for version, (prefills, decodes) in groups.items():
+            where = f" for {version.id}" if len(groups) > 1 else ""
+            if self.with_prefill and not prefills:
+                reasons.append(f"no prefill node{where}")
+            if not decodes:
+                reasons.append(f"no decode node{where}{self._why_apart(prefills)}")
+            for pair in itertools.product(prefills, decodes):
+                key = _key(*pair)
+                if reason := self._misfits[key] or self.faults.why_out(key, now):
+                    reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
         return "; ".join(reasons) or None
 
 

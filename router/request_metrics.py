@@ -13,6 +13,7 @@ from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, Toke
 
 @dataclass(slots=True)
 class _Account:
+    model: str
     received: float
     generation_tokens: TallyCounter
     inter_token_s: TallyHistogram
@@ -21,7 +22,8 @@ class _Account:
 
 
 class RequestMetrics:
-    """One account per live request. `model` returns the served name. Times are seconds of one monotonic clock."""
+    """One account per live request. `model` returns the served name for what is of no model. Times are seconds of one
+    monotonic clock."""
 
     def __init__(self, metrics: RouterMetrics, model: Callable[[], str]) -> None:
         self.metrics = metrics
@@ -29,18 +31,23 @@ class RequestMetrics:
         self._open: dict[str, _Account] = {}
 
     def opened(self, request: RoutedRequest, received: float) -> None:
-        model = self._model()
+        model = self._model_of(request)
         self._open[request.request_id] = _Account(
-            received, self.metrics.generation_tokens.of(model), self.metrics.inter_token_s.of(model)
+            model, received, self.metrics.generation_tokens.of(model), self.metrics.inter_token_s.of(model)
         )
         self.metrics.prompt_tokens.labels(model).inc(len(request.prompt_tokens))
 
-    def refused(self, error: BatonError, total_s: float) -> None:
-        """A request that could not be placed at all."""
-        self.metrics.ended(self._model(), total_s, error)
+    def refused(self, error: BatonError, total_s: float, request: RoutedRequest | None = None) -> None:
+        """A request that could not be placed at all; None: it did not come so far."""
+        self.metrics.ended(self._model_of(request), total_s, error)
 
-    def retried(self, cause: str) -> None:
-        self.metrics.attempts.labels(self._model(), cause).inc()
+    def retried(self, cause: str, request_id: str) -> None:
+        """`request_id`: of the attempt, so that of a single sample ends with its index."""
+        account = self._open.get(request_id) or self._open.get(request_id.rpartition("/")[0])
+        self.metrics.attempts.labels(account.model if account else self._model(), cause).inc()
+
+    def _model_of(self, request: RoutedRequest | None) -> str:
+        return request.version.name if request is not None and request.version else self._model()
 
     def event(self, request_id: str, event: RequestEvent, now: float) -> None:
         account = self._open[request_id]
@@ -51,7 +58,7 @@ class RequestMetrics:
                 account.finish_reason = reason.value
             case RequestEnd(error, timings):
                 del self._open[request_id]
-                self.metrics.ended(self._model(), timings.total_s, error, account.finish_reason)
+                self.metrics.ended(account.model, timings.total_s, error, account.finish_reason)
 
     def _tokens(self, account: _Account, sample: int, count: int, now: float) -> None:
         account.generation_tokens.count += count
@@ -59,5 +66,5 @@ class RequestMetrics:
         if last is not None:
             account.inter_token_s.observe((now - last) / count, count)
         elif not account.last_token:
-            self.metrics.first_token_s.labels(self._model()).observe(now - account.received)
+            self.metrics.first_token_s.labels(account.model).observe(now - account.received)
         account.last_token[sample] = now

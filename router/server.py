@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 
 from baton.address import HostPort
 from baton.errors import NodeUnavailable
@@ -14,12 +15,15 @@ from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.admission import Admission
 from router.cluster import Cluster, Readiness
 from router.core import RouterCore
+from router.discovery.source import Member
 from router.dispatcher import Dispatcher
-from router.edge import StartError, make_edge, make_parsers, make_policy
+from router.edge import StartError, make_admin_keys, make_edge, make_membership, make_parsers, make_policy
 from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
+from router.http.admin import AdminRoutes
 from router.http.anthropic.routes import MessagesRoutes
 from router.http.app import create_app
+from router.http.body import BodyReader
 from router.http.chat_websocket import PATHS as CHATS
 from router.http.chat_websocket import ChatWebSocket
 from router.http.generate import GenerateRoutes
@@ -32,6 +36,7 @@ from router.http.server import HttpServer
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
 from router.models import Models
+from router.nodes import NodeLink
 from router.request_metrics import RequestMetrics
 from router.service import Service
 from router.settings import RouterSettings
@@ -58,14 +63,20 @@ class RouterServer:
         registry = new_registry(ROUTER)
         metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
-        self.models = Models()
         request_metrics = RequestMetrics(metrics, self._model_name)
         core = RouterCore(
             epoch, bool(settings.prefill), settings.first_token, settings.max_waiting, make_policy(settings)
         )
         self.dispatcher = Dispatcher(core, request_metrics)
+        self.models = Models(self.dispatcher.version_shares)
         trust = settings.trust()
-        self.cluster = Cluster(epoch, self.dispatcher, self.models, settings.prefill, settings.decode, trust)
+
+        def connect(member: Member, changed: Callable[[], None]) -> NodeLink:
+            address, role, name = member.address, member.role, member.name
+            return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, name)
+
+        membership = make_membership(settings)
+        self.cluster = Cluster(connect, self.dispatcher, self.models, membership, settings.request_timeout)
         self.admission = Admission(
             settings.max_num_requests,
             settings.max_num_prompt_tokens,
@@ -96,7 +107,11 @@ class RouterServer:
             ChatWebSocket(generate, limits, self._service).routes,
         )
         tokenizer_info = TokenizerInfoRoutes(self._service, settings.enable_tokenizer_info_endpoint)
-        self.app = create_app(generate, messages, responses, websockets, tokenizer_info, status, self._edge.access)
+        admin_bodies = BodyReader(bodies, self._service.offload)
+        admin = AdminRoutes(self.cluster, self.dispatcher, admin_bodies, make_admin_keys(settings))
+        self.app = create_app(
+            generate, messages, responses, websockets, tokenizer_info, status, admin, self._edge.access
+        )
         self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
         self._told: Readiness | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,8 +174,9 @@ class RouterServer:
         return "http" if self._edge.tls is None else "https"
 
     def _model_name(self) -> str:
+        """Of a request that came to no model."""
         try:
-            return self.models.get(None).name
+            return self.models.served()[0].name
         except NodeUnavailable:
             return ""
 

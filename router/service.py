@@ -188,6 +188,7 @@ class Service:
             deadline_s=min(self._request_timeout_s, wanted.timeout_s or self._request_timeout_s),
             cache_salt=wanted.cache_salt,
             priority=wanted.priority,
+            version=model.version,
         )
         answers: list[Answer | NoAnswer] = [
             NoAnswer(index) if wanted.prompt_only else self._answer(model, wanted, stops, index, sampling)

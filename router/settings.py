@@ -9,11 +9,12 @@ from pydantic import Field, model_validator
 from baton.address import HostPort
 from baton.settings import ConnectAddresses, ListenAddress
 from baton.trust import ClusterSettings
+from router.discovery_settings import DiscoverySettings
 from router.edge_settings import EdgeSettings
 from router.life import FirstToken
 
 
-class RouterSettings(EdgeSettings, ClusterSettings):
+class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     """Takes requests over HTTP and gRPC, and has them answered by prefill and decode nodes. Needs no model folder."""
 
     prog: ClassVar[str] = "baton-router"
@@ -90,8 +91,10 @@ class RouterSettings(EdgeSettings, ClusterSettings):
 
     @model_validator(mode="after")
     def _check(self) -> RouterSettings:
-        if not self.decode:
-            raise ValueError("--decode: at least one address is needed")
+        if not self.decode and not self.finds_nodes:
+            raise ValueError(
+                "--decode: at least one address is needed, without --decode-dns, --nodes-file or --admin-api-key"
+            )
         every = [*self.prefill, *self.decode]
         twice = next((address for address in every if every.count(address) > 1), None)
         if twice:
@@ -102,6 +105,8 @@ class RouterSettings(EdgeSettings, ClusterSettings):
             raise ValueError(
                 "--max-stored-responses: must be 0 with --workers, since the next request may come to another worker"
             )
+        if self.workers > 1 and self.has_admin_keys:
+            raise ValueError("--admin-api-key: must be unset with --workers, each of which has nodes of its own")
         if self.http == self.grpc and self.http.port:
             raise ValueError(f"--http, --grpc: both are {self.http}")
         return self

@@ -50,12 +50,13 @@ class Tls:
     authorities: bytes
 
 
-def open_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    """A channel to another role."""
+def open_channel(address: str, tls: Tls | None, name: str = "") -> grpc.aio.Channel:
+    """A channel to another role. `name`: what the peer's certificate must name in place of the address."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.certificate)
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    named = [("grpc.ssl_target_name_override", name)] if name else []
+    return grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *named])
 
 
 def bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 ALL_NAMES = frozenset(
     {
+        "admin_api_key",
+        "admin_api_key_file",
         "admin_key_file",
         "advertise",
         "allow_credentials",
@@ -31,7 +33,9 @@ ALL_NAMES = frozenset(
         "cpu_threads",
         "cudagraph_capture_sizes",
         "decode",
+        "decode_dns",
         "device",
+        "dns_interval",
         "drain_timeout",
         "dtype",
         "enable_auto_tool_choice",
@@ -65,14 +69,15 @@ ALL_NAMES = frozenset(
         "max_num_seqs",
         "max_stored_response_bytes",
         "max_stored_responses",
-        "workers",
         "max_waiting",
         "metrics_port",
         "model",
         "node_id",
+        "nodes_file",
         "num_gpu_blocks_override",
         "policy",
         "prefill",
+        "prefill_dns",
         "profile",
         "protect_metrics",
         "ready_timeout",
@@ -96,6 +101,7 @@ ALL_NAMES = frozenset(
         "trust_request_chat_template",
         "verify_transfers",
         "websocket_idle_timeout",
+        "workers",
         "write_timeout",
     }
 )

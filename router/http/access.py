@@ -14,6 +14,8 @@ _HEADER = b"authorization"
 _ANTHROPIC_HEADER = b"x-api-key"
 _POLICY_VIOLATION = 1008
 """The code of a WebSocket's close."""
+ADMIN = "/admin/"
+"""Paths below it have keys of their own."""
 ALIVE = frozenset({"/health", "/ping", "/ready"})
 """Paths for load balancers and orchestrators."""
 
@@ -27,10 +29,11 @@ class RequireKey:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] in self._open_paths:
+        path = scope.get("path", "")
+        if scope["type"] not in ("http", "websocket") or path in self._open_paths or path.startswith(ADMIN):
             await self._app(scope, receive, send)
             return
-        authorization = _authorization(scope)
+        authorization = authorization_of(scope)
         try:
             owner = self._keys.owner(authorization)
         except InvalidApiKey as error:
@@ -69,7 +72,7 @@ class RefuseOrigins:
         await self._app(scope, receive, send)
 
 
-def _authorization(scope: Scope) -> str:
+def authorization_of(scope: Scope) -> str:
     """The header `Authorization`, or in its absence the key of `x-api-key`, which Anthropic's clients send."""
     given, key = _header(scope, _HEADER), _header(scope, _ANTHROPIC_HEADER)
     return f"Bearer {key}" if given is None and key is not None else given or ""

@@ -15,6 +15,7 @@ from baton.errors import BatonError
 from router.api_keys import ApiKeys
 from router.http import docs_page, errors, openapi
 from router.http.access import ALIVE, RefuseOrigins, RequireKey
+from router.http.admin import AdminRoutes
 from router.http.anthropic.routes import MessagesRoutes
 from router.http.direct import DirectRoutes
 from router.http.generate import GenerateRoutes
@@ -57,6 +58,7 @@ def create_app(
     websockets: Sequence[APIRouter],
     tokenizer_info: TokenizerInfoRoutes,
     status: StatusRoutes,
+    admin: AdminRoutes,
     access: Access,
 ) -> ASGIApp:
     """FastAPI's documentation pages are off, because they fetch scripts from elsewhere and cannot see what the routes
@@ -70,6 +72,7 @@ def create_app(
         app.include_router(routes)
     app.include_router(tokenizer_info.routes)
     app.include_router(status.routes)
+    app.include_router(admin.routes)
     app.include_router(openapi.routes())
     app.include_router(docs_page.routes())
     app.add_exception_handler(BatonError, errors.on_baton_error)

@@ -22,13 +22,18 @@ OPERATIONS: Mapping[str, str] = {
     "tokenize": "the tokens of a prompt, or of a chat",
     "detokenize": "the text of tokens",
     "tokenizer_info": "special tokens, added tokens, chat template; needs --enable-tokenizer-info-endpoint, else 404",
-    "models": "the model that is served, in a list",
+    "models": "the models that are served",
     "model": "one model",
     "health": "the process is alive",
     "ping": "the same as /health",
     "ping_post": "the same as /health",
     "ready": "requests can be answered",
     "load": "the number of prompts in flight, as `server_load`",
+    "nodes": "every node: its state, model version and load; which nodes are never paired, and why",
+    "admin_nodes": "the router's nodes; needs a key of --admin-api-key, as all of /admin",
+    "add_node": "adds a node, or takes back one that was drained or removed",
+    "remove_node": "ends the session of a node, by address or id; its requests go on elsewhere",
+    "drain_node": "places nothing more on a node, and removes it when it has finished what it has",
     "prefix_index": "how many KV blocks of each node's prefix cache the router knows of",
     "version": "baton's version",
     "metrics": "Prometheus metrics",
@@ -37,7 +42,7 @@ OPERATIONS: Mapping[str, str] = {
 }
 
 FIELDS: Mapping[str, str] = {
-    "model": "name of the model; unset: the one that is served",
+    "model": "name of the model; unset: the only one that is served",
     "messages": "the chat so far",
     "prompt": "a text, token ids, or a list of either",
     "system": "system prompt",

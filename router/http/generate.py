@@ -99,10 +99,13 @@ class GenerateRoutes:
             return self._response(generation, body, shape)
 
     async def models(self) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [self._described(self._service.models.get(None))]})
+        return JSONResponse({"object": "list", "data": list(map(self._described, self._service.models.served()))})
 
     async def model(self, name: str) -> JSONResponse:
-        return JSONResponse(self._described(self._service.models.get(name)))
+        known = self._service.models.get(name).name
+        return JSONResponse(
+            next(self._described(model) for model in self._service.models.served() if model.name == known)
+        )
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, TokenizeRequest)

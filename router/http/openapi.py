@@ -12,9 +12,12 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import baton
+from router.http.admin import PATH as ADMIN
+from router.http.admin import NodeRequest
 from router.http.anthropic.errors import PATH as MESSAGES
 from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
 from router.http.descriptions import with_descriptions
+from router.http.node_openapi import ADMIN_ERRORS, ADMIN_NODES, NODE, NODE_NAME, NODES
 from router.http.responses_api.openapi import DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID
 from router.http.responses_api.routes import PATH as RESPONSES
 from router.http.responses_api.schemas import ResponsesRequest
@@ -162,7 +165,7 @@ _NOT_READY = {503: "Not now; the message says why"}
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-    *(MessagesRequest, CountTokensRequest, ResponsesRequest),
+    *(MessagesRequest, CountTokensRequest, ResponsesRequest, NodeRequest),
 )
 
 
@@ -203,6 +206,19 @@ def describe() -> dict[str, Any]:
             "/ping": {**_get("ping", _json(_STATUS)), "post": _get("ping_post", _json(_STATUS))["get"]},
             "/ready": _get("ready", _json(_STATUS), _NOT_READY),
             "/load": _get("load", _json(_LOAD)),
+            "/debug/nodes": _get("nodes", _json(NODES)),
+            ADMIN: {
+                **_get("admin_nodes", _json(ADMIN_NODES), ADMIN_ERRORS),
+                **_post("add_node", NodeRequest, NODE, {**_BODY_ERRORS, **ADMIN_ERRORS}),
+            },
+            f"{ADMIN}/{{node}}": {
+                "delete": {"operationId": "remove_node", "responses": _responses(_json(NODE), ADMIN_ERRORS)},
+                **NODE_NAME,
+            },
+            f"{ADMIN}/{{node}}/drain": {
+                "post": {"operationId": "drain_node", "responses": _responses(_json(NODE), ADMIN_ERRORS)},
+                **NODE_NAME,
+            },
             "/debug/prefix_index": _get("prefix_index", _json(_PREFIX_INDEX)),
             "/version": _get("version", _json(_VERSION)),
             "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),

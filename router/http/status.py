@@ -15,6 +15,7 @@ from router.admission import Admission
 from router.cluster import Cluster
 from router.dispatcher import Dispatcher
 from router.http.errors import response_to
+from router.node_report import report_nodes
 from router.workers.pages import MetricsOfAll, plain_metrics
 from router.workers.siblings import Siblings, WorkerPlace
 
@@ -45,6 +46,7 @@ class StatusRoutes:
         self.routes.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
         self.routes.add_api_route("/metrics", self.metrics, methods=["GET"])
         self.routes.add_api_route("/debug/prefix_index", self.prefix_index, methods=["GET", "HEAD"])
+        self.routes.add_api_route("/debug/nodes", self.nodes, methods=["GET", "HEAD"])
         self.routes.add_api_route("/version", self.version, methods=["GET", "HEAD"])
 
     async def health(self) -> JSONResponse:
@@ -61,6 +63,10 @@ class StatusRoutes:
     async def prefix_index(self) -> JSONResponse:
         """How many KV blocks of each node's prefix cache the router knows of."""
         return JSONResponse(dataclasses.asdict(self._dispatcher.prefix_index()))
+
+    async def nodes(self) -> JSONResponse:
+        """Every node, in use or not, and which of them are never paired."""
+        return JSONResponse(dataclasses.asdict(report_nodes(self._cluster, self._dispatcher)))
 
     async def ready(self, request: Request) -> JSONResponse:
         """200 if requests are answered, even if degraded; else 503 with the reason."""

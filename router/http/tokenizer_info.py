@@ -33,13 +33,14 @@ class TokenizerInfoRoutes:
         self.routes = APIRouter()
         self.routes.add_api_route(PATH, self.info, methods=["GET", "HEAD"])
 
-    async def info(self) -> Response:
+    async def info(self, model: str | None = None) -> Response:
+        """`model`: its name, where several are served."""
         if not self._enabled:
             raise NotEnabled(f"{PATH} needs --enable-tokenizer-info-endpoint, with which this router was not started.")
-        model = self._service.models.get(None)
-        added = model.tokenizer.added_tokens()
-        size = len(model.chat_template) + len(added) * _TOKEN_SIZE
-        return await json_response(lambda: describe(model, added), size, self._service.offload)
+        served = self._service.models.get(model)
+        added = served.tokenizer.added_tokens()
+        size = len(served.chat_template) + len(added) * _TOKEN_SIZE
+        return await json_response(lambda: describe(served, added), size, self._service.offload)
 
 
 def describe(model: ServedModel, added_tokens: dict[str, dict[str, Any]]) -> dict[str, Any]:

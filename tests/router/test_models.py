@@ -1,18 +1,20 @@
-"""Nodes of one router agree on what it checks for them."""
+"""The models of a router: by name, in versions, for as long as nodes of them are there or may come back."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from baton import xgrammar_compiler
-from baton.errors import NodeUnavailable
-from baton.messages import NodeRole
+from baton.errors import InvalidRequest, NodeUnavailable
+from baton.messages import NodeInfo, NodeRole
 from baton.structured_output import StructuredBackend
-from router.models import Models
+from router.models import Models, ServedModel, UnknownModel
 from router.tokenizer import Tokenizer
+from router.versions import version_of
 from tests.router.house import info
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
@@ -28,5 +30,70 @@ def test_nodes_compile_structured_outputs_with_one_backend_that_the_router_has(m
     monkeypatch.setattr(xgrammar_compiler, "is_installed", lambda: True)
     models.join(other, tokenizer)
     assert models.get(None).structured_outputs_backend is StructuredBackend.XGRAMMAR
-    with pytest.raises(NodeUnavailable, match="with guidance, but d with xgrammar"):
-        models.join(info("p", NodeRole.PREFILL), tokenizer)
+    assert version_of(other) != version_of(info("d", NodeRole.DECODE)), "they never share a request"
+
+
+def drawn(models: Models, name: str | None = None) -> list[ServedModel]:
+    return [models.get(name) for _ in range(64)]
+
+
+TOKENIZER = Tokenizer((CHECKPOINT / "tokenizer.json").read_bytes())
+DIGEST = TOKENIZER.digest
+
+
+def node(name: str, model: str = "m", fingerprint: str = "f", max_model_len: int = 64) -> NodeInfo:
+    plain = info(name, NodeRole.DECODE)
+    layout = dataclasses.replace(plain.layout, fingerprint=fingerprint)
+    return dataclasses.replace(
+        plain, served_model_name=model, layout=layout, max_model_len=max_model_len, tokenizer_digest=DIGEST
+    )
+
+
+def test_a_model_is_found_by_name_and_an_unknown_one_is_a_404_that_lists_them() -> None:
+    models = Models()
+    models.join(node("a", "one"), TOKENIZER)
+    models.join(node("b", "two"), TOKENIZER)
+    assert [model.name for model in models.served()] == ["one", "two"]
+    assert models.get("two").name == "two"
+    with pytest.raises(UnknownModel, match=r"`three` does not exist\. This router serves `one`, `two`\."):
+        models.get("three")
+    with pytest.raises(InvalidRequest, match="model must be named: this router serves `one`, `two`"):
+        models.get(None)
+    models.leave("b")
+    assert models.get(None).name == "one", "the only one of which a node is in use"
+    assert models.get("two").name == "two", "whose node may come back"
+    models.forget("b")
+    with pytest.raises(UnknownModel):
+        models.get("two")
+
+
+def test_versions_are_drawn_by_their_shares() -> None:
+    shares: dict[str, float] = {}
+    models = Models(lambda name: shares, Random(0))
+    old, new = node("a", fingerprint="old"), node("b", fingerprint="new", max_model_len=32)
+    models.join(old, TOKENIZER)
+    models.join(new, TOKENIZER)
+    assert models.get("m").version == version_of(new), "none can take a request, and the newer will first"
+    shares.update({version_of(old).id: 0.75, version_of(new).id: 0.25})
+    count = [model.version for model in drawn(models, "m")].count(version_of(old))
+    assert 40 <= count <= 56
+    shares.pop(version_of(new).id)
+    assert {model.version for model in drawn(models, "m")} == {version_of(old)}
+    assert [(model.name, model.max_model_len) for model in models.served()] == [("m", 32)]
+
+
+def test_a_version_is_forgotten_when_its_address_serves_another() -> None:
+    models = Models()
+    models.join(node("a", fingerprint="old"), TOKENIZER, "here")
+    models.leave("a")
+    assert models.get("m").version == version_of(node("a", fingerprint="old"))
+    models.join(node("b", fingerprint="new"), TOKENIZER, "here")
+    assert {model.version for model in drawn(models)} == {version_of(node("b", fingerprint="new"))}
+
+
+def test_the_newest_node_describes_its_version() -> None:
+    models = Models()
+    models.join(node("a"), TOKENIZER)
+    models.join(dataclasses.replace(node("b"), chat_template="{{ messages }}"), TOKENIZER)
+    assert models.get(None).chat_template == "{{ messages }}"
+    assert models.get(None).chat is not None

@@ -211,7 +211,8 @@ async def test_a_node_that_hangs_is_lost(router, nodes):
     ("changes", "says_"),
     [
         ({"layout": dataclasses.replace(LAYOUT, block_size=32)}, "LayoutMismatch block_size 16 != 32"),
-        ({"served_model_name": "other"}, "serves model"),
+        ({"served_model_name": "other"}, "served_model_name tiny of prefill-0 != other of decode-1"),
+        ({"layout": dataclasses.replace(LAYOUT, fingerprint="x")}, "LayoutMismatch fingerprint fingerprint != x"),
         ({"endpoints": (TransportEndpoint(0, "ipc", b""),)}, "transport ucx of prefill-0 != ipc of decode-1"),
         ({"tokenizer_digest": "0" * 64}, "tokenizer"),
     ],
@@ -223,7 +224,8 @@ async def test_a_node_that_does_not_fit_is_named(empty, changes, says_):
     await router.start()
     await router.until(lambda: says_ in router.server.cluster.readiness().status)
     response = await answer(router, timeout=0.2)  # a decode node that came first, and a prefill node that does not fit
-    assert response.status_code == (503 if router.server.why_not_ready() else 200)
+    ambiguous = "served_model_name" in changes
+    assert response.status_code == (400 if ambiguous else 503 if router.server.why_not_ready() else 200)
     await router.stop()
 
 

@@ -1,0 +1,61 @@
+"""A DNS name that stands for many nodes, as a headless service of Kubernetes does: each address is a node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+
+from baton.address import HostPort
+from baton.messages import NodeRole
+from router.discovery.source import Found, Member
+
+log = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 10.0
+
+Resolve = Callable[[str], Awaitable[Iterable[str]]]
+"""All addresses of a name, IPv4 and IPv6. Raises OSError."""
+
+
+async def resolve(name: str) -> set[str]:
+    """With the system's resolver, on a thread. A name without addresses is an OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}
+
+
+class DnsName:
+    """Looks the name up again every `interval_s`. A failed lookup keeps the nodes of the last one."""
+
+    def __init__(self, role: NodeRole, name: HostPort, interval_s: float, resolve: Resolve = resolve) -> None:
+        self.label = f"--{role.value}-dns {name}"
+        self.problem: str | None = f"{self.label}: not looked up yet"
+        self._role = role
+        self._name = name
+        self._interval_s = interval_s
+        self._resolve = resolve
+        self._members: frozenset[Member] = frozenset()
+
+    async def run(self, found: Found) -> None:
+        while True:
+            await self.look()
+            found(self._members)
+            await asyncio.sleep(self._interval_s)
+
+    async def look(self) -> None:
+        host, port = self._name.host, self._name.port
+        try:
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                addresses = await self._resolve(host)
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a name at all
+            reason = getattr(error, "strerror", None) or str(error)
+            self._set_problem(f"{self.label}: {reason or f'no answer within {LOOKUP_TIMEOUT_S:g} s'}")
+            return
+        self._members = frozenset(Member(self._role, HostPort(address, port), host) for address in addresses)
+        self._set_problem(None)
+
+    def _set_problem(self, problem: str | None) -> None:
+        if problem and problem != self.problem:
+            log.warning("%s; its %d nodes stay", problem, len(self._members))
+        self.problem = problem

@@ -1,0 +1,49 @@
+"""`/admin/nodes` and `/debug/nodes` in the OpenAPI document."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from baton.messages import NodeRole
+from router.node_report import NodeLoad, NodeReport, Unpaired
+from router.nodes import LinkState
+
+_LOAD_OF_NODE = {name: {"type": "integer"} for name in (field.name for field in dataclasses.fields(NodeLoad))}
+_NODE_KINDS: dict[str, dict[str, Any]] = {
+    "address": {"type": "string"},
+    "role": {"enum": [role.value for role in NodeRole]},
+    "state": {"enum": [state.value for state in LinkState]},
+    "sources": {"type": "array", "items": {"type": "string"}},
+    "load": {"type": ["object", "null"], "properties": _LOAD_OF_NODE, "required": list(_LOAD_OF_NODE)},
+}
+_NODE_FIELDS = [field.name for field in dataclasses.fields(NodeReport)]
+NODE = {
+    "type": "object",
+    "properties": {name: _NODE_KINDS.get(name, {"type": ["string", "null"]}) for name in _NODE_FIELDS},
+    "required": _NODE_FIELDS,
+}
+ADMIN_NODES = {
+    "type": "object",
+    "properties": {"nodes": {"type": "array", "items": NODE}},
+    "required": ["nodes"],
+}
+_UNPAIRED = {field.name: {"type": "string"} for field in dataclasses.fields(Unpaired)}
+NODES = {
+    "type": "object",
+    "properties": {
+        "nodes": {"type": "array", "items": NODE},
+        "unpaired": {
+            "type": "array",
+            "items": {"type": "object", "properties": _UNPAIRED, "required": list(_UNPAIRED)},
+        },
+        "problems": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["nodes", "unpaired", "problems"],
+}
+ADMIN_ERRORS = {401: "The key of the admin API is missing or wrong", 404: "No such node, or no --admin-api-key"}
+
+
+NODE_NAME = {
+    "parameters": [{"name": "node", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+}

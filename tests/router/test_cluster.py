@@ -1,0 +1,186 @@
+"""Links come and go as the wanted set changes: one to an address at a time, and each one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.address import HostPort
+from baton.messages import NodeRole
+from baton.telemetry import ROUTER, RouterMetrics, new_registry
+from baton.trust import Trust
+from router.cluster import Cluster
+from router.core import RouterCore
+from router.discovery.membership import Membership
+from router.discovery.source import Found, Member
+from router.dispatcher import Dispatcher
+from router.models import Models
+from router.nodes import NodeLink
+from router.request_metrics import RequestMetrics
+from tests.router.house import info
+
+ADDRESSES = [HostPort("node", port) for port in (1, 2, 3)]
+
+
+class FakeLink(NodeLink):
+    """A link that is up when a test says so, and has finished what it has likewise."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.finished = asyncio.Event()
+
+    def connect(self) -> None:
+        self.info = self.info or info(f"{self.role.value}-{self.address}", self.role)
+        self.problem = None
+
+    def finish(self) -> None:
+        """What it had."""
+        self.finished.set()
+
+    async def run(self) -> None:
+        try:
+            while not self.draining:
+                await self.finished.wait()
+                self.finished.clear()
+        finally:
+            self.info = None
+
+
+class Nodes:
+    """A cluster of such links, with one source."""
+
+    label, problem = "test", None
+
+    def __init__(self) -> None:
+        metrics = RequestMetrics(RouterMetrics(new_registry(ROUTER)), lambda: "m")
+        self.dispatcher = Dispatcher(RouterCore(1), metrics)
+        self.links: list[FakeLink] = []
+        self.found: Found = lambda members: None
+        membership = Membership([], [self])
+        self.cluster = Cluster(self.connect, self.dispatcher, Models(), membership, 3600.0)
+
+    async def run(self, found: Found) -> None:
+        self.found = found
+        await asyncio.Event().wait()
+
+    def connect(self, member: Member, changed: Callable[[], None]) -> FakeLink:
+        link = FakeLink(member.address, member.role, 1, self.dispatcher, Models(), changed, Trust())
+        self.links.append(link)
+        return link
+
+    @property
+    def live(self) -> list[FakeLink]:
+        names = {task.get_name() for task in asyncio.all_tasks() if not task.done()}
+        assert len(names) == len(asyncio.all_tasks()), "two tasks of one name: two links to one address"
+        return [link for link in self.cluster.links if isinstance(link, FakeLink)]
+
+
+async def turn() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+OPERATION = st.one_of(
+    st.tuples(st.just("found"), st.dictionaries(st.sampled_from(ADDRESSES), st.sampled_from(list(NodeRole)))),
+    st.tuples(st.sampled_from(["add", "remove", "drain", "connect", "finish", "turn"]), st.sampled_from(ADDRESSES)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(OPERATION, max_size=25))
+def test_links_follow_the_wanted_set(operations: list[tuple[str, object]]) -> None:
+    asyncio.run(follow(operations))
+
+
+async def follow(operations: list[tuple[str, object]]) -> None:
+    nodes = Nodes()
+    cluster, membership = nodes.cluster, nodes.cluster.membership
+    cluster.start()
+    await turn()
+    for name, argument in operations:
+        if isinstance(argument, dict):
+            nodes.found(frozenset(Member(role, address) for address, role in argument.items()))
+            continue
+        assert isinstance(argument, HostPort)
+        link = cluster.find(str(argument))
+        if name == "turn":
+            await turn()
+        elif name == "add":
+            with contextlib.suppress(ValueError):  # it has the other role
+                membership.add(Member(NodeRole.DECODE, argument))
+        elif isinstance(link, FakeLink):
+            operate(cluster, link, name)
+        assert len({link.address for link in cluster.links}) == len(cluster.links)
+        assert {link.address for link in cluster.links} >= membership.wanted().keys()
+    for _ in range(3):  # an address may change its role, and a drained node be wanted again
+        for link in nodes.live:
+            link.finish()
+        await turn()
+    wanted = {address: node.member.role for address, node in membership.wanted().items()}
+    assert {link.address: link.role for link in nodes.live} == wanted
+    assert not any(link.draining for link in nodes.live)
+    await cluster.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def operate(cluster: Cluster, link: FakeLink, name: str) -> None:
+    if name == "remove":
+        cluster.remove(link)
+    elif name == "drain":
+        cluster.membership.exclude(link.address)
+    elif name == "connect":
+        link.connect()
+    elif name == "finish":
+        link.finish()
+
+
+async def test_a_drain_ends_by_its_deadline() -> None:
+    nodes = Nodes()
+    nodes.cluster._drain_timeout_s = 0.0
+    nodes.cluster.start()
+    await turn()
+    nodes.found(frozenset({Member(NodeRole.DECODE, ADDRESSES[0])}))
+    await turn()
+    (link,) = nodes.live
+    link.connect()
+    nodes.found(frozenset())
+    assert link.draining
+    assert nodes.cluster.num_nodes_by_state()["decode", "down"] == 1
+    ended = asyncio.Event()
+    nodes.cluster.watch(lambda _: None if nodes.cluster.links else ended.set())
+    await asyncio.wait_for(ended.wait(), 5)
+    await nodes.cluster.close()
+
+
+async def test_a_drained_node_that_is_wanted_again_stays() -> None:
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    member = Member(NodeRole.DECODE, ADDRESSES[0])
+    nodes.found(frozenset({member}))
+    await turn()
+    (link,) = nodes.live
+    link.connect()
+    nodes.found(frozenset())
+    assert link.problem == "is drained, and finishes what it has"
+    nodes.found(frozenset({member}))
+    assert str(link.state) == "LinkState.UP"
+    link.finish()
+    await turn()
+    assert nodes.live == [link]
+    await nodes.cluster.close()
+
+
+async def test_prefill_nodes_are_missed_only_if_there_should_be_some() -> None:
+    nodes = Nodes()
+    nodes.cluster.start()
+    await turn()
+    assert nodes.cluster.readiness().why_not == "no decode node"
+    nodes.found(frozenset({Member(NodeRole.PREFILL, ADDRESSES[0])}))
+    assert str(nodes.cluster.readiness().why_not).startswith("no prefill node and no decode node (prefill node node:1")
+    await nodes.cluster.close()
