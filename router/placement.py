@@ -9,12 +9,13 @@ from random import Random
 
 from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
-from router.pair_faults import PairFaults
+from router.circuit_breakers import CircuitBreakers, Pair
 from router.policies import Candidate, Options, Policy
 from router.policies.least_loaded import LeastLoaded
 from router.rates import Mean, PrefillTime
 
 _NONE_HELD: Mapping[str, int] = {}
+Place = tuple[NodeRole, str]
 
 
 @dataclass(slots=True)
@@ -35,6 +36,11 @@ class Node:
     """Number of the last placement that gave it a prompt to compute."""
     prefill_time: PrefillTime = field(default_factory=PrefillTime)
     handoff_s: Mean = field(default_factory=Mean)
+
+    @property
+    def place(self) -> Place:
+        """Where it runs: the same after a restart."""
+        return self.info.role, self.info.address
 
     @property
     def backlog(self) -> tuple[int, int]:
@@ -100,7 +106,8 @@ class Pool:
     `draw`: what the policy draws from."""
 
     def __init__(self, with_prefill: bool = True, policy: Policy | None = None, draw: Random | None = None) -> None:
-        self.faults = PairFaults()
+        self.pair_breakers: CircuitBreakers[Pair] = CircuitBreakers()
+        self._node_breakers: CircuitBreakers[Place] = CircuitBreakers()
         self._policy = policy or LeastLoaded()
         self._draw = draw or Random()
         self._with_prefill = with_prefill
@@ -119,7 +126,7 @@ class Pool:
         self._compare()
 
     def remove(self, incarnation: str) -> Node | None:
-        self.faults.forget(incarnation)
+        self.pair_breakers.forget(lambda pair: incarnation in pair)
         removed = self._nodes.pop(incarnation, None)
         self._compare()
         return removed
@@ -162,7 +169,10 @@ class Pool:
     def _willing(
         self, prefills: list[Node], decodes: list[Node], avoid: set[str], now: float
     ) -> tuple[list[Node], list[Node], bool]:
-        """Those that may get the request, and whether there is a pair among them: as few in `avoid` as possible."""
+        """Those that may get the request, and whether there is a pair among them: as few in `avoid` as possible. A
+        decode node whose circuit breaker is open counts as avoided, a prefill node works with none."""
+        if len(self._node_breakers):
+            avoid = avoid | {d.info.incarnation for d in decodes if self._node_breakers.is_out(d.place, now)}
 
         def split(nodes: list[Node]) -> list[list[Node]]:
             return [[n for n in nodes if (n.info.incarnation in avoid) is avoided] for avoided in (False, True)]
@@ -197,7 +207,11 @@ class Pool:
         return self._seen[candidate.incarnation]
 
     def _works(self, prefill: Node, decode: Node, now: float) -> bool:
-        return self._fit(prefill, decode) and not self.faults.is_out(_key(prefill, decode), now)
+        return (
+            self._fit(prefill, decode)
+            and not self.pair_breakers.is_out(_key(prefill, decode), now)
+            and not self._node_breakers.is_out(prefill.place, now)
+        )
 
     def _fit(self, prefill: Node, decode: Node) -> bool:
         return self._misfits[_key(prefill, decode)] is None
@@ -215,6 +229,10 @@ class Pool:
         node.to_prefill_s += placement.prefill_s
         node.last_placed = self._num_placed
         placement.last.to_decode += num_tokens
+        self._node_breakers.placed(node.place, now)
+        if placement.decode:
+            self._node_breakers.placed(placement.decode.place, now)
+            self.pair_breakers.placed(_key(node, placement.decode), now)
 
     def prefilled(self, incarnation: str, num_tokens: int, prefill_s: float, now: float) -> None:
         """That prompt is computed, or no longer needed; `prefill_s` as it was placed."""
@@ -240,6 +258,18 @@ class Pool:
         if node := self._nodes.get(decode):
             node.handoff_s.learn(handoff_s)
 
+    # ---- what failed ----
+
+    def failed(self, incarnation: str, reason: str, now: float) -> None:
+        """The node is at fault: it ended a request with an internal error, or it is about to be removed as lost."""
+        if node := self._nodes.get(incarnation):
+            self._node_breakers.failed(node.place, reason, now)
+
+    def worked(self, incarnation: str) -> None:
+        """The node did what was asked of it."""
+        if len(self._node_breakers) and (node := self._nodes.get(incarnation)):
+            self._node_breakers.worked(node.place)
+
     # ---- for a person ----
 
     def why_not_ready(self) -> str | None:
@@ -256,9 +286,12 @@ class Pool:
         together. None: nothing is missing."""
         prefills, decodes = self.role(NodeRole.PREFILL), self.role(NodeRole.DECODE)
         reasons = ["no prefill node"] if self._with_prefill and not prefills else []
+        for node in (*prefills, *decodes):
+            if reason := self._node_breakers.why_out(node.place, now):
+                reasons.append(f"{node.info.node_id} is avoided for a while, since it fails: {reason}")
         for pair in itertools.product(prefills, decodes):
             key = _key(*pair)
-            if reason := self._misfits[key] or self.faults.why_out(key, now):
+            if reason := self._misfits[key] or self.pair_breakers.why_out(key, now):
                 reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
         return "; ".join(reasons) or None
 
