@@ -9,7 +9,7 @@ on the same engine, without a lease. `reservations` keeps requests that wait for
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
@@ -25,9 +25,11 @@ from kv_transfer.ranks import ReceiverRanks, peer_of
 from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerDisconnected
 from node.core import RoleCore
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened
-from node.grammars import Grammars
 from node.intake import beams_of, make_sequence
 from node.logits_processors import LogitsProcessors
+
+if TYPE_CHECKING:
+    from node.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
 class DecodeCore(RoleCore):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from baton.messages import Adopted, Commit, Reserve
 from engine.beams import BeamGroup
 from engine.logits_processor import LogitsProcessorChain
+from kv_transfer.copies import Mark
 from kv_transfer.parts import Piece
-from kv_transfer.slot_copies import Mark
 
 
 class LeaseState(enum.Enum):

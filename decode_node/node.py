@@ -14,10 +14,11 @@ from node.shell import NodeParts
 
 def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
     """Load the model and build the role on it. Raises ValueError, OSError or a BatonError, each readable for users."""
-    return assemble(settings, wake, _make_role)
+    return assemble(settings, wake, make_role)
 
 
-def _make_role(base: Base) -> RoleParts:
+def make_role(base: Base) -> RoleParts:
+    """The role on its base: its mover and its core."""
     built, settings = base.built, base.settings
     verify = settings.verify_transfers
     mover = KvReceiver(base.transport, base.staging, built.pool_bytes, built.layout, verify=verify)

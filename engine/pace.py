@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from engine.step import Chunk
 
@@ -61,9 +61,12 @@ class StepSize:
     def least_share(self, other: StepSize) -> float:
         """A lower bound of this step's time as a share of the other's, whatever each of these costs: a step's time is a
         constant plus a multiple of each, none of them negative."""
-        mine: tuple[int, ...] = astuple(self)
-        its: tuple[int, ...] = astuple(other)
-        return min(1.0, *(a / b for a, b in zip(mine, its, strict=True) if b))
+        return min(1.0, *(a / b for a, b in zip(self._numbers, other._numbers, strict=True) if b))
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        """What `dataclasses.astuple` gives, which takes 15 us, ten times a turn."""
+        return self.num_seqs, self.num_context_tokens, self.num_prompt_tokens, self.num_prompt_pairs
 
 
 NO_PROMPTS = StepSize(0, 0)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from baton.cluster_secret import ClusterSecret
-from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport
 from kv_transfer.transports.host import LOOPBACK
-from kv_transfer.transports.host_memory import shared_empty
-from kv_transfer.transports.memory import MemoryTransport, process_hub
+
+if TYPE_CHECKING:
+    import torch
+
+    from kv_transfer.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,11 @@ TRANSPORTS = ("ucx", "ipc", "nixl", "nccl", "memory")
 
 def staging_for(name: str, num_slots: int, slot_bytes: int, device: torch.device | str) -> Staging:
     """Slots in the kind of memory that the transport of that name needs."""
+    import torch
+
+    from kv_transfer.staging import Staging
+    from kv_transfer.transports.host_memory import shared_empty
+
     shared = name == "ipc" and torch.device(device).type == "cpu"
     return Staging(num_slots, slot_bytes, device, allocate=shared_empty if shared else None)
 
@@ -73,5 +79,7 @@ def create(
         group_carrier = nccl_carrier(staging.device, interface, host)
         return PairTransport(staging, wake, group_carrier, interface, host, secret)
     if name == "memory":
+        from kv_transfer.transports.memory import MemoryTransport, process_hub
+
         return MemoryTransport(process_hub(), uuid.uuid4().hex, staging, wake)
     raise ValueError(f"transport {name!r} is none of {', '.join(TRANSPORTS)}")

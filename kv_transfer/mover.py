@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from baton.audit import KvSlot
 from baton.layout import KvLayout, KvSlice
+from kv_transfer.copies import Copies, NoCopies
 from kv_transfer.parts import part_blocks_for
 from kv_transfer.slices import Rows, rows_of
-from kv_transfer.slot_copies import SlotCopies
-from kv_transfer.staging import SlotState, Staging
+from kv_transfer.slots import Slots, SlotState
 from kv_transfer.transport import Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class KvMover:
     """The mover of one rank, over a transport that no other mover uses.
 
     pool_bytes: [num_blocks, bytes of a block on that rank], uint8, on the staging's device. `verify`: the node requires
-    checksums on all its parts. spin_wait: see SlotCopies.
+    checksums on all its parts. spin_wait: see SlotCopies. Without a pool, on a simulated node, no byte is copied.
     """
 
     def __init__(
         self,
         transport: Transport,
-        staging: Staging,
-        pool_bytes: Tensor,
+        staging: Slots,
+        pool_bytes: Tensor | None,
         layout: KvLayout,
         rank: int,
         verify: bool,
@@ -37,7 +39,7 @@ class KvMover:
         self.rank = rank
         self.held = layout.ranks[rank]
         self.block_bytes = layout.num_bytes(self.held)
-        assert pool_bytes.shape[1] == self.block_bytes
+        assert pool_bytes is None or pool_bytes.shape[1] == self.block_bytes
         self.verify = verify
         self.transport = transport
         self.num_slots = staging.num_slots
@@ -45,7 +47,7 @@ class KvMover:
         """The most whole blocks in a part; a part of smaller pieces may have more blocks, within as many bytes."""
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._staging = staging
-        self._copies = SlotCopies(staging, pool_bytes, self.part_blocks, spin_wait)
+        self._copies = _copies(staging, pool_bytes, self.part_blocks, spin_wait)
         self._digest = layout.digest()
         self._rows: dict[KvSlice, Rows] = {}
         self._lock = threading.RLock()  # guards the slots' states and owners
@@ -84,3 +86,13 @@ class KvMover:
         assert all(staging.state(slot) is SlotState.HELD for slot in held)
         assert all(staging.state(slot) is SlotState.IN_FLIGHT for slot in in_flight)
         assert staging.num_free + len(held) + len(in_flight) == staging.num_slots, "a slot has no owner"
+
+
+def _copies(staging: Slots, pool_bytes: Tensor | None, part_blocks: int, spin_wait: bool) -> Copies:
+    if pool_bytes is None:
+        return NoCopies(part_blocks)
+    from kv_transfer.slot_copies import SlotCopies  # imports torch
+    from kv_transfer.staging import Staging
+
+    assert isinstance(staging, Staging), "a pool needs slots with memory"
+    return SlotCopies(staging, pool_bytes, part_blocks, spin_wait)

@@ -16,11 +16,11 @@ from typing import Generic, TypeVar
 from baton.audit import KvSlot
 from baton.layout import KvLayout
 from baton.messages import Route
+from kv_transfer.copies import Mark
 from kv_transfer.mover import KvMover
 from kv_transfer.parts import PartPlanner, Piece
 from kv_transfer.receiver import KvReceiver, ReceiverEvent
 from kv_transfer.sender import KvSender, SenderEvent
-from kv_transfer.slot_copies import Mark
 
 Mover = TypeVar("Mover", bound=KvMover)
 

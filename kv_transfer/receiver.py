@@ -6,21 +6,19 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice
-from baton_kernels.block_checksum import block_checksums
-from baton_kernels.block_copy import Move
+from kv_transfer.copies import Mark, Move
 from kv_transfer.mover import KvMover
 from kv_transfer.parts import CHECKSUM_BYTES, PartHeader, tag_of
 from kv_transfer.sender import PartFailed
-from kv_transfer.slot_copies import Mark
-from kv_transfer.staging import SlotOwner, Staging
+from kv_transfer.slots import SlotOwner, Slots
 from kv_transfer.transport import Arrived, Failed, OperationEvent, PeerDisconnected, Sent, Transport, TransportEvent
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +94,8 @@ class KvReceiver(KvMover):
     def __init__(
         self,
         transport: Transport,
-        staging: Staging,
-        pool_bytes: Tensor,
+        staging: Slots,
+        pool_bytes: Tensor | None,
         layout: KvLayout,
         rank: int = 0,
         *,
@@ -196,7 +194,9 @@ class KvReceiver(KvMover):
 
     def warm_up(self) -> None:
         """Compile the GPU kernels that parts need, using the null block. Call once, before the first part."""
-        if self._staging.device.type == "cuda":
+        if self._staging.on_gpu:
+            from baton_kernels.block_checksum import block_checksums
+
             for rows in self._usual_rows():
                 self._copies.scatter(0, [0], rows, None)()
                 self._copies.synchronize()
@@ -286,6 +286,10 @@ class KvReceiver(KvMover):
             return
         if header.piece_bytes % CHECKSUM_BYTES:
             raise TransferError(f"part {header.part} has checksums of pieces of {header.piece_bytes} bytes")
+        import torch  # only a node with memory gets here
+
+        from baton_kernels.block_checksum import block_checksums
+
         with self._staging.reading():
             rows = slot[: header.payload_bytes].view(header.num_pieces, header.piece_bytes)
             sent = slot[header.checksums_at : header.message_bytes].view(torch.int64)

@@ -7,17 +7,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferError
 from baton.layout import KvLayout, KvSlice
 from kv_transfer.mover import KvMover
 from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import PartHeader, tag_of
-from kv_transfer.staging import SlotOwner, Staging
+from kv_transfer.slots import SlotOwner, Slots
 from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent, Transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["KvSender", "PartFailed", "PartSent", "PeerDisconnected", "SenderEvent"]
 
@@ -68,8 +69,8 @@ class KvSender(KvMover):
     def __init__(
         self,
         transport: Transport,
-        staging: Staging,
-        pool_bytes: Tensor,
+        staging: Slots,
+        pool_bytes: Tensor | None,
         layout: KvLayout,
         rank: int = 0,
         *,
@@ -160,7 +161,7 @@ class KvSender(KvMover):
         return events
 
     def warm_up(self) -> None:
-        if self._staging.device.type == "cuda":
+        if self._staging.on_gpu:
             for rows in self._usual_rows():
                 header = PartHeader(0, 0, 1, self.held, 1, rows.row_bytes, self._digest, checked=True)
                 self._copies.gather(0, [0], rows, header.checksums_at)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
+from kv_transfer.copies import Mark
 from kv_transfer.native import DONE, Native, OnDevice, Target
 from kv_transfer.parts import MAX_PIECES
 from kv_transfer.slices import Rows
 from kv_transfer.staging import Staging
 
-Mark = Any
-"""A point in the device's work, from `SlotCopies.mark`."""
+__all__ = ["Mark", "SlotCopies"]
 
 
 class SlotCopies:

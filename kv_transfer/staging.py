@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.audit import KvSlot
+from kv_transfer.slots import NOBODY, SlotOwner, Slots, SlotState
+
+__all__ = ["NOBODY", "SlotOwner", "SlotState", "Staging"]
 
 
-class SlotState(enum.Enum):
-    """
-    FREE --take--> HELD --lend--> IN_FLIGHT --reclaim--> HELD --give_back--> FREE
-    """
-
-    FREE = "free"
-    HELD = "held"  # owned by the mover
-    IN_FLIGHT = "in_flight"  # owned by the transport
-
-
-class SlotOwner(NamedTuple):
-    """The part that occupies a slot."""
-
-    peer: str
-    lease: int
-    part: int
-
-
-NOBODY = SlotOwner("", 0, 0)
-
-
-class Staging:
+class Staging(Slots):
     """`num_slots` slots of `slot_bytes`, on the device of the KV pool. Owned by the mover and used by one thread at a
     time, except `renew`.
 
@@ -55,21 +35,19 @@ class Staging:
         clock: Callable[[], float] = time.monotonic,
         allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self.num_slots = num_slots
-        self.slot_bytes = slot_bytes
+        super().__init__(num_slots, slot_bytes, clock)
         self.device = torch.device(device)
         self._allocate = allocate or partial(torch.empty, dtype=torch.uint8, device=self.device)
         self._memory: list[Tensor] = list(self._allocate(num_slots * slot_bytes).view(num_slots, slot_bytes))
-        self._states = [SlotState.FREE] * num_slots
-        self._owners = [NOBODY] * num_slots
-        self._clock = clock
-        self._since_s = [clock()] * num_slots
-        self._free = deque(range(num_slots))
         self._retired: deque[tuple[Tensor, Callable[[], bool]]] = deque()
         self._exchange = threading.Lock()  # guards the memory, which `renew` replaces on another thread
         self._reads: Any = None
         if self.device.type == "cuda":
             self._reads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    @property
+    def on_gpu(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda"
 
     @property
     def is_exportable(self) -> bool:
@@ -80,43 +58,6 @@ class Staging:
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         mine = [s for s in segments if s["address"] <= address < s["address"] + s["total_size"]]
         return not any(segment.get("is_expandable", False) for segment in mine)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def state(self, slot: int) -> SlotState:
-        return self._states[slot]
-
-    def take(self, owner: SlotOwner = NOBODY) -> int | None:
-        """A free slot for `owner`, now held by the caller: the one free for longest. None: no slot is free."""
-        if not self._free:
-            return None
-        slot = self._free.popleft()
-        self._move(slot, SlotState.FREE, SlotState.HELD)
-        self._belongs(slot, owner)
-        return slot
-
-    def lend(self, slot: int) -> None:
-        """Pass the slot to the transport, until an event names it."""
-        self._move(slot, SlotState.HELD, SlotState.IN_FLIGHT)
-
-    def reclaim(self, slot: int) -> None:
-        """An event named the slot: the mover owns it again."""
-        self._move(slot, SlotState.IN_FLIGHT, SlotState.HELD)
-
-    def give_back(self, slot: int) -> None:
-        self._move(slot, SlotState.HELD, SlotState.FREE)
-        self._belongs(slot, NOBODY)
-        self._free.append(slot)
-
-    def audit(self) -> list[KvSlot]:
-        """Every slot, its state and owner, and for how long."""
-        now = self._clock()
-        return [
-            KvSlot(slot, self._states[slot].value, *self._owners[slot], now - self._since_s[slot])
-            for slot in range(self.num_slots)
-        ]
 
     def memory(self, slot: int) -> Tensor:
         """[slot_bytes], uint8. Call again for each transfer, since `renew` replaces it."""
@@ -152,16 +93,7 @@ class Staging:
 
     def check_integrity(self) -> None:
         """Assert that the free list matches the states, and that each slot has memory of its own."""
-        assert len(set(self._free)) == len(self._free), "a slot is free twice"
-        free = {slot for slot, state in enumerate(self._states) if state is SlotState.FREE}
-        assert set(self._free) == free, f"free list {sorted(self._free)}, states say {sorted(free)}"
+        super().check_integrity()
         with self._exchange:
             used = [m.data_ptr() for m in self._memory] + [m.data_ptr() for m, _ in self._retired]
         assert len(set(used)) == len(used), "two slots share memory, or one uses retired memory"
-
-    def _belongs(self, slot: int, owner: SlotOwner) -> None:
-        self._owners[slot], self._since_s[slot] = owner, self._clock()
-
-    def _move(self, slot: int, before: SlotState, after: SlotState) -> None:
-        assert self._states[slot] is before, f"slot {slot} is {self._states[slot].value}, not {before.value}"
-        self._states[slot] = after

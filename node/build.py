@@ -6,12 +6,10 @@ limits, tokenizer -> load, probe -> profile, pool -> runner -> engine -> warm-up
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import sys
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +18,8 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-import baton
 from baton.layout import KvLayout, num_blocks_for
-from baton.messages import NodeInfo, NodeRole, TransportEndpoint
-from baton.structured_output import StructuredBackend
+from baton.messages import GenerationDefaults
 from engine.checkpoint import EMBEDDED, has_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -35,7 +31,6 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
 from engine.model.runner import TorchModelRunner
 from node import pool_size
-from node.loop import Counts
 from node.settings import GIB, NodeSettings
 from node.tokenizer import TokenizerFiles, read_tokenizer
 
@@ -75,7 +70,7 @@ class Built:
     def warm_up(self) -> None:
         """On a GPU, do the work that would delay the first requests. On the engine's thread, before any request; takes
         seconds. Raises ValueError with a one-line message for the user."""
-        if self.device.type != "cuda":
+        if not self.on_gpu:
             return
         with out_of_memory("--gpu-memory-utilization: lower it (or take --enforce-eager), CUDA graphs do not fit"):
             began = time.monotonic()
@@ -88,9 +83,12 @@ class Built:
                 log.info("graphs captured sizes=%s seconds=%.2f", sizes, time.monotonic() - began)
 
     @property
-    def tokenizer_digest(self) -> str:
-        """sha256, hex."""
-        return hashlib.sha256(self.tokenizer.json).hexdigest()
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        return self.checkpoint.generation_defaults
 
 
 def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Built:
@@ -125,42 +123,6 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
         tokenizer=tokenizer,
         checkpoint=checkpoint,
     )
-
-
-def new_incarnation() -> str:
-    return uuid.uuid4().hex[:16]
-
-
-def describe(
-    settings: NodeSettings, role: NodeRole, built: Built, incarnation: str, addresses: Sequence[bytes]
-) -> NodeInfo:
-    """The node's description, without its address. addresses: of the transports of its ranks."""
-    config, tokenizer = built.engine.config, built.tokenizer
-    return NodeInfo(
-        role=role,
-        incarnation=incarnation,
-        node_id=settings.name(role),
-        address="",
-        served_model_name=built.served_model_name,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        num_blocks=built.engine.blocks.num_total,
-        layout=built.layout,
-        endpoints=tuple(TransportEndpoint(rank, settings.transport, address) for rank, address in enumerate(addresses)),
-        tokenizer_digest=built.tokenizer_digest,
-        chat_template=tokenizer.chat_template,
-        special_tokens=tokenizer.special_tokens,
-        generation_defaults=built.checkpoint.generation_defaults,
-        vocab_size=config.vocab_size,
-        version=baton.__version__,
-        structured_outputs_backend=StructuredBackend(settings.structured_outputs_backend),
-    )
-
-
-def count(engine: Engine, num_damaged_pieces: int = 0) -> Counts:
-    """For metrics. Engine's thread only."""
-    blocks = {state.value: number for state, number in engine.blocks.counts_by_state().items()}
-    return Counts(blocks, engine.num_preemptions, num_damaged_pieces)
 
 
 def _device(name: str) -> torch.device:

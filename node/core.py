@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvAudit, KvSlot
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, RequestCancelled
@@ -38,9 +38,11 @@ from node.events import (
     SessionOpened,
 )
 from node.fences import Fences
-from node.grammars import Grammars
 from node.logits_processors import LogitsProcessors
 from node.outbox import Outbox
+
+if TYPE_CHECKING:
+    from node.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
 class RoleCore(ABC):

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import kv_transfer
-from baton.structured_output import StructuredBackend
-from engine.model.memory import out_of_memory
 from kv_transfer.parts import slot_bytes_for
-from kv_transfer.staging import Staging
+from kv_transfer.slots import Slots
 from kv_transfer.transport import Transport
-from node.build import Built, build, count, describe, new_incarnation
 from node.core import RoleCore
-from node.grammars import Grammars
+from node.describe import ServedModel, count, describe, new_incarnation
 from node.handoff_stream import PeerTransport
 from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
 from node.shell import NodeParts
 from node.slots import slot_sizes
+
+if TYPE_CHECKING:
+    from node.grammars import Grammars
 
 
 class Mover(PeerTransport, Protocol):
@@ -45,14 +45,14 @@ class Mover(PeerTransport, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a role is built on: a model, and staging slots with their transport."""
+    """What a role is built on: a model, and staging slots with their transport. A simulated model has no grammars."""
 
     settings: NodeSettings
-    built: Built
-    staging: Staging
+    built: ServedModel
+    staging: Slots
     transport: Transport
     incarnation: str
-    grammars: Grammars
+    grammars: Grammars | None
     processors: LogitsProcessors
 
 
@@ -68,7 +68,7 @@ class RoleParts:
 def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callable[[Base], RoleParts]) -> NodeParts:
     """Load the model and build the role on it. `wake` is called, on any thread, when the core should have a turn.
     Raises ValueError, OSError or a BatonError, each readable for users."""
-    base = _make_base(settings, wake, LogitsProcessors.installed())
+    base = _make_base(settings, wake)
     role, built = make_role(base), base.built
 
     def warm_up() -> None:
@@ -88,9 +88,23 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
     )
 
 
-def _make_base(settings: NodeSettings, wake: Callable[[], None], processors: LogitsProcessors) -> Base:
+def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
+    if settings.engine == "simulated":
+        from node.simulated import make_simulated_base
+
+        return make_simulated_base(settings, wake)
+    return _make_torch_base(settings, wake, LogitsProcessors.installed())
+
+
+def _make_torch_base(settings: NodeSettings, wake: Callable[[], None], processors: LogitsProcessors) -> Base:
+    # torch and numpy, which a simulated node does without
+    from baton.structured_output import StructuredBackend
+    from engine.model.memory import out_of_memory
+    from node.build import build
+    from node.grammars import Grammars
+
     built = build(settings, wake)
-    sizes = slot_sizes(settings, built.layout.block_bytes, built.device.type == "cuda")
+    sizes = slot_sizes(settings, built.layout.block_bytes, built.on_gpu)
     slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
     with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
         staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)

@@ -11,6 +11,7 @@ from baton import xgrammar_compiler
 from baton.address import HostPort
 from baton.telemetry.admin import read_key
 from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
+from engine.simulated.profile import load_profile
 from node.errors import StartupError
 from node.settings import NodeSettings
 
@@ -23,6 +24,9 @@ def check(settings: NodeSettings) -> None:
     require_free("--listen", settings.listen)
     require_free("--metrics-port", settings.metrics_listen)
     _check_admin_key(settings)
+    if settings.engine == "simulated":
+        _check_profile(settings)
+        return
     _check_model(settings)
     _check_device(settings)
     _check_transport(settings)
@@ -61,6 +65,14 @@ def _check_model(settings: NodeSettings) -> None:
         problem = problem or why_no_tokenizer(folder) or why_no_weights(folder)
     if problem:
         raise StartupError(f"--model {settings.model}: {problem}")
+
+
+def _check_profile(settings: NodeSettings) -> None:
+    assert settings.profile is not None
+    try:
+        load_profile(settings.profile)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
 
 
 def _check_device(settings: NodeSettings) -> None:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 MakeParts = Callable[[NodeSettings, Callable[[], None]], NodeParts]
 """Loads the model and builds the role on it; the second argument wakes the engine's thread."""
 ImportParts = Callable[[], MakeParts]
-"""Imports torch and transformers, which takes seconds: called after bad flags and ports have been reported."""
+"""Imports the role: called after bad flags and ports have been reported."""
 
 
 def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_parts: ImportParts) -> NoReturn:
@@ -88,6 +88,10 @@ def _make_parts_that_stay(import_parts: ImportParts, settings: NodeSettings, wak
     gc.disable()
     try:
         make_parts = import_parts()
+        if settings.engine == "torch":
+            import kv_transfer.slot_copies  # noqa: F401
+            import node.build  # torch and transformers, whose objects are frozen next
+            import node.grammars  # noqa: F401
         gc.freeze()
         return make_parts(settings, wake)
     finally:

@@ -59,6 +59,20 @@ class NodeSettings(ClusterSettings):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = Field(
         "auto", description="of weights and KV cache; auto: float32 on a CPU, else the checkpoint's"
     )
+    engine: Literal["torch", "simulated"] = Field(
+        "torch",
+        description="what computes: torch; simulated: nothing, steps and transfers only take the time that --profile "
+        "says, tokens are made up, and torch is not needed",
+    )
+    profile: str | None = Field(
+        None, description="with --engine simulated: file with the times of a real node, or h200-8b (comes with baton)"
+    )
+    time_scale: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="with --engine simulated: by how much steps and transfers are faster than in the profile",
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
         description="how weights are loaded: safetensors: straight from the files or not at all; auto: through "
@@ -168,9 +182,22 @@ class NodeSettings(ClusterSettings):
             raise ValueError(f"--advertise: required with --listen {self.listen}, which nobody can connect to")
         if self.listen.port and self.metrics_listen == self.listen:
             raise ValueError(f"--metrics-port: {self.listen.port} is the port of --listen")
+        if (self.engine == "simulated") != (self.profile is not None):
+            raise ValueError("--profile: goes with --engine simulated, which needs it")
+        if self.engine == "torch" and self.time_scale != 1:
+            raise ValueError("--time-scale: only goes with --engine simulated")
+        if self.engine == "simulated" and "transport" in self.model_fields_set:
+            raise ValueError("--transport: a simulated node has none, its KV has no bytes")
+        if self.engine == "simulated" and self.verify_transfers:
+            raise ValueError("--verify-transfers: a simulated node's KV has no bytes to verify")
         if self.advertise is not None and self.advertise.is_wildcard:
             raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
         return self
+
+    @property
+    def carried_by(self) -> str:
+        """The name of the transport that carries KV blocks."""
+        return "simulated" if self.engine == "simulated" else self.transport
 
     def name(self, role: NodeRole) -> str:
         """The node's name in logs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,9 @@ from transformers import AutoTokenizer
 
 from engine.checkpoint import why_no_tokenizer
 from engine.model.errors import UnsupportedModel
+from node.describe import TokenizerFiles
 
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """`json`: a tokenizer.json. `special_tokens`: bos_token, eos_token, ... by name, for the chat template."""
-
-    json: bytes
-    chat_template: str
-    special_tokens: dict[str, str]
+__all__ = ["TokenizerFiles", "read_tokenizer"]
 
 
 def read_tokenizer(path: Path) -> TokenizerFiles:

@@ -8,7 +8,7 @@ on.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, InvalidRequest, PeerLost
@@ -21,12 +21,14 @@ from kv_transfer.ranks import SenderRanks, peer_of
 from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
 from node.core import RoleCore
 from node.events import FromPeer, PeerClosed, PeerOpened
-from node.grammars import Grammars
 from node.intake import make_sequence, without_last_token
 from node.logits_processors import LogitsProcessors
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
 from prefill_node.parts_out import PartsOut
+
+if TYPE_CHECKING:
+    from node.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
 class PrefillCore(RoleCore):

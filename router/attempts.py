@@ -9,6 +9,7 @@ from baton.errors import NodeUnavailable
 from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
 from router.life import Attempt, AttemptState, RequestLife, Unplaced
+from router.pending_blocks import PendingBlocks
 from router.placement import Placement, Pool
 from router.prefix_index import PrefixIndex
 from router.waiting import WaitingForNode
@@ -22,6 +23,7 @@ class Attempts:
     def __init__(self, epoch: int, pool: Pool, index: PrefixIndex, outbox: Outbox, max_waiting: int) -> None:
         self._epoch = epoch
         self._index = index
+        self._pending = PendingBlocks()
         self._pool = pool
         self._outbox = outbox
         self._live: dict[AttemptId, tuple[RequestLife, Attempt]] = {}
@@ -44,7 +46,9 @@ class Attempts:
     def choose(self, life: RequestLife, now: float) -> Placement | None:
         """See Pool.choose."""
         request = life.request
-        held = self._index.held(request.block_hashes)
+        held = dict(self._pending.held(request.block_hashes))
+        for incarnation, number in self._index.held(request.block_hashes).items():
+            held[incarnation] = max(number, held.get(incarnation, 0))
         return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held)
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
@@ -91,6 +95,8 @@ class Attempts:
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
         life.timings.prefill_node, life.timings.decode_node = prefill.node_id, (decode or prefill).node_id
         self._pool.place(placement, len(life.request.prompt_tokens), now)
+        for incarnation in attempt.placed_on:
+            self._pending.add(incarnation, life.request.block_hashes)
         target = DecodeTarget(decode.address, decode.incarnation) if decode else None
         self._outbox.to_node(attempt.prefill, life.prefill(attempt, target, now))
 
@@ -100,7 +106,9 @@ class Attempts:
         """Its prompt keeps nobody waiting any more. Once more does nothing."""
         if not attempt.prefilled:
             attempt.prefilled = True
-            self._pool.prefilled(attempt.prefill, len(life.request.prompt_tokens), attempt.prefill_s, now)
+            num_tokens = len(life.request.prompt_tokens)
+            num_computed = num_tokens - attempt.num_cached if attempt.num_cached is not None else None
+            self._pool.prefilled(attempt.prefill, num_tokens, attempt.prefill_s, now, num_computed)
 
     def abort(self, attempt: Attempt, samples: tuple[int, ...] = ()) -> None:
         """Tell all nodes that may still hold something of it; `samples`: that these alone are over."""
@@ -115,5 +123,9 @@ class Attempts:
         """It is over: nothing that a node says of it counts any more."""
         del life.attempts[attempt.id]
         del self._live[attempt.id]
+        if not attempt.prefilled:
+            attempt.num_cached = None  # it was not computed to its end
         self.prefilled(life, attempt, now)
+        for incarnation in attempt.placed_on:
+            self._pending.remove(incarnation, life.request.block_hashes)
         self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens))

@@ -224,9 +224,6 @@ class RouterCore:
                         self.pool.pair_breakers.worked((attempt.prefill, attempt.decode))
                     self.pool.worked(attempt.prefill)
                     life.timings.handed_off(handed_off)
-                    if attempt.id.attempt == 0:
-                        num_uncached = len(life.request.prompt_tokens) - life.timings.num_cached_tokens
-                        self.pool.took(attempt.prefill, num_uncached, handed_off.prefill_s)
                     self._after_progress(life, attempt, now)
             case Adopted() as adopted:
                 self._attempts.prefilled(life, attempt, now)
@@ -263,6 +260,8 @@ class RouterCore:
     def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str) -> None:
         if attempt.state is AttemptState.QUEUED:
             attempt.state = AttemptState.PREFILLING
+        if attempt.id.attempt == 0:  # later ones compute output, too
+            attempt.num_cached = started.num_cached_tokens
         if attempt.id.attempt == 0 or not life.timings.queue_s:
             life.timings.queue_s = started.queue_s
             life.timings.num_cached_tokens = started.num_cached_tokens

@@ -150,7 +150,8 @@ class Attempt:
     """One attempt at some samples of a request, placed on a prefill and a decode node, or on a decode node alone.
 
     `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too. `deadline_s`
-    is the one in the message. `prefill_s`: what its prompt was expected to take.
+    is the one in the message. `prefill_s`: what its prompt was expected to take; `num_cached`: of its tokens, as the
+    node found when it began.
     """
 
     id: AttemptId
@@ -160,6 +161,7 @@ class Attempt:
     deadline_s: float
     prefill_s: float = 0.0
     state: AttemptState = AttemptState.QUEUED
+    num_cached: int | None = None
     prefilled: bool = False  # its prompt no longer occupies the prefill node
     handed_off: bool = False
     end_waits: bool = False  # D's End came while tokens of P are still under way
@@ -172,6 +174,11 @@ class Attempt:
     @property
     def unfinished(self) -> list[SampleLife]:
         return [s for s in self.samples if not s.ended]
+
+    @property
+    def placed_on(self) -> tuple[str, ...]:
+        """The incarnations that will hold its prompt's blocks."""
+        return (self.prefill, self.decode) if self.decode else (self.prefill,)
 
     @property
     def awaits_decode(self) -> bool:

@@ -234,9 +234,14 @@ class Pool:
             self._node_breakers.placed(placement.decode.place, now)
             self.pair_breakers.placed(_key(node, placement.decode), now)
 
-    def prefilled(self, incarnation: str, num_tokens: int, prefill_s: float, now: float) -> None:
-        """That prompt is computed, or no longer needed; `prefill_s` as it was placed."""
+    def prefilled(
+        self, incarnation: str, num_tokens: int, prefill_s: float, now: float, num_computed: int | None
+    ) -> None:
+        """That prompt is computed, so many tokens of it; None: it is no longer needed. `prefill_s` as it was placed."""
         if node := self._nodes.get(incarnation):
+            if num_computed is not None:
+                for learner in (node.prefill_time, self._prefill_time):
+                    learner.learn(num_computed, now - node.busy_since)
             node.num_prompts -= 1
             node.to_prefill -= num_tokens
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
@@ -246,12 +251,6 @@ class Pool:
         """That request no longer generates there."""
         if node := self._nodes.get(incarnation):
             node.to_decode -= num_tokens
-
-    def took(self, prefill: str, num_uncached: int, prefill_s: float) -> None:
-        """A prompt with so many uncached tokens took that long there."""
-        if node := self._nodes.get(prefill):
-            node.prefill_time.learn(num_uncached, prefill_s)
-            self._prefill_time.learn(num_uncached, prefill_s)
 
     def handed_over(self, decode: str, handoff_s: float) -> None:
         """A handoff to this decode node took that long."""

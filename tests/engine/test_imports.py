@@ -30,7 +30,7 @@ for found in ("_modules", "_class_to_module", "_object_missing_backend"):
 """
 PROGRAM = """
 import json, sys, traceback
-import decode_node.node
+import decode_node.node, node.build
 problems = []
 for script in json.loads(sys.argv[1]):
     try:

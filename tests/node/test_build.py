@@ -49,7 +49,7 @@ def test_a_checkpoint_becomes_an_engine_and_all_that_a_router_needs(checkpoint):
     assert (defaults.temperature, defaults.top_k) == (0.5, 7)
     tokenizer = Tokenizer.from_str(built.tokenizer.json.decode())
     assert tokenizer.decode(tokenizer.encode("añb").ids) == "añb"
-    assert built.tokenizer_digest == hashlib.sha256(built.tokenizer.json).hexdigest()
+    assert built.tokenizer.digest == hashlib.sha256(built.tokenizer.json).hexdigest()
 
 
 def test_the_pool_is_as_large_as_told_or_as_could_ever_be_filled(checkpoint):

@@ -133,9 +133,9 @@ def test_nodes_without_a_transport_in_common_are_no_pair() -> None:
 def computed(house: House, request: str, took_s: float) -> None:
     """The request's prompt took so long on its prefill node, and all of it is over."""
     where, prefill = next((w, p) for w, p in house.prefills if p.attempt_id.request_id == request)
-    house.say(where, prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(took_s))
+    house.say(where, prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(took_s), now=took_s)
     assert prefill.decode
-    house.say(prefill.decode.incarnation, prefill, Adopted(0.01, 0, 9), OVER, End())
+    house.say(prefill.decode.incarnation, prefill, Adopted(0.01, 0, 9), OVER, End(), now=took_s)
 
 
 def test_cost_learns_which_prefill_node_is_slow() -> None:

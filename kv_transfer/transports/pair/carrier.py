@@ -6,12 +6,13 @@ All methods are called on the transport's thread, and none blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import TransferError
 from kv_transfer.native import Native, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Note = Callable[[bytes], None]
 """Sends a note to the other end's `Receiving.hear`, ahead of the next message."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from baton.errors import TransferError
 from kv_transfer.native import Native, Target
-from kv_transfer.staging import Staging
+from kv_transfer.slots import Slots
 from kv_transfer.transport import MAX_HEADER_BYTES, Arrived, Failed, Sent, TransportEvent
 from kv_transfer.transports.mailbox import Mailbox
 from kv_transfer.transports.pair.channel import Frame, Kind
@@ -27,7 +27,7 @@ _MOST_GRANTS = 1 << 16
 class Messages:
     """Transport's thread only, except `acquire_remote_slot`. mailbox: the thread's, closed when the thread is over."""
 
-    def __init__(self, staging: Staging, mailbox: Mailbox, emit: Callable[[TransportEvent], None]) -> None:
+    def __init__(self, staging: Slots, mailbox: Mailbox, emit: Callable[[TransportEvent], None]) -> None:
         self._staging = staging
         self._mailbox = mailbox
         self._emit = emit

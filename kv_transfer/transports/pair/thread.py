@@ -15,7 +15,7 @@ from baton.cluster_secret import ClusterSecret
 from baton.errors import TransferError
 from kv_transfer.events import EventQueue
 from kv_transfer.native import DONE, Native, Target
-from kv_transfer.staging import Staging
+from kv_transfer.slots import Slots
 from kv_transfer.transports.pair.address import PairAddress
 from kv_transfer.transports.pair.carrier import Carrier
 from kv_transfer.transports.pair.dialling import End
@@ -32,7 +32,7 @@ _FINISH_S = 1.0
 class PairThread(TransportThread):
     def __init__(
         self,
-        staging: Staging,
+        staging: Slots,
         carrier: Carrier,
         here: PairAddress,
         listener: socket.socket,

@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Callable
 
 from baton.cluster_secret import ClusterSecret
-from kv_transfer.staging import Staging
+from kv_transfer.slots import Slots
 from kv_transfer.transport import CONNECT_S
 from kv_transfer.transports.host import LOOPBACK, address_of, boot_id, hosts_of, listen_on
 from kv_transfer.transports.pair.address import PairAddress
@@ -49,7 +49,7 @@ class PairTransport(ThreadedTransport):
 
     def __init__(
         self,
-        staging: Staging,
+        staging: Slots,
         wake: Callable[[], None],
         carrier: Carrier,
         interface: str | None = None,

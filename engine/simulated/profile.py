@@ -1,0 +1,153 @@
+"""How long the steps and transfers of a real node take: the file of `--profile`.
+
+[step]            a step of decodes alone, in microseconds
+[prompt_step]     a step with prompt tokens, which never takes less than its decodes alone
+[link]            what carries KV between nodes
+[model]           the shape of the KV, and the longest context
+[node]            the sizes of a node, where no flag says otherwise
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from baton.layout import KvLayout, LayerKv
+from engine.pace import StepSize
+
+EMBEDDED = Path(__file__).parent / "profiles"
+_US = 1e-6
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Microseconds of a step, as a function of its `StepSize`; none is negative."""
+
+    constant_us: float
+    per_seq_us: float = 0.0
+    per_context_token_us: float = 0.0
+    per_prompt_token_us: float = 0.0
+    per_prompt_pair_us: float = 0.0
+
+    def seconds(self, size: StepSize) -> float:
+        return _US * (
+            self.constant_us
+            + self.per_seq_us * size.num_seqs
+            + self.per_context_token_us * size.num_context_tokens
+            + self.per_prompt_token_us * size.num_prompt_tokens
+            + self.per_prompt_pair_us * size.num_prompt_pairs
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCost:
+    """`bandwidth_gb_s`: GB/s that a node sends, or receives, in all. `latency_us`: of a message between two processes,
+    with the work of both ends."""
+
+    bandwidth_gb_s: float
+    latency_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the layers of the model store, see `LayerKv`, and how many tokens of context it has."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSizes:
+    """See EngineConfig. `layer_groups`: groups of layers in which the KV of a prompt's last chunk leaves."""
+
+    num_blocks: int
+    max_num_seqs: int = 256
+    layer_groups: int = 1
+    async_scheduling: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """`source`: where the numbers come from, for people."""
+
+    source: str
+    step: StepCost
+    prompt_step: StepCost
+    link: LinkCost
+    model: ModelShape
+    node: NodeSizes
+    name: str = field(default="", compare=False)
+
+    def step_s(self, size: StepSize) -> float:
+        """How long the step takes, in seconds."""
+        if not size.has_prompts:
+            return self.step.seconds(size)
+        return max(self.step.seconds(size), self.prompt_step.seconds(size))
+
+    def layout(self, block_size: int, fingerprint: str) -> KvLayout:
+        shape = self.model
+        layer = LayerKv(shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.dtype)
+        return KvLayout((layer,) * shape.num_layers, block_size, fingerprint)
+
+
+def load_profile(name: str) -> Profile:
+    """The profile in a file, or the embedded one of that name. Raises ValueError with a line for the user."""
+    path = Path(name)
+    embedded = EMBEDDED / f"{name}.toml"
+    if not path.is_file() and embedded.is_file():
+        path = embedded
+    try:
+        stated = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(sorted(file.stem for file in EMBEDDED.glob("*.toml")))
+        raise ValueError(f"--profile {name}: {error.strerror}; profiles that come with baton: {known}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--profile {name}: not TOML: {error}") from None
+    try:
+        return _profile(stated, path.stem)
+    except ValueError as error:
+        raise ValueError(f"--profile {name}: {error}") from None
+
+
+def _profile(stated: Mapping[str, Any], name: str) -> Profile:
+    """Raises ValueError."""
+    tables = {"step": StepCost, "prompt_step": StepCost, "link": LinkCost, "model": ModelShape, "node": NodeSizes}
+    if unknown := sorted(stated.keys() - tables.keys() - {"source"}):
+        raise ValueError(f"unknown: {', '.join(unknown)}")
+    read: dict[str, Any] = {key: _table(kind, key, stated.get(key)) for key, kind in tables.items()}
+    profile = Profile(source=str(stated.get("source", "")), name=name, **read)
+    profile.layout(1, "")  # raises for a shape that no model has
+    if profile.link.bandwidth_gb_s <= 0:
+        raise ValueError("link.bandwidth_gb_s must be more than 0")
+    return profile
+
+
+def _table(kind: type[T], name: str, stated: object) -> T:
+    """Raises ValueError for a missing or unknown entry, and for one that is negative or of a wrong type."""
+    if not isinstance(stated, dict):
+        raise ValueError(f"lacks the table [{name}]")
+    known = {entry.name: str(entry.type) for entry in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(stated.keys() - known.keys()):
+        raise ValueError(f"{name}: unknown: {', '.join(unknown)}")
+    for key, value in stated.items():
+        _check(f"{name}.{key}", known[key], value)
+    needed = {entry.name for entry in fields(kind) if entry.default is MISSING}  # type: ignore[arg-type]
+    if missing := sorted(needed - stated.keys()):
+        raise ValueError(f"{name}: lacks {', '.join(missing)}")
+    return kind(**stated)
+
+
+def _check(name: str, kind: str, value: object) -> None:
+    right = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}[kind]
+    if not isinstance(value, right) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(f"{name} must be of type {kind}, not {value!r}")
+    if kind in ("int", "float") and not 0 <= value < float("inf"):  # type: ignore[operator]
+        raise ValueError(f"{name} must be 0 or more, not {value}")

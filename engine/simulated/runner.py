@@ -1,0 +1,86 @@
+"""The ModelRunner of a simulated node: a step is over when a real one would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from baton.layout import layer_groups_of
+from baton.prompt_logprobs import PromptLogprobs
+from engine.pace import StepSize
+from engine.sequence import Sequence
+from engine.simulated.profile import Profile
+from engine.simulated.tokens import MadeUpTokens
+from engine.step import Choice, Chunk
+
+
+class SimulatedModelRunner:
+    """Implements `engine.step.ModelRunner` over blocks without content. Steps run one after the other.
+
+    clock: seconds. wake_at: calls the engine's loop at a time of that clock, when a step, or a group of layers of a
+    step that ends a prompt to hand off, is done. time_scale: by how much time here passes faster than in the profile.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        tokens: MadeUpTokens,
+        *,
+        clock: Callable[[], float],
+        wake_at: Callable[[float], None],
+        layer_groups: int = 1,
+        time_scale: float = 1.0,
+    ) -> None:
+        self._profile = profile
+        self._tokens = tokens
+        self._clock = clock
+        self._wake_at = wake_at
+        self._time_scale = time_scale
+        self._num_layers = profile.model.num_layers
+        self._groups = [end for _, end in layer_groups_of(self._num_layers, layer_groups)]
+        self._idle_from = 0.0  # when the last launched step ends
+
+    def launch(self, chunks: Seq[Chunk]) -> SimulatedStep:
+        """See `engine.step.ModelRunner`."""
+        begins = max(self._clock(), self._idle_from)
+        takes_s = self._profile.step_s(StepSize.of(chunks)) / self._time_scale
+        self._idle_from = begins + takes_s
+        marks = [(self._idle_from, self._num_layers)]
+        if any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks):
+            marks = [(begins + takes_s * end / self._num_layers, end) for end in self._groups]
+        for when, _ in marks:
+            self._wake_at(when)
+        return SimulatedStep(list(chunks), self._tokens, marks, self._clock)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Nothing: blocks have no content."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """See `engine.step.ModelRunner`."""
+        self._tokens.forget(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """Implements `engine.step.LaunchedStep`. `marks`: (when, number of layers that are done then), in order; the last
+    is the step's end."""
+
+    chunks: list[Chunk]
+    tokens: MadeUpTokens
+    marks: list[tuple[float, int]]
+    clock: Callable[[], float]
+
+    def is_done(self) -> bool:
+        return self.clock() >= self.marks[-1][0]
+
+    def num_layers_done(self) -> int:
+        now = self.clock()
+        return max((layers for when, layers in self.marks if when <= now), default=0)
+
+    def wait(self) -> list[list[Choice]]:
+        """Never waits: a node's loop comes back when `is_done`."""
+        return [self.tokens.choices(chunk) for chunk in self.chunks]
+
+    def prompt_logprobs(self) -> list[tuple[Sequence, PromptLogprobs]]:
+        return [(chunk.sequence, self.tokens.prompt_logprobs(chunk)) for chunk in self.chunks if chunk.scored_positions]

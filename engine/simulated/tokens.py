@@ -1,0 +1,77 @@
+"""What a model without weights says: each token is a function of the prompt and of its own place in the answer.
+
+So an answer that goes on at another node, or is computed again, is the same, and a test can tell every token.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+import zlib
+
+from baton.messages import TokenLogprobs
+from baton.prompt_logprobs import PromptLogprobs
+from engine.sequence import Sequence
+from engine.step import Choice, Chunk
+
+_STRIDE = 2654435761  # Knuth's multiplicative hash
+_LN2 = math.log(2)
+
+
+class MadeUpTokens:
+    """Never says a token of `never`, such as EOS: answers end at max_tokens or at the end of the context.
+
+    Of the n-th most likely token the probability is 2**-n, and the first is always chosen: no sampling parameter
+    changes that. The samples of a request say different things.
+    """
+
+    def __init__(self, vocab_size: int, never: tuple[int, ...] = ()) -> None:
+        self._said = [token for token in range(vocab_size) if token not in never]
+        self._prompts: dict[Sequence, int] = {}  # sequence -> checksum of its prompt
+
+    def forget(self, sequence: Sequence) -> None:
+        self._prompts.pop(sequence, None)
+
+    def token(self, sequence: Sequence, sample: int, index: int, rank: int = 0) -> int:
+        """Token `index` of the answer; `rank` counts from the most likely one."""
+        if (prompt := self._prompts.get(sequence)) is None:
+            prompt = self._prompts[sequence] = checksum(sequence.prompt_tokens)
+        place = (prompt ^ (index * _STRIDE) ^ (sample * 40503)) * _STRIDE >> 7
+        return self._said[(place + rank) % len(self._said)]
+
+    def choices(self, chunk: Chunk) -> list[Choice]:
+        """What follows the chunk's last token, for each sample. Nothing if it has no logits."""
+        if not chunk.num_logits:
+            return []
+        seq = chunk.sequence
+        index, num_top = chunk.end - len(seq.prompt_tokens), seq.sampling.num_logprobs
+        return [
+            Choice(self.token(seq, sample, index), self._logprobs(seq, sample, index, num_top))
+            for sample in seq.samples
+        ]
+
+    def _logprobs(self, seq: Sequence, sample: int, index: int, num_top: int | None) -> TokenLogprobs | None:
+        if num_top is None:
+            return None
+        top = tuple((self.token(seq, sample, index, rank), -_LN2 * (rank + 1)) for rank in range(num_top))
+        return TokenLogprobs(-_LN2, top)
+
+    def prompt_logprobs(self, chunk: Chunk) -> PromptLogprobs:
+        """Of the tokens after the chunk's scored positions: each the most likely, with probability 1/2."""
+        seq, scored = chunk.sequence, chunk.scored_positions
+        num_top = seq.num_prompt_logprobs or 0
+        top_ids, top = array.array("I"), array.array("f")
+        for position in scored:
+            own = seq.prompt_tokens[position + 1]
+            others = [
+                token for token in (self.token(seq, 0, position, rank) for rank in range(num_top + 1)) if token != own
+            ]
+            top_ids.extend([own, *others][:num_top])
+            top.extend(-_LN2 * (rank + 1) for rank in range(num_top))
+        own_logprobs = array.array("f", [-_LN2] * len(scored)).tobytes()
+        ranks = array.array("I", [1] * len(scored)).tobytes()
+        return PromptLogprobs(scored.start + 1, num_top, own_logprobs, ranks, top_ids.tobytes(), top.tobytes())
+
+
+def checksum(tokens: tuple[int, ...]) -> int:
+    return zlib.crc32(array.array("q", tokens).tobytes())

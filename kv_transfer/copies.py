@@ -1,0 +1,78 @@
+"""The interface of the copies between the pool and the slots, and the copies of a node that has neither."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kv_transfer.native import DONE, Native, Target
+from kv_transfer.parts import MAX_PIECES
+from kv_transfer.slices import Rows
+
+Mark = Any
+"""A point in the device's work, from `Copies.mark`."""
+
+Move = Callable[[], None]
+"""Launches a copy."""
+
+
+class Copies(Protocol):
+    """See `SlotCopies`, which copies for real."""
+
+    most_pieces: int
+
+    def mark(self) -> Mark: ...
+
+    def gather(
+        self, slot: int, blocks: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
+    ) -> Native: ...
+
+    def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move: ...
+
+    def on_device(self) -> contextlib.AbstractContextManager[object]: ...
+
+    def make_stream_wait(self, slot: int) -> None: ...
+
+    def is_done(self, slot: int) -> bool: ...
+
+    def when_done(self, slot: int, after: Callable[[], None]) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class NoCopies:
+    """Copies of a simulated node: done at once, since there is nothing to copy."""
+
+    def __init__(self, part_blocks: int) -> None:
+        self.most_pieces = max(part_blocks, MAX_PIECES)
+
+    def mark(self) -> Mark:
+        return None
+
+    def gather(
+        self, slot: int, blocks: Sequence[int], rows: Rows, checksums_at: int | None, placed: Target | None = None
+    ) -> Native:
+        return DONE
+
+    def scatter(self, slot: int, blocks: Sequence[int], rows: Rows, not_before: Mark) -> Move:
+        return _nothing
+
+    def on_device(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def make_stream_wait(self, slot: int) -> None:
+        pass
+
+    def is_done(self, slot: int) -> bool:
+        return True
+
+    def when_done(self, slot: int, after: Callable[[], None]) -> None:
+        after()
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _nothing() -> None:
+    pass

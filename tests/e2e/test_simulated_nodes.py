@@ -1,0 +1,52 @@
+"""Simulated nodes as processes, behind a real router: the protocol and the answers are those of nodes with a model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.simulated.profile import load_profile
+from tests.e2e.client import Answer, Client
+from tests.e2e.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(300)
+
+FLAGS = ("--engine=simulated", "--profile=h200-8b", "--time-scale=0.5", "--num-gpu-blocks-override=9000")
+PROMPT = [5 + i % 4000 for i in range(700)]
+SPECIAL = {0, 1, 2, 3, 4}
+
+
+async def test_a_pair_of_simulated_nodes_serves_and_survives_the_decode_nodes_death(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+        prefill = cluster.node("prefill", "prefill-0", *FLAGS)
+        decode = cluster.node("decode", "decode-0", *FLAGS)
+        router = cluster.router([prefill], [decode])
+        await asyncio.to_thread(router.wait_ready)
+        async with Client(router) as client:
+            whole = await client.complete(PROMPT, max_tokens=60, ignore_eos=True)
+            check(whole)
+            cached = await client.complete(PROMPT, max_tokens=5, ignore_eos=True)
+            assert cached.tokens[0] == whole.tokens[0][:5]
+            assert cached.usage["prompt_tokens_details"]["cached_tokens"] >= 688
+            refused = await client.complete(PROMPT, max_tokens=5, structured_outputs={"regex": "a"})
+            assert refused.status == 400
+            again = client.begin([*PROMPT, 9], stream=True, max_tokens=200, ignore_eos=True)
+            await again.until(20)
+            decode.kill()
+            decode.start()
+            answer = await again.end()
+            assert answer.timings["attempts"] > 1
+            assert answer.tokens[0] == (await client.complete([*PROMPT, 9], max_tokens=200, ignore_eos=True)).tokens[0]
+        await asyncio.to_thread(prefill.wait_whole)
+        await asyncio.to_thread(decode.wait_whole)
+
+
+def check(answer: Answer) -> None:
+    """It is of full length, of tokens with a text, and came no faster than the profile says."""
+    assert answer.error is None
+    assert len(answer.tokens[0]) == 60
+    assert not SPECIAL & set(answer.tokens[0])
+    step_s = load_profile("h200-8b").step.constant_us * 1e-6 / 0.5
+    assert answer.timings["total_ms"] / 1e3 > 59 * step_s
