@@ -135,6 +135,10 @@ class RouterCore:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    def num_placements(self) -> dict[str, int]:
+        """By what was decided, since the start: `Placement.kind`, or that an attempt waited for a node."""
+        return dict(self._attempts.num_placements)
+
     def states(self) -> list[AttemptState]:
         """The states of all live work, for metrics."""
         return self._attempts.states()

@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
-from router.policies import Candidate, Options, Policy
+from router.policies import Candidate, Option, Options, Policy
+from router.policies.cost import cost
 from router.policies.least_loaded import LeastLoaded
 from router.rates import Mean, PrefillTime
 
@@ -76,17 +78,40 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`decode` None: the decode node in `prefill` does all the work. `prefill_s`: what the prompt is expected to take,
-    without the queue before it."""
+    """`decode` None: the decode node in `prefill` does all the work. `option`: the two as the policy saw them."""
 
     prefill: Node
     decode: Node | None
-    prefill_s: float = 0.0
+    option: Option
 
     @property
     def last(self) -> Node:
         """The node that will generate."""
         return self.decode or self.prefill
+
+    @property
+    def kind(self) -> Literal["pair", "decode_alone"]:
+        return "pair" if self.decode else "decode_alone"
+
+    @property
+    def prefill_s(self) -> float:
+        """What the prompt is expected to take, without the queue before it."""
+        return self.option.prefill.prefill_s
+
+    @property
+    def expected_first_token_s(self) -> float:
+        """As far as the nodes decide: the prefill node's, or that of the decode node alone."""
+        return self.option.prefill.start_s
+
+    def __str__(self) -> str:
+        """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
+        first, last = self.option.prefill, self.option.decode or self.option.prefill
+        return (
+            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * cost(self.option):.1f} "
+            f"queue_ms={1e3 * first.queue_s:.1f} prefill_ms={1e3 * first.prefill_s:.1f} "
+            f"handoff_ms={1e3 * last.handoff_s if self.decode else 0:.1f} cached={first.num_cached} "
+            f"decode_cached={last.num_cached} running={last.num_running} fill={last.fill:.2f}"
+        )
 
 
 def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
@@ -162,9 +187,9 @@ class Pool:
         if prefills and not any(self._fit(p, d) for p in prefills for d in decodes):
             raise NodeUnavailable(self.why_not_ready() or "no node")
         options = self._options(self._willing(prefills, decodes, avoid, now), now, num_tokens, held)
-        prefill, decode = self._policy.choose(options, self._draw)
-        first = self._node_of(prefill)
-        return Placement(first, self._node_of(decode) if decode else None, prefill.prefill_s)
+        option = self._policy.choose(options, self._draw)
+        prefill, decode = option
+        return Placement(self._node_of(prefill), self._node_of(decode) if decode else None, option)
 
     def _willing(
         self, prefills: list[Node], decodes: list[Node], avoid: set[str], now: float

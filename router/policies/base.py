@@ -45,6 +45,11 @@ class Option(NamedTuple):
     prefill: Candidate
     decode: Candidate | None
 
+    @property
+    def alone(self) -> Option:
+        """The node that generates does all."""
+        return Option(self.decode or self.prefill, None)
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
