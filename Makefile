@@ -31,9 +31,9 @@ test-gpu: ## the tests marked gpu, with whatever python has torch with CUDA (PYT
 test-clients: setup .venv-clients/ready ## OpenAI's and Anthropic's clients, agent frameworks and an evaluation harness against a cluster
 	@.venv-clients/bin/python -m pytest -c tests/clients/pytest.ini --rootdir tests/clients --confcutdir tests/clients tests/clients
 
-.venv-clients/ready: tests/clients/requirements.txt
+.venv-clients/ready: tests/clients/requirements.txt tests/clients/constraints.txt
 	@$(PYTHON) -m venv --clear .venv-clients
-	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt -c tests/clients/constraints.txt
 	@touch $@
 
 coverage: setup ## the tests with every line counted, child processes too: a table, and htmlcov/

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
+from baton_kernels.event_thread import EventThread
 from kv_transfer.copies import Mark
 from kv_transfer.native import DONE, Native, OnDevice, Target
 from kv_transfer.parts import MAX_PIECES
@@ -47,8 +45,7 @@ class SlotCopies:
         self._stream: Any = torch.cuda.Stream(device, priority=-1) if on_gpu else None  # type: ignore[no-untyped-call]
         events: Any = torch.cuda.Event
         self._done = [events(blocking=not spin_wait) for _ in range(staging.num_slots)] if on_gpu else []
-        self._copies: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._watch = EventThread(device, "kv-copies")
 
     def mark(self) -> Mark:
         """All work queued so far on the current stream."""
@@ -111,13 +108,7 @@ class SlotCopies:
         if self._stream is None:
             after()
             return
-        self._copies.put((self._done[slot], after))
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_watch, args=(self._device, self._copies), name="kv-copies", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._copies.put, None)
+        self._watch.add(self._done[slot], after)
 
     def synchronize(self) -> None:
         """Wait for all copies."""
@@ -146,12 +137,3 @@ class SlotCopies:
         done = self._done[slot]
         done.record(self._stream)
         return OnDevice(done)
-
-
-def _watch(device: torch.device, copies: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None]) -> None:
-    torch.cuda.set_device(device)  # a new thread defaults to device 0, and would create a context there
-    while (copy := copies.get()) is not None:
-        done, after = copy
-        done.synchronize()
-        after()
-        del copy, done, after  # what they refer to need not live until the next copy

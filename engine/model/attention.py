@@ -19,9 +19,9 @@ from baton.layout import LayerKv
 from baton_kernels.kv_write import HeadNorm, kv_write, rope_kv_write
 from baton_kernels.paged_attention import PagedBatch, paged_attention
 from engine.model import rope
-from engine.model.device_watch import SeesLayers
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import KvPool, require_served
+from engine.model.layer_marks import SeesLayers
 
 IMPLEMENTATION = "baton_paged"
 _SITE = "baton_attention_site"

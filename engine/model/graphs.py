@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, num_singles, pack, unpack
-from engine.model.device_watch import SeesLayers
+from engine.model.layer_marks import SeesLayers
 from engine.model.upload import upload_to
 from engine.step import Chunk
 

@@ -14,17 +14,18 @@ from transformers import PreTrainedModel
 
 from baton.layout import layer_groups_of
 from baton.prompt_logprobs import PromptLogprobs
+from baton_kernels.event_thread import EventThread
 from baton_kernels.paged_attention import warm_up
 from engine.config import EngineConfig
 from engine.model import batch, prompt_logprobs
 from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
 from engine.model.choices import Sampled
-from engine.model.device_watch import DeviceWatch, LayerMarks, SeesLayers
 from engine.model.extensions import BatchExtension
 from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes, single_prompt_sizes
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
+from engine.model.layer_marks import LayerMarks, SeesLayers
 from engine.model.prompt_logprobs import HiddenStates, Scored
 from engine.model.sampler import Sampler
 from engine.model.warm_up import first_steps
@@ -64,7 +65,8 @@ class TorchModelRunner:
         )
         self._hidden_states = HiddenStates(model)
         self._graphs: StepGraphs | None = None
-        self._watch = DeviceWatch(model.device, wake) if wake and model.device.type == "cuda" else None
+        self._wake = wake
+        self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
         groups = layer_groups_of(len(probed.kv), layer_groups)
         self._group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
 
@@ -122,9 +124,9 @@ class TorchModelRunner:
             logits = self._logits(ordered, rows, marks)
         sampled = self._sampler.launch(logits, columns)
         step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
-        if self._watch is not None:
+        if self._watch is not None and self._wake is not None:
             for event in step.events:
-                self._watch.add(event)
+                self._watch.add(event, self._wake)
         return step
 
     def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:

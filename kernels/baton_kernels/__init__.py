@@ -11,6 +11,8 @@
     host_copy         copies of small arrays to and from pinned host memory
     sampling          one token per row of logits
 
+Besides, `event_thread` waits for points in a GPU's work.
+
 An operator's `__init__` defines its signature, checks shapes and picks the implementation. This package imports no
 other package of the project.
 """

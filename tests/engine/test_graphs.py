@@ -15,8 +15,8 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.attention import probe
-from engine.model.device_watch import LayerMarks
 from engine.model.graphs import DECODE_PLACES, decode_capture_sizes, mixed_sizes, prompt_sizes, single_prompt_sizes
+from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner

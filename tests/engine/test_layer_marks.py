@@ -11,10 +11,11 @@ import torch
 
 from baton.messages import AttemptId
 from baton.sampling import SamplingParams
+from baton_kernels.event_thread import EventThread
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.attention import probe
-from engine.model.device_watch import DeviceWatch, LayerMarks
+from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner, TorchStep
@@ -62,9 +63,9 @@ def test_a_device_that_fails_wakes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sleeps until the step is done must learn that it never will be."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     woken = threading.Semaphore(0)
-    watch = DeviceWatch(torch.device("cuda"), woken.release)
+    watch = EventThread(torch.device("cuda"), "watch")
     for _ in range(2):
-        watch.add(Broken())  # type: ignore[arg-type]
+        watch.add(Broken(), woken.release)  # type: ignore[arg-type]
         assert woken.acquire(timeout=WAIT_S)
 
 
