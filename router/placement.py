@@ -38,6 +38,11 @@ class Node:
     """Number of the last placement that gave it a prompt to compute."""
     prefill_time: PrefillTime = field(default_factory=PrefillTime)
     handoff_s: Mean = field(default_factory=Mean)
+    capacity: int = field(init=False)
+    """Tokens that its KV pool holds."""
+
+    def __post_init__(self) -> None:
+        self.capacity = self.info.num_blocks * self.info.layout.block_size
 
     @property
     def place(self) -> Place:
@@ -50,11 +55,6 @@ class Node:
         earlier is further along: a prompt of 1,024 tokens takes 20 to 30 ms, more than the rest of a first token."""
         return self.to_prefill, self.last_placed if self.to_prefill else 0
 
-    @property
-    def busy(self) -> tuple[int, int]:
-        """How much the node has to generate."""
-        return self.to_decode, self.load.num_waiting + self.load.num_running
-
     def queue_s(self, now: float) -> float:
         """Until it would start one more prompt. It is in the midst of the first that it has."""
         if not self.num_prompts:
@@ -62,18 +62,28 @@ class Node:
         first_s = self.to_prefill_s / self.num_prompts
         return self.to_prefill_s - min(max(0.0, now - self.busy_since), first_s)
 
-    def expected_prefill_s(self, num_tokens: int) -> float:
-        """What so many uncached tokens take, without the queue: as the node says itself beside what it decodes, or as
-        was learned."""
-        told = self.load.prompt_tokens_per_s
-        return num_tokens / told if told else self.prefill_time.predict(num_tokens)
-
-    def fill(self, num_tokens: int) -> float:
-        """Share of its KV pool that is in use, or spoken for, with so many tokens more."""
-        num_all = self.info.num_blocks * self.info.layout.block_size
-        load = self.load
-        used = 1 - load.num_blocks_free / load.num_blocks_total if load.num_blocks_total else 0.0
-        return max(self.to_decode / num_all, used) + num_tokens / num_all
+    def candidate(self, now: float, num_tokens: int, num_held: int) -> Candidate:
+        """As a policy sees it for a prompt of so many tokens, of which it holds so many leading blocks. The last token
+        of a prompt is always computed."""
+        info, load, capacity = self.info, self.load, self.capacity
+        num_cached = min(num_held * info.layout.block_size, max(0, num_tokens - 1)) if num_held else 0
+        told = load.prompt_tokens_per_s  # beside what it decodes
+        num_uncached = num_tokens - num_cached
+        spoken_for = self.to_decode / capacity
+        in_use = 1 - load.num_blocks_free / load.num_blocks_total if load.num_blocks_total else 0.0
+        return Candidate(
+            info.incarnation,
+            info.node_id,
+            self.backlog,
+            (self.to_decode, load.num_waiting + load.num_running),
+            num_cached,
+            self.queue_s(now) if self.num_prompts else 0.0,
+            num_uncached / told if told else self.prefill_time.predict(num_uncached),
+            self.handoff_s.value,
+            load.num_running,
+            (in_use if in_use > spoken_for else spoken_for) + num_tokens / capacity,
+            load.target_itl_s > 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +150,6 @@ class Pool:
         self._misfits: dict[tuple[str, str], str | None] = {}  # by the incarnations of a prefill and a decode node
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
         self._num_placed = 0
-        self._seen: dict[str, Node] = {}  # what the policy has been shown, by incarnation
 
     def add(self, info: NodeInfo) -> None:
         """A node that is here already keeps its counts."""
@@ -197,9 +206,12 @@ class Pool:
         """Those that may get the request, and whether there is a pair among them: as few in `avoid` as possible. A
         decode node whose circuit breaker is open counts as avoided, a prefill node works with none."""
         if len(self._node_breakers):
+            prefills = [p for p in prefills if not self._node_breakers.is_out(p.place, now)]
             avoid = avoid | {d.info.incarnation for d in decodes if self._node_breakers.is_out(d.place, now)}
 
         def split(nodes: list[Node]) -> list[list[Node]]:
+            if not avoid:
+                return [nodes, []]
             return [[n for n in nodes if (n.info.incarnation in avoid) is avoided] for avoided in (False, True)]
 
         of_prefill, of_decode = split(prefills), split(decodes)
@@ -212,31 +224,24 @@ class Pool:
         self, willing: tuple[list[Node], list[Node], bool], now: float, num_tokens: int, held: Mapping[str, int]
     ) -> Options:
         prefills, decodes, paired = willing
-        self._seen = {}
-
-        def seen(node: Node) -> Candidate:
-            candidate = _candidate(node, now, num_tokens, held.get(node.info.incarnation, 0))
-            self._seen[candidate.incarnation] = node
-            return candidate
 
         def fits(prefill: Candidate, decode: Candidate) -> bool:
             return self._works(self._node_of(prefill), self._node_of(decode), now)
 
-        first, second = [seen(node) for node in prefills], [seen(node) for node in decodes]
+        first, second = (
+            [node.candidate(now, num_tokens, held.get(node.info.incarnation, 0)) for node in nodes]
+            for nodes in (prefills, decodes)
+        )
         alone = second if not paired else []
         if paired and self._policy.uses_decode_alone:
             alone = [candidate for candidate in second if candidate.bounds_gaps]
         return Options(first, second if paired else [], fits, alone, self._num_placed)
 
     def _node_of(self, candidate: Candidate) -> Node:
-        return self._seen[candidate.incarnation]
+        return self._nodes[candidate.incarnation]
 
     def _works(self, prefill: Node, decode: Node, now: float) -> bool:
-        return (
-            self._fit(prefill, decode)
-            and not self.pair_breakers.is_out(_key(prefill, decode), now)
-            and not self._node_breakers.is_out(prefill.place, now)
-        )
+        return self._fit(prefill, decode) and not self.pair_breakers.is_out(_key(prefill, decode), now)
 
     def _fit(self, prefill: Node, decode: Node) -> bool:
         return self._misfits[_key(prefill, decode)] is None
@@ -318,24 +323,6 @@ class Pool:
             if reason := self._misfits[key] or self.pair_breakers.why_out(key, now):
                 reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
         return "; ".join(reasons) or None
-
-
-def _candidate(node: Node, now: float, num_tokens: int, num_held: int) -> Candidate:
-    """The last token of a prompt is always computed."""
-    num_cached = min(num_held * node.info.layout.block_size, max(0, num_tokens - 1))
-    return Candidate(
-        node.info.incarnation,
-        node.info.node_id,
-        node.backlog,
-        node.busy,
-        num_cached,
-        node.queue_s(now),
-        node.expected_prefill_s(num_tokens - num_cached),
-        node.handoff_s.value,
-        node.load.num_running,
-        node.fill(num_tokens),
-        node.load.target_itl_s > 0,
-    )
 
 
 def _key(prefill: Node, decode: Node) -> tuple[str, str]:

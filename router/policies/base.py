@@ -9,10 +9,9 @@ from random import Random
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A node, as a policy sees it for one prompt. `incarnation` is its own, `node_id` a name that orders what is equal
-    otherwise. Times are in seconds.
+class Candidate(NamedTuple):
+    """A node, as a policy sees it for one prompt: a tuple, because each placement makes one of each node.
+    `incarnation` is its own, `node_id` a name that orders what is equal otherwise. Times are in seconds.
 
     backlog, busy: in order of work, how much the node has to compute of other prompts, and to generate. num_cached:
     leading tokens of the prompt that its prefix cache holds. queue_s: until it would start the prompt. prefill_s: from
