@@ -140,4 +140,5 @@ class Attempts:
         self.prefilled(life, attempt, now)
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, life.request.block_hashes)
-        self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens))
+        held_s = now - (life.deadline - attempt.deadline_s)
+        self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens), held_s)

@@ -114,8 +114,7 @@ class RouterCore:
                     self._fail(life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation}, lost=True)
 
     def node_load(self, incarnation: str, load: Load) -> None:
-        if node := self.pool.get(incarnation):
-            node.load = load
+        self.pool.told(incarnation, load)
 
     def node_blocks(self, incarnation: str, events: KvEvents) -> None:
         """Raises InvalidRequest if events are missing before these: the node's session must end."""

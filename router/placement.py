@@ -18,6 +18,8 @@ from router.rates import Mean, PrefillTime
 
 _NONE_HELD: Mapping[str, int] = {}
 Place = tuple[NodeRole, str]
+UNKNOWN_HELD_S = 1.0
+"""How long requests are expected to generate on a node on which none has ended."""
 
 
 @dataclass(slots=True)
@@ -32,12 +34,16 @@ class Node:
     to_decode: int = 0
     num_prompts: int = 0
     to_prefill_s: float = 0.0
+    waiting_of_others: int = 0
+    """Tokens of prompts that wait there for other routers, as of its last load."""
     busy_since: float = 0.0
     """When it is believed to have begun with the first of the prompts that it has."""
     last_placed: int = 0
     """Number of the last placement that gave it a prompt to compute."""
     prefill_time: PrefillTime = field(default_factory=PrefillTime)
     handoff_s: Mean = field(default_factory=Mean)
+    held_s: Mean = field(default_factory=Mean)
+    """How long requests have their blocks there, until they end."""
     capacity: int = field(init=False)
     """Tokens that its KV pool holds."""
 
@@ -57,10 +63,11 @@ class Node:
 
     def queue_s(self, now: float) -> float:
         """Until it would start one more prompt. It is in the midst of the first that it has."""
+        others_s = self.prefill_time.predict(self.waiting_of_others) if self.waiting_of_others else 0.0
         if not self.num_prompts:
-            return 0.0
+            return others_s
         first_s = self.to_prefill_s / self.num_prompts
-        return self.to_prefill_s - min(max(0.0, now - self.busy_since), first_s)
+        return others_s + self.to_prefill_s - min(max(0.0, now - self.busy_since), first_s)
 
     def candidate(self, now: float, num_tokens: int, num_held: int) -> Candidate:
         """As a policy sees it for a prompt of so many tokens, of which it holds so many leading blocks. The last token
@@ -77,12 +84,13 @@ class Node:
             self.backlog,
             (self.to_decode, load.num_waiting + load.num_running),
             num_cached,
-            self.queue_s(now) if self.num_prompts else 0.0,
+            self.queue_s(now) if self.num_prompts or self.waiting_of_others else 0.0,
             num_uncached / told if told else self.prefill_time.predict(num_uncached),
             self.handoff_s.value,
             load.num_running,
             (in_use if in_use > spoken_for else spoken_for) + num_tokens / capacity,
             load.target_itl_s > 0,
+            self.held_s.value or UNKNOWN_HELD_S,
         )
 
 
@@ -277,10 +285,17 @@ class Pool:
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
             node.busy_since = now
 
-    def ended(self, incarnation: str, num_tokens: int) -> None:
-        """That request no longer generates there."""
+    def ended(self, incarnation: str, num_tokens: int, held_s: float) -> None:
+        """That request no longer generates there, so long after it was placed."""
         if node := self._nodes.get(incarnation):
             node.to_decode -= num_tokens
+            node.held_s.learn(held_s)
+
+    def told(self, incarnation: str, load: Load) -> None:
+        """A node's load. What it counts beyond the prompts that it has of this router waits for others."""
+        if node := self._nodes.get(incarnation):
+            node.load = load
+            node.waiting_of_others = max(0, load.num_waiting_tokens - node.to_prefill)
 
     def handed_over(self, decode: str, handoff_s: float) -> None:
         """A handoff to this decode node took that long."""

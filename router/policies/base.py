@@ -17,7 +17,8 @@ class Candidate(NamedTuple):
     leading tokens of the prompt that its prefix cache holds. queue_s: until it would start the prompt. prefill_s: from
     there to the first token. handoff_s: what a handoff to this decode node usually takes after that. num_running:
     requests that generate there. fill: share of its KV pool that placed requests will need. bounds_gaps: it computes
-    prompts without letting a stream wait for longer than its --target-itl.
+    prompts without letting a stream wait for longer than its --target-itl. held_s: how long requests generate there, so
+    that a pool's worth of them makes room in that time.
     """
 
     incarnation: str
@@ -31,6 +32,7 @@ class Candidate(NamedTuple):
     num_running: int = 0
     fill: float = 0.0
     bounds_gaps: bool = False
+    held_s: float = 1.0
 
     @property
     def start_s(self) -> float:

@@ -29,8 +29,6 @@ those beyond its pool wait."""
 BUSY_S = 1e-6
 """Of each prompt token whose request generates there: with 1,024 of them a step takes some 40 us longer, for all of the
 node's streams. It keeps decode nodes in balance."""
-OVERFULL_S = 1.0
-"""Of each further pool's worth of requests: these wait for others to end."""
 DISTURBED = 0.01
 """The price of a second of slower decoding, for each stream that shares steps with a prompt. The target of the node
 bounds each gap; this is for the sum of them."""
@@ -86,6 +84,7 @@ def decode_cost(node: Candidate) -> float:
 
 
 def _full_cost(node: Candidate) -> float:
+    """What exceeds the pool waits until as much has ended of what is there."""
     fill = node.fill
     overfull = fill - 1.0 if fill > 1.0 else 0.0
-    return BUSY_S * node.busy[0] + FULL_S * fill * fill + OVERFULL_S * overfull
+    return BUSY_S * node.busy[0] + FULL_S * fill * fill + node.held_s * overfull
