@@ -71,6 +71,7 @@ ALL_NAMES = frozenset(
         "model",
         "node_id",
         "num_gpu_blocks_override",
+        "policy",
         "prefill",
         "profile",
         "protect_metrics",

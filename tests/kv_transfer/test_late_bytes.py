@@ -15,7 +15,7 @@ from kv_transfer.transport import Arrived, Failed, PeerDisconnected, Sent
 from tests.kv_transfer.rig import Rig, rig_of
 from tests.kv_transfer.rig_node import arrived, digest_of, pool_of
 
-BLOCKS = 8_192  # 32 MiB: what is missing when the middle is, no socket's buffers hold
+BLOCKS = 16_384  # 64 MiB: what is missing when the middle is, no socket's buffers hold
 OLD, REWRITTEN, NEXT, UNTOUCHED = 0x11, 0x22, 0x33, 0x44
 SETTLING_CALLS = 100
 ATTEMPTS = 20
