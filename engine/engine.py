@@ -105,6 +105,11 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of prompts of which nothing is computed yet."""
+        return self._scheduler.num_waiting_tokens
+
+    @property
     def only_launches(self) -> bool:
         """Whether `compute` returns once a step is launched. The device idles until the launch, so callers defer what
         can wait until after it. If False, `compute` takes as long as the step itself."""

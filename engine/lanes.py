@@ -33,6 +33,8 @@ class Lanes:
         self._queues: dict[Lane, WaitingQueue[Sequence]] = {}  # no queue is empty
         self._serials = itertools.count()
         self._num_waiting = 0
+        self.num_waiting_tokens = 0
+        """Of all sequences that wait."""
         self._holders: dict[Sequence, int] = {}  # admitted sequences still in their lanes -> blocks
         self._num_held = Counter[Lane]()
         self._last_arrival: OrderedDict[Lane, float] = OrderedDict()  # of known lanes, oldest first
@@ -48,6 +50,7 @@ class Lanes:
         """Queue it behind all others of its priority."""
         self._queues.setdefault(seq.lane, WaitingQueue(self._serials)).add(seq, seq.priority)
         self._num_waiting += 1
+        self.num_waiting_tokens += seq.num_tokens
         if seq.lane is not None:
             self._last_arrival[seq.lane] = seq.arrived_s
             self._last_arrival.move_to_end(seq.lane)
@@ -58,6 +61,7 @@ class Lanes:
         queue = self._queues.get(seq.lane)
         if queue and queue.remove(seq):
             self._num_waiting -= 1
+            self.num_waiting_tokens -= seq.num_tokens
             if not queue:
                 del self._queues[seq.lane]
 

@@ -77,6 +77,11 @@ class Scheduler:
         return len(self._lanes) + len(self._preempted)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of sequences that have not run yet."""
+        return self._lanes.num_waiting_tokens
+
+    @property
     def num_not_ready(self) -> int:
         """Waiting sequences that waited for a load or their matcher, and not for room, when the last step was
         scheduled."""
@@ -331,6 +336,7 @@ class Scheduler:
             assert not seq.block_table, f"{seq.attempt_id} waits and holds blocks"
         assert self._awaited.keys() <= {*self._lanes, *self._preempted}, "a load is waited for by nobody who waits"
         assert len({*self._running, *self._lanes, *self._preempted}) == self.num_running + self.num_waiting
+        assert self.num_waiting_tokens == sum(seq.num_tokens for seq in self._lanes), "waiting tokens are miscounted"
 
 
 def _rank(seq: Sequence) -> tuple[int, float, int]:

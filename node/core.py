@@ -235,6 +235,7 @@ class RoleCore(ABC):
             blocks.num_free + blocks.num_cached,
             blocks.num_total,
             self._stopping,
+            self.engine.num_waiting_tokens,
             target_itl_s=target_s or 0.0,
             prompt_tokens_per_s=self.engine.prompt_tokens_per_s if target_s else 0.0,
         )

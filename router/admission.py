@@ -3,17 +3,39 @@ at its end."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from types import TracebackType
 
 from baton.errors import BatonError, InvalidRequest, Overloaded
+from router.rates import Mean
+from router.scope import RETRY_AFTER_S
+
+LONGEST_RETRY_AFTER_S = 60
+
+
+class Full(Overloaded):
+    """A limit is reached. `retry_after_s`: when there may be room again, in whole seconds."""
+
+    def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+def retry_after_s(error: BatonError) -> int:
+    """What to answer in `Retry-After` to a request that may be repeated."""
+    return error.retry_after_s if isinstance(error, Full) else RETRY_AFTER_S
 
 
 class Admission:
     """Counts everything that is admitted and keeps each count below its limit; a limit of 0 means no limit.
 
     `max_num_requests`: prompts in flight, or texts to tokenize. `max_num_tokens`: prompt tokens in flight. `on_refused`
-    is called for each request that is refused for lack of room.
+    is called for each request that is refused for lack of room. `clock`: monotonic seconds.
+
+    What is refused learns when to come again, by Little's law: if n shares are in flight and each is held for w seconds
+    on average, n / w come free in a second.
     """
 
     def __init__(
@@ -21,18 +43,21 @@ class Admission:
         max_num_requests: int = 0,
         max_num_tokens: int = 0,
         on_refused: Callable[[BatonError], None] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_requests = 0
         self.num_tokens = 0
         self._max_num_requests = max_num_requests
         self._max_num_tokens = max_num_tokens
         self._on_refused = on_refused
+        self._clock = clock
+        self._held_s = Mean()
 
     def admit(self, num_requests: int, num_tokens: int) -> Admitted:
         """Reserve a share. `num_tokens` may be an estimate, see `Admitted.resize`. A request that is alone always gets
         its tokens.
 
-        Raises Overloaded when there is no room now, InvalidRequest when there can never be.
+        Raises Full when there is no room now, InvalidRequest when there can never be.
         """
         limit = self._max_num_requests
         if limit and num_requests > limit:
@@ -41,14 +66,24 @@ class Admission:
                 "prompt",
             )
         if limit and self.num_requests + num_requests > limit:
-            self._refuse(f"{self.num_requests} of {limit} requests are in flight (--max-num-requests)")
+            missing_share = (self.num_requests + num_requests - limit) / self.num_requests
+            self._refuse(f"{self.num_requests} of {limit} requests are in flight (--max-num-requests)", missing_share)
         limit = self._max_num_tokens
         if limit and self.num_tokens and self.num_tokens + num_tokens > limit:
-            self._refuse(f"prompts of {self.num_tokens} of {limit} tokens are in flight (--max-num-prompt-tokens)")
-        return Admitted(self, num_requests, num_tokens)
+            missing_share = (self.num_tokens + num_tokens - limit) / self.num_tokens
+            self._refuse(
+                f"prompts of {self.num_tokens} of {limit} tokens are in flight (--max-num-prompt-tokens)", missing_share
+            )
+        return Admitted(self, num_requests, num_tokens, self._clock())
 
-    def _refuse(self, message: str) -> None:
-        error = Overloaded(message)
+    def generated(self, since: float) -> None:
+        """A generation is over that was admitted at `since`."""
+        self._held_s.learn(self._clock() - since)
+
+    def _refuse(self, message: str, missing_share: float) -> None:
+        """`missing_share`: how much of what is in flight has to end first."""
+        wait_s = math.ceil(min(missing_share, 1.0) * self._held_s.value)
+        error = Full(message, min(max(wait_s, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S))
         self._on_refused(error)
         raise error
 
@@ -56,8 +91,9 @@ class Admission:
 class Admitted:
     """One request's share, held until `release`, or until the end of the `with` block unless `keep` was called."""
 
-    def __init__(self, admission: Admission, num_requests: int, num_tokens: int) -> None:
+    def __init__(self, admission: Admission, num_requests: int, num_tokens: int, since: float) -> None:
         self._admission = admission
+        self._since = since
         self._num_requests = num_requests
         self._num_tokens = 0
         self._kept = False
@@ -75,6 +111,8 @@ class Admitted:
 
     def release(self) -> None:
         """Idempotent."""
+        if self._kept and self._num_requests:
+            self._admission.generated(self._since)
         self._admission.num_requests -= self._num_requests
         self._num_requests = 0
         self.resize(0)

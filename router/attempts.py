@@ -5,6 +5,9 @@ What an attempt's tokens mean for its request, and whether another one follows, 
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+
 from baton.errors import NodeUnavailable
 from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
@@ -14,6 +17,8 @@ from router.placement import Placement, Pool
 from router.prefix_index import PrefixIndex
 from router.versions import ModelVersion, VersionGone
 from router.waiting import WaitingForNode
+
+log = logging.getLogger(__name__)
 
 
 class Attempts:
@@ -29,6 +34,7 @@ class Attempts:
         self._outbox = outbox
         self._live: dict[AttemptId, tuple[RequestLife, Attempt]] = {}
         self._waiting = WaitingForNode(max_waiting)
+        self.num_placements: Counter[str] = Counter({"pair": 0, "decode_alone": 0, "waited": 0})
 
     def find(self, attempt_id: AttemptId, incarnation: str) -> tuple[RequestLife, Attempt] | None:
         """The live attempt of that name and its request, if it was placed on that node."""
@@ -60,6 +66,7 @@ class Attempts:
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
         """Raises NodeUnavailable when there is no place, nor one to wait."""
         if placement is None:
+            self.num_placements["waited"] += 1
             self._waiting.add(task, self._pool.why_not_ready(task.life.version) or "no node")
         else:
             self._place(task, placement, now)
@@ -87,11 +94,16 @@ class Attempts:
     def _place(self, task: Unplaced, placement: Placement, now: float) -> None:
         """Those of its samples that have not ended while it waited."""
         if placement.decode and not task.life.request.has_prefill:
-            placement = Placement(placement.decode, None, placement.prefill_s)
+            placement = Placement(placement.decode, None, placement.option.alone)
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
         attempt_id = AttemptId(self._epoch, task.key, task.attempt)
         left_s = life.deadline - now
+        self.num_placements[placement.kind] += 1
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("placed attempt=%d %s", task.attempt, placement, extra={"request_id": life.request.request_id})
+        if task.attempt == 0:
+            life.timings.expected_first_token_s = now - life.arrived + placement.expected_first_token_s
         attempt = Attempt(
             attempt_id,
             samples,
@@ -143,7 +155,8 @@ class Attempts:
         self.prefilled(life, attempt, now)
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, life.request.block_hashes)
-        self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens))
+        held_s = now - (life.deadline - attempt.deadline_s)
+        self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens), held_s)
 
 
 def _heir(life: RequestLife, gone: ModelVersion, heirs: list[ModelVersion]) -> ModelVersion:

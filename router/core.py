@@ -51,6 +51,7 @@ from router.life import (
 from router.placement import Pool
 from router.policies import Policy
 from router.prefix_index import PrefixIndex
+from router.retry_budget import RetryBudget
 
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
@@ -80,6 +81,7 @@ class RouterCore:
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._deadlines: Deadlines[str] = Deadlines()
+        self._retries = RetryBudget()
         self._outbox = Outbox()
         self._attempts = Attempts(epoch, self.pool, self.prefix_index, self._outbox, max_waiting)
 
@@ -97,21 +99,23 @@ class RouterCore:
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. Attempts that depended on the node are lost."""
-        node = self.pool.remove(incarnation)
+        node = self.pool.get(incarnation)
+        stopped = node is not None and not node.takes_work  # nobody's fault
+        if not stopped:
+            self.pool.failed(incarnation, reason, now)
+        self.pool.remove(incarnation)
         self.prefix_index.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
-        stopped = node is not None and not node.takes_work  # nobody's fault
         for life in list(self._requests.values()):
             attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
             if not stopped and (attempts or incarnation in life.blamed):
                 life.lost[incarnation] = f"{what}: {reason}"
             for attempt in attempts:
                 if attempt.id in life.attempts:  # one failure can end all the request's work
-                    self._fail(life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation})
+                    self._fail(life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation}, lost=True)
 
     def node_load(self, incarnation: str, load: Load) -> None:
-        if node := self.pool.get(incarnation):
-            node.load = load
+        self.pool.told(incarnation, load)
 
     def drain_node(self, incarnation: str, drains: bool) -> None:
         """Place nothing more on the node, or place work there again. What it has goes on."""
@@ -140,6 +144,10 @@ class RouterCore:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    def num_placements(self) -> dict[str, int]:
+        """By what was decided, since the start: `Placement.kind`, or that an attempt waited for a node."""
+        return dict(self._attempts.num_placements)
+
     def states(self) -> list[AttemptState]:
         """The states of all live work, for metrics."""
         return self._attempts.states()
@@ -156,6 +164,7 @@ class RouterCore:
         placement = self._attempts.choose(life, now)
         self._attempts.place_or_wait(Unplaced(life, samples, request.request_id, 0), placement, now)
         self._requests[request.request_id] = life
+        self._retries.request(now)
         self._deadlines.set(request.request_id, life.deadline)
 
     def stop_sample(self, request_id: str, sample: int, now: float) -> None:
@@ -225,7 +234,8 @@ class RouterCore:
                     self._attempts.prefilled(life, attempt, now)
                     attempt.handed_off = True
                     if attempt.decode:
-                        self.pool.faults.worked((attempt.prefill, attempt.decode))
+                        self.pool.pair_breakers.worked((attempt.prefill, attempt.decode))
+                    self.pool.worked(attempt.prefill)
                     life.timings.handed_off(handed_off)
                     self._after_progress(life, attempt, now)
             case Adopted() as adopted:
@@ -234,6 +244,7 @@ class RouterCore:
                 for sample in attempt.samples:
                     self._release(life, sample, now)
                 life.timings.adopted(adopted)
+                self.pool.worked(incarnation)
                 self.pool.handed_over(incarnation, adopted.handoff_s)
             case End(error):
                 self._ended(life, attempt, error, incarnation, now)
@@ -322,6 +333,7 @@ class RouterCore:
                 attempt.state = AttemptState.HANDING_OFF
             elif not attempt.decode:
                 attempt.state = AttemptState.DECODING
+                self.pool.worked(attempt.prefill)
             self._tell(life, attempt, sample, TokensOut(sample.index, fresh, item.logprobs[known:]), now)
         return True
 
@@ -346,8 +358,11 @@ class RouterCore:
             if isinstance(error, PeerLost):
                 life.blamed |= suspects
             if isinstance(error, TransferError) and attempt.decode:
-                self.pool.faults.failed((attempt.prefill, attempt.decode), error.message, now)
-            self._fail(life, attempt, error, now, suspects)
+                self.pool.pair_breakers.failed((attempt.prefill, attempt.decode), error.message, now)
+            if isinstance(error, InternalError):
+                for suspect in suspects:
+                    self.pool.failed(suspect, error.message, now)
+            self._fail(life, attempt, error, now, suspects, lost=isinstance(error, PeerLost))
         elif not attempt.unfinished:
             if incarnation == attempt.decode and not attempt.handed_off:
                 # its last word is still under way and says nothing new
@@ -385,8 +400,10 @@ class RouterCore:
         now: float,
         suspects: set[str] | None = None,
         retry: bool = False,
+        lost: bool = False,
     ) -> None:
-        """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`."""
+        """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. `lost`: a
+        node is, which needs no share of the retry budget."""
         self._attempts.abort(attempt)
         self._attempts.retire(life, attempt, now)
         unfinished = attempt.unfinished
@@ -400,6 +417,9 @@ class RouterCore:
             error, retry = InternalError(f"given up, since nodes were lost that ran it: {life.losses}"), False
         if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
             self._end(life, error, now)
+            return
+        if not (lost or self._retries.take(now)):
+            self._end(life, type(error)(f"{error.message}; not tried again, since too many requests are"), now)
             return
         try:
             for group in life.groups(unfinished):

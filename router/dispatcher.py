@@ -154,6 +154,10 @@ class Dispatcher:
         states = Counter(state.value for state in self._core.states())
         return {state.value: states[state.value] for state in AttemptState}
 
+    def num_placements(self) -> dict[str, int]:
+        """See RouterCore.num_placements."""
+        return self._core.num_placements()
+
     def prefix_index(self) -> PrefixIndexState:
         """How much is known of the nodes' prefix caches."""
         index, nodes = self._core.prefix_index, self._core.nodes()

@@ -17,6 +17,7 @@ from baton.errors import BatonError, InternalError, InvalidRequest, RequestCance
 from baton.sampling import NAMES
 from baton.telemetry import request_scope
 from baton.v1 import generation_pb2 as pb
+from router.admission import retry_after_s
 from router.answer import Delta
 from router.api_keys import ApiKeys, salted
 from router.generation import Generation
@@ -26,7 +27,7 @@ from router.life import RequestTimings
 from router.limits import MAX_COUNTED_CHARS, MAX_NAME_CHARS, MAX_ROLE_CHARS
 from router.models import ServedModel
 from router.prompt_logprobs import check_num_prompt_logprobs
-from router.scope import RETRY_AFTER_S, usable_request_id
+from router.scope import usable_request_id
 from router.service import Service, size_of_chat
 
 log = logging.getLogger(__name__)
@@ -260,7 +261,7 @@ async def _answered(
             _log_end(method, "OK", received)
         return result
     _log_end(method, error.grpc_status, received)
-    retry = (("retry-after", str(RETRY_AFTER_S)),) if error.retryable else ()
+    retry = (("retry-after", str(retry_after_s(error))),) if error.retryable else ()
     try:
         async with asyncio.timeout(_ABORT_S):
             await context.abort(grpc.StatusCode[error.grpc_status], error.message, retry)

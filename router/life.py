@@ -78,7 +78,8 @@ class RoutedRequest:
 @dataclass(slots=True)
 class RequestTimings:
     """Durations in seconds, each by one process's own clock, of the attempt that got furthest. `first_token_s`: until
-    the client got a token, 0 if it never did. The durations of the handoff are those of `HandedOff` and `Adopted`."""
+    the client got a token, 0 if it never did; `expected_first_token_s`: what the first attempt's
+    placement expected of it. The durations of the handoff are those of `HandedOff` and `Adopted`."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -90,6 +91,7 @@ class RequestTimings:
     step_wait_s: float = 0.0
     handoff_s: float = 0.0
     first_token_s: float = 0.0
+    expected_first_token_s: float = 0.0
     total_s: float = 0.0
     num_cached_tokens: int = 0
     num_decode_cached_tokens: int = 0

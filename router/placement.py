@@ -6,16 +6,21 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
-from router.pair_faults import PairFaults
-from router.policies import Candidate, Options, Policy
+from router.circuit_breakers import CircuitBreakers, Pair
+from router.policies import Candidate, Option, Options, Policy
+from router.policies.cost import cost
 from router.policies.least_loaded import LeastLoaded
 from router.rates import Mean, PrefillTime
 from router.versions import ModelVersion, difference, shares, version_of
 
 _NONE_HELD: Mapping[str, int] = {}
+Place = tuple[NodeRole, str]
+UNKNOWN_HELD_S = 1.0
+"""How long requests are expected to generate on a node on which none has ended."""
 
 
 @dataclass(slots=True)
@@ -30,17 +35,24 @@ class Node:
     to_decode: int = 0
     num_prompts: int = 0
     to_prefill_s: float = 0.0
+    waiting_of_others: int = 0
+    """Tokens of prompts that wait there for other routers, as of its last load."""
     busy_since: float = 0.0
     """When it is believed to have begun with the first of the prompts that it has."""
     last_placed: int = 0
     """Number of the last placement that gave it a prompt to compute."""
     prefill_time: PrefillTime = field(default_factory=PrefillTime)
     handoff_s: Mean = field(default_factory=Mean)
+    held_s: Mean = field(default_factory=Mean)
+    """How long requests have their blocks there, until they end."""
     drains: bool = False
     """It takes no new work, since an operator or its discovery wants it gone."""
+    capacity: int = field(init=False)
+    """Tokens that its KV pool holds."""
     version: ModelVersion = field(init=False)
 
     def __post_init__(self) -> None:
+        self.capacity = self.info.num_blocks * self.info.layout.block_size
         self.version = version_of(self.info)
 
     @property
@@ -48,50 +60,85 @@ class Node:
         return not self.drains and not self.load.draining
 
     @property
+    def place(self) -> Place:
+        """Where it runs: the same after a restart."""
+        return self.info.role, self.info.address
+
+    @property
     def backlog(self) -> tuple[int, int]:
         """How late the node would start one more prompt. Of two with equal work, the one that got its last prompt
         earlier is further along: a prompt of 1,024 tokens takes 20 to 30 ms, more than the rest of a first token."""
         return self.to_prefill, self.last_placed if self.to_prefill else 0
 
-    @property
-    def busy(self) -> tuple[int, int]:
-        """How much the node has to generate."""
-        return self.to_decode, self.load.num_waiting + self.load.num_running
-
     def queue_s(self, now: float) -> float:
         """Until it would start one more prompt. It is in the midst of the first that it has."""
+        others_s = self.prefill_time.predict(self.waiting_of_others) if self.waiting_of_others else 0.0
         if not self.num_prompts:
-            return 0.0
+            return others_s
         first_s = self.to_prefill_s / self.num_prompts
-        return self.to_prefill_s - min(max(0.0, now - self.busy_since), first_s)
+        return others_s + self.to_prefill_s - min(max(0.0, now - self.busy_since), first_s)
 
-    def expected_prefill_s(self, num_tokens: int) -> float:
-        """What so many uncached tokens take, without the queue: as the node says itself beside what it decodes, or as
-        was learned."""
-        told = self.load.prompt_tokens_per_s
-        return num_tokens / told if told else self.prefill_time.predict(num_tokens)
-
-    def fill(self, num_tokens: int) -> float:
-        """Share of its KV pool that is in use, or spoken for, with so many tokens more."""
-        num_all = self.info.num_blocks * self.info.layout.block_size
-        load = self.load
-        used = 1 - load.num_blocks_free / load.num_blocks_total if load.num_blocks_total else 0.0
-        return max(self.to_decode / num_all, used) + num_tokens / num_all
+    def candidate(self, now: float, num_tokens: int, num_held: int) -> Candidate:
+        """As a policy sees it for a prompt of so many tokens, of which it holds so many leading blocks. The last token
+        of a prompt is always computed."""
+        info, load, capacity = self.info, self.load, self.capacity
+        num_cached = min(num_held * info.layout.block_size, max(0, num_tokens - 1)) if num_held else 0
+        told = load.prompt_tokens_per_s  # beside what it decodes
+        num_uncached = num_tokens - num_cached
+        spoken_for = self.to_decode / capacity
+        in_use = 1 - load.num_blocks_free / load.num_blocks_total if load.num_blocks_total else 0.0
+        return Candidate(
+            info.incarnation,
+            info.node_id,
+            self.backlog,
+            (self.to_decode, load.num_waiting + load.num_running),
+            num_cached,
+            self.queue_s(now) if self.num_prompts or self.waiting_of_others else 0.0,
+            num_uncached / told if told else self.prefill_time.predict(num_uncached),
+            self.handoff_s.value,
+            load.num_running,
+            (in_use if in_use > spoken_for else spoken_for) + num_tokens / capacity,
+            load.target_itl_s > 0,
+            self.held_s.value or UNKNOWN_HELD_S,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`decode` None: the decode node in `prefill` does all the work. `prefill_s`: what the prompt is expected to take,
-    without the queue before it."""
+    """`decode` None: the decode node in `prefill` does all the work. `option`: the two as the policy saw them."""
 
     prefill: Node
     decode: Node | None
-    prefill_s: float = 0.0
+    option: Option
 
     @property
     def last(self) -> Node:
         """The node that will generate."""
         return self.decode or self.prefill
+
+    @property
+    def kind(self) -> Literal["pair", "decode_alone"]:
+        return "pair" if self.decode else "decode_alone"
+
+    @property
+    def prefill_s(self) -> float:
+        """What the prompt is expected to take, without the queue before it."""
+        return self.option.prefill.prefill_s
+
+    @property
+    def expected_first_token_s(self) -> float:
+        """As far as the nodes decide: the prefill node's, or that of the decode node alone."""
+        return self.option.prefill.start_s
+
+    def __str__(self) -> str:
+        """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
+        first, last = self.option.prefill, self.option.decode or self.option.prefill
+        return (
+            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * cost(self.option):.1f} "
+            f"queue_ms={1e3 * first.queue_s:.1f} prefill_ms={1e3 * first.prefill_s:.1f} "
+            f"handoff_ms={1e3 * last.handoff_s if self.decode else 0:.1f} cached={first.num_cached} "
+            f"decode_cached={last.num_cached} running={last.num_running} fill={last.fill:.2f}"
+        )
 
 
 def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
@@ -113,7 +160,8 @@ class Pool:
     `draw`: what the policy draws from. Nodes of different model versions are never paired."""
 
     def __init__(self, with_prefill: bool = True, policy: Policy | None = None, draw: Random | None = None) -> None:
-        self.faults = PairFaults()
+        self.pair_breakers: CircuitBreakers[Pair] = CircuitBreakers()
+        self._node_breakers: CircuitBreakers[Place] = CircuitBreakers()
         self._policy = policy or LeastLoaded()
         self._draw = draw or Random()
         self.with_prefill = with_prefill
@@ -121,7 +169,6 @@ class Pool:
         self._misfits: dict[tuple[str, str], str | None] = {}  # by the incarnations of a prefill and a decode node
         self._prefill_time = PrefillTime()  # of all: what is expected of a new one
         self._num_placed = 0
-        self._seen: dict[str, Node] = {}  # what the policy has been shown, by incarnation
 
     def add(self, info: NodeInfo) -> None:
         """A node that is here already keeps its counts."""
@@ -132,7 +179,7 @@ class Pool:
         self._compare()
 
     def remove(self, incarnation: str) -> Node | None:
-        self.faults.forget(incarnation)
+        self.pair_breakers.forget(lambda pair: incarnation in pair)
         removed = self._nodes.pop(incarnation, None)
         self._compare()
         return removed
@@ -207,16 +254,22 @@ class Pool:
         if prefills and not any(self._fit(p, d) for p in prefills for d in decodes):
             raise NodeUnavailable(self._why_not(prefills, decodes) or "no node")
         options = self._options(self._willing(prefills, decodes, avoid, now), now, num_tokens, held)
-        prefill, decode = self._policy.choose(options, self._draw)
-        first = self._node_of(prefill)
-        return Placement(first, self._node_of(decode) if decode else None, prefill.prefill_s)
+        option = self._policy.choose(options, self._draw)
+        prefill, decode = option
+        return Placement(self._node_of(prefill), self._node_of(decode) if decode else None, option)
 
     def _willing(
         self, prefills: list[Node], decodes: list[Node], avoid: set[str], now: float
     ) -> tuple[list[Node], list[Node], bool]:
-        """Those that may get the request, and whether there is a pair among them: as few in `avoid` as possible."""
+        """Those that may get the request, and whether there is a pair among them: as few in `avoid` as possible. A
+        decode node whose circuit breaker is open counts as avoided, a prefill node works with none."""
+        if len(self._node_breakers):
+            prefills = [p for p in prefills if not self._node_breakers.is_out(p.place, now)]
+            avoid = avoid | {d.info.incarnation for d in decodes if self._node_breakers.is_out(d.place, now)}
 
         def split(nodes: list[Node]) -> list[list[Node]]:
+            if not avoid:
+                return [nodes, []]
             return [[n for n in nodes if (n.info.incarnation in avoid) is avoided] for avoided in (False, True)]
 
         of_prefill, of_decode = split(prefills), split(decodes)
@@ -229,27 +282,24 @@ class Pool:
         self, willing: tuple[list[Node], list[Node], bool], now: float, num_tokens: int, held: Mapping[str, int]
     ) -> Options:
         prefills, decodes, paired = willing
-        self._seen = {}
-
-        def seen(node: Node) -> Candidate:
-            candidate = _candidate(node, now, num_tokens, held.get(node.info.incarnation, 0))
-            self._seen[candidate.incarnation] = node
-            return candidate
 
         def fits(prefill: Candidate, decode: Candidate) -> bool:
             return self._works(self._node_of(prefill), self._node_of(decode), now)
 
-        first, second = [seen(node) for node in prefills], [seen(node) for node in decodes]
+        first, second = (
+            [node.candidate(now, num_tokens, held.get(node.info.incarnation, 0)) for node in nodes]
+            for nodes in (prefills, decodes)
+        )
         alone = second if not paired else []
         if paired and self._policy.uses_decode_alone:
             alone = [candidate for candidate in second if candidate.bounds_gaps]
         return Options(first, second if paired else [], fits, alone, self._num_placed)
 
     def _node_of(self, candidate: Candidate) -> Node:
-        return self._seen[candidate.incarnation]
+        return self._nodes[candidate.incarnation]
 
     def _works(self, prefill: Node, decode: Node, now: float) -> bool:
-        return self._fit(prefill, decode) and not self.faults.is_out(_key(prefill, decode), now)
+        return self._fit(prefill, decode) and not self.pair_breakers.is_out(_key(prefill, decode), now)
 
     def _fit(self, prefill: Node, decode: Node) -> bool:
         return self._misfits[_key(prefill, decode)] is None
@@ -267,6 +317,10 @@ class Pool:
         node.to_prefill_s += placement.prefill_s
         node.last_placed = self._num_placed
         placement.last.to_decode += num_tokens
+        self._node_breakers.placed(node.place, now)
+        if placement.decode:
+            self._node_breakers.placed(placement.decode.place, now)
+            self.pair_breakers.placed(_key(node, placement.decode), now)
 
     def prefilled(
         self, incarnation: str, num_tokens: int, prefill_s: float, now: float, num_computed: int | None
@@ -281,15 +335,34 @@ class Pool:
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
             node.busy_since = now
 
-    def ended(self, incarnation: str, num_tokens: int) -> None:
-        """That request no longer generates there."""
+    def ended(self, incarnation: str, num_tokens: int, held_s: float) -> None:
+        """That request no longer generates there, so long after it was placed."""
         if node := self._nodes.get(incarnation):
             node.to_decode -= num_tokens
+            node.held_s.learn(held_s)
+
+    def told(self, incarnation: str, load: Load) -> None:
+        """A node's load. What it counts beyond the prompts that it has of this router waits for others."""
+        if node := self._nodes.get(incarnation):
+            node.load = load
+            node.waiting_of_others = max(0, load.num_waiting_tokens - node.to_prefill)
 
     def handed_over(self, decode: str, handoff_s: float) -> None:
         """A handoff to this decode node took that long."""
         if node := self._nodes.get(decode):
             node.handoff_s.learn(handoff_s)
+
+    # ---- what failed ----
+
+    def failed(self, incarnation: str, reason: str, now: float) -> None:
+        """The node is at fault: it ended a request with an internal error, or it is about to be removed as lost."""
+        if node := self._nodes.get(incarnation):
+            self._node_breakers.failed(node.place, reason, now)
+
+    def worked(self, incarnation: str) -> None:
+        """The node did what was asked of it."""
+        if len(self._node_breakers) and (node := self._nodes.get(incarnation)):
+            self._node_breakers.worked(node.place)
 
     # ---- for a person ----
 
@@ -319,8 +392,8 @@ class Pool:
         return f" ({self._misfits[_key(prefills[0], decodes[0])]})" if prefills and decodes else ""
 
     def why_degraded(self, now: float) -> str | None:
-        """Why requests are not answered as intended: decode nodes compute prompts, or certain nodes of one version
-        cannot work together. None: nothing is missing."""
+        """Why requests are not answered as intended: decode nodes compute prompts, or certain nodes fail, or
+        cannot work with others of their version. None: nothing is missing."""
         groups = self._groups()
         reasons = []
         for version, (prefills, decodes) in groups.items():
@@ -329,29 +402,14 @@ class Pool:
                 reasons.append(f"no prefill node{where}")
             if not decodes:
                 reasons.append(f"no decode node{where}{self._why_apart(prefills)}")
+            for node in (*prefills, *decodes):
+                if reason := self._node_breakers.why_out(node.place, now):
+                    reasons.append(f"{node.info.node_id} is avoided for a while, since it fails: {reason}")
             for pair in itertools.product(prefills, decodes):
                 key = _key(*pair)
-                if reason := self._misfits[key] or self.faults.why_out(key, now):
+                if reason := self._misfits[key] or self.pair_breakers.why_out(key, now):
                     reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
         return "; ".join(reasons) or None
-
-
-def _candidate(node: Node, now: float, num_tokens: int, num_held: int) -> Candidate:
-    """The last token of a prompt is always computed."""
-    num_cached = min(num_held * node.info.layout.block_size, max(0, num_tokens - 1))
-    return Candidate(
-        node.info.incarnation,
-        node.info.node_id,
-        node.backlog,
-        node.busy,
-        num_cached,
-        node.queue_s(now),
-        node.expected_prefill_s(num_tokens - num_cached),
-        node.handoff_s.value,
-        node.load.num_running,
-        node.fill(num_tokens),
-        node.load.target_itl_s > 0,
-    )
 
 
 def _key(prefill: Node, decode: Node) -> tuple[str, str]:

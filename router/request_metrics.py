@@ -58,6 +58,9 @@ class RequestMetrics:
                 account.finish_reason = reason.value
             case RequestEnd(error, timings):
                 del self._open[request_id]
+                if timings.num_attempts == 1 and timings.first_token_s and timings.expected_first_token_s:
+                    ratio = timings.first_token_s / timings.expected_first_token_s
+                    self.metrics.first_token_ratio.labels(account.model).observe(ratio)
                 self.metrics.ended(account.model, timings.total_s, error, account.finish_reason)
 
     def _tokens(self, account: _Account, sample: int, count: int, now: float) -> None:

@@ -94,7 +94,13 @@ class RouterServer:
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
         limits = HttpLimits(bodies, settings.keep_alive_interval, settings.websocket_idle_timeout)
         status = StatusRoutes(
-            self.cluster, self.dispatcher, metrics, registry, self.admission, shared.place if shared else None
+            self.cluster,
+            self.dispatcher,
+            metrics,
+            registry,
+            self.admission,
+            shared.place if shared else None,
+            settings.policy,
         )
         self._siblings = status.siblings
         parsers = make_parsers(settings)

@@ -216,6 +216,7 @@ class Update(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Load:
     """The load of a node, sent with every heartbeat. `draining`: it finishes its requests and takes no new ones.
+    `num_waiting_tokens`: of prompts of which it has computed nothing yet, whichever router sent them.
     `target_itl_s`: the time that it lets a step with decodes take, if it computes prompts beside them; 0: no limit.
     `prompt_tokens_per_s`: how fast it would compute a prompt from its first token on, beside what it decodes now and
     within that time; 0: not known."""
@@ -225,6 +226,7 @@ class Load:
     num_blocks_free: int = 0
     num_blocks_total: int = 0
     draining: bool = False
+    num_waiting_tokens: int = 0
     target_itl_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
 

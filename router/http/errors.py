@@ -13,12 +13,12 @@ from starlette.exceptions import HTTPException
 
 from baton.errors import BatonError, InvalidRequest
 from baton.v1 import common_pb2
+from router.admission import retry_after_s
 from router.api_keys import InvalidApiKey
 from router.generation_request import ContextTooLong
 from router.http.anthropic.errors import in_messages_api, messages_error
 from router.http.responses_api.errors import PreviousResponseNotFound
 from router.models import UnknownModel
-from router.scope import RETRY_AFTER_S
 
 _RETRYABLE = (429, 503)
 _CODES: dict[type[BatonError], str] = {
@@ -57,7 +57,7 @@ def response_to(error: BatonError, scope: Scope) -> JSONResponse:
     """The error's HTTP status, with Retry-After if a retry may succeed, and WWW-Authenticate if a key is missing."""
     headers = {}
     if error.http_status in _RETRYABLE:
-        headers["retry-after"] = str(RETRY_AFTER_S)
+        headers["retry-after"] = str(retry_after_s(error))
     elif error.http_status >= 500:
         headers["x-should-retry"] = "false"  # OpenAI's clients come again after any 5xx, with what two nodes died of
     if error.http_status == 401:

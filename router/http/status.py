@@ -21,7 +21,8 @@ from router.workers.siblings import Siblings, WorkerPlace
 
 
 class StatusRoutes:
-    """`place`: as one of several workers, /load and /metrics speak for all, with the help of `siblings`."""
+    """`place`: as one of several workers, /load and /metrics speak for all, with the help of `siblings`.
+    `policy`: the name of the one in use."""
 
     def __init__(
         self,
@@ -31,12 +32,14 @@ class StatusRoutes:
         registry: CollectorRegistry,
         admission: Admission,
         place: WorkerPlace | None = None,
+        policy: str = "",
     ) -> None:
         self._cluster = cluster
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._registry = registry
         self._admission = admission
+        self._policy = policy
         answers = {"load": lambda: admission.num_requests, "metrics": lambda: plain_metrics(self._current())}
         self.siblings = Siblings(place, answers) if place else None
         self.routes = APIRouter()
@@ -87,6 +90,7 @@ class StatusRoutes:
         self._metrics.set_requests(self._dispatcher.num_requests_by_state())
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
+        self._metrics.set_placements(self._policy, self._dispatcher.num_placements())
         indexed = self._dispatcher.prefix_index().nodes
         self._metrics.set_prefix_index({node.node_id: node.num_blocks for node in indexed})
         return self._registry

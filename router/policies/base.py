@@ -9,16 +9,16 @@ from random import Random
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A node, as a policy sees it for one prompt. `incarnation` is its own, `node_id` a name that orders what is equal
-    otherwise. Times are in seconds.
+class Candidate(NamedTuple):
+    """A node, as a policy sees it for one prompt: a tuple, because each placement makes one of each node.
+    `incarnation` is its own, `node_id` a name that orders what is equal otherwise. Times are in seconds.
 
     backlog, busy: in order of work, how much the node has to compute of other prompts, and to generate. num_cached:
     leading tokens of the prompt that its prefix cache holds. queue_s: until it would start the prompt. prefill_s: from
     there to the first token. handoff_s: what a handoff to this decode node usually takes after that. num_running:
     requests that generate there. fill: share of its KV pool that placed requests will need. bounds_gaps: it computes
-    prompts without letting a stream wait for longer than its --target-itl.
+    prompts without letting a stream wait for longer than its --target-itl. held_s: how long requests generate there, so
+    that a pool's worth of them makes room in that time.
     """
 
     incarnation: str
@@ -32,6 +32,7 @@ class Candidate:
     num_running: int = 0
     fill: float = 0.0
     bounds_gaps: bool = False
+    held_s: float = 1.0
 
     @property
     def start_s(self) -> float:
@@ -44,6 +45,11 @@ class Option(NamedTuple):
 
     prefill: Candidate
     decode: Candidate | None
+
+    @property
+    def alone(self) -> Option:
+        """The node that generates does all."""
+        return Option(self.decode or self.prefill, None)
 
 
 @dataclass(frozen=True, slots=True)

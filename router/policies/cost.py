@@ -10,7 +10,7 @@ others, as Preble has it (Srivatsa et al. 2024, arXiv 2407.00023).
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Callable, Sequence
 from random import Random
 
 from router.policies.base import Candidate, Option, Options, Policy
@@ -29,8 +29,6 @@ those beyond its pool wait."""
 BUSY_S = 1e-6
 """Of each prompt token whose request generates there: with 1,024 of them a step takes some 40 us longer, for all of the
 node's streams. It keeps decode nodes in balance."""
-OVERFULL_S = 1.0
-"""Of each further pool's worth of requests: these wait for others to end."""
 DISTURBED = 0.01
 """The price of a second of slower decoding, for each stream that shares steps with a prompt. The target of the node
 bounds each gap; this is for the sum of them."""
@@ -42,13 +40,21 @@ class Cost(Policy):
     uses_decode_alone = True
 
     def choose(self, options: Options, draw: Random) -> Option:
-        prefills = heapq.nsmallest(NUM_BEST, options.prefills, key=lambda node: (node.start_s, node.node_id))
-        decodes = heapq.nsmallest(NUM_BEST, options.decodes, key=lambda node: (decode_cost(node), node.node_id))
+        prefills = _least(options.prefills, prefill_cost)
+        decodes = _least(options.decodes, decode_cost)
         best = list(options.pairs(prefills, decodes)) or list(options.pairs())
-        best += [Option(node, None) for node in options.alone]
-        first, *others = heapq.nsmallest(2, best, key=lambda option: (cost(option), *_names(option)))
-        near = [option for option in others if cost(option) <= (1 + NEAR) * cost(first)]
-        return draw.choice([first, *near])
+        best += [Option(node, None) for node in _least(options.alone, alone_cost)]
+        ranked = sorted([(cost(option), _names(option), i) for i, option in enumerate(best)])[:2]
+        near = [best[last] for least, _, last in ranked if least <= (1 + NEAR) * ranked[0][0]]
+        return draw.choice(near)
+
+
+def _least(nodes: Sequence[Candidate], price: Callable[[Candidate], float]) -> list[Candidate]:
+    """The cheapest of them, in order; of equal ones the first by name."""
+    if len(nodes) <= 1:
+        return list(nodes)
+    ranked = sorted([(price(node), node.node_id, i) for i, node in enumerate(nodes)])
+    return [nodes[i] for _, _, i in ranked[:NUM_BEST]]
 
 
 def _names(option: Option) -> list[str]:
@@ -58,10 +64,18 @@ def _names(option: Option) -> list[str]:
 def cost(option: Option) -> float:
     """In seconds."""
     prefill, decode = option
-    if decode is not None:
-        return prefill.start_s + decode_cost(decode)
-    disturbed_s = prefill.prefill_s * prefill.num_running
-    return prefill.start_s + _full_cost(prefill) + DISTURBED * disturbed_s
+    return prefill_cost(prefill) + decode_cost(decode) if decode is not None else alone_cost(prefill)
+
+
+def prefill_cost(node: Candidate) -> float:
+    """What a pair's prefill node adds."""
+    return node.queue_s + node.prefill_s
+
+
+def alone_cost(node: Candidate) -> float:
+    """Of a decode node that does all."""
+    disturbed_s = node.prefill_s * node.num_running
+    return node.queue_s + node.prefill_s + _full_cost(node) + DISTURBED * disturbed_s
 
 
 def decode_cost(node: Candidate) -> float:
@@ -70,4 +84,7 @@ def decode_cost(node: Candidate) -> float:
 
 
 def _full_cost(node: Candidate) -> float:
-    return BUSY_S * node.busy[0] + FULL_S * node.fill**2 + OVERFULL_S * max(0.0, node.fill - 1.0)
+    """What exceeds the pool waits until as much has ended of what is there."""
+    fill = node.fill
+    overfull = fill - 1.0 if fill > 1.0 else 0.0
+    return BUSY_S * node.busy[0] + FULL_S * fill * fill + node.held_s * overfull

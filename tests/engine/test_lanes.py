@@ -127,3 +127,15 @@ def test_whoever_leaves_the_queue_is_not_admitted() -> None:
     pool.add(gone, stays, sequence("b", "b"))
     pool.scheduler.remove(gone)
     assert (pool.scheduler.num_waiting, pool.admitted()) == (2, ["stays", "b"])
+
+
+def test_tokens_that_wait_are_counted() -> None:
+    pool = Pool()
+    one, two, three = (sequence(name, "d1", num_blocks) for name, num_blocks in (("a", 2), ("b", 3), ("c", NUM_BLOCKS)))
+    pool.add(one, two, three)
+    assert pool.scheduler.num_waiting_tokens == (2 + 3 + NUM_BLOCKS) * BLOCK_SIZE
+    assert pool.admitted() == ["a", "b"]
+    assert pool.scheduler.num_waiting_tokens == NUM_BLOCKS * BLOCK_SIZE
+    pool.scheduler.remove(three)
+    pool.scheduler.remove(three)
+    assert pool.scheduler.num_waiting_tokens == 0

@@ -9,7 +9,7 @@ from baton import wire
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.v1 import generation_pb2 as pb
 from baton.v1 import generation_pb2_grpc
-from router.admission import Admission
+from router.admission import LONGEST_RETRY_AFTER_S, Admission, Full
 from tests.router.conftest import Router, says
 from tests.router.fake_node import Answer
 from tests.router.http_shapes import CHAT, error_of
@@ -48,6 +48,35 @@ def test_one_request_alone_has_its_tokens():
     admission = Admission(0, 100)
     with admission.admit(1, 1000), pytest.raises(Overloaded):
         admission.admit(1, 1)
+
+
+def refused(admission: Admission, num_requests: int, num_tokens: int) -> int:
+    with pytest.raises(Full) as error:
+        admission.admit(num_requests, num_tokens)
+    return error.value.retry_after_s
+
+
+def test_who_is_refused_learns_when_there_may_be_room():
+    now = [0.0]
+    admission = Admission(10, 1000, clock=lambda: now[0])
+    held = [admission.admit(1, 100) for _ in range(10)]
+    assert refused(admission, 1, 1) == 1, "nothing is known"
+    now[0] = 20.0
+    for share in held[:4]:
+        share.keep()
+        share.release()
+    held[4].release()  # no generation
+    assert [admission.admit(1, 100) for _ in range(5)]
+    assert refused(admission, 1, 1) == 2, "a tenth of what ends in 20 s"
+    assert refused(admission, 5, 1) == 10
+    tokens = Admission(0, 1000, clock=lambda: now[0])
+    share = tokens.admit(1, 800)
+    share.keep()
+    now[0] = 100.0
+    share.release()
+    tokens.admit(1, 800)
+    assert refused(tokens, 1, 400) == 20, "a quarter of what ends in 80 s"
+    assert refused(tokens, 1, 10**9) == LONGEST_RETRY_AFTER_S
 
 
 def in_flight(router: Router) -> tuple[int, int]:

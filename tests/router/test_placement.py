@@ -20,6 +20,7 @@ from baton.messages import (
 )
 from baton.sampling import FinishReason, SamplingParams
 from router.life import RoutedRequest
+from router.rates import PRIOR_S_PER_TOKEN
 from tests.router.house import House, info
 
 OVER = SampleEnd(0, FinishReason.LENGTH)
@@ -187,3 +188,63 @@ def test_a_decode_node_computes_prompts_only_if_it_bounds_its_gaps(target_itl_s:
     house.core.node_load("d1", Load(0, 4, 9, 9, target_itl_s=target_itl_s, prompt_tokens_per_s=1e4))
     assert place(house, "next") == expected
     assert (house.prefills[-1][1].decode is None) is (expected == "d1")
+
+
+def test_decisions_are_counted_told_and_compared_with_what_came(caplog: pytest.LogCaptureFixture) -> None:
+    house = House("p1", "d1", policy="cost")
+    with caplog.at_level("DEBUG", "router.attempts"):
+        assert place(house, "a", 100) == "p1"
+    (line,) = [record.getMessage() for record in caplog.records]
+    nodes = "placed attempt=0 prefill=p1 decode=d1"
+    assert line.startswith(f"{nodes} cost_ms=34.1 queue_ms=0.0 prefill_ms=10.0 handoff_ms=0.0"), (
+        "0.05 s x (100 / 144)^2"
+    )
+    say(house, "p1", "a", Tokens(0, 0, (5,)), HandedOff(0.1))
+    say(house, "d1", "a", Adopted(0.1, 0, 9), OVER, End())
+    assert house.last_word.timings.expected_first_token_s == pytest.approx(100 * PRIOR_S_PER_TOKEN)
+    house.core.node_lost("p1", "died", 1.0)
+    assert place(house, "b") == "d1"
+    house.core.node_lost("d1", "died", 1.0)
+    house.collect()
+    assert house.core.num_placements() == {"pair": 1, "decode_alone": 1, "waited": 1}
+
+
+def test_prompts_that_wait_for_other_routers_count() -> None:
+    house = House("p1", "p2", "d1", policy="cost")
+    assert place(house, "a", 100) in ("p1", "p2")
+    ((busy, _),) = house.prefills
+    idle = "p2" if busy == "p1" else "p1"
+    house.core.node_load(busy, Load(1, 0, 9, 9, num_waiting_tokens=100))  # this router's own
+    house.core.node_load(idle, Load(9, 0, 9, 9, num_waiting_tokens=5000))
+    node = house.core.pool.get(idle)
+    assert node
+    assert node.queue_s(0.0) == pytest.approx(5000 * PRIOR_S_PER_TOKEN)
+    assert [place(house, f"more-{i}") for i in range(3)] == [busy] * 3
+    house.core.node_load(idle, Load())
+    assert node.queue_s(0.0) == 0.0
+    assert place(house, "last") == idle
+
+
+def test_what_a_full_decode_node_makes_wait_follows_from_how_long_its_requests_last() -> None:
+    house = House("p1", "d1", "d2", policy="cost")
+    pool = house.core.pool
+    for name, lasted_s in (("d1", 100.0), ("d2", 1.0)):
+        pool.ended(name, 0, lasted_s)
+        house.core.node_load(name, Load(0, 4, 0, 9))
+    assert pool.get("p1")
+    for i in range(4):
+        place(house, f"r{i}", 20)
+        decode = house.prefills[-1][1].decode
+        assert decode
+        assert decode.incarnation == "d2", "a seventh of a pool too many: 14 s or 0.14"
+
+
+def test_how_long_requests_last_is_learned_when_they_end() -> None:
+    house = House("p1", "d1")
+    place(house, "a")
+    say(house, "p1", "a", Tokens(0, 0, (5,)), HandedOff(0.1))
+    _, prefill = house.prefills[0]
+    house.say("d1", prefill, Adopted(0.1, 0, 9), OVER, End(), now=7.5)
+    node = house.core.pool.get("d1")
+    assert node
+    assert node.held_s.value == pytest.approx(7.5)

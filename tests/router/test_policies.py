@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -86,13 +85,13 @@ def test_more_work_never_makes_a_node_cheaper(options: Options, seconds: float, 
     for option in options:
         first = option.prefill
         later = (
-            replace(first, queue_s=first.queue_s + seconds),
-            replace(first, prefill_s=first.prefill_s + seconds),
-            replace(first, num_running=first.num_running + number),
+            first._replace(queue_s=first.queue_s + seconds),
+            first._replace(prefill_s=first.prefill_s + seconds),
+            first._replace(num_running=first.num_running + number),
         )
         assert all(cost(option._replace(prefill=each)) >= cost(option) for each in later)
         if last := option.decode:
-            fuller = replace(last, fill=last.fill + seconds, handoff_s=last.handoff_s + seconds)
+            fuller = last._replace(fill=last.fill + seconds, handoff_s=last.handoff_s + seconds)
             assert cost(option._replace(decode=fuller)) >= cost(option)
 
 
@@ -104,10 +103,10 @@ D = Candidate("d", "d", prefill_s=0.2, num_running=20, fill=0.3, bounds_gaps=Tru
     ("prefill", "decode", "expected"),
     [
         (P, D, ("p", "d")),  # an idle prefill node
-        (replace(P, queue_s=1.0), D, ("d", None)),  # a queue
-        (replace(P, queue_s=1.0), replace(D, bounds_gaps=False), ("p", "d")),  # no promise to its streams
-        (replace(P, queue_s=0.2), replace(D, num_running=200), ("p", "d")),  # too many streams to disturb
-        (P, replace(D, prefill_s=0.01), ("d", None)),  # the decode node has most of it
+        (P._replace(queue_s=1.0), D, ("d", None)),  # a queue
+        (P._replace(queue_s=1.0), D._replace(bounds_gaps=False), ("p", "d")),  # no promise to its streams
+        (P._replace(queue_s=0.2), D._replace(num_running=200), ("p", "d")),  # too many streams to disturb
+        (P, D._replace(prefill_s=0.01), ("d", None)),  # the decode node has most of it
     ],
 )
 def test_cost_uses_a_decode_node_alone_where_that_is_cheaper(prefill, decode, expected) -> None:

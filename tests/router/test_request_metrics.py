@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
-from router.life import RoutedRequest, TokensOut
+from router.life import RequestEnd, RequestTimings, RoutedRequest, TokensOut
 from router.request_metrics import RequestMetrics
 
 
@@ -53,3 +53,20 @@ def test_a_request_has_one_first_token_and_each_sample_its_own_pace(
     assert value(registry, "time_to_first_token_seconds_count") == 1
     assert value(registry, "time_to_first_token_seconds_sum") == pytest.approx(1.5)
     assert value(registry, "inter_token_latency_seconds_sum") == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("num_attempts", "expected_s", "counted"), [(1, 0.5, 1), (2, 0.5, 0), (1, 0.0, 0)])
+def test_how_far_off_placement_was_is_told(
+    request_metrics: RequestMetrics, registry: CollectorRegistry, num_attempts: int, expected_s: float, counted: int
+) -> None:
+    timings = RequestTimings(num_attempts=num_attempts, first_token_s=1.0, expected_first_token_s=expected_s)
+    request_metrics.event("r", RequestEnd(None, timings), 12.0)
+    assert value(registry, "time_to_first_token_actual_to_expected_count") == counted
+    assert value(registry, "time_to_first_token_actual_to_expected_sum") == 2.0 * counted
+
+
+def test_placements_are_counted_by_kind(registry: CollectorRegistry) -> None:
+    metrics = RouterMetrics(registry)
+    for total in (2, 5):
+        metrics.set_placements("cost", {"pair": total, "waited": 1})
+    assert value(registry, "placements_total") == 6

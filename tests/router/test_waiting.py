@@ -9,9 +9,9 @@ import pytest
 from baton.errors import DeadlineExceeded, InternalError, NodeUnavailable, PeerLost, TransferError
 from baton.messages import Adopted, End, HandedOff, Load, NodeRole, Prefill, Tokens
 from baton.sampling import SamplingParams
+from router.circuit_breakers import MAX_FAILURES
 from router.core import MAX_ATTEMPTS
 from router.life import AttemptState, RoutedRequest
-from router.pair_faults import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, PairFaults
 from tests.router.house import House, info
 
 
@@ -211,20 +211,3 @@ def test_one_handoff_that_succeeds_makes_up_for_those_that_failed() -> None:
         assert prefill.decode is not None
         house.say("d1", prefill, Adopted(0.1, 0, 9))
         house.say(where, prefill, Tokens(0, 0, (5,)), HandedOff(0.1))
-
-
-def test_a_pair_is_out_for_longer_each_time_and_tried_again() -> None:
-    faults, pair, now, out_s = PairFaults(), ("p", "d"), 0.0, FIRST_OUT_S
-    for _ in range(MAX_FAILURES - 1):
-        faults.failed(pair, "why", now)
-    for _ in range(8):
-        assert not faults.is_out(pair, now)
-        faults.failed(pair, "why", now)
-        faults.failed(pair, "why", now)  # of a request that was placed before
-        assert faults.why_out(pair, now + out_s - 0.1) == "why"
-        now, out_s = now + out_s, min(2 * out_s, LAST_OUT_S)
-    faults.worked(pair)
-    faults.failed(pair, "why", now)
-    assert not faults.is_out(pair, now)
-    faults.forget("d")
-    assert faults._faults == {}

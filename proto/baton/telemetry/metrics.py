@@ -31,6 +31,7 @@ _INTER_TOKEN_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
+_RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 _PHASE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -90,6 +91,18 @@ class RouterMetrics:
             ["node"],
             registry=registry,
         )
+        self._placements = Counter(
+            "baton:placements",
+            "Decisions on which nodes get an attempt: pair, decode_alone, waited.",
+            ["policy", "kind"],
+            registry=registry,
+        )
+        self._num_placements: dict[str, int] = {}
+        self.first_token_ratio = histogram(
+            "time_to_first_token_actual_to_expected",
+            "Time to first token of requests with one attempt, divided by what placement expected.",
+            _RATIO,
+        )
         self.ends = counter("request_ends", "Requests ended, by outcome.", "outcome", "reason")
         self.attempts = counter("request_attempts", "Attempts beyond a request's first, by cause.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
@@ -111,6 +124,12 @@ class RouterMetrics:
         self._prefix_index.clear()
         for node, number in num_blocks.items():
             self._prefix_index.labels(node).set(number)
+
+    def set_placements(self, policy: str, totals: Mapping[str, int]) -> None:
+        """By kind, since the start."""
+        for kind, total in totals.items():
+            self._placements.labels(policy, kind).inc(total - self._num_placements.get(kind, 0))
+            self._num_placements[kind] = total
 
     def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
         self.ends.labels(model, *outcome_labels(error, finish_reason)).inc()

@@ -342,12 +342,13 @@ class End(_message.Message):
     def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_waiting", "num_running", "num_blocks_free", "num_blocks_total", "draining", "target_itl_s", "prompt_tokens_per_s")
+    __slots__ = ("num_waiting", "num_running", "num_blocks_free", "num_blocks_total", "draining", "num_waiting_tokens", "target_itl_s", "prompt_tokens_per_s")
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TARGET_ITL_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_waiting: int
@@ -355,9 +356,10 @@ class Load(_message.Message):
     num_blocks_free: int
     num_blocks_total: int
     draining: bool
+    num_waiting_tokens: int
     target_itl_s: float
     prompt_tokens_per_s: float
-    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., draining: _Optional[bool] = ..., target_itl_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., draining: _Optional[bool] = ..., num_waiting_tokens: _Optional[int] = ..., target_itl_s: _Optional[float] = ..., prompt_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class KvEvents(_message.Message):
     __slots__ = ("sequence", "snapshot", "removed", "stored")

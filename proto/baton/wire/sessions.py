@@ -143,7 +143,8 @@ def read_node_message(wire: node_pb2.NodeMessage, limits: Limits = ANY) -> NodeT
             blocks = load.num_blocks_free, load.num_blocks_total
             target_itl_s = values.read_seconds(load.target_itl_s, "target_itl_s")
             rate = values.read_rate(load.prompt_tokens_per_s, "prompt_tokens_per_s")
-            return Load(load.num_waiting, load.num_running, *blocks, load.draining, target_itl_s, rate)
+            waiting = load.num_waiting_tokens
+            return Load(load.num_waiting, load.num_running, *blocks, load.draining, waiting, target_itl_s, rate)
         case "kv_events":
             return _read_kv_events(wire.kv_events)
         case "subscribed":
@@ -162,6 +163,7 @@ def _write_load(load: Load) -> node_pb2.Load:
         num_blocks_free=load.num_blocks_free,
         num_blocks_total=load.num_blocks_total,
         draining=load.draining,
+        num_waiting_tokens=load.num_waiting_tokens,
         target_itl_s=load.target_itl_s,
         prompt_tokens_per_s=load.prompt_tokens_per_s,
     )
