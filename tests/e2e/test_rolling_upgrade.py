@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ async def test_an_upgrade_under_load_loses_no_request_and_mixes_no_texts(cluster
         await load.until_from(new[1])
         list_nodes(file, new)
         for router in routers:
-            await asyncio.to_thread(wait_until, lambda router=router: why_not_gone(router, old))
+            await asyncio.to_thread(wait_until, partial(why_not_gone, router, old))
         for node in old:
             assert await asyncio.to_thread(node.terminate) == 0
         await load.until_from(new[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ async def test_an_added_node_is_used_and_listed(operator: Operator) -> None:
     assert new.num_sessions == 1
 
 
+def _has_prompts(nodes: FakeCluster, number: int) -> bool:
+    return len(nodes.prefills) == number
+
+
 async def test_a_removed_nodes_requests_go_on_elsewhere(operator: Operator) -> None:
     task, node = await running(operator, asyncio.Event())
     removed = await operator.client.delete(f"/admin/nodes/{node.info.address}")
@@ -120,7 +125,7 @@ async def test_removed_nodes_are_no_requests_fault(operator: Operator) -> None:
     operator.nodes.script = lambda prefill: Answer(tokens=(TOKENS,), hold=hold, hold_at=3)
     task = asyncio.create_task(operator.chat())
     for number in (1, 2):
-        await operator.nodes.until(lambda number=number: len(operator.nodes.prefills) == number)
+        await operator.nodes.until(partial(_has_prompts, operator.nodes, number))
         node = operator.nodes.node(operator.nodes.prefills[-1].target_incarnation)
         await operator.client.delete(f"/admin/nodes/{node.info.address}")
     hold.set()
