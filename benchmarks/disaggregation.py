@@ -89,7 +89,7 @@ class DisaggregationSettings(Settings):
         "1024/128@21.4x384:200:25,1024/128@30x384:200:25,8192/256@3x96:1000:100",
         description="IN/OUT@RATExCOUNT:TTFT:GAP,...: tokens, requests per second and in all, limits in ms",
     )
-    alone: Sizes = Field((2048, 8192, 32768), description="tokens of the prompts that come one at a time; 0: none")
+    alone: Sizes = Field((2048, 8192, 32768), description="tokens of the prompts that come one at a time; empty: none")
     tie_tolerance: float = Field(1e-4, ge=0, description="as for benchmarks.serve")
     seeds: str = Field("0,1,2,3,4", description="of the prompts and of their times, as N,N,...")
 

@@ -80,7 +80,7 @@ class Engine:
         self._step_time = StepTime(config.padding)
         self._scheduler = Scheduler(config, self.blocks, self._step_time)
         self._prompt_rate = PromptRate(config, self._step_time)
-        self._latest = NO_PROMPTS  # the size of the latest step that has retired
+        self._decodes = NO_PROMPTS  # the size of the latest step that has retired, without its prompts
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 1 if config.async_scheduling else 0
@@ -149,7 +149,7 @@ class Engine:
     def prompt_tokens_per_s(self) -> float:
         """How fast a prompt would be computed beside what runs now, without breaking `target_itl_s`. 0: not known, or
         there is no such limit."""
-        return self._prompt_rate.tokens_per_s(self._latest if self.num_running else NO_PROMPTS, self.clock())
+        return self._prompt_rate.tokens_per_s(self._decodes if self.num_running else NO_PROMPTS, self.clock())
 
     def layers_computed(self) -> dict[Sequence, int]:
         """For each sequence whose last token a launched step computes: how many layers have its KV, and so that of all
@@ -333,9 +333,9 @@ class Engine:
             return
         if not self.only_launches:
             took_s = now - retired.decided
-        self._latest = StepSize.of(retired.chunks)
+        self._decodes = StepSize.of(chunk for chunk in retired.chunks if chunk.is_decode)
         if took_s is not None:  # a launch may have computed the step, on a CPU
-            self._step_time.learn(self._latest, max(took_s, retired.launch_s))
+            self._step_time.learn(StepSize.of(retired.chunks), max(took_s, retired.launch_s))
 
     def _report_prompts(self, step: LaunchedStep, result: StepResult) -> None:
         """Report the logprobs of prompts. Each token's are reported once, even if it is computed again."""

@@ -45,7 +45,7 @@ class StepSize:
     def of(cls, chunks: Iterable[Chunk]) -> StepSize:
         num_seqs = num_context_tokens = num_prompt_tokens = num_prompt_pairs = 0
         for chunk in chunks:
-            if chunk.length == chunk.num_logits:
+            if chunk.is_decode:
                 num_seqs += chunk.length
                 num_context_tokens += chunk.end
             else:

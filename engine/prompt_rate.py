@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from engine.config import EngineConfig
 from engine.pace import NO_PROMPTS, StepSize
 from engine.prompt_budget import PromptBudget
@@ -22,22 +20,21 @@ class PromptRate:
         self._tokens_per_s = 0.0
         self._due: float | None = None
 
-    def tokens_per_s(self, latest: StepSize, now: float) -> float:
+    def tokens_per_s(self, decodes: StepSize, now: float) -> float:
         """Prompt tokens per second, to two digits, of a prompt from its first token on. 0: not known yet.
 
-        latest: the size of the latest step, whose decodes go on; empty if nothing runs.
+        decodes: those that go on, as a step of their own; empty if nothing does.
         """
         if self._due is None or now >= self._due:
             self._due = now + PERIOD_S
-            self._tokens_per_s = float(f"{self._compute(latest):.2g}")
+            self._tokens_per_s = float(f"{self._compute(decodes):.2g}")
         return self._tokens_per_s
 
-    def _compute(self, latest: StepSize) -> float:
+    def _compute(self, decodes: StepSize) -> float:
         limit_s, trusted = self._config.target_itl_s, self._step_time.most_trusted_tokens
         if limit_s is None or not trusted:
             return 0.0
-        beside = replace(latest, num_prompt_tokens=0, num_prompt_pairs=0)
-        budget = PromptBudget(self._config, self._step_time, beside, limit_s if beside != NO_PROMPTS else None)
+        budget = PromptBudget(self._config, self._step_time, decodes, limit_s if decodes != NO_PROMPTS else None)
         length = budget.fitting(0, min(trusted, self._config.max_num_batched_tokens))
         took_s = self._step_time.predict(budget.with_chunk(0, length))
         return length / took_s if took_s else 0.0

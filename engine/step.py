@@ -40,6 +40,11 @@ class Chunk:
         return self.start + self.length
 
     @property
+    def is_decode(self) -> bool:
+        """Whether all its tokens have logits: those of its sequence's answer, or the last token of its prompt alone."""
+        return self.length == self.num_logits
+
+    @property
     def samples_token(self) -> bool:
         """Whether the chunk reaches the sequence's last token."""
         return self.num_logits > 0

@@ -152,7 +152,7 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         max_num_batched_tokens=settings.batched_tokens(on_gpu),
         saturating_num_tokens=settings.saturating_num_tokens,
         async_scheduling=on_gpu if settings.async_scheduling is None else settings.async_scheduling,
-        target_itl_s=None if settings.target_itl is None else settings.target_itl / 1e3,
+        target_itl_s=settings.target_itl_s,
     )
     if on_gpu and not settings.enforce_eager:
         padding = step_padding(limits, settings.captured_prompt_tokens, settings.captured_mixed_tokens)

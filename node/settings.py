@@ -34,6 +34,8 @@ class NodeSettings(ClusterSettings):
     """The most tokens of a step of prompts alone with a CUDA graph."""
     captured_mixed_tokens: ClassVar[int] = 1024
     """The most tokens of prompts beside decodes in a step with a CUDA graph."""
+    has_streams: ClassVar[bool] = True
+    """Whether it has steps with decodes, which --target-itl bounds; a cluster is started with it for all nodes."""
 
     model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
@@ -206,6 +208,11 @@ class NodeSettings(ClusterSettings):
     def layer_groups(self, on_gpu: bool) -> int:
         """--kv-layer-groups, or the device's default: 1 on a CPU, where a turn sees a step's layers all at once."""
         return self.kv_layer_groups or (_GPU_LAYER_GROUPS if on_gpu else 1)
+
+    @property
+    def target_itl_s(self) -> float | None:
+        """See EngineConfig."""
+        return self.target_itl / 1e3 if self.target_itl is not None and self.has_streams else None
 
     def batched_tokens(self, on_gpu: bool) -> int:
         """--max-num-batched-tokens, or the device's default."""

@@ -136,7 +136,7 @@ def engine_config(
         max_num_batched_tokens=settings.batched_tokens(profile.node.async_scheduling),
         saturating_num_tokens=settings.saturating_num_tokens,
         async_scheduling=profile.node.async_scheduling if ahead is None else ahead,
-        target_itl_s=None if settings.target_itl is None else settings.target_itl / 1e3,
+        target_itl_s=settings.target_itl_s,
     )
 
 

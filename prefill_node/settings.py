@@ -20,3 +20,4 @@ class PrefillSettings(NodeSettings):
     captured_prompt_tokens: ClassVar[int] = 2048
     """Without a graph, a step takes the engine's thread so long to launch that finished KV is sent late."""
     captured_mixed_tokens: ClassVar[int] = 0
+    has_streams: ClassVar[bool] = False

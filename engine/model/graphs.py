@@ -109,7 +109,7 @@ class StepGraphs:
     def run(self, chunks: Seq[Chunk], rows: list[int], marks: SeesLayers | None = None) -> Tensor | None:
         """Launch a step of chunks in the order of `singles_first`. Returns as many logits as the chunks have, [.,
         vocab_size], valid until the next run; None: no graph fits, and nothing was launched."""
-        if all(chunk.length == chunk.num_logits for chunk in chunks):
+        if all(chunk.is_decode for chunk in chunks):
             longest = max(chunk.length for chunk in chunks) if chunks[-1].length > 1 else 1
             size = _fitting(self._decode_query_lens, longest), _fitting(self._decode_sizes, len(chunks))
             decode = self._decodes.get(size)

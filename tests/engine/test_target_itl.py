@@ -160,6 +160,19 @@ def test_the_load_says_how_fast_a_prompt_would_be_computed() -> None:
     assert make()[0].prompt_tokens_per_s == 0
 
 
+def test_prompts_are_not_taken_for_streams_that_slow_others_down() -> None:
+    """As on a node that only computes prompts: there the target limits nothing."""
+    timed = Timed()
+    timed.prefill(1900)
+    timed.now += PERIOD_S
+    idle = timed.engine.prompt_tokens_per_s
+    timed.engine.add(sequence(1900, first=7000))
+    timed.step()
+    timed.step()
+    timed.now += PERIOD_S
+    assert timed.engine.prompt_tokens_per_s == pytest.approx(idle, rel=0.1)
+
+
 @given(
     decodes=st.integers(1, 64),
     learned=st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 512), st.floats(0.1, 10.0)), max_size=20),

@@ -143,13 +143,13 @@ def test_cost_learns_which_prefill_node_is_slow() -> None:
     house = House("p1", "p2", "d1", policy="cost")
     for i in range(20):
         where = place(house, f"warm-{i}")
-        computed(house, f"warm-{i}", 1.0 if where == "p1" else 0.1)
+        computed(house, f"warm-{i}", 0.4 if where == "p1" else 0.04)
     nodes = []
     for i in range(4):
         nodes.append(place(house, f"one-{i}"))
-        computed(house, f"one-{i}", 1.0 if nodes[-1] == "p1" else 0.1)
+        computed(house, f"one-{i}", 0.4 if nodes[-1] == "p1" else 0.04)
     assert nodes == ["p2"] * 4
-    assert [place(house, f"many-{i}") for i in range(9)].count("p2") == 9, "nine tenths of a second, and then one"
+    assert [place(house, f"many-{i}") for i in range(9)].count("p2") == 9, "nine times a tenth of what the other takes"
 
 
 def test_cost_counts_what_is_computed_of_the_first_prompt_in_the_queue() -> None:
