@@ -23,9 +23,9 @@ from node.core import RoleCore
 from node.events import FromPeer, PeerClosed, PeerOpened
 from node.intake import make_sequence, without_last_token
 from node.logits_processors import LogitsProcessors
+from node.parts_out import PartsOut
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
-from prefill_node.parts_out import PartsOut
 
 if TYPE_CHECKING:
     from node.grammars import Grammars  # imports numpy, which a simulated node does without

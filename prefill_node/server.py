@@ -9,10 +9,10 @@ import grpc
 from baton.messages import Hello
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
+from node.decode_links import DecodeLinks
 from node.handoff_stream import PeerTransport, Post
 from node.sessions import Context, Sessions
 from node.shell import RoleSide
-from prefill_node.links import DecodeLinks
 
 
 class PrefillNode(node_pb2_grpc.PrefillNodeServicer):

@@ -34,11 +34,11 @@ from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
+from node.decode_links import DecodeLinks
 from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
 from node.handoff_stream import connect
 from node.loop import Turn
 from node.shell import RoleSide, make_hello
-from prefill_node.links import DecodeLinks
 from prefill_node.server import PREFILL_SIDE
 from tests.node.scripted import LAYOUT, WAIT_S, NotingTransport, Running, running
 
