@@ -335,9 +335,11 @@ class Reservations:
         self._deadlines.discard(waiting.reserve.attempt_id)
 
     def _end(self, lease: Lease, error: BatonError) -> None:
+        """A request that moves is its old node's until the Commit: that one tells the router."""
         self._give_back(lease, error)
         self._outbox.to_prefill(lease.peer, Refuse(lease.reserve.attempt_id, error))
-        self._outbox.to_router(lease.reserve.attempt_id, End(error))
+        if not lease.is_move or lease.state is LeaseState.COMMITTED:
+            self._outbox.to_router(lease.reserve.attempt_id, End(error))
 
     def _give_back(self, lease: Lease, outcome: BatonError) -> None:
         self._receiver.withdraw(lease.serial)

@@ -34,6 +34,8 @@ class NodeSettings(ClusterSettings):
     """The most tokens of a step of prompts alone with a CUDA graph."""
     captured_mixed_tokens: ClassVar[int] = 1024
     """The most tokens of prompts beside decodes in a step with a CUDA graph."""
+    num_outward_slots: ClassVar[int] = 0
+    """Staging slots besides --kv-slots, for parts to nodes of the same role."""
 
     model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")

@@ -335,6 +335,23 @@ class Pool:
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
             node.busy_since = now
 
+    def choose_target(self, source: Node, visited: set[str], avoid: set[str], now: float) -> Node | None:
+        """The least loaded decode node that can take a running request over from another one, unless it had been
+        there. Nodes in `avoid`, or whose circuit breakers are open, are no targets. None: there is none."""
+        fitting = [
+            node
+            for node in self.role(NodeRole.DECODE, source.version)
+            if node.info.incarnation not in visited | avoid
+            and not self._node_breakers.is_out(node.place, now)
+            and mismatch(source.info, node.info) is None
+        ]
+        return min(fitting, key=lambda node: (node.to_decode / node.capacity, node.load.num_running), default=None)
+
+    def will_decode(self, incarnation: str, num_tokens: int) -> None:
+        """Count a prompt of so many tokens as one that generates there; negative: as one that no longer does."""
+        if node := self._nodes.get(incarnation):
+            node.to_decode += num_tokens
+
     def ended(self, incarnation: str, num_tokens: int, held_s: float) -> None:
         """That request no longer generates there, so long after it was placed."""
         if node := self._nodes.get(incarnation):

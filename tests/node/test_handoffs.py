@@ -69,8 +69,8 @@ def with_links(**fields) -> RoleSide:
     """A prefill side whose links have other patience."""
     return RoleSide(
         PREFILL_SIDE.service,
-        lambda server, sessions, hello, transport, post, trust: DecodeLinks(
-            hello, transport, post, trust, sessions.limits, **fields
+        lambda server, sessions, hello, parts, post, trust: DecodeLinks(
+            hello, parts.transport, post, trust, sessions.limits, **fields
         ),
     )
 
@@ -312,8 +312,8 @@ async def test_a_stream_opens_with_hello_and_has_but_one():
 
 
 async def test_a_silent_peer_is_given_up():
-    def serve(server, sessions, hello, transport, post, trust):
-        handoffs = HandoffServer(hello, transport, post, trust, sessions.limits, silence_s=0.2)
+    def serve(server, sessions, hello, parts, post, trust):
+        handoffs = HandoffServer(hello, parts.transport, post, trust, sessions.limits, silence_s=0.2)
         node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)
         return handoffs
 
