@@ -21,11 +21,11 @@ has no room yet or the KV is copied. 64 steps are a third of a second of an 8B m
 class MigrationState(enum.Enum):
     """The request goes on here until it stops, and from then on nowhere until one of the two nodes has it.
 
-    COPYING --what is computed has left--> STOPPING --steps retired: Commit--> COMMITTED --accepted, sent--> (HandedOff)
-       |                                      |                                   |
-       +--- refused, peer lost: Stayed -------+--- the Commit is refused: Stayed -+
-       |    too slow, preempted: Stayed       |                                   |
-       `--- abort, deadline, last token ------+-----------------------------------+--- peer lost, no answer: End(error)
+    COPYING --what is computed has left--> STOPPING --its steps retired: Commit--> COMMITTED --all landed--> (HandedOff)
+       |                                      |                                       |
+       +---- refused, peer lost: Stayed ------+                                       +-- refused: Stayed
+       +---- too slow, preempted: Stayed -----+                                       +-- peer lost, no answer: End
+       `---- abort, deadline, last token -----+---------------------------------------'
     """
 
     COPYING = "copying"

@@ -100,7 +100,7 @@ class Migrations(KvSenderCore[Migration]):
             self._commit(sending, now)
         if sending.state is MigrationState.COMMITTED and sending.accepted and sending.all_gathered:
             self._engine.release(sending.sequence)
-            if sending.all_sent:
+            if sending.all_sent and sending.landed:
                 self._forget(sending, release=False)
                 self._running.moved(sending.attempt_id, sending.handed_off())
 

@@ -22,7 +22,7 @@ from baton.errors import (
     TransferTimeout,
 )
 from baton.layout import KvLayout, num_blocks_for
-from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve
+from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Landed, Refuse, Release, Reserve
 from decode_node.leases import Extras, Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
@@ -291,6 +291,8 @@ class Reservations:
         for lease in ready:
             self._blocks.finish_load(lease.written)
             self._forget(lease, None)
+            if lease.is_move:
+                self._outbox.to_prefill(lease.peer, Landed(lease.serial, lease.reserve.attempt_id))
         return ready
 
     # ---- ends ----

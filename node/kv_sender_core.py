@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from baton.errors import BatonError, PeerLost, TransferError
 from baton.layout import KvLayout
-from baton.messages import AttemptId, CommitReply, Credit, Grant, Refuse, Release, Reserve
+from baton.messages import AttemptId, CommitReply, Credit, Grant, Landed, Refuse, Release, Reserve
 from engine.engine import Engine
 from engine.sequence import Sequence
 from node.events import ClosePeer
@@ -102,7 +102,11 @@ class KvSenderCore(ABC, Generic[S]):
                 for over in peer.drained.get(attempt_id, ()):
                     peer.drains[over].closed = True
                     self._draining[incarnation, over] = None
-            case CommitReply(lease, attempt_id, error):
+            case Landed(lease, _):
+                if lease in peer.leases:
+                    peer.leases[lease].landed = True
+                    self._touch(peer.leases[lease].attempt_id)
+            case CommitReply(lease, _, error):
                 if lease in peer.leases and (sending := self._sendings.get(peer.leases[lease].attempt_id)):
                     if error is not None:
                         self._commit_refused(sending, error)

@@ -33,6 +33,7 @@ class KvSending:
     gathered: float = 0.0  # when the last sent part was in its slot
     sent: float = 0.0  # when the last sent part had left
     accepted: bool = False  # the decode node accepted the Commit
+    landed: bool = False  # the decode node has said that all parts are there
 
     def goes_to(self, peer: DecodePeer) -> bool:
         """Compared by incarnation: routers may know the peer by different addresses."""

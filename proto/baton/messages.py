@@ -4,7 +4,7 @@
     node -> router      Subscribed, Load, KvEvents,
                         Update(work, Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | Stayed | End)
     prefill -> decode   Reserve, Commit, Release
-    decode -> prefill   Grant, Credit, Refuse, CommitReply
+    decode -> prefill   Grant, Credit, Refuse, CommitReply, Landed
 
 A decode node that hands a running request over to another one sends what a prefill node would.
 
@@ -362,7 +362,16 @@ class CommitReply:
     error: BatonError | None = None
 
 
-DecodeToPrefill = Grant | Credit | Refuse | CommitReply
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """All parts of a committed lease are here; sent for migrations only. Until then the node that the request leaves
+    must not stop: parts that have left it may still be under way."""
+
+    lease: int
+    attempt_id: AttemptId
+
+
+DecodeToPrefill = Grant | Credit | Refuse | CommitReply | Landed
 
 
 # ---- node descriptions ----

@@ -190,6 +190,7 @@ decode_message = st.one_of(
     grant(),
     st.builds(messages.Credit, lease, num_parts),
     st.builds(messages.Refuse, attempt_id, errors_),
+    st.builds(messages.Landed, lease, attempt_id),
     st.builds(messages.CommitReply, lease, attempt_id, maybe_error),
 )
 

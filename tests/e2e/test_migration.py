@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
 
 from tests.e2e.client import Answer, Client
-from tests.e2e.cluster import Cluster, Router, wait_until
+from tests.e2e.cluster import Cluster, Router
 
 pytestmark = pytest.mark.timeout(300)
 
-LENGTH = 360
-PROMPTS = [[5 + (7 * i + j) % 200 for j in range(20 + 9 * i)] for i in range(16)]
-MOVED_AFTER = 40
+LENGTH = 160
+PROMPTS = [[5 + (7 * i + j) % 200 for j in range(20 + 9 * i)] for i in range(8)]
+MOVED_AFTER = 30
 
 
-def fields_of(i: int) -> dict[str, object]:
-    """Half are greedy, a quarter also have penalties, the rest is sampled."""
-    plain = {"stream": True, "max_tokens": LENGTH, "ignore_eos": True}
-    kinds = [{}, {"temperature": 0.9, "seed": i}, {"presence_penalty": 0.6}, {"temperature": 1.0, "top_p": 0.9, "seed": i}]
-    return plain | kinds[i % 4]
+def fields_of(i: int) -> dict[str, Any]:
+    """Half are greedy, of these half with penalties; the rest is sampled."""
+    sampled = {"temperature": 0.9, "seed": i}
+    kinds: list[dict[str, Any]] = [{}, sampled, {"presence_penalty": 0.6}, sampled | {"top_p": 0.9}]
+    return {"stream": True, "max_tokens": LENGTH, "ignore_eos": True} | kinds[i % 4]
 
 
 def longest_gap_ms(answer: Answer) -> float:
@@ -46,15 +47,16 @@ async def test_a_node_that_is_told_to_stop_hands_its_streams_over(cluster: Clust
         requests = [client.begin(prompt, **fields_of(i)) for i, prompt in enumerate(PROMPTS)]
         for request in requests:
             await request.until(MOVED_AFTER)
-        leaving, staying = decodes
+        staying, leaving = sorted(decodes, key=lambda node: node.metric("baton:num_requests_running"))
+        num_running = leaving.metric("baton:num_requests_running")
         assert await asyncio.to_thread(leaving.terminate) == 0
         left_after = [len(request.answer.tokens[0]) for request in requests]
         answers = [await request.end() for request in requests]
 
     num_moved = migrations(router, "moved")
-    assert num_moved >= 4, f"of {len(requests)} streams on two nodes {num_moved:g} moved"
+    assert num_moved == num_running >= len(requests) / 2
     assert migrations(router, "lost") == 0
-    assert min(left_after) < LENGTH, "the streams had ended before the node left"
+    assert max(left_after) < LENGTH, "streams had ended before the node left"
     for answer, undisturbed_answer in zip(answers, wanted, strict=True):
         assert answer.error is None
         assert answer.tokens[0] == undisturbed_answer.tokens[0]

@@ -412,7 +412,7 @@ class PrefillMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
 
 class DecodeMessage(_message.Message):
-    __slots__ = ("hello", "grant", "credit", "refuse", "commit_reply", "heartbeat", "auth")
+    __slots__ = ("hello", "grant", "credit", "refuse", "commit_reply", "heartbeat", "auth", "landed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
@@ -420,6 +420,7 @@ class DecodeMessage(_message.Message):
     COMMIT_REPLY_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     AUTH_FIELD_NUMBER: _ClassVar[int]
+    LANDED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     grant: Grant
     credit: Credit
@@ -427,7 +428,8 @@ class DecodeMessage(_message.Message):
     commit_reply: CommitReply
     heartbeat: Heartbeat
     auth: Auth
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., commit_reply: _Optional[_Union[CommitReply, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
+    landed: Landed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., commit_reply: _Optional[_Union[CommitReply, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -544,6 +546,14 @@ class CommitReply(_message.Message):
     attempt_id: _common_pb2.AttemptId
     error: _common_pb2.Error
     def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Landed(_message.Message):
+    __slots__ = ("lease", "attempt_id")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    attempt_id: _common_pb2.AttemptId
+    def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("lease", "attempt_id")

@@ -13,6 +13,7 @@ from baton.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Landed,
     PrefillToDecode,
     Refuse,
     Release,
@@ -80,6 +81,9 @@ def write_decode_message(message: FromDecode) -> node_pb2.DecodeMessage:
                 lease=lease, attempt_id=values.write_attempt_id(attempt_id), error=values.write_error(outcome)
             )
             return node_pb2.DecodeMessage(commit_reply=reply)
+        case Landed(lease, attempt_id):
+            landed = node_pb2.Landed(lease=lease, attempt_id=values.write_attempt_id(attempt_id))
+            return node_pb2.DecodeMessage(landed=landed)
         case Hello():
             return node_pb2.DecodeMessage(hello=write_hello(message))
         case Auth():
@@ -102,6 +106,8 @@ def read_decode_message(wire: node_pb2.DecodeMessage, limits: Limits = ANY) -> F
             said = wire.commit_reply
             error = values.read_error(said.error) if said.HasField("error") else None
             return CommitReply(_read_lease(said.lease), values.read_attempt_id(said.attempt_id), error)
+        case "landed":
+            return Landed(_read_lease(wire.landed.lease), values.read_attempt_id(wire.landed.attempt_id))
         case "hello":
             return read_hello(wire.hello)
         case "auth":
