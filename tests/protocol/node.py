@@ -207,6 +207,11 @@ class Node:
     # ---- what must hold ----
 
     @property
+    def out_staging_in_use(self) -> int:
+        """Slots with parts for other decode nodes."""
+        return sum(staging.num_slots - staging.num_free for staging in self.out_stagings)
+
+    @property
     def idle(self) -> bool:
         return self.core.idle and self.core.device_busy_since is None
 
