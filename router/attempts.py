@@ -146,7 +146,7 @@ class Attempts:
         for incarnation in attempt.placed_on:
             self._pending.remove(incarnation, life.request.block_hashes)
         self._pool.will_decode(source, -num_tokens)
-        attempt.visited.update(attempt.placed_on)
+        attempt.visited |= set(attempt.placed_on)
         attempt.prefill, attempt.decode, attempt.handed_off = source, target, False
         attempt.target = None
         for incarnation in attempt.placed_on:

@@ -177,7 +177,7 @@ class Attempt:
     target_lost: bool = False
     num_moves: int = 0  # that were asked for
     ask_at: float = 0.0  # not before then
-    visited: set[str] = field(default_factory=set)
+    visited: frozenset[str] = frozenset()
 
     def sample(self, index: int) -> SampleLife | None:
         """None: this attempt is not about that sample."""

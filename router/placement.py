@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -335,7 +335,7 @@ class Pool:
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
             node.busy_since = now
 
-    def choose_target(self, source: Node, visited: set[str], avoid: set[str], now: float) -> Node | None:
+    def choose_target(self, source: Node, visited: Set[str], avoid: Set[str], now: float) -> Node | None:
         """The least loaded decode node that can take a running request over from another one, unless it had been
         there. Nodes in `avoid`, or whose circuit breakers are open, are no targets. None: there is none."""
         fitting = [
