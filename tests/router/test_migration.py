@@ -165,3 +165,20 @@ def test_without_another_node_a_request_finishes_where_it_is() -> None:
     assert moving.drain() == []
     moving.say(moving.old, SampleEnd(0, FinishReason.STOP), End())
     assert moving.house.end is None
+
+
+def test_a_request_does_not_return_to_where_it_was(moving: Moving) -> None:
+    moving.say(moving.old, Tokens(0, 3, (4,)), HANDED_OFF)
+    moving.say(moving.new, ADOPTED)
+    moving.house.core.node_load(moving.old, Load(), 3.0)
+    moving.house.core.drain_node(moving.new, True, 9.0)
+    moving.house.collect()
+    migrates = [action for action in moving.house.sent if isinstance(action.message, Migrate)]
+    assert len(migrates) == 1
+    third = info("d3", NodeRole.DECODE)
+    moving.house.core.node_up(third, 9.0)
+    moving.house.core.drain_node(moving.new, True, 9.0)
+    moving.house.collect()
+    assert [action.incarnation for action in moving.house.sent if isinstance(action.message, Migrate)][1:] == [
+        moving.new
+    ]
