@@ -1,14 +1,18 @@
 """A prefill and a decode node against the same GPUs as single nodes: `python -m benchmarks.disaggregation --node "..."`
 
-Both sets of nodes, one after the other, get the same requests at the same times over HTTP (`benchmarks.serve`, which
-first checks answers and times an empty round trip and requests on the idle cluster). Then prompts of several lengths
-are sent one at a time: they measure the handoff by its parts, and the time to the first token with either set. For an
-8B shape on H200s, vLLM's figures for the same requests are shown as well.
+Each set of nodes, one after the other, gets the same requests at the same times over HTTP (`benchmarks.serve`, which
+first checks answers and times an empty round trip and requests on the idle cluster), with several seeds of arrivals:
+a queue's tail depends on them. The table has each figure's median over the seeds, and its worst one. `--before` adds a
+set, such as the pair with another policy. Then prompts of several lengths are sent one at a time: they measure the
+handoff by its parts, and the time to the first token with either set. For an 8B shape on H200s, vLLM's figures for the
+same requests are shown as well. Workloads of one shape at several rates also give the goodput: the highest rate at
+which 90% of the requests, with the median seed, keep the limits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import statistics
@@ -34,6 +38,7 @@ AT_ONCE = "--first-token prefill"
 """Flags of a second router, for prompts sent one at a time: the default, where no first token waits for the handoff."""
 NUM_ALONE = 7
 ALONE_OUTPUT = 8
+GOOD_SHARE = 0.9
 GOAL_HANDOFF_MS = {2048: 5.0, 8192: 8.0, 32768: 15.0}
 GOAL_FIRST_TOKEN = 1.03
 """The time to the first token of a prompt on the idle pair, relative to that on a single node."""
@@ -73,22 +78,37 @@ class DisaggregationSettings(Settings):
 
     node: str = Field("--device=auto", description="flags of both sets, as for baton-up: the model and its sizes")
     pair: str = Field(
-        "--prefill 1 --decode 1 --transport ipc --first-token decode", description="flags of the first set"
+        "--prefill 1 --decode 1 --transport ipc --first-token decode",
+        description="flags of the first set; empty: none",
     )
-    singles: str = Field("--prefill 0 --decode 2 --max-num-batched-tokens 736", description="flags of the second")
+    singles: str = Field(
+        "--prefill 0 --decode 2 --max-num-batched-tokens 736", description="flags of the second; empty: none"
+    )
+    before: str = Field("", description="flags of one more set, as the first one was before a change; empty: none")
     workloads: str = Field(
         "1024/128@21.4x384:200:25,1024/128@30x384:200:25,8192/256@3x96:1000:100",
         description="IN/OUT@RATExCOUNT:TTFT:GAP,...: tokens, requests per second and in all, limits in ms",
     )
-    alone: Sizes = Field((2048, 8192, 32768), description="tokens of the prompts that come one at a time")
+    alone: Sizes = Field((2048, 8192, 32768), description="tokens of the prompts that come one at a time; 0: none")
     tie_tolerance: float = Field(1e-4, ge=0, description="as for benchmarks.serve")
-    seed: int = Field(0, description="of the prompts and of their times")
+    seeds: str = Field("0,1,2,3,4", description="of the prompts and of their times, as N,N,...")
+
+    @field_validator("seeds")
+    @classmethod
+    def _check_seeds(cls, seeds: str) -> str:
+        seeds_of(seeds)
+        return seeds
 
     @field_validator("workloads")
     @classmethod
     def _check_workloads(cls, workloads: str) -> str:
         workloads_of(workloads)
         return workloads
+
+
+def seeds_of(text: str) -> list[int]:
+    """Raises ValueError."""
+    return [int(part) for part in text.split(",")]
 
 
 def workloads_of(text: str) -> list[Workload]:
@@ -98,40 +118,48 @@ def workloads_of(text: str) -> list[Workload]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Results of one set. `serving`: those of `benchmarks.serve`, one per workload. `alone`: median milliseconds by
-    name, for each prompt length; `at_once`: times to first tokens that do not wait for the handoff."""
+    """Results of one set. `serving`: those of `benchmarks.serve`, for each workload one per seed. `alone`: median
+    milliseconds by name, for each prompt length; `at_once`: times to first tokens that do not wait for the handoff."""
 
-    serving: list[dict[str, Any]]
+    serving: list[list[dict[str, Any]]]
     alone: dict[int, dict[str, float]]
     at_once: dict[int, float]
 
 
 async def run(settings: DisaggregationSettings) -> dict[str, Any]:
     """Check, measure, print the tables; returns the content of the JSON line."""
-    sets = {"pair": settings.pair, "singles": settings.singles}
+    sets = {"pair": settings.pair, "before": settings.before, "singles": settings.singles}
+    sets = {name: flags for name, flags in sets.items() if flags}
     workloads = workloads_of(settings.workloads)
     measured = {name: await _measure(settings, workloads, flags) for name, flags in sets.items()}
     rows, behind = list[list[str]](), list[str]()
     for index, load in enumerate(workloads):
         lines = {name: of.serving[index] for name, of in measured.items()}
-        told = references(lines["pair"]["model"], load.input_len, load.output_len, load.rate)
-        for name, line in lines.items():
-            rows.append([load.name, name, *map(_text, figures_of(line)), f"{line['attainment']:.0%}"])
-            behind += [f"{load.name} {cell}" for cell in cells_behind(name, figures_of(line), told)]
+        told = references(next(iter(lines.values()))[0]["model"], load.input_len, load.output_len, load.rate)
+        for name, own in lines.items():
+            figures = medians([figures_of(line) for line in own])
+            rows.append([load.name, name, *_texts(own), _attained(own)])
+            behind += [f"{load.name} {cell}" for cell in cells_behind(name, figures, told)]
         rows += [[load.name, reference.name, *map(_text, reference.figures), ""] for reference in told]
     print(Table(["load", "set", *COLUMNS, "within"], rows).plain())
     for cell in behind:
         print(f"not better: {cell}")
+    goodput = {name: goodput_of(workloads, of.serving) for name, of in measured.items()}
+    for name, rates in goodput.items():
+        print(f"goodput of {name}: {', '.join(f'{shape}: {rate:g}/s' for shape, rate in rates.items()) or 'none'}")
     alone = _alone(measured)
-    columns = list(next(iter(alone.values())))
-    rows = [[str(length), *(_text(row[column]) for column in columns)] for length, row in alone.items()]
-    print(Table(["tokens", *columns], rows).plain())
+    if alone:
+        columns = list(next(iter(alone.values())))
+        rows = [[str(length), *(_text(row[column]) for column in columns)] for length, row in alone.items()]
+        print(Table(["tokens", *columns], rows).plain())
     return {
         "benchmark": "disaggregation",
         "node": settings.node,
         "sets": sets,
         "workloads": settings.workloads,
+        "seeds": seeds_of(settings.seeds),
         "serving": {name: of.serving for name, of in measured.items()},
+        "goodput": goodput,
         "behind_vllm": behind,
         "alone": alone,
         "goals": {"handoff_ms": GOAL_HANDOFF_MS, "first_token_ratio": GOAL_FIRST_TOKEN},
@@ -140,31 +168,29 @@ async def run(settings: DisaggregationSettings) -> dict[str, Any]:
 
 async def _measure(settings: DisaggregationSettings, workloads: Sequence[Workload], flags: str) -> Measured:
     async with running_cluster(f"{settings.node} {flags}", AT_ONCE) as cluster:
-        serving = []
+        serving, seeds = [], seeds_of(settings.seeds)
         for load in workloads:
             print(f"{flags}: {load.name}", file=sys.stderr, flush=True)
             request = {
-                "url": f"http://{cluster.http}",
                 "request_rate": load.rate,
                 "num_prompts": load.num_prompts,
                 "input_len": load.input_len,
                 "output_len": load.output_len,
                 "goodput": f"ttft:{load.first_token_ms},gap:{load.gap_ms}",
                 "tie_tolerance": settings.tie_tolerance,
-                "seed": settings.seed,
             }
-            serving.append(await serve.run(load_settings(serve.ServeSettings, request)))
+            serving.append(await serve.measure(load_settings(serve.ServeSettings, request), cluster.http, seeds))
         alone, at_once = dict[int, dict[str, float]](), dict[int, float]()
-        for length in settings.alone:
-            alone[length] = await _one_at_a_time(settings, cluster.http, length)
-            at_once[length] = (await _one_at_a_time(settings, cluster.more_http[0], length))["TTFT"]
+        for length in filter(None, settings.alone):
+            alone[length] = await _one_at_a_time(seeds[0], cluster.http, length)
+            at_once[length] = (await _one_at_a_time(seeds[0], cluster.more_http[0], length))["TTFT"]
         return Measured(serving, alone, at_once)
 
 
-async def _one_at_a_time(settings: DisaggregationSettings, address: HostPort, length: int) -> dict[str, float]:
+async def _one_at_a_time(seed: int, address: HostPort, length: int) -> dict[str, float]:
     """Medians in ms: the time to the first token, and the handoff with its parts."""
     async with Connection(address) as connection:
-        prompts = await Prompts.of(connection, settings.seed + 1)
+        prompts = await Prompts.of(connection, seed + 1)
     load = Load(address, prompts, length, ALONE_OUTPUT)
     answers = [await load.one() for _ in range(NUM_ALONE)]
 
@@ -186,6 +212,38 @@ def figures_of(line: Mapping[str, Any]) -> Figures:
     return tuple(float(line[name]) for name in names)
 
 
+def medians(runs: Sequence[Figures]) -> Figures:
+    """Of each figure."""
+    return tuple(statistics.median(values) for values in zip(*runs, strict=True))
+
+
+def _texts(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The median of each figure, with the worst in brackets if there are several seeds."""
+    columns = list(zip(*map(figures_of, lines), strict=True))
+    worst = [f" ({_text(max(values))})" if len(values) > 1 else "" for values in columns]
+    return [_text(statistics.median(values)) + bad for values, bad in zip(columns, worst, strict=True)]
+
+
+def _attained(lines: Sequence[Mapping[str, Any]]) -> str:
+    shares = [float(line["attainment"]) for line in lines]
+    return f"{statistics.median(shares):.0%}" + (f" ({min(shares):.0%})" if len(shares) > 1 else "")
+
+
+def goodput_of(workloads: Sequence[Workload], serving: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """By shape and limits, the highest rate that was kept, and all lower ones with it; none where even the lowest was
+    not."""
+    shapes = dict[str, list[tuple[float, bool]]]()
+    for load, lines in zip(workloads, serving, strict=True):
+        kept = statistics.median(float(line["attainment"]) for line in lines) >= GOOD_SHARE
+        shape = f"{load.input_len}/{load.output_len} within {load.first_token_ms:g} and {load.gap_ms:g} ms"
+        shapes.setdefault(shape, []).append((load.rate, kept))
+    found = dict[str, float]()
+    for shape, rates in shapes.items():
+        for rate, _ in itertools.takewhile(lambda entry: entry[1], sorted(rates)):
+            found[shape] = rate
+    return found
+
+
 def cells_behind(name: str, ours: Figures, told: Sequence[Reference]) -> list[str]:
     """The figures in which a set is not better than the vLLM reference for that set."""
     return [
@@ -204,6 +262,8 @@ def _text(value: float) -> str:
 def _alone(measured: Mapping[str, Measured]) -> dict[int, dict[str, float]]:
     """By prompt length: the handoff with its parts, and the times to the first token with both sets. For the pair, the
     token comes from the decode node or at once; each is also given relative to a single node."""
+    if not {"pair", "singles"} <= measured.keys():
+        return {}
     pair, singles = measured["pair"], measured["singles"]
     rows = dict[int, dict[str, float]]()
     for length, row in pair.alone.items():

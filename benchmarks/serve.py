@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
+from baton.address import HostPort
 from baton.settings import Settings, parse
 from benchmarks.checks import WrongAnswers, check_concurrency, check_recall
 from benchmarks.cluster import running_cluster
@@ -100,24 +101,18 @@ async def run(settings: ServeSettings) -> dict[str, Any]:
         else:
             _note("starting a cluster")
             address = (await stack.enter_async_context(running_cluster(settings.up))).http
-        async with Connection(address) as connection:
-            model = (await connection.ask("/v1/models"))["data"][0]["id"]
-            prompts = await Prompts.of(connection, settings.seed)
-            ping_s = [await _ping(connection) for _ in range(NUM_PINGS)]
-        load = Load(address, prompts, settings.input_len, settings.output_len)
-        _note("checking answers")
-        checked = await check_concurrency(load, settings.concurrency, settings.tie_tolerance)
-        checked |= await check_recall(load, model, settings.concurrency)
-        alone = [await load.one() for _ in range(NUM_ALONE)]
-        how = f"{settings.request_rate:g} a second" if settings.request_rate else f"{settings.concurrency} at once"
-        _note(f"{settings.num_prompts} requests, {how}")
-        began = time.perf_counter()
-        if settings.request_rate:
-            answers = await load.arriving(settings.num_prompts, settings.request_rate, settings.seed)
-        else:
-            answers = await load.many(settings.num_prompts, settings.concurrency)
-        seconds = time.perf_counter() - began
-    return {
+        return (await measure(settings, address, [settings.seed]))[0]
+
+
+async def measure(settings: ServeSettings, address: HostPort, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Check once, then measure with each seed, in place of the settings'; for each the content of a JSON line."""
+    async with Connection(address) as connection:
+        model = (await connection.ask("/v1/models"))["data"][0]["id"]
+    _note("checking answers")
+    load = await _load(settings, address, seeds[0])
+    checked = await check_concurrency(load, settings.concurrency, settings.tie_tolerance)
+    checked |= await check_recall(load, model, settings.concurrency)
+    facts = {
         "benchmark": "serve",
         "model": model,
         "up": None if settings.url else settings.up,
@@ -127,9 +122,30 @@ async def run(settings: ServeSettings) -> dict[str, Any]:
         "input_len": settings.input_len,
         "output_len": settings.output_len,
         **checked,
-        **_report(answers, alone, ping_s, seconds),
-        **_kept(answers, settings.goodput),
     }
+    return [{**facts, "seed": seed, **await _measure(settings, address, seed)} for seed in seeds]
+
+
+async def _load(settings: ServeSettings, address: HostPort, seed: int) -> Load:
+    async with Connection(address) as connection:
+        prompts = await Prompts.of(connection, seed)
+    return Load(address, prompts, settings.input_len, settings.output_len)
+
+
+async def _measure(settings: ServeSettings, address: HostPort, seed: int) -> dict[str, Any]:
+    async with Connection(address) as connection:
+        ping_s = [await _ping(connection) for _ in range(NUM_PINGS)]
+    load = await _load(settings, address, seed)
+    alone = [await load.one() for _ in range(NUM_ALONE)]
+    how = f"{settings.request_rate:g} a second" if settings.request_rate else f"{settings.concurrency} at once"
+    _note(f"{settings.num_prompts} requests, {how}, seed {seed}")
+    began = time.perf_counter()
+    if settings.request_rate:
+        answers = await load.arriving(settings.num_prompts, settings.request_rate, seed)
+    else:
+        answers = await load.many(settings.num_prompts, settings.concurrency)
+    seconds = time.perf_counter() - began
+    return {**_report(answers, alone, ping_s, seconds), **_kept(answers, settings.goodput)}
 
 
 def _kept(answers: Sequence[Streamed], goodput: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.layout import num_blocks_for
+from engine.step_padding import UNPADDED, StepPadding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +19,8 @@ class EngineConfig:
     busy and another prompt would only delay the first tokens of the others; the budget above is for chunks of long
     prompts, whose attention gains from it (idea from DistServe, section 4.3). None: only the budget bounds a step.
     `target_itl_s`: the time that a step with decodes should take at most; its prompts get chunks for which that is
-    predicted, see `engine.prompt_budget`. None: only the budget bounds it. `mixed_step_sizes`: the numbers of prompt
-    tokens, in order, that the device pads to in a step with decodes.
+    predicted, see `engine.prompt_budget`. None: only the budget bounds it. `padding`: to how many tokens the
+    device pads a step with prompts and decodes.
     `num_speculative_tokens`: the most draft tokens of a sequence that a step verifies after its last token.
     """
 
@@ -34,7 +35,7 @@ class EngineConfig:
     saturating_num_tokens: int | None = None
     num_speculative_tokens: int = 0
     target_itl_s: float | None = None
-    mixed_step_sizes: tuple[int, ...] = ()
+    padding: StepPadding = UNPADDED
 
     def __post_init__(self) -> None:
         _check(self.block_size >= 1, "block-size", self.block_size, "must be 1 or more")

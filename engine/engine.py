@@ -77,7 +77,7 @@ class Engine:
         self.blocks = blocks or BlockManager(config.num_blocks, config.block_size)
         self._runner = runner
         self._tier = tier
-        self._step_time = StepTime(config.mixed_step_sizes)
+        self._step_time = StepTime(config.padding)
         self._scheduler = Scheduler(config, self.blocks, self._step_time)
         self._prompt_rate = PromptRate(config, self._step_time)
         self._latest = NO_PROMPTS  # the size of the latest step that has retired

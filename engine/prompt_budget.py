@@ -15,7 +15,7 @@ from engine.pace import StepSize
 from engine.step_time import StepTime
 
 LEAST_CHUNK = 32
-"""Tokens of the least chunk, where the device pads to no sizes; else the smallest size, which costs the same."""
+"""Tokens of the least chunk, where the device does not pad; else the smallest size, which costs the same."""
 
 
 class PromptBudget:
@@ -29,6 +29,7 @@ class PromptBudget:
         self._config = config
         self._step_time = step_time
         self._size = size
+        self._num_decodes = size.num_seqs
         self._limit_s = limit_s
         self._is_spent = False  # a prompt was cut short
 
@@ -65,7 +66,8 @@ class PromptBudget:
     def _within_limit(self, start: int, wanted: int) -> int:
         if self._fits(start, wanted):
             return wanted
-        sizes, taken = self._config.mixed_step_sizes, self._size.num_prompt_tokens
+        taken = self._size.num_prompt_tokens
+        sizes = self._config.padding.sizes(self._num_decodes)
         if sizes:
             lengths = [size - taken for size in sizes if 0 < size - taken < wanted]
         else:

@@ -60,7 +60,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager, step_time: StepTime | None = None) -> None:
         self.num_reserved_seqs = 0
         self._config = config
-        self._step_time = step_time or StepTime(config.mixed_step_sizes)
+        self._step_time = step_time or StepTime(config.padding)
         self._blocks = blocks
         self._running: dict[Sequence, None] = {}
         self._lanes = Lanes(blocks.num_total, config.block_size)  # the waiting sequences that have not run yet

@@ -9,11 +9,10 @@ with and without prompts have sums of their own, so that hours of decodes do not
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence as Seq
 from dataclasses import astuple, replace
 
 from engine.pace import StepSize
+from engine.step_padding import UNPADDED, StepPadding
 
 FORGETTING = 1 / 64
 """Share by which the weight of earlier steps of a kind falls with each step of the kind."""
@@ -38,12 +37,11 @@ class StepTime:
     """Predicts the times of steps. Times are in seconds. Memory is constant; learning costs
     some 10 us, the first prediction after it some 200.
 
-    padded_sizes: numbers of prompt tokens, in order, to which the device pads a step that has fewer, as a CUDA graph
-        does. Empty: it pads nothing.
+    padding: to how many tokens the device pads a step with prompts.
     """
 
-    def __init__(self, padded_sizes: Seq[int] = ()) -> None:
-        self._padded_sizes = tuple(padded_sizes)
+    def __init__(self, padding: StepPadding = UNPADDED) -> None:
+        self._padding = padding
         self._sums = {False: _Sums(), True: _Sums()}  # by whether the steps have prompts
         self._prices = [0.0] * len(_SCALES)
         self._is_stale = False  # a step was learned since the prices were found
@@ -80,16 +78,14 @@ class StepTime:
     @property
     def most_trusted_tokens(self) -> int:
         """Prompt tokens in a step beyond which nothing is predicted. 0: no prompt was ever seen."""
-        return self.padded(int(GROWTH * self._most_prompt_tokens)) if self._most_prompt_tokens else 0
-
-    def padded(self, num_prompt_tokens: int) -> int:
-        """How many prompt tokens the device computes in a step that has so many."""
-        index = bisect.bisect_left(self._padded_sizes, num_prompt_tokens)
-        fits = num_prompt_tokens > 0 and index < len(self._padded_sizes)
-        return self._padded_sizes[index] if fits else num_prompt_tokens
+        most = int(GROWTH * self._most_prompt_tokens)
+        graph = self._padding.fitting(0, most) if most else None
+        return graph[1] if graph else most
 
     def _features(self, size: StepSize) -> Features:
-        size = replace(size, num_prompt_tokens=self.padded(size.num_prompt_tokens))
+        if size.has_prompts:  # one of its sequences is taken for the only prompt
+            num_tokens = self._padding.padded(size.num_seqs - 1, size.num_prompt_tokens)
+            size = replace(size, num_prompt_tokens=num_tokens)
         values: tuple[int, ...] = astuple(size)
         return tuple(value / scale for value, scale in zip((1, *values), _SCALES, strict=True))
 

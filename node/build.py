@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import fast
 from engine.model.attention import Probe, probe
-from engine.model.graphs import decode_capture_sizes, mixed_sizes
+from engine.model.graphs import decode_capture_sizes, step_padding
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
@@ -51,14 +51,13 @@ _NULL_BLOCK = 1
 @dataclass(frozen=True, slots=True)
 class Built:
     """A model ready to serve after `warm_up`. CUDA graphs are captured for decode steps of `graph_sizes`, for prompts
-    of up to `most_prompt_tokens`, and up to `most_mixed_tokens` in a step with decodes. `pool_bytes`: the pool as
+    of up to `most_prompt_tokens` when alone. `pool_bytes`: the pool as
     [num_blocks, block_bytes], uint8; the runner owns it."""
 
     engine: Engine
     runner: TorchModelRunner
     graph_sizes: list[int]
     most_prompt_tokens: int
-    most_mixed_tokens: int
     layer_groups: int
     pool_bytes: Tensor
     layout: KvLayout
@@ -78,7 +77,7 @@ class Built:
             log.info("steps rehearsed num_steps=%d seconds=%.2f", num_steps, time.monotonic() - began)
             if self.graph_sizes:
                 began = time.monotonic()
-                self.runner.capture(self.graph_sizes, self.most_prompt_tokens, self.most_mixed_tokens)
+                self.runner.capture(self.graph_sizes, self.most_prompt_tokens)
                 sizes = ",".join(map(str, self.graph_sizes))
                 log.info("graphs captured sizes=%s seconds=%.2f", sizes, time.monotonic() - began)
 
@@ -114,7 +113,6 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
         runner=runner,
         graph_sizes=_graph_sizes(settings, config, device),
         most_prompt_tokens=settings.captured_prompt_tokens,
-        most_mixed_tokens=settings.captured_mixed_tokens,
         layer_groups=layer_groups,
         pool_bytes=runner.pool.as_bytes(),
         layout=runner.pool.layout(checkpoint.fingerprint(dummy=is_dummy, max_model_len=config.max_model_len)),
@@ -157,8 +155,8 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         target_itl_s=None if settings.target_itl is None else settings.target_itl / 1e3,
     )
     if on_gpu and not settings.enforce_eager:
-        padded = mixed_sizes(limits.max_num_batched_tokens, settings.captured_mixed_tokens)
-        limits = dataclasses.replace(limits, mixed_step_sizes=tuple(padded))
+        padding = step_padding(limits, settings.captured_prompt_tokens, settings.captured_mixed_tokens)
+        limits = dataclasses.replace(limits, padding=padding)
     if settings.num_gpu_blocks_override is not None:  # report too few now, not after the weights are loaded
         dataclasses.replace(limits, num_blocks=settings.num_gpu_blocks_override + _NULL_BLOCK)
     return limits

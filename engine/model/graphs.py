@@ -25,19 +25,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.model.batch import BatchSize, DeviceState, Int32Array, ModelInputs, num_singles, pack, unpack
 from engine.model.layer_marks import SeesLayers
 from engine.model.upload import upload_to
 from engine.step import Chunk
+from engine.step_padding import StepPadding
 
 Forward = Callable[[ModelInputs, SeesLayers | None], Tensor]
 
 PROMPT_SIZES = (32, 64, 128, 256, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-DECODE_PLACES = 32
-MIXED_SIZES = (*(rows - DECODE_PLACES for rows in (128, 384, 512, 640, 768, 896)), 1024)
-"""Numbers of prompt tokens; a step's budget is one more, since most chunks of long prompts are that long. Together with
-the places for decodes they fill whole tiles of matmuls: of an 8B model, 640 rows take an H200 13.4 ms, 672 take it
-15.5, 768 take it 16.0."""
+MIXED_ROWS = {32: (128, 384, 512, 640, 768, 896, 1056)}
+"""Tokens of steps with decodes and prompts, for each number of places for decodes; those with a whole budget of prompt
+tokens come on top, since most chunks of long prompts are that long. They fill whole tiles of matmuls: of an 8B model,
+640 rows take an H200 13.4 ms, 672 take it 15.5, 768 take it 16.0."""
+FINE_MIXED_ROWS = {
+    32: (64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 896, 1056),
+    64: (128, 160, 192, 256, 320, 384, 512, 768),
+    128: (192, 256, 384, 512, 768),
+}
+"""The same with a target for a step's time, which is used up only if many sizes can be chosen from, and broken by a
+step that is launched op by op."""
 SINGLE_PROMPT_SIZES = (2048,)
 """For a prompt that is alone: 2048 tokens of an 8B model take an H200 45.0 ms in a graph for several prompts, of which
 attention takes 3.8; cuDNN's, for one prompt of known length, takes 2.7."""
@@ -47,20 +55,23 @@ MAX_PROMPT_CONTEXT = 8192
 not know."""
 
 
-def prompt_sizes(budget: int, most: int) -> list[int]:
-    """Token counts to capture for prompts without decodes. budget: tokens of a step. most: the largest count to
-    capture."""
-    return [size for size in PROMPT_SIZES if size <= min(budget, most)]
+def step_padding(config: EngineConfig, most_prompt_tokens: int, most_mixed_tokens: int) -> StepPadding:
+    """Which steps with prompts to capture: with at most so many tokens of prompts without and with decodes."""
+    budget = config.max_num_batched_tokens
+    ladders = {0: [size for size in PROMPT_SIZES if size <= min(budget, most_prompt_tokens)]}
+    enough = 0  # places for decodes
+    for places, rows in (FINE_MIXED_ROWS if config.target_itl_s else MIXED_ROWS).items():
+        if enough < config.max_num_seqs:
+            sizes = {*(count - places for count in rows), budget}
+            ladders[places] = sorted(size for size in sizes if size <= min(budget, most_mixed_tokens))
+            enough = places
+    return StepPadding(tuple((places, tuple(sizes)) for places, sizes in ladders.items() if sizes))
 
 
 def single_prompt_sizes(budget: int, most: int) -> list[int]:
-    """Token counts to capture for a prompt that is alone in its step, from its first token on. Arguments as above."""
+    """Token counts to capture for a prompt that is alone in its step, from its first token on. budget: tokens of a
+    step. most: the largest count to capture."""
     return [size for size in SINGLE_PROMPT_SIZES if size <= min(budget, most)]
-
-
-def mixed_sizes(budget: int, most: int) -> list[int]:
-    """Token counts to capture for prompts with decodes. Arguments as above."""
-    return sorted({size for size in (*MIXED_SIZES, budget) if size <= min(budget, most)})
 
 
 def decode_capture_sizes(max_num_seqs: int) -> list[int]:
@@ -70,27 +81,27 @@ def decode_capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 class StepGraphs:
-    """Graphs of `forward`. Owns their static inputs and outputs. group_ends: the layers, counted from 1, after which
-    graphs of prompts are cut. decode_query_lens: for each ladder of decodes, the most tokens of a sequence."""
+    """Graphs of `forward`. Owns their static inputs and outputs. padding: of steps with prompts. group_ends: the
+    layers, counted from 1, after which graphs of prompts are cut. decode_query_lens: for each ladder of decodes, the
+    most tokens of a sequence."""
 
     def __init__(
         self,
         forward: Forward,
         state: DeviceState,
         decode_sizes: Seq[int],
-        prompt_sizes: Seq[int],
-        mixed_sizes: Seq[int] = (),
+        padding: StepPadding,
         single_prompt_sizes: Seq[int] = (),
         group_ends: tuple[int, ...] = (),
         decode_query_lens: Seq[int] = (1,),
     ) -> None:
         self._decode_query_lens = sorted(decode_query_lens)
-        self._decode_sizes, self._prompt_sizes = sorted(decode_sizes), sorted(prompt_sizes)
-        self._mixed_sizes, self._square_sizes = sorted(mixed_sizes), sorted(single_prompt_sizes)
+        self._decode_sizes, self._square_sizes = sorted(decode_sizes), sorted(single_prompt_sizes)
+        self._padding = padding
         capture = _Capture(forward, state, group_ends, self._decode_query_lens[-1])
         self._squares = {size: _PromptGraph(capture, size, is_square=True) for size in reversed(self._square_sizes)}
-        self._prompts = {size: _PromptGraph(capture, size) for size in reversed(self._prompt_sizes)}
-        self._mixed = {size: _PromptGraph(capture, size, DECODE_PLACES) for size in reversed(self._mixed_sizes)}
+        steps = sorted(((places, size) for places, sizes in padding.ladders for size in sizes), key=sum, reverse=True)
+        self._prompts = {(places, size): _PromptGraph(capture, size, places) for places, size in steps}
         lengths_and_sizes = itertools.product(reversed(self._decode_query_lens), reversed(self._decode_sizes))
         self._decodes = {(length, size): _DecodeGraph(capture, size, length) for length, size in lengths_and_sizes}
         torch.cuda.synchronize()
@@ -107,14 +118,14 @@ class StepGraphs:
         prompts = chunks[num_decodes:]
         if not 0 < len(prompts) <= MAX_PROMPTS or max(chunk.end for chunk in prompts) > MAX_PROMPT_CONTEXT:
             return None
-        num_tokens, graphs = sum(chunk.length for chunk in prompts), list[_PromptGraph | None]()
-        if not num_decodes:
-            if len(prompts) == 1 and prompts[0].start == 0:
-                graphs.append(self._squares.get(_fitting(self._square_sizes, num_tokens)))
-            graphs.append(self._prompts.get(_fitting(self._prompt_sizes, num_tokens)))
-        if num_decodes <= DECODE_PLACES:  # or none: empty places cost less than launches, or a larger graph
-            graphs.append(self._mixed.get(_fitting(self._mixed_sizes, num_tokens)))
-        graph = min(filter(None, graphs), key=lambda graph: graph.num_tokens, default=None)
+        num_tokens = sum(chunk.length for chunk in prompts)
+        graph = None
+        if fitting := self._padding.fitting(num_decodes, num_tokens):
+            graph = self._prompts[fitting]
+        if not num_decodes and len(prompts) == 1 and prompts[0].start == 0:
+            square = self._squares.get(_fitting(self._square_sizes, num_tokens))
+            if square and (graph is None or square.num_tokens <= graph.num_tokens):
+                graph = square
         return graph.run(chunks, rows, marks) if graph else None
 
 

@@ -22,7 +22,7 @@ from engine.model.attention import Probe, attach, probe
 from engine.model.batch import DeviceState, ModelInputs
 from engine.model.choices import Sampled
 from engine.model.extensions import BatchExtension
-from engine.model.graphs import StepGraphs, mixed_sizes, prompt_sizes, single_prompt_sizes
+from engine.model.graphs import StepGraphs, single_prompt_sizes
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import LayerMarks, SeesLayers
@@ -93,19 +93,16 @@ class TorchModelRunner:
         return len(steps)
 
     @torch.inference_mode()
-    def capture(self, decode_sizes: Seq[int], most_prompt_tokens: int, most_mixed_tokens: int) -> None:
-        """Capture CUDA graphs of decodes of `decode_sizes` sequences, of prompts of at most `most_prompt_tokens`
-        tokens, and of prompts of at most `most_mixed_tokens` with decodes. Without it, all steps are launched op by
+    def capture(self, decode_sizes: Seq[int], most_prompt_tokens: int) -> None:
+        """Capture CUDA graphs of decodes of `decode_sizes` sequences, of the steps with prompts that the config's
+        padding lists, and of single prompts of at most `most_prompt_tokens`. Without it, all steps are launched op by
         op."""
-        budget = self._config.max_num_batched_tokens
-        prompts, squares = (sizes(budget, most_prompt_tokens) for sizes in (prompt_sizes, single_prompt_sizes))
         self._graphs = StepGraphs(
             self._forward,
             self._state,
             decode_sizes,
-            prompts,
-            mixed_sizes(budget, most_mixed_tokens),
-            squares,
+            self._config.padding,
+            single_prompt_sizes(self._config.max_num_batched_tokens, most_prompt_tokens),
             self._group_ends,
             decode_query_lens=sorted({1, 1 + self._config.num_speculative_tokens}),
         )

@@ -2,6 +2,7 @@
 
 [step]            a step of decodes alone, in microseconds
 [prompt_step]     a step with prompt tokens, which never takes less than its decodes alone
+[mixed_step]      a step with prompt tokens and decodes; without this table, as [prompt_step] has it
 [link]            what carries KV between nodes
 [model]           the shape of the KV, and the longest context
 [node]            the sizes of a node, where no flag says otherwise
@@ -84,13 +85,15 @@ class Profile:
     link: LinkCost
     model: ModelShape
     node: NodeSizes
+    mixed_step: StepCost | None = None
     name: str = field(default="", compare=False)
 
     def step_s(self, size: StepSize) -> float:
         """How long the step takes, in seconds."""
         if not size.has_prompts:
             return self.step.seconds(size)
-        return max(self.step.seconds(size), self.prompt_step.seconds(size))
+        cost = self.mixed_step if self.mixed_step and size.num_context_tokens else self.prompt_step
+        return max(self.step.seconds(size), cost.seconds(size))
 
     def layout(self, block_size: int, fingerprint: str) -> KvLayout:
         shape = self.model
@@ -119,9 +122,12 @@ def load_profile(name: str) -> Profile:
 
 def _profile(stated: Mapping[str, Any], name: str) -> Profile:
     """Raises ValueError."""
-    tables = {"step": StepCost, "prompt_step": StepCost, "link": LinkCost, "model": ModelShape, "node": NodeSizes}
+    tables: dict[str, type[Any]] = {"step": StepCost, "prompt_step": StepCost, "mixed_step": StepCost}
+    tables |= {"link": LinkCost, "model": ModelShape, "node": NodeSizes}
     if unknown := sorted(stated.keys() - tables.keys() - {"source"}):
         raise ValueError(f"unknown: {', '.join(unknown)}")
+    if "mixed_step" not in stated:
+        del tables["mixed_step"]
     read: dict[str, Any] = {key: _table(kind, key, stated.get(key)) for key, kind in tables.items()}
     profile = Profile(source=str(stated.get("source", "")), name=name, **read)
     profile.layout(1, "")  # raises for a shape that no model has

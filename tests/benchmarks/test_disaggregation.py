@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import disaggregation
-from benchmarks.disaggregation import Workload, cells_behind, workloads_of
+from benchmarks.disaggregation import Workload, cells_behind, goodput_of, medians, workloads_of
 from benchmarks.vllm_serving import COLUMNS, VLLM, references
 
 
@@ -41,14 +41,26 @@ def test_a_set_is_compared_with_its_like_figure_by_figure() -> None:
     assert references("baton-tiny", 1024, 128, 30.0) == []
 
 
+def test_goodput_is_the_highest_rate_that_the_median_seed_keeps() -> None:
+    loads = workloads_of("8/2@3x9:200:25,8/2@5x9:200:25,8/2@4x9:200:25,8/2@6x9:200:25,16/2@3x9:200:25")
+    shares = [(1, 0.9, 0.8), (0.9, 0.8, 0.7), (1, 1, 0), (1, 1, 1), (0.1, 0.2, 1)]
+    serving = [[{"attainment": share} for share in of] for of in shares]
+    assert goodput_of(loads, serving) == {"8/2 within 200 and 25 ms": 4.0}
+
+
+def test_medians_are_of_each_figure() -> None:
+    assert medians([(1.0, 9.0), (2.0, 7.0), (5.0, 8.0)]) == (2.0, 8.0)
+
+
 @pytest.mark.full
 def test_a_pair_and_two_single_nodes_get_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--workloads=40/8@20x6:100000:100000", "--alone=30,60", "--node=--device=cpu"]
+    sizes = ["--workloads=40/8@20x6:100000:100000", "--alone=30,60", "--node=--device=cpu", "--seeds=0,7"]
     disaggregation.main([*sizes, "--singles=--prefill 0 --decode 2"])
     *_, last = capsys.readouterr().out.splitlines()
     line = json.loads(last)
     for name in ("pair", "singles"):
-        (served,) = line["serving"][name]
+        ((served, second),) = line["serving"][name]
+        assert second["seed"] == 7
         assert (served["num_prompts"], served["attainment"]) == (6, 1)
     assert served["handoff_ms_p99"] == 0, "single nodes hand nothing over"
     for row in line["alone"].values():

@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine, Plan, SampledToken, StepResult
 from engine.holdings import Holding
 from engine.sequence import Sequence, SequenceState
+from engine.step_padding import StepPadding
 from tests.engine.fake_tier import NOBODY, FakeTier
 from tests.machines import machine
 from tests.protocol.fake_model import EOS, VOCAB_SIZE, FakeModel, expected_output
@@ -85,7 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
             async_scheduling=ahead,
             num_speculative_tokens=num_speculative_tokens,
             target_itl_s=target_itl_s,  # so short that every chunk is the least one
-            mixed_step_sizes=(2, 5),
+            padding=StepPadding(((2, (2, 5)), (8, (3, 6)))),
         )
         self.config = config
         self.model = FakeModel(num_blocks, BLOCK_SIZE)

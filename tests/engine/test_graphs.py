@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -15,7 +16,7 @@ from baton.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.attention import probe
-from engine.model.graphs import DECODE_PLACES, decode_capture_sizes, mixed_sizes, prompt_sizes, single_prompt_sizes
+from engine.model.graphs import decode_capture_sizes, single_prompt_sizes, step_padding
 from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
@@ -48,16 +49,29 @@ def test_the_ladder_reaches_the_largest_batch_and_wastes_little(most: int) -> No
     ],
 )
 def test_prompts_beside_decodes_have_a_graph_of_the_budgets_size(budget: int, most: int, sizes: list[int]) -> None:
-    assert mixed_sizes(budget, most) == sizes
+    assert ladders(budget, 0, most) == ({32: tuple(sizes)} if sizes else {})
+
+
+def ladders(budget: int, most_alone: int, most_mixed: int, **config: Any) -> dict[int, tuple[int, ...]]:
+    sizes = dataclasses.replace(SIZES, max_num_batched_tokens=budget, **config)
+    return dict(step_padding(sizes, most_alone, most_mixed).ladders)
 
 
 def test_prompts_beside_decodes_fill_tiles_of_matmuls() -> None:
-    assert all((size + DECODE_PLACES) % 128 == 0 for size in mixed_sizes(8192, 1000))
+    assert all((size + 32) % 128 == 0 for size in ladders(8192, 0, 1000)[32])
+
+
+def test_with_a_target_more_steps_have_a_graph() -> None:
+    fine = ladders(2048, 0, 1024, target_itl_s=0.01, max_num_seqs=256)
+    assert set(ladders(2048, 0, 1024)[32]) < set(fine[32])
+    assert all((places + size) % 32 == 0 for places, sizes in fine.items() for size in sizes)
+    assert [*fine] == [32, 64, 128]
+    assert [*ladders(2048, 0, 1024, target_itl_s=0.01, max_num_seqs=33)] == [32, 64]
 
 
 def test_prompts_have_graphs_within_the_budget() -> None:
-    assert prompt_sizes(100, 512) == [32, 64]
-    assert prompt_sizes(8192, 512)[-1] == 512
+    assert ladders(100, 512, 0)[0] == (32, 64)
+    assert ladders(8192, 512, 0)[0][-1] == 512
     assert single_prompt_sizes(8192, 2048) == [2048]
     assert single_prompt_sizes(2048, 512) == single_prompt_sizes(736, 2048) == []
 
@@ -82,18 +96,26 @@ def sequences(lengths: list[int]) -> list[Sequence]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("most_alone", [512, 64], ids=["prompts-alone", "prompts-as-if-mixed"])
+@pytest.mark.parametrize(
+    ("most_alone", "target_itl_s"),
+    [(512, None), (64, None), (64, 0.01)],
+    ids=["prompts-alone", "prompts-as-if-mixed", "fine"],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_a_replayed_step_equals_the_step_op_by_op(family: str, dtype: str, most_alone: int, tmp_path: Path) -> None:
+def test_a_replayed_step_equals_the_step_op_by_op(
+    family: str, dtype: str, most_alone: int, target_itl_s: float | None, tmp_path: Path
+) -> None:
     model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS[family], tmp_path)), dtype, "cuda")
     probed = probe(model, SIZES.max_model_len)
     fast.apply(model, probed, SIZES.max_model_len)
     steps = []
+    config = dataclasses.replace(SIZES, target_itl_s=target_itl_s)  # which makes a difference only to the padding
+    config = dataclasses.replace(config, padding=step_padding(config, most_alone, 512))
     for captured in (True, False):
-        runner = LogitsOf(model, SIZES, probed, wake=lambda: None, layer_groups=NUM_GROUPS)
+        runner = LogitsOf(model, config, probed, wake=lambda: None, layer_groups=NUM_GROUPS)
         if captured:
-            runner.capture([1, 4, 24], most_alone, 512)
+            runner.capture([1, 4, 24], most_alone)
         logits = []
         for lengths in ([1], [33], [70, 5, 300], [17] * 3, [40] * 24):
             seqs = sequences(lengths)
@@ -125,6 +147,7 @@ def test_a_replayed_step_equals_the_step_op_by_op(family: str, dtype: str, most_
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_prompt_alone_equals_itself_op_by_op(family: str, dtype: str, tmp_path: Path) -> None:
     sizes = dataclasses.replace(SIZES, max_model_len=2100, max_num_batched_tokens=2048)
+    sizes = dataclasses.replace(sizes, padding=step_padding(sizes, 2048, 0))
     model = loader.load_model(Checkpoint.open(tiny_models.save(tiny_models.CONFIGS[family], tmp_path)), dtype, "cuda")
     probed = probe(model, sizes.max_model_len)
     fast.apply(model, probed, sizes.max_model_len)
@@ -132,7 +155,7 @@ def test_a_prompt_alone_equals_itself_op_by_op(family: str, dtype: str, tmp_path
     for captured in (True, False):
         runner = LogitsOf(model, sizes, probed)
         if captured:
-            runner.capture([1], 2048, 0)
+            runner.capture([1], 2048)
         logits = []
         for length, start in ((2048, 0), (1900, 0), (2048, 64)):  # as long as the graph, padded, after a cached prefix
             (seq,) = sequences([length])

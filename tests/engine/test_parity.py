@@ -22,6 +22,7 @@ from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
+from engine.step_padding import StepPadding
 from tests.engine import tiny_models
 
 torch.set_num_threads(1)
@@ -116,7 +117,7 @@ def test_chunks_bounded_by_time_say_the_same(
     folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]], sizes: tuple[int, ...]
 ) -> None:
     """The target is so short that every prompt beside a stream gets least chunks."""
-    engine, _ = make_engine(folder, target_itl_s=1e-9, mixed_step_sizes=sizes)
+    engine, _ = make_engine(folder, target_itl_s=1e-9, padding=StepPadding(((32, sizes),) if sizes else ()))
     said = run(engine, [ask(str(i), prompt) for i, prompt in enumerate(prompts)])
     assert [said[str(i), 0] for i in range(len(prompts))] == expected
 
@@ -127,10 +128,13 @@ def test_chunks_bounded_by_time_say_the_same(
 def test_a_gpu_says_the_same(
     folder: Path, prompts: list[tuple[int, ...]], expected: list[list[int]], ahead: bool, graphs: bool
 ) -> None:
-    engine, runner = make_engine(folder, device="cuda", max_num_batched_tokens=100, async_scheduling=ahead)
+    config: dict[str, Any] = {"max_num_batched_tokens": 100, "async_scheduling": ahead}
+    if graphs:
+        config["padding"] = StepPadding(((0, (32, 64, 100)), (32, (32, 100))))
+    engine, runner = make_engine(folder, device="cuda", **config)
     assert runner.pool.tensor.is_cuda
     if graphs:
-        runner.capture(decode_capture_sizes(engine.config.max_num_seqs), 512, 512)
+        runner.capture(decode_capture_sizes(engine.config.max_num_seqs), 512)
     wishes: dict[str, Any] = {
         "temperature": 0.9,
         "top_p": 0.95,

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.pace import StepSize
+from engine.step_padding import StepPadding
 from engine.step_time import GROWTH, StepTime
 
 TIMES = st.floats(1e-4, 10.0)
@@ -94,8 +95,7 @@ def test_long_decoding_does_not_wipe_out_what_a_prompt_costs() -> None:
 
 
 def test_a_prompt_costs_what_its_padded_size_costs() -> None:
-    model = StepTime((96, 352))
-    assert [model.padded(n) for n in (0, 1, 96, 97, 352, 353)] == [0, 96, 96, 352, 352, 353]
+    model = StepTime(StepPadding(((0, (128,)), (32, (96, 352)))))
     for start in range(40):
         model.learn(mixed(8, 0, 50 + start), 0.008)
         model.learn(decodes(8), 0.004)

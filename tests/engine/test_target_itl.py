@@ -16,6 +16,7 @@ from engine.prompt_budget import LEAST_CHUNK, PromptBudget
 from engine.prompt_rate import PERIOD_S
 from engine.sequence import Sequence
 from engine.step import Chunk
+from engine.step_padding import StepPadding
 from engine.step_time import StepTime
 from tests.engine.counting import Counting, make, run, sequence
 
@@ -96,7 +97,7 @@ def test_a_target_that_cannot_be_kept_still_leaves_each_prompt_its_least_chunk()
 
 
 def test_where_the_device_pads_chunks_fill_its_sizes() -> None:
-    timed = Timed(mixed_step_sizes=(96, 160, 224, 480))
+    timed = Timed(padding=StepPadding(((32, (96, 160, 224, 480)),)))
     timed.decode(4)
     lengths = timed.prefill(1900)
     assert set(lengths[:-1]) <= {96, 160, 224, 480}
@@ -169,11 +170,12 @@ def test_the_load_says_how_fast_a_prompt_would_be_computed() -> None:
 def test_the_prediction_keeps_the_limit_or_the_chunk_is_the_least(
     decodes: int, learned: Seq[tuple[int, int, float]], prompts: Seq[tuple[int, int]], limit_s: float, sizes: Any
 ) -> None:
-    step_time, beside = StepTime(sizes), StepSize(decodes, decodes * 100)
+    padding = StepPadding(((10_000, sizes),) if sizes else ())
+    step_time, beside = StepTime(padding), StepSize(decodes, decodes * 100)
     for start, length, slowness in learned:
         size = StepSize(decodes + 1, decodes * 100, length, length * (start + length))
         step_time.learn(size, slowness * takes(size))
-    config = make(**{**BIG, "mixed_step_sizes": sizes})[0].config
+    config = make(**{**BIG, "padding": padding})[0].config
     budget = PromptBudget(config, step_time, beside, limit_s)
     total = 0
     for start, to_go in prompts:
@@ -217,7 +219,7 @@ def test_the_target_changes_no_token(wanted: Seq[tuple[int, int, int]], ahead: b
         assert not engine.has_work
         return said
 
-    assert outputs(target_itl_s=1e-9, mixed_step_sizes=(2, 5), max_num_batched_tokens=64) == outputs(
+    assert outputs(target_itl_s=1e-9, padding=StepPadding(((4, (2, 5)),)), max_num_batched_tokens=64) == outputs(
         max_num_batched_tokens=64
     )
 

@@ -156,10 +156,15 @@ def test_keys_split_over_programs(device: str, monkeypatch: pytest.MonkeyPatch) 
     contexts=st.lists(st.integers(0, 400), min_size=1, max_size=40),
     window=st.none() | st.integers(1, 100),
     programs=st.integers(4, 60),
+    beside_prompts=st.booleans(),
 )
-def test_shares_cover_each_context_once(contexts: list[int], window: int | None, programs: int) -> None:
+def test_shares_cover_each_context_once(
+    contexts: list[int], window: int | None, programs: int, beside_prompts: bool
+) -> None:
     batch = PagedBatch.build([[1]] * len(contexts), [1] * len(contexts), [1] * len(contexts), 16, torch.device("cpu"))
     batch.context_lens = torch.tensor(contexts, dtype=torch.int32)
+    if beside_prompts:  # in a CUDA graph, where most of the places may be empty
+        batch.num_tokens, batch.host_context_lens = len(contexts) + 8, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "tune", lambda *_: decode.Tuning(programs, 16, 1, 1))
         plan = decode._plan(batch, torch.empty(3, 2, 16, 16), 4, window)
@@ -183,10 +188,28 @@ def test_shares_cover_each_context_once(contexts: list[int], window: int | None,
     assert len(shares) <= plan.shares.shape[0]
     assert len(merges) == sum(count > 1 for count in Counter(seq for seq, *_ in shares).values())
     tiles = sum(-(-share[2] // 16) - share[1] // 16 for share in shares)
-    if len(contexts) < wanted:
+    num_empty = contexts.count(0)
+    if beside_prompts and len(contexts) - num_empty < wanted:
+        assert len(shares) <= wanted + num_empty
+    elif len(contexts) < wanted:
         assert len(shares) <= wanted
     else:
         assert longest <= max(1, -(-tiles // wanted))
+
+
+def test_empty_places_beside_prompts_leave_the_shares_to_the_others() -> None:
+    def longest(contexts: list[int]) -> int:
+        batch = PagedBatch.build(
+            [[1]] * len(contexts), [1] * len(contexts), [1] * len(contexts), 16, torch.device("cpu")
+        )
+        batch.context_lens, batch.host_context_lens = torch.tensor(contexts, dtype=torch.int32), []
+        batch.num_tokens += 8
+        plan = decode._plan(batch, torch.empty(3, 2, 16, 16), 4, None)
+        return max(end - start for seq, start, end, _ in plan.shares.tolist() if seq >= 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "num_sms", lambda _: 20)
+        assert longest([3000, 900] + [0] * 30) == longest([3000, 900]) < 200
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])

@@ -38,7 +38,8 @@ def _share_out_kernel(
     SEQS_PADDED: tl.constexpr,
 ):
     """Runs as one program. The length of a share is the smallest for which all sequences together have at most
-    `wanted_shares`; with that many sequences or more, it is the total length divided by `wanted_shares`."""
+    `wanted_shares`; with that many sequences or more, it is the total length divided by `wanted_shares`. Padding
+    entries have a share each, which does not count where there is room for them."""
     seq = tl.arange(0, SEQS_PADDED)
     there = seq < num_seqs
     context = tl.load(context_ptr + seq, mask=there, other=0)
@@ -47,11 +48,13 @@ def _share_out_kernel(
         base = tl.maximum(context - window, 0) // TILE_KEYS * TILE_KEYS
     tiles = tl.cdiv(context - base, TILE_KEYS)  # 0 for a padding entry, whose one share writes zeros
     low = tl.maximum(tl.cdiv(tl.sum(tiles, 0), wanted_shares), 1)
-    if num_seqs < wanted_shares:
+    num_padding = tl.sum((there & (tiles == 0)).to(tl.int32), 0)
+    most = tl.minimum(wanted_shares + num_padding, num_shares)
+    if num_seqs < most:
         high = tl.maximum(tl.max(tiles, 0), low)
         while low < high:
             middle = (low + high) // 2
-            if tl.sum(tl.where(there, tl.maximum(tl.cdiv(tiles, middle), 1), 0), 0) <= wanted_shares:
+            if tl.sum(tl.where(there, tl.maximum(tl.cdiv(tiles, middle), 1), 0), 0) <= most:
                 high = middle
             else:
                 low = middle + 1
@@ -273,9 +276,11 @@ def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: 
     capturing = key_cache.is_cuda and torch.cuda.is_current_stream_capturing()
     key = ("decode", num_kv_heads, num_heads, head_dim, sliding_window, capturing)
     if key not in batch.plans:
-        tuning = tune(num_seqs, num_kv_heads, head_dim, key_cache.dtype, num_sms(device))
+        # Beside prompts, a CUDA graph has places for more sequences than there usually are.
+        is_bound = not batch.host_context_lens and batch.num_tokens > num_seqs
+        tuning = tune(num_seqs, num_kv_heads, head_dim, key_cache.dtype, num_sms(device), is_bound)
         wanted = max(1, tuning.num_programs // num_kv_heads)
-        num_shares = wanted if num_seqs < wanted else num_seqs + wanted
+        num_shares = wanted if num_seqs < wanted and not is_bound else num_seqs + wanted
         plan = Plan(
             tuning,
             torch.empty(num_shares, 4, dtype=torch.int32, device=device),
@@ -304,8 +309,11 @@ def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: 
     return found
 
 
-def tune(num_decodes: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, sms: int) -> Tuning:
-    """The layout for a batch; it must not depend on the contexts, which change under a CUDA graph.
+def tune(
+    num_decodes: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, sms: int, is_bound: bool = False
+) -> Tuning:
+    """The layout for a batch; it must not depend on the contexts, which change under a CUDA graph. `is_bound`: there
+    may be fewer decodes, so that each may have to be spread over many programs.
 
     There are as many programs as fit at once. With 8 KV heads of 128 on an H200, us per layer including its merge;
     reading its keys and values alone takes 261 at 256 x 1144, 130 at 128, 65 at 64, 33 at 32, and 237 at 32 x 8312:
@@ -320,6 +328,8 @@ def tune(num_decodes: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
     if head_dim > 128:
         return Tuning(3 * sms, tile_keys=16, num_warps=2, num_stages=4)
     unsplit = num_decodes * num_kv_heads
+    if is_bound:
+        return Tuning(4 * sms, tile_keys=16, num_warps=1, num_stages=6)
     if unsplit > 6 * sms:
         return Tuning(2 * sms, tile_keys=64, num_warps=2, num_stages=3)
     if unsplit < 0.3 * sms:

@@ -27,35 +27,49 @@ def merge_splits_kernel(
     TILE_ROWS: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """A program merges one row of the prefill kernel's tiles."""
+    """A program merges ROWS rows of one of the prefill kernel's tiles: in a CUDA graph most tiles have none, and a
+    program for each row would spend more time on starting programs than on merging."""
     seq = tl.program_id(2)
     first_token = tl.load(query_start_ptr + first_seq + seq)
     length = tl.load(query_start_ptr + first_seq + seq + 1) - first_token
     tile, head = tl.program_id(1) // NUM_KV_HEADS, tl.program_id(1) % NUM_KV_HEADS
-    row = tile * TILE_ROWS + tl.program_id(0)
-    if row < length * GROUP:
+    first_row = tl.program_id(0) * ROWS
+    if tile * TILE_ROWS + first_row < length * GROUP:
+        row_of_tile = first_row + tl.arange(0, ROWS)
+        row = tile * TILE_ROWS + row_of_tile
+        there = row < length * GROUP
         token = (first_token + row // GROUP).to(tl.int64)
         query_head = head * GROUP + row % GROUP
         split = tl.arange(0, SPLITS_PADDED)
         dim = tl.arange(0, HEAD_DIM_PADDED)
-        program = (seq * num_splits + split) * tl.num_programs(1) + tl.program_id(1)
-        part = program * TILE_ROWS + tl.program_id(0)
-        lse = tl.load(part_lse_ptr + part, mask=split < num_splits, other=NOTHING)
-        peak = tl.max(lse, 0)
+        part_stride = tl.num_programs(1) * TILE_ROWS  # from one split to the next
+        part = (seq * num_splits * tl.num_programs(1) + tl.program_id(1)) * TILE_ROWS + row_of_tile
+        lse_mask = there[:, None] & (split < num_splits)[None, :]
+        lse = tl.load(part_lse_ptr + part[:, None] + split[None, :] * part_stride, mask=lse_mask, other=NOTHING)
+        peak = tl.max(lse, 1)
         if HAS_SINKS:
             sink = tl.load(sink_ptr + query_head).to(tl.float32) * 1.4426950408889634
             peak = tl.maximum(peak, sink)
-        weights = tl.where(lse > NOTHING, tl.exp2(lse - peak), 0.0)
-        total = tl.sum(weights, 0)
+        total = tl.sum(tl.where(lse > NOTHING, tl.exp2(lse - peak[:, None]), 0.0), 1)
+        total = tl.where(there, total, 1.0)
         if HAS_SINKS:
             total += tl.exp2(sink - peak)
-        mask = (lse > NOTHING)[:, None] & (dim < HEAD_DIM)[None, :]
-        parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-        out = tl.sum(parts * weights[:, None], 0) / total
+        num_used = tl.max(tl.max(tl.where(lse > NOTHING, split[None, :] + 1, 0), 1), 0)
+        out = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+        for _ in range(num_used):
+            own_lse = tl.load(part_lse_ptr + part, mask=there, other=NOTHING)
+            has_keys = own_lse > NOTHING
+            mask = has_keys[:, None] & (dim < HEAD_DIM)[None, :]
+            parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+            out += parts * tl.where(has_keys, tl.exp2(own_lse - peak), 0.0)[:, None]
+            part += part_stride
         place = token * NUM_KV_HEADS * GROUP + query_head
-        tl.store(out_ptr + place * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+        out_mask = there[:, None] & (dim < HEAD_DIM)[None, :]
+        out = (out / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place[:, None] * HEAD_DIM + dim[None, :], out, mask=out_mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_token", "lse_head_stride", "other_lse_head_stride"])

@@ -23,6 +23,8 @@ from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, atten
 
 MAX_SPLITS = 32
 KEYS_PER_SPLIT = 512  # at least
+MERGED_ROWS = 16
+"""Rows that a program of the merge takes."""
 
 
 @triton.jit(do_not_specialize=["window", "first_seq", "num_splits", "table_stride"])
@@ -185,10 +187,11 @@ def prefill_attention(
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        merge_splits_kernel[(tuning.tile_rows, num_kv_heads * plan.max_tiles, len(seqs))](
+        merged_rows = min(MERGED_ROWS, tuning.tile_rows)
+        merge_splits_kernel[(tuning.tile_rows // merged_rows, num_kv_heads * plan.max_tiles, len(seqs))](
             parts, lse, sinks_or_any, out, batch.query_starts, seqs.start, num_splits,
             num_kv_heads, group, head_dim, tuning.tile_rows, dim_padded, triton.next_power_of_2(num_splits),
-            sinks is not None,
+            merged_rows, sinks is not None,
         )  # fmt: skip
 
 

@@ -1,0 +1,38 @@
+"""To how many tokens a device pads a step with prompts, as CUDA graphs do."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepPadding:
+    """`ladders`: for each number of places for decodes, in order, the numbers of prompt tokens, in order, with which
+    there is a graph; 0 places are for prompts without decodes. A step gets the graph with the fewest tokens that has
+    room for it. Without ladders nothing is padded."""
+
+    ladders: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def fitting(self, num_decodes: int, num_prompt_tokens: int) -> tuple[int, int] | None:
+        """Places for decodes and for prompt tokens of the smallest graph. None: there is none so large."""
+        found = []
+        for places, sizes in self.ladders:
+            index = bisect.bisect_left(sizes, num_prompt_tokens)
+            if places >= num_decodes and index < len(sizes):
+                found.append((places, sizes[index]))
+        return min(found, key=sum, default=None)
+
+    def padded(self, num_decodes: int, num_prompt_tokens: int) -> int:
+        """How many tokens the device computes besides those of the decodes."""
+        if not num_prompt_tokens or (graph := self.fitting(num_decodes, num_prompt_tokens)) is None:
+            return num_prompt_tokens
+        return sum(graph) - num_decodes
+
+    def sizes(self, num_decodes: int) -> tuple[int, ...]:
+        """Numbers of prompt tokens that leave no place for prompts empty beside so many decodes, in order. Empty: it
+        does not matter."""
+        return next((sizes for places, sizes in self.ladders if places >= num_decodes), ())
+
+
+UNPADDED = StepPadding()
