@@ -53,6 +53,7 @@ from router.migrations import Migrations
 from router.placement import Pool
 from router.policies import Policy
 from router.prefix_index import PrefixIndex
+from router.rebalancing import Rebalancing
 from router.retry_budget import RetryBudget
 
 MAX_ATTEMPTS = 4
@@ -66,7 +67,7 @@ class RouterCore:
     `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what
     these sample is told at once, or when the decode node goes on with it; `max_waiting`: how many requests, or single
     samples of them, may wait for a node; `policy`: which nodes get what, by default the least loaded; `draw`: what it
-    draws from.
+    draws from; `migrate_above`: see Rebalancing.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class RouterCore:
         max_waiting: int = 1024,
         policy: Policy | None = None,
         draw: Random | None = None,
+        migrate_above: float | None = None,
     ) -> None:
         self.pool = Pool(with_prefill, policy, draw)
         self.prefix_index = PrefixIndex()
@@ -87,6 +89,7 @@ class RouterCore:
         self._outbox = Outbox()
         self._attempts = Attempts(epoch, self.pool, self.prefix_index, self._outbox, max_waiting)
         self._migrations = Migrations(self.pool, self._attempts, self._outbox)
+        self._rebalancing = Rebalancing(self.pool, self._attempts, self._migrations, migrate_above)
 
     # ---- what the world tells ----
 
@@ -109,6 +112,7 @@ class RouterCore:
         self.pool.remove(incarnation)
         self.prefix_index.forget(incarnation)
         self._migrations.target_lost(incarnation)
+        self._rebalancing.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         for life in list(self._requests.values()):
             attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
@@ -121,6 +125,7 @@ class RouterCore:
     def node_load(self, incarnation: str, load: Load, now: float) -> None:
         self.pool.told(incarnation, load)
         self._empty_if_leaving(incarnation, now)
+        self._rebalancing.loaded(incarnation, now)
 
     def drain_node(self, incarnation: str, drains: bool, now: float) -> None:
         """Place nothing more on the node, or place work there again. What it has goes on, if it can on other nodes."""

@@ -192,6 +192,10 @@ class Attempt:
     def generates_on(self) -> str:
         return self.decode or self.prefill
 
+    def may_go_to(self, incarnation: str) -> bool:
+        """Whether the attempt has never been on that node, whose late messages would count again."""
+        return incarnation not in self.visited and incarnation not in self.placed_on
+
     @property
     def placed_on(self) -> tuple[str, ...]:
         """The incarnations that will hold its prompt's blocks."""

@@ -1,4 +1,4 @@
-"""Running requests that move from a decode node that is to leave to another one, with their KV.
+"""Running requests that move from one decode node to another, with their KV: all of a node that is to leave.
 
     (generates on a node) --Migrate--> asked --HandedOff, or the target's first message--> (handed over)
                                          |
@@ -42,12 +42,12 @@ class Migrations:
             return
         for life, attempt in self._attempts.generating_on(incarnation):
             if is_movable(attempt) and now >= attempt.ask_at:
-                self._ask(life, attempt, node, now)
+                targets = [n for n in self._pool.targets(node, now) if attempt.may_go_to(n.info.incarnation)]
+                if fitting := [n for n in targets if n.info.incarnation not in life.avoid]:
+                    self.ask(life, attempt, node, min(fitting, key=lambda n: n.seats_taken))
 
-    def _ask(self, life: RequestLife, attempt: Attempt, node: Node, now: float) -> None:
-        target = self._pool.choose_target(node, attempt.visited | set(attempt.placed_on), life.avoid, now)
-        if target is None:
-            return
+    def ask(self, life: RequestLife, attempt: Attempt, node: Node, target: Node) -> None:
+        """Have the request move from the node, on which it generates, to the target."""
         attempt.num_moves += 1
         attempt.target = target.info.incarnation
         self._pool.will_decode(attempt.target, len(life.request.prompt_tokens))
