@@ -35,7 +35,7 @@ def migrations(router: Router, outcome: str) -> float:
 
 async def test_a_node_that_is_told_to_stop_hands_its_streams_over(cluster: Cluster) -> None:
     prefill = cluster.node("prefill", "prefill-0")
-    decodes = [cluster.node("decode", f"decode-{i}") for i in range(2)]
+    decodes = [cluster.node("decode", f"decode-{i}", *flags) for i, flags in enumerate(((), ("--async-scheduling",)))]
     router = cluster.router([prefill], decodes)
     await asyncio.to_thread(router.wait_ready)
     await asyncio.to_thread(router.wait_nodes, 1, 2)
