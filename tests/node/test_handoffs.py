@@ -35,7 +35,7 @@ from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
 from node.decode_links import DecodeLinks
-from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
+from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerOpened, ToDecode, ToPrefill
 from node.handoff_stream import connect
 from node.loop import Turn
 from node.shell import RoleSide, make_hello
@@ -95,6 +95,24 @@ async def test_a_reserve_opens_the_stream_and_messages_pass_in_order_both_ways()
         assert {e.peer for e in events} == {"d1"}
         assert p.transport.notes == [("connect", "d1")]
         assert d.transport.notes == [("connect", "p1")]
+
+
+async def test_a_decode_node_hands_over_to_another_one_like_a_prefill_node():
+    async with (
+        running(DECODE_SIDE, NodeRole.DECODE, incarnation="d1") as d,
+        running(DECODE_SIDE, NodeRole.DECODE, incarnation="d2") as old,
+    ):
+        old.say(ToDecode(target(d), reserve()))
+        assert [e.message for e in await d.role.saw(FromPeer)] == [reserve()]
+        assert d.role.events[0] == PeerOpened("d2", 4, LAYOUT, "decode-0")
+        d.say(ToPrefill("d2", GRANT))
+        opened, heard = await old.role.saw(OfTarget, 2)
+        assert opened == OfTarget(PeerOpened("d1", 4, LAYOUT, "decode-0"))
+        assert heard == OfTarget(FromPeer("d1", GRANT))
+        assert d.transport.notes == [("connect", "d2")]
+        assert old.transport.notes == [], "it has another transport for that"
+        d.say(ClosePeer("d2", "lost"))
+        assert isinstance((await old.role.saw(OfTarget, 3))[-1].event, PeerClosed)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(4, 6), (4, 3)])
