@@ -208,5 +208,5 @@ def test_spare_tokens_have_no_hashes(num_spare, num_hashes, fits):
     if fits:
         assert wire.read_prefill_message(sent, LIMITS) == reserve
     else:
-        with pytest.raises(InvalidRequest, match="block_hashes|spare tokens"):
+        with pytest.raises(InvalidRequest, match=r"block_hashes|spare tokens"):
             wire.read_prefill_message(sent, LIMITS)
