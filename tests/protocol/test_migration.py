@@ -24,6 +24,7 @@ from baton.messages import (
 from baton.sampling import SamplingParams
 from decode_node.migrations import REPLY_S
 from node.events import FromRouter, OfTarget, PeerClosed, SessionLost
+from tests.protocol.decoding import Decoding
 from tests.protocol.fake_model import VOCAB_SIZE
 from tests.protocol.leaving import LEASE, PROMPT, SAMPLING, WORK, Leaving
 from tests.protocol.network import EPOCH
@@ -223,6 +224,17 @@ def test_a_request_that_outruns_its_room_stays_and_may_be_asked_again(monkeypatc
     node.migrate(move=2)
     assert [message.move for message in node.said if isinstance(message, Reserve)] == [1, 2]
     goes_on(node)
+
+
+def test_a_lease_that_ends_before_the_commit_is_no_end_of_the_request() -> None:
+    """Its old node goes on with it, and tells the router."""
+    target = Decoding()
+    target.reserve(move=1, num_spare_tokens=2, block_hashes=(), deadline_s=5.0)
+    assert target.grants
+    target.world.now += 6.0
+    target.turn()
+    assert [type(said) for said in target.said] == [Grant, Refuse]
+    assert target.told == []
 
 
 # ---- between real nodes ----

@@ -179,6 +179,9 @@ def test_a_request_does_not_return_to_where_it_was(moving: Moving) -> None:
     moving.house.core.node_up(third, 9.0)
     moving.house.core.drain_node(moving.new, True, 9.0)
     moving.house.collect()
-    assert [action.incarnation for action in moving.house.sent if isinstance(action.message, Migrate)][1:] == [
-        moving.new
-    ]
+    moving.say(moving.new, HANDED_OFF)
+    moving.say("d3", ADOPTED)
+    moving.house.core.drain_node("d3", True, 9.0)
+    moving.house.collect()
+    migrates = [action for action in moving.house.sent if isinstance(action.message, Migrate)]
+    assert [action.incarnation for action in migrates] == [moving.old, moving.new]

@@ -37,12 +37,12 @@ def moves(house: House, used: int, used_of_other: int = 0, now: float = 1.0) -> 
 
 
 @pytest.mark.parametrize(
-    ("used", "used_of_other", "moved"), [(8, 0, ["of 40"]), (8, 4, ["of 20"]), (8, 7, []), (3, 0, [])]
+    ("used", "used_of_other", "moved"), [(8, 0, ["of 40"]), (8, 4, ["of 20"]), (8, 6, []), (3, 0, [])]
 )
 def test_the_largest_request_moves_that_does_not_turn_the_tables(
     used: int, used_of_other: int, moved: list[str]
 ) -> None:
-    assert moves(house_of(0.43, 100, 40, 20), used, used_of_other) == moved
+    assert moves(house_of(0.43, 100, 40, 20, 10), used, used_of_other) == moved
 
 
 def test_one_moves_at_a_time_and_the_next_when_the_loads_tell_of_it() -> None:
