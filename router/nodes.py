@@ -19,7 +19,7 @@ from baton.address import HostPort
 from baton.channels import open_channel
 from baton.cluster_secret import SESSION, prove
 from baton.errors import BatonError, NodeUnavailable
-from baton.messages import Abort, Auth, Load, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.messages import Abort, Auth, Load, Migrate, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
 from baton.silence import until_silent
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -164,7 +164,7 @@ class NodeLink:
 
     async def _in_use(self, call: _Call, info: NodeInfo) -> str:
         """From Subscribed to the end of the stream; returns why it ended."""
-        outgoing: asyncio.Queue[Prefill | Abort] = asyncio.Queue()
+        outgoing: asyncio.Queue[Prefill | Abort | Migrate] = asyncio.Queue()
         self._dispatcher.node_up(info, outgoing.put_nowait)
         self.info = info
         log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
@@ -223,7 +223,7 @@ class _SessionLost(Exception):
 _Call = grpc.aio.StreamStreamCall[node_pb2.RouterMessage, node_pb2.NodeMessage]
 
 
-async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort]) -> None:
+async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort | Migrate]) -> None:
     """Write all messages in order, until writing fails."""
     while True:
         await call.write(write_router_message(await outgoing.get()))

@@ -65,7 +65,12 @@ class RouterServer:
         epoch = secrets.randbits(EPOCH_BITS)
         request_metrics = RequestMetrics(metrics, self._model_name)
         core = RouterCore(
-            epoch, bool(settings.prefill), settings.first_token, settings.max_waiting, make_policy(settings)
+            epoch,
+            bool(settings.prefill),
+            settings.first_token,
+            settings.max_waiting,
+            make_policy(settings),
+            migrate_above=settings.migrate_above,
         )
         self.dispatcher = Dispatcher(core, request_metrics)
         self.models = Models(self.dispatcher.version_shares)

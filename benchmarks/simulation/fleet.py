@@ -120,7 +120,7 @@ class Fleet:
     def _beat(self) -> None:
         """Each node tells its load as often as over a network when nothing changes."""
         for node in self.nodes.values():
-            self.router.node_load(node.name, node.load())
+            self.router.node_load(node.name, node.load(), self.clock.now())
         self.clock.after(HEARTBEAT_S, self._beat)
 
     # ---- between nodes ----

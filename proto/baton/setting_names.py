@@ -71,6 +71,7 @@ ALL_NAMES = frozenset(
         "max_stored_responses",
         "max_waiting",
         "metrics_port",
+        "migrate_above",
         "model",
         "node_id",
         "nodes_file",
