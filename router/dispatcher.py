@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, Prefill, Update
+from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, NodeRole, Prefill, Update
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
@@ -165,8 +165,9 @@ class Dispatcher:
         return self._core.num_migrations()
 
     def prefix_index(self) -> PrefixIndexState:
-        """How much is known of the nodes' prefix caches."""
-        index, nodes = self._core.prefix_index, self._core.nodes()
+        """How much is known of the nodes' prefix caches: prefill nodes first, each role by the nodes' ids."""
+        index = self._core.prefix_index
+        nodes = sorted(self._core.nodes(), key=lambda n: (n.role is not NodeRole.PREFILL, n.node_id))
         known = tuple(
             IndexedNode(n.node_id, n.role.value, n.incarnation, index.num_blocks(n.incarnation)) for n in nodes
         )
