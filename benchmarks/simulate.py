@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -17,10 +19,12 @@ from pydantic import Field, field_validator
 
 from baton.settings import Settings, parse
 from benchmarks.simulation.fleet import Fleet
-from benchmarks.simulation.policies import POLICIES
+from benchmarks.simulation.policies import make_router
 from benchmarks.simulation.report import Limits, Report, markdown, report
 from benchmarks.simulation.trace import Entry, read_trace, write_trace
 from benchmarks.simulation.workloads import WORKLOADS, Shape
+from router.life import FirstToken
+from router.policies import POLICIES
 
 
 class SimulateSettings(Settings):
@@ -28,9 +32,11 @@ class SimulateSettings(Settings):
 
     prog: ClassVar[str] = "benchmarks.simulate"
 
-    prefill: int = Field(8, ge=1, description="prefill nodes")
+    prefill: int = Field(8, ge=0, description="prefill nodes; 0: decode nodes compute prompts themselves")
     decode: int = Field(8, ge=1, description="decode nodes")
     profile: str = Field("h200-8b", description="file with the times of a real node, or h200-8b")
+    node: str = Field("", description="flags of all nodes, as for baton-decode: --target-itl 8")
+    first_token: FirstToken = Field("prefill", description="as of baton-router")
     policy: str = Field(",".join(POLICIES), description="placement policies, one simulation each, as NAME,NAME,...")
     trace: Path | None = Field(None, description="trace in Mooncake's format; unset: one is made")
     workload: Literal["shared-prefix", "multi-turn", "uncorrelated"] = Field(
@@ -74,7 +80,8 @@ def entries_of(settings: SimulateSettings) -> list[Entry]:
 
 
 def simulate(settings: SimulateSettings, policy: str, entries: Sequence[Entry]) -> Report:
-    fleet = Fleet(settings.prefill, settings.decode, settings.profile, POLICIES[policy])
+    router = partial(make_router, policy, settings.prefill, settings.first_token)
+    fleet = Fleet(settings.prefill, settings.decode, settings.profile, router, shlex.split(settings.node))
     answers = fleet.replay(entries)
     return report(answers, settings.prefill, settings.decode, Limits(settings.slo_ttft, settings.slo_gap))
 
