@@ -207,6 +207,18 @@ def test_the_command_prints_a_row_for_each_policy(tmp_path: Path, capsys: pytest
         assert again[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-3))
 
 
+def test_of_several_seeds_the_command_prints_medians(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--prefill=1", "--decode=1", "--num-requests=5", "--input-len=64", "--output-len=4", "--policy=cost"]
+
+    def p90(seeds: str) -> float:
+        simulate.main([*shape, f"--seeds={seeds}"])
+        return float(json.loads(capsys.readouterr().out.splitlines()[0])["ttft_p90"])
+
+    single = sorted(p90(seed) for seed in "012")
+    assert len(set(single)) == 3
+    assert p90("0,1,2") == single[1]
+
+
 def test_a_policy_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         simulate.main(["--policy=fastest"])
