@@ -1,4 +1,7 @@
-"""Settings for hypothesis' state machines, whose failures are to be reported in time.
+"""Settings for hypothesis: of all tests, and of state machines, whose failures are to be reported in time.
+
+How long an example takes says more about what else the machine does than about the code, so no test has a deadline but
+pytest's.
 
 CI plays a part of the runs of those that take long; all of them are marked `full`.
 
@@ -12,6 +15,9 @@ from __future__ import annotations
 from hypothesis import HealthCheck, Phase, settings
 
 SHRINK = "shrink"
+PATIENT = "patient"
+settings.register_profile(PATIENT, settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(PATIENT)
 settings.register_profile(SHRINK, settings.default)
 
 
