@@ -68,7 +68,7 @@ class Dispatcher:
         Its events go to `sink`, RequestEnd last. Raises BatonError, and then `sink` is not called.
         """
         try:
-            self._core.submit(request, received)
+            self._core.submit(request, received, time.monotonic())
         except BatonError as error:
             self._request_metrics.refused(error, time.monotonic() - received, request)
             raise

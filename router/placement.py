@@ -10,6 +10,7 @@ from typing import Literal
 
 from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
+from baton.telemetry.timeline import Estimate
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.policies import Candidate, Option, Options, Policy
 from router.policies.cost import cost
@@ -139,6 +140,12 @@ class Placement:
         """As far as the nodes decide: the prefill node's, or that of the decode node alone."""
         return self.option.prefill.start_s
 
+    def estimate(self, policy: str) -> Estimate:
+        """Why it is this one, for the request's timeline."""
+        first, last = self.option.prefill, self.option.decode or self.option.prefill
+        handoff_s = last.handoff_s if self.decode else 0.0
+        return Estimate(policy, self.kind, first.queue_s, first.prefill_s, handoff_s, first.num_cached, last.start_s)
+
     def __str__(self) -> str:
         """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
         first, last = self.option.prefill, self.option.decode or self.option.prefill
@@ -172,6 +179,7 @@ class Pool:
         self.pair_breakers: CircuitBreakers[Pair] = CircuitBreakers()
         self._node_breakers: CircuitBreakers[Place] = CircuitBreakers()
         self._policy = policy or LeastLoaded()
+        self.policy_name = self._policy.name or type(self._policy).__name__
         self._draw = draw or Random()
         self.with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}

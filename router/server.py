@@ -12,6 +12,7 @@ from baton.address import HostPort
 from baton.errors import NodeUnavailable
 from baton.settings import flag_name
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
+from baton.telemetry.timeline_ring import TimelineRing
 from router.admission import Admission
 from router.cluster import Cluster, Readiness
 from router.core import RouterCore
@@ -26,6 +27,7 @@ from router.http.app import create_app
 from router.http.body import BodyReader
 from router.http.chat_websocket import PATHS as CHATS
 from router.http.chat_websocket import ChatWebSocket
+from router.http.debug_requests import DebugRequests
 from router.http.generate import GenerateRoutes
 from router.http.limits import Bodies, HttpLimits, WebSockets
 from router.http.responses_api.routes import PATH as RESPONSES
@@ -63,7 +65,8 @@ class RouterServer:
         registry = new_registry(ROUTER)
         metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
-        request_metrics = RequestMetrics(metrics, self._model_name)
+        timelines = TimelineRing(settings.max_timeline_bytes)
+        request_metrics = RequestMetrics(metrics, self._model_name, timelines)
         core = RouterCore(
             epoch,
             bool(settings.prefill),
@@ -106,6 +109,7 @@ class RouterServer:
             self.admission,
             shared.place if shared else None,
             settings.policy,
+            DebugRequests(timelines),
         )
         self._siblings = status.siblings
         parsers = make_parsers(settings)

@@ -84,6 +84,12 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     max_stored_response_bytes: int = Field(
         256 * 2**20, ge=0, description="size of all kept responses with their conversations; the oldest go first"
     )
+    max_timeline_bytes: int = Field(
+        8 * 2**20,
+        ge=0,
+        description="size of the timelines of ended requests that /debug/requests shows, about 4 KB each; the oldest "
+        "go first, 0 keeps none",
+    )
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments, or pings, on a stream that has nothing to say yet"
     )

@@ -69,6 +69,7 @@ ALL_NAMES = frozenset(
         "max_num_seqs",
         "max_stored_response_bytes",
         "max_stored_responses",
+        "max_timeline_bytes",
         "max_waiting",
         "metrics_port",
         "migrate_above",

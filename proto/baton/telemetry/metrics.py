@@ -120,6 +120,13 @@ class RouterMetrics:
         self.inter_token_s = HistogramByModel(
             "baton:inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S, registry
         )
+        self.first_token_stage_s = HistogramByModel(
+            "baton:time_to_first_token_stage_seconds",
+            "Parts of the time to first token, which add up to it; requests without a stage do not count in it.",
+            _PHASE_S,
+            registry,
+            "stage",
+        )
         self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
 
     def set_requests(self, by_state: Mapping[str, int]) -> None:
