@@ -25,12 +25,20 @@ class _Account:
 
 class RequestMetrics:
     """One account per live request. `model` returns the served name for what is of no model. `timelines`: those of
-    requests that have ended, as many as it keeps. Times are seconds of one monotonic clock."""
+    requests that have ended, as many as it keeps; `send` gets each of them too, and must not raise. Times are seconds
+    of one monotonic clock."""
 
-    def __init__(self, metrics: RouterMetrics, model: Callable[[], str], timelines: TimelineRing | None = None) -> None:
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        model: Callable[[], str],
+        timelines: TimelineRing | None = None,
+        send: Callable[[Timeline], None] | None = None,
+    ) -> None:
         self.metrics = metrics
         self.timelines = TimelineRing(0) if timelines is None else timelines
         self._model = model
+        self._send = send
         self._open: dict[str, _Account] = {}
         self._stages: dict[str, dict[str, TallyHistogram]] = {}  # by model
 
@@ -77,6 +85,8 @@ class RequestMetrics:
         for stage, seconds in first_token_stages(timeline).items():
             stages[stage].observe(seconds)
         self.timelines.add(timeline)
+        if self._send is not None:
+            self._send(timeline)
 
     def _tokens(self, account: _Account, sample: int, count: int, now: float) -> None:
         account.generation_tokens.count += count

@@ -18,7 +18,15 @@ from router.cluster import Cluster, Readiness
 from router.core import RouterCore
 from router.discovery.source import Member
 from router.dispatcher import Dispatcher
-from router.edge import StartError, make_admin_keys, make_edge, make_membership, make_parsers, make_policy
+from router.edge import (
+    StartError,
+    make_admin_keys,
+    make_edge,
+    make_membership,
+    make_parsers,
+    make_policy,
+    make_span_sender,
+)
 from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
 from router.http.admin import AdminRoutes
@@ -66,7 +74,9 @@ class RouterServer:
         metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
         timelines = TimelineRing(settings.max_timeline_bytes)
-        request_metrics = RequestMetrics(metrics, self._model_name, timelines)
+        self._spans = make_span_sender(settings)
+        send = self._spans.send if self._spans is not None else None
+        request_metrics = RequestMetrics(metrics, self._model_name, timelines, send)
         core = RouterCore(
             epoch,
             bool(settings.prefill),
@@ -125,7 +135,15 @@ class RouterServer:
         admin_bodies = BodyReader(bodies, self._service.offload)
         admin = AdminRoutes(self.cluster, self.dispatcher, admin_bodies, make_admin_keys(settings))
         self.app = create_app(
-            generate, messages, responses, websockets, tokenizer_info, status, admin, self._edge.access
+            generate,
+            messages,
+            responses,
+            websockets,
+            tokenizer_info,
+            status,
+            admin,
+            self._edge.access,
+            self._spans is not None,
         )
         self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
         self._told: Readiness | None = None
@@ -176,6 +194,8 @@ class RouterServer:
         if self._siblings is not None:
             self._siblings.close()
         await self.cluster.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     async def ended(self) -> None:
         """Returns, or raises, when the HTTP server ends by itself: without `stop`, that is internal error."""
@@ -211,7 +231,8 @@ class RouterServer:
             settings.request_timeout,
             self._shared is not None,
         )
-        service = GenerationService(self._service, edge.keys, settings.write_timeout)
+        traces = self._spans is not None
+        service = GenerationService(self._service, edge.keys, settings.write_timeout, traces)
         self._grpc = GrpcServer(service, limits, edge.keys)
         address = self._grpc_wanted
         try:

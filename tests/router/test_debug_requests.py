@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from pydantic import SecretStr
 
+from baton.settings import SettingsError, load
 from baton.telemetry.timeline_ring import TimelineRing
+from router.edge import StartError, make_span_sender
 from router.http.debug_requests import DebugRequests
+from router.settings import RouterSettings
 from router.workers.siblings import Siblings, WorkerPlace
 from tests.baton.test_timeline import named
 from tests.router.conftest import Router, on_shared_loop, says
@@ -73,6 +77,40 @@ async def test_timelines_need_a_key_where_others_do(nodes: FakeCluster) -> None:
         await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=bearer("sk-one"))
         shown = await client.get("/debug/requests", headers=bearer("sk-one"))
         assert shown.json() == {"requests": []}, "with no bytes for them, none is kept"
+
+
+async def test_a_trace_goes_on_through_the_router(
+    client: httpx.AsyncClient, nodes: FakeCluster, router: Router, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.script = says("hello")
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "x-request-id": "traced"}
+    with caplog.at_level("INFO", logger="router.generation"):
+        answer = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
+        await router.idle()
+    version, trace_id, span_id, _ = answer.headers["traceparent"].split("-")
+    assert (version, trace_id) == ("00", "1" * 32)
+    assert span_id != "2" * 16
+    (shown,) = (await client.get("/debug/requests/traced")).json()["requests"]
+    assert shown["trace_id"] == "1" * 32
+    (line,) = [record for record in caplog.records if record.message.startswith("ended")]
+    fields = line.fields()  # type: ignore[attr-defined]
+    assert (fields["trace_id"], fields["stages_s"]) == ("1" * 32, shown["stages_s"])
+    plain = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert "traceparent" not in plain.headers, "nobody began a trace"
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "ftp://host/x", "http://", "http:///v1/traces"])
+def test_a_collector_has_a_url(url: str) -> None:
+    with pytest.raises(SettingsError, match="--otlp-traces-endpoint: must be a URL"):
+        load(RouterSettings, {"decode": "h:1", "otlp_traces_endpoint": url})
+
+
+def test_traces_need_the_packages_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    settings = load(RouterSettings, {"decode": "h:1", "otlp_traces_endpoint": "http://h:4318/v1/traces"})
+    with pytest.raises(StartError, match=r"--otlp-traces-endpoint: .*pip install 'baton-serve\[otlp\]'"):
+        make_span_sender(settings)
 
 
 async def test_each_worker_tells_of_the_requests_of_all(tmp_path: Path) -> None:

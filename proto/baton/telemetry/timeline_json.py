@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import UTC, datetime
 from typing import Any
 
+from baton.telemetry.json_logs import moment
 from baton.telemetry.timeline import AttemptTimeline, Timeline, first_token_stages
 
 _DIGITS = 6
@@ -18,7 +18,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     return {
         "request_id": timeline.request_id,
         "model": timeline.model,
-        "received_at": _moment(timeline.received_at),
+        "received_at": moment(timeline.received_at),
         "first_token_s": _rounded(timeline.first_token_at_s) or None,
         "total_s": _rounded(timeline.ended_at_s),
         "num_prompt_tokens": timeline.num_prompt_tokens,
@@ -49,6 +49,14 @@ def describe(timeline: Timeline) -> dict[str, Any]:
     }
 
 
+def log_fields(timeline: Timeline) -> dict[str, Any]:
+    """For the line that is logged at a request's end, whose `request_id` is the client's."""
+    fields = summary(timeline)
+    fields["work"] = fields.pop("request_id")
+    trace = timeline.trace
+    return {**fields, "error": timeline.error or None, "trace_id": f"{trace.trace_id:032x}" if trace else None}
+
+
 def _alone(timeline: Timeline) -> dict[str, Any] | None:
     """Whether a decode node alone would have been faster to the first token, as far as was known when the request was
     placed on a pair; None: it was not, or there was none."""
@@ -71,10 +79,6 @@ def _attempt(attempt: AttemptTimeline) -> dict[str, Any]:
             plain[message].pop("prompt", None)  # it is the attempt's own field
     plain["moves"] = [{"node": node, "at_s": _rounded(at_s)} for node, at_s in attempt.moves]
     return plain
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _rounded(value: Any) -> Any:

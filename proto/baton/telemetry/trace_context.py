@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextvars
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 HEADER = "traceparent"
@@ -38,11 +40,11 @@ def begin(given: str | None, sampled: bool = True) -> TraceContext:
     asks for; `sampled`: whether new ones are recorded."""
     found = _FORM.fullmatch(given.strip()) if given else None
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
-        return TraceContext(_draw(128), _draw(64), sampled=sampled)
+        return TraceContext(_draw(128), draw_span_id(), sampled=sampled)
     trace_id, parent_id = int(found[2], 16), int(found[3], 16)
     if not trace_id or not parent_id:
-        return TraceContext(_draw(128), _draw(64), sampled=sampled)
-    return TraceContext(trace_id, _draw(64), parent_id, bool(int(found[4], 16) & _SAMPLED))
+        return TraceContext(_draw(128), draw_span_id(), sampled=sampled)
+    return TraceContext(trace_id, draw_span_id(), parent_id, bool(int(found[4], 16) & _SAMPLED))
 
 
 def _draw(bits: int) -> int:
@@ -50,10 +52,19 @@ def _draw(bits: int) -> int:
     return secrets.randbits(bits) or 1
 
 
-def set_trace(trace: TraceContext | None) -> None:
-    """That of the request that the running task serves, and of tasks that it starts."""
-    _current.set(trace)
+@contextmanager
+def trace_scope(trace: TraceContext | None) -> Iterator[None]:
+    """What runs inside, and tasks that are started inside, serve a request of that trace."""
+    token = _current.set(trace)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def current_trace() -> TraceContext | None:
     return _current.get()
+
+
+def draw_span_id() -> int:
+    return _draw(64)
