@@ -187,7 +187,7 @@ class Attempts:
         """It is over: nothing that a node says of it counts any more."""
         del life.attempts[attempt.id]
         del self._live[attempt.id]
-        attempt.record.ended_at_s = now - life.arrived
+        attempt.record.ended_at_s, attempt.record.state = now - life.arrived, attempt.state.value
         self.forget_target(life, attempt)
         if not attempt.prefilled:
             attempt.num_cached = None  # it was not computed to its end

@@ -18,9 +18,11 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, NodeRole, Prefill, Update
+from baton.telemetry.pools import PoolState
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
+from router.placement import pool_state
 from router.request_metrics import RequestMetrics
 
 log = logging.getLogger(__name__)
@@ -163,6 +165,10 @@ class Dispatcher:
     def num_migrations(self) -> dict[str, int]:
         """See RouterCore.num_migrations."""
         return self._core.num_migrations()
+
+    def pools(self) -> dict[str, PoolState]:
+        """The nodes of each role, as of what they said last."""
+        return {role.value: pool_state(self._core.pool.role(role)) for role in NodeRole}
 
     def prefix_index(self) -> PrefixIndexState:
         """How much is known of the nodes' prefix caches: prefill nodes first, each role by the nodes' ids."""

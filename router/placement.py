@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
 from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
+from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import Estimate
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.policies import Candidate, Option, Options, Policy
@@ -155,6 +156,19 @@ class Placement:
             f"handoff_ms={1e3 * last.handoff_s if self.decode else 0:.1f} cached={first.num_cached} "
             f"decode_cached={last.num_cached} running={last.num_running} fill={last.fill:.2f}"
         )
+
+
+def pool_state(nodes: Iterable[Node]) -> PoolState:
+    """The sums over the nodes."""
+    loads = [(node.load, node.info.max_num_seqs) for node in nodes]
+    return PoolState(
+        len(loads),
+        sum(load.num_waiting for load, _ in loads),
+        sum(load.num_running for load, _ in loads),
+        sum(num_seats for _, num_seats in loads),
+        sum(load.num_blocks_total - load.num_blocks_free for load, _ in loads),
+        sum(load.num_blocks_total for load, _ in loads),
+    )
 
 
 def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:

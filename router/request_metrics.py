@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError
 from baton.telemetry import RouterMetrics
 from baton.telemetry.tally import TallyCounter, TallyHistogram
-from baton.telemetry.timeline import STAGES, Timeline, first_token_stages
+from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_ring import TimelineRing
 from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 
@@ -40,7 +40,6 @@ class RequestMetrics:
         self._model = model
         self._send = send
         self._open: dict[str, _Account] = {}
-        self._stages: dict[str, dict[str, TallyHistogram]] = {}  # by model
 
     def opened(self, request: RoutedRequest, received: float) -> None:
         model = self._model_of(request)
@@ -78,12 +77,7 @@ class RequestMetrics:
                 self.metrics.ended(account.model, timings.total_s, error, account.finish_reason)
 
     def _take(self, timeline: Timeline) -> None:
-        stages = self._stages.get(timeline.model)
-        if stages is None:  # all of them from the first request on, so that no rate misses the first of a stage
-            histogram = self.metrics.first_token_stage_s
-            stages = self._stages[timeline.model] = {stage: histogram.of(timeline.model, stage) for stage in STAGES}
-        for stage, seconds in first_token_stages(timeline).items():
-            stages[stage].observe(seconds)
+        self.metrics.timelines.observe(timeline)
         self.timelines.add(timeline)
         if self._send is not None:
             self._send(timeline)

@@ -45,6 +45,7 @@ class AttemptRecord:
     handed_off_at_s: float | None = None
     adopted_at_s: float | None = None
     ended_at_s: float | None = None
+    state: str = ""
     error: str = ""
     queue_s: float = 0.0
     num_cached_tokens: int = 0
@@ -89,6 +90,7 @@ class AttemptRecord:
             self.handed_off_at_s,
             self.adopted_at_s,
             self.ended_at_s,
+            self.state,
             self.error,
             self.queue_s,
             self.num_cached_tokens,

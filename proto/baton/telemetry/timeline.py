@@ -47,7 +47,8 @@ class AttemptTimeline:
     """One attempt at some samples of a request. Its `*_at_s` are when the router sent or got the message, None if it
     did not; a node's report is None if it did not come, since the attempt was over for the router before.
 
-    `moves`: the nodes that went on with it later, each with the moment when it said so."""
+    `state`: that it was in at its end, see `AttemptState`. `moves`: the nodes that went on with it later, each with the
+    moment when it said so."""
 
     attempt: int
     samples: tuple[int, ...]
@@ -59,6 +60,7 @@ class AttemptTimeline:
     handed_off_at_s: float | None = None
     adopted_at_s: float | None = None
     ended_at_s: float | None = None
+    state: str = ""
     error: str = ""
     queue_s: float = 0.0
     num_cached_tokens: int = 0
