@@ -8,6 +8,7 @@ can take at the moment waits for one; each request ends exactly once, after its 
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 
 from baton.deadlines import Deadlines
@@ -35,6 +36,7 @@ from baton.messages import (
     Update,
 )
 from baton.prompt_logprobs import PromptLogprobs
+from baton.telemetry.timeline import Timeline
 from router.actions import Action, Outbox
 from router.attempts import Attempts
 from router.life import (
@@ -167,6 +169,16 @@ class RouterCore:
     def num_migrations(self) -> dict[str, int]:
         """By outcome, since the start: see Migrations."""
         return dict(self._migrations.num_by_outcome)
+
+    def live_timelines(self, number: int, now: float) -> list[Timeline]:
+        """Of so many live requests, the newest first."""
+        newest = itertools.islice(reversed(self._requests.values()), number)
+        return [life.timeline(None, now, is_live=True) for life in newest]
+
+    def live_timelines_of(self, client_id: str, now: float) -> list[Timeline]:
+        """Of the live requests of a client's request, or of one of them, by its own id."""
+        found = [life for name, life in self._requests.items() if client_id in (name, name.rpartition(".")[0])]
+        return [life.timeline(None, now, is_live=True) for life in found]
 
     def states(self) -> list[AttemptState]:
         """The states of all live work, for metrics."""

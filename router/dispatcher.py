@@ -19,6 +19,7 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, NodeRole, Prefill, Update
 from baton.telemetry.pools import PoolState
+from baton.telemetry.timeline import Timeline
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
@@ -165,6 +166,14 @@ class Dispatcher:
     def num_migrations(self) -> dict[str, int]:
         """See RouterCore.num_migrations."""
         return self._core.num_migrations()
+
+    def live_timelines(self, number: int) -> list[Timeline]:
+        """See RouterCore.live_timelines."""
+        return self._core.live_timelines(number, time.monotonic())
+
+    def live_timelines_of(self, client_id: str) -> list[Timeline]:
+        """See RouterCore.live_timelines_of."""
+        return self._core.live_timelines_of(client_id, time.monotonic())
 
     def pools(self) -> dict[str, PoolState]:
         """The nodes of each role, as of what they said last."""

@@ -349,18 +349,23 @@ class RequestLife:
         return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")
 
     def end(self, error: BatonError | None, now: float) -> RequestEnd:
-        request, total_s = self.request, now - self.arrived
-        timeline = self.record.timeline(
-            request_id=request.request_id,
+        total_s = now - self.arrived
+        timings = dataclasses.replace(self.timings, total_s=total_s)
+        return RequestEnd(error, timings, self.timeline(error, now))
+
+    def timeline(self, error: BatonError | None, now: float, is_live: bool = False) -> Timeline:
+        """At its end, or of what has happened until now."""
+        return self.record.timeline(
+            request_id=self.request.request_id,
             model=self.version.name if self.version else "",
-            num_prompt_tokens=len(request.prompt_tokens),
+            num_prompt_tokens=len(self.request.prompt_tokens),
             num_output_tokens=sum(len(sample.tokens) for sample in self.samples),
             num_samples=len(self.samples),
             first_token_at_s=self.timings.first_token_s,
-            ended_at_s=total_s,
+            ended_at_s=now - self.arrived,
             error=error,
+            is_live=is_live,
         )
-        return RequestEnd(error, dataclasses.replace(self.timings, total_s=total_s), timeline)
 
     def has_first_token(self, sample: SampleLife, was_held: bool, now: float) -> None:
         """Its client gets the first token, of that sample; `was_held`: until the decode node went on with it, if it was

@@ -138,6 +138,7 @@ class RequestRecord:
         first_token_at_s: float,
         ended_at_s: float,
         error: BatonError | None,
+        is_live: bool = False,
     ) -> Timeline:
         prepared = self.preparation
         first = next((i for i, attempt in enumerate(self.attempts) if attempt is self.first), None)
@@ -160,4 +161,5 @@ class RequestRecord:
             common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower() if error else "",
             prepared.trace,
             self.first_waits_for_decode,
+            is_live,
         )

@@ -119,7 +119,7 @@ class RouterServer:
             self.admission,
             shared.place if shared else None,
             settings.policy,
-            DebugRequests(timelines),
+            DebugRequests(timelines, self.dispatcher),
         )
         self._siblings = status.siblings
         parsers = make_parsers(settings)

@@ -1,16 +1,17 @@
-"""`/debug/requests`: the last requests that have ended, and `/debug/requests/{id}`: the timeline of one."""
+"""`/debug/requests`: the requests that run and the last that have ended; `/debug/requests/{id}`: the timeline of one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from baton.errors import InvalidRequest
+from baton.telemetry.timeline import Timeline
 from baton.telemetry.timeline_json import describe, summary
 from baton.telemetry.timeline_ring import TimelineRing
 
@@ -25,11 +26,20 @@ Ask = Callable[[str], Awaitable[dict[int, Any]]]
 """Puts a question to all workers: see `router.workers.siblings`."""
 
 
-class DebugRequests:
-    """`timelines`: those of this process."""
+class Live(Protocol):
+    """Timelines of requests that have not ended: see RouterCore."""
 
-    def __init__(self, timelines: TimelineRing) -> None:
-        self._timelines = timelines
+    def live_timelines(self, number: int) -> list[Timeline]: ...
+
+    def live_timelines_of(self, client_id: str) -> list[Timeline]: ...
+
+
+class DebugRequests:
+    """`ended`, `live`: the timelines of this process."""
+
+    def __init__(self, ended: TimelineRing, live: Live | None = None) -> None:
+        self._ended = ended
+        self._live = live
         self.ask: Ask = self._ask_own
         self.answers: dict[str, Callable[[str], Any]] = {"requests": self._newest, "timelines": self._found}
         self.routes = APIRouter()
@@ -37,7 +47,7 @@ class DebugRequests:
         self.routes.add_api_route(f"{PATH}/{{request_id:path}}", self.one, methods=["GET", "HEAD"])
 
     async def recent(self, request: Request) -> JSONResponse:
-        """The newest first: `?limit=` of them."""
+        """Those that run and the last that have ended, by their receipt, the newest first: `?limit=` of them."""
         limit = _limit(request.query_params.get("limit"))
         told = await self.ask(f"requests {limit}")
         found = [one for of_worker in told.values() for one in of_worker or ()]
@@ -59,10 +69,12 @@ class DebugRequests:
         return {0: self.answers[name](argument)}
 
     def _newest(self, limit: str) -> list[dict[str, Any]]:
-        return [summary(timeline) for timeline in self._timelines.newest(int(limit))]
+        live = self._live.live_timelines(int(limit)) if self._live is not None else []
+        return [summary(timeline) for timeline in (*live, *self._ended.newest(int(limit)))]
 
     def _found(self, request_id: str) -> list[dict[str, Any]]:
-        return [describe(timeline) for timeline in self._timelines.find(request_id)[:MAX_FOUND]]
+        live = self._live.live_timelines_of(request_id) if self._live is not None else []
+        return [describe(timeline) for timeline in (*live, *self._ended.find(request_id))[:MAX_FOUND]]
 
 
 def _limit(given: str | None) -> int:

@@ -12,6 +12,7 @@ _NULLABLE = {"type": ["string", "null"]}
 _SUMMARY: dict[str, Any] = {
     "request_id": {"type": "string"},
     "model": {"type": "string"},
+    "is_live": {"type": "boolean"},
     "received_at": {"type": "string"},
     "first_token_s": {"type": ["number", "null"]},
     "total_s": _SECONDS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -54,6 +55,24 @@ async def test_all_prompts_of_a_request_are_found_by_its_id(
     assert 0 < shown[0]["read_at_s"] <= shown[0]["tokenized_at_s"] <= shown[0]["submitted_at_s"]
     (alone,) = (await client.get(f"/debug/requests/{shown[0]['request_id']}")).json()["requests"]
     assert alone == shown[0]
+
+
+async def test_a_request_that_runs_says_how_far_it_is(
+    client: httpx.AsyncClient, nodes: FakeCluster, router: Router
+) -> None:
+    hold = asyncio.Event()
+    nodes.script = says("hello", hold=hold)
+    answer = asyncio.create_task(complete(client, "a", "runs"))
+    await nodes.until(lambda: len(nodes.prefills) == 1)
+    for path in ("/debug/requests", "/debug/requests/runs"):
+        (shown,) = (await client.get(path)).json()["requests"]
+        assert (shown["is_live"], shown["first_token_s"], shown["stages_s"]) == (True, None, {})
+    (attempt,) = shown["attempts"]
+    assert (attempt["adopted_at_s"], attempt["ended_at_s"]) == (None, None)
+    hold.set()
+    await answer
+    (shown,) = (await client.get("/debug/requests/runs")).json()["requests"]
+    assert (shown["is_live"], shown["attempts"][0]["state"]) == (False, "decoding")
 
 
 @on_shared_loop

@@ -90,7 +90,7 @@ class Timeline:
     """`request_id` is unique for ever, and begins with the id that the client knows. `received_at`: the only time of
     day, in seconds since 1970. `first_attempt`: index in `attempts` of the one that gave the first token; None: none
     did. `first_waits_for_decode`: it came no earlier than its decode node's Adopted, if there was one. `error`: empty
-    if every sample ended by itself."""
+    if every sample ended by itself. `is_live`: it has not ended, and `ended_at_s` is now."""
 
     request_id: str
     model: str
@@ -110,6 +110,7 @@ class Timeline:
     error_code: str = ""
     trace: TraceContext | None = None
     first_waits_for_decode: bool = False
+    is_live: bool = False
 
     @property
     def client_id(self) -> str:

@@ -18,6 +18,7 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     return {
         "request_id": timeline.request_id,
         "model": timeline.model,
+        "is_live": timeline.is_live,
         "received_at": moment(timeline.received_at),
         "first_token_s": _rounded(timeline.first_token_at_s) or None,
         "total_s": _rounded(timeline.ended_at_s),
