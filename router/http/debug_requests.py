@@ -1,4 +1,4 @@
-"""`/debug/requests`: the requests that run and the last that have ended; `/debug/requests/{id}`: the timeline of one."""
+"""`/debug/requests`: the requests that run, and the last that have ended; `/debug/requests/{id}`: one timeline."""
 
 from __future__ import annotations
 
