@@ -47,10 +47,16 @@ class HandoffStreams:
 
 
 def serve(
-    server: grpc.aio.Server, sessions: Sessions, hello: Hello, parts: NodeParts, post: Post, trust: Trust
+    server: grpc.aio.Server,
+    sessions: Sessions,
+    hello: Hello,
+    parts: NodeParts,
+    post: Post,
+    trust: Trust,
+    silence_s: float,
 ) -> HandoffStreams:
     """Register the service and return the streams from and to other nodes."""
-    handoffs = HandoffServer(hello, parts.transport, post, trust, sessions.limits)
+    handoffs = HandoffServer(hello, parts.transport, post, trust, sessions.limits, silence_s)
     node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)  # type: ignore[no-untyped-call]
 
     def post_of_target(event: Event) -> int:
@@ -59,7 +65,7 @@ def serve(
 
     assert parts.outward is not None
     to_others = dataclasses.replace(hello, endpoints=parts.outward.endpoints)
-    links = DecodeLinks(to_others, parts.outward.transport, post_of_target, trust, sessions.limits)
+    links = DecodeLinks(to_others, parts.outward.transport, post_of_target, trust, sessions.limits, silence_s)
     return HandoffStreams(handoffs, links)
 
 

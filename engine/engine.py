@@ -84,7 +84,7 @@ class Engine:
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 1 if config.async_scheduling else 0
-        self._pace = Pace()
+        self._pace = Pace(self._step_time.predict_least)
         self._decided = 0.0  # when the turn of the last plan began
         self.num_preemptions = 0
         """How often sequences were preempted."""

@@ -87,10 +87,11 @@ class NodeParts:
 
 @dataclass(frozen=True, slots=True)
 class RoleSide:
-    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams."""
+    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams;
+    the last argument is the seconds after which a silent peer is given up."""
 
     service: str
-    serve: Callable[[grpc.aio.Server, Sessions, Hello, NodeParts, Post, Trust], Peers]
+    serve: Callable[[grpc.aio.Server, Sessions, Hello, NodeParts, Post, Trust, float], Peers]
 
 
 def make_hello(info: NodeInfo, part_blocks: int) -> Hello:
@@ -149,6 +150,7 @@ class Node:
             self._parts,
             self._loop.post,
             trust,
+            self._settings.silence_timeout,
         )
         status = NodeStatus(info, self._parts.tokenizer, self._books, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]

@@ -24,11 +24,17 @@ class PrefillNode(node_pb2_grpc.PrefillNodeServicer):
 
 
 def serve(
-    server: grpc.aio.Server, sessions: Sessions, hello: Hello, parts: NodeParts, post: Post, trust: Trust
+    server: grpc.aio.Server,
+    sessions: Sessions,
+    hello: Hello,
+    parts: NodeParts,
+    post: Post,
+    trust: Trust,
+    silence_s: float,
 ) -> DecodeLinks:
     """Register the service and return the streams to decode nodes."""
     node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillNode(sessions), server)  # type: ignore[no-untyped-call]
-    return DecodeLinks(hello, parts.transport, post, trust, sessions.limits)
+    return DecodeLinks(hello, parts.transport, post, trust, sessions.limits, silence_s)
 
 
 PREFILL_SIDE = RoleSide("baton.v1.PrefillNode", serve)

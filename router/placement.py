@@ -14,7 +14,7 @@ from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import Estimate
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.policies import Candidate, Option, Options, Policy
-from router.policies.cost import cost
+from router.policies.cost import cost, min_prefill_s
 from router.policies.least_loaded import LeastLoaded
 from router.rates import Mean, PrefillTime
 from router.versions import ModelVersion, difference, shares, version_of
@@ -121,6 +121,7 @@ class Placement:
     prefill: Node
     decode: Node | None
     option: Option
+    least_s: float = 0.0  # `min_prefill_s` of the options
 
     @property
     def last(self) -> Node:
@@ -151,7 +152,7 @@ class Placement:
         """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
         first, last = self.option.prefill, self.option.decode or self.option.prefill
         return (
-            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * cost(self.option):.1f} "
+            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * cost(self.option, self.least_s):.1f} "
             f"queue_ms={1e3 * first.queue_s:.1f} prefill_ms={1e3 * first.prefill_s:.1f} "
             f"handoff_ms={1e3 * last.handoff_s if self.decode else 0:.1f} cached={first.num_cached} "
             f"decode_cached={last.num_cached} running={last.num_running} fill={last.fill:.2f}"
@@ -287,7 +288,9 @@ class Pool:
         options = self._options(self._willing(prefills, decodes, avoid, now), now, num_tokens, held)
         option = self._policy.choose(options, self._draw)
         prefill, decode = option
-        return Placement(self._node_of(prefill), self._node_of(decode) if decode else None, option)
+        return Placement(
+            self._node_of(prefill), self._node_of(decode) if decode else None, option, min_prefill_s(options)
+        )
 
     def _willing(
         self, prefills: list[Node], decodes: list[Node], avoid: set[str], now: float

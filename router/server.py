@@ -91,7 +91,8 @@ class RouterServer:
 
         def connect(member: Member, changed: Callable[[], None]) -> NodeLink:
             address, role, name = member.address, member.role, member.name
-            return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, name)
+            silence_s = settings.silence_timeout
+            return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, silence_s, name)
 
         membership = make_membership(settings)
         self.cluster = Cluster(connect, self.dispatcher, self.models, membership, settings.request_timeout)

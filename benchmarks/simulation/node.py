@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.messages import Load, NodeInfo, NodeRole
+from baton.settings import parse
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.transport import FleetTransport
 from decode_node import node as decode_node
@@ -28,10 +29,10 @@ _LEAST_WAIT_S = 1e-6
 """So that a deadline which has passed does not stop the time."""
 
 
-def settings_of(role: NodeRole, profile_name: str) -> NodeSettings:
-    """Those of `baton-prefill` or `baton-decode` with their defaults."""
+def settings_of(role: NodeRole, profile_name: str, flags: Sequence[str] = ()) -> NodeSettings:
+    """Those of `baton-prefill` or `baton-decode` with these flags. Exits with a line for the user if one is wrong."""
     kind = PrefillSettings if role is NodeRole.PREFILL else DecodeSettings
-    return kind(model="baton-tiny", engine="simulated", profile=profile_name)
+    return parse(kind, ["--model=baton-tiny", "--engine=simulated", f"--profile={profile_name}", *flags])
 
 
 class FleetNode:

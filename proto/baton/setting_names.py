@@ -90,6 +90,7 @@ ALL_NAMES = frozenset(
         "revision",
         "seed",
         "served_model_name",
+        "silence_timeout",
         "ssl_ca_certs",
         "ssl_cert_reqs",
         "ssl_certfile",

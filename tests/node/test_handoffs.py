@@ -69,8 +69,8 @@ def with_links(**fields) -> RoleSide:
     """A prefill side whose links have other patience."""
     return RoleSide(
         PREFILL_SIDE.service,
-        lambda server, sessions, hello, parts, post, trust: DecodeLinks(
-            hello, parts.transport, post, trust, sessions.limits, **fields
+        lambda server, sessions, hello, parts, post, trust, silence_s: DecodeLinks(
+            hello, parts.transport, post, trust, sessions.limits, **{"silence_s": silence_s} | fields
         ),
     )
 
@@ -225,7 +225,7 @@ async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reser
     async with pair() as (p, d):
         posted: list = []
         links = DecodeLinks(
-            make_hello(p.info, 4), p.transport, lambda e: posted.append(e) or len(posted), Trust(), Limits()
+            make_hello(p.info, 4), p.transport, lambda e: posted.append(e) or len(posted), Trust(), Limits(), WAIT_S
         )
 
         def turn(num_handled, *outputs):
@@ -330,13 +330,14 @@ async def test_a_stream_opens_with_hello_and_has_but_one():
 
 
 async def test_a_silent_peer_is_given_up():
-    def serve(server, sessions, hello, parts, post, trust):
+    def serve(server, sessions, hello, parts, post, trust, _):
         handoffs = HandoffServer(hello, parts.transport, post, trust, sessions.limits, silence_s=0.2)
         node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)
         return handoffs
 
     async with pair(decode=RoleSide(DECODE_SIDE.service, serve)) as (_, d), opened(d) as call:
         await hear(call)
+        await call.write(wire.write_prefill_message(Heartbeat()))
         assert (await closed(d)).reason == "silent for 0.2 s"
 
 
