@@ -349,9 +349,8 @@ class RequestLife:
         return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")
 
     def end(self, error: BatonError | None, now: float) -> RequestEnd:
-        total_s = now - self.arrived
-        timings = dataclasses.replace(self.timings, total_s=total_s)
-        return RequestEnd(error, timings, self.timeline(error, now))
+        self.timings.total_s = now - self.arrived
+        return RequestEnd(error, self.timings, self.timeline(error, now))
 
     def timeline(self, error: BatonError | None, now: float, is_live: bool = False) -> Timeline:
         """At its end, or of what has happened until now."""

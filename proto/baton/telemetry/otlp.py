@@ -14,6 +14,7 @@ from baton.telemetry.spans import Span, spans_of
 from baton.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
@@ -46,7 +47,7 @@ class SpanSender:
     def close(self) -> None:
         """Send what is queued, within two seconds."""
         self._processor.force_flush(_CLOSE_MS)
-        self._processor.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call, unused-ignore]  # where the SDK is installed
 
 
 def _readable(span: Span, trace_id: int) -> ReadableSpan:
@@ -69,7 +70,7 @@ def _readable(span: Span, trace_id: int) -> ReadableSpan:
 
 
 @lru_cache(_MAX_SERVICES)
-def _resource(service: str, instance: str) -> object:
+def _resource(service: str, instance: str) -> Resource:
     from opentelemetry.sdk.resources import Resource
 
     names = {"service.name": service, "service.instance.id": instance, "service.version": baton.__version__}

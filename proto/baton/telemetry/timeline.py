@@ -11,6 +11,7 @@ to be read. So the stages add up to the time to first token, whatever the clocks
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.messages import Adopted, HandedOff
@@ -130,35 +131,38 @@ def first_token_stages(timeline: Timeline) -> dict[str, float]:
     if timeline.first_attempt is None or not timeline.first_token_at_s:
         return {}
     first, attempt = timeline.attempts[0], timeline.attempts[timeline.first_attempt]
-    stages = {
-        "receive": timeline.read_at_s,
-        "tokenize": timeline.tokenized_at_s - timeline.read_at_s,
-        "place": timeline.submitted_at_s - timeline.tokenized_at_s,
-        "wait_for_node": first.placed_at_s - timeline.submitted_at_s,
-        "retry": attempt.placed_at_s - first.placed_at_s,
-        **_on_nodes(attempt, timeline.first_token_at_s, timeline.first_waits_for_decode),
-    }
+    stages = (
+        ("receive", timeline.read_at_s),
+        ("tokenize", timeline.tokenized_at_s - timeline.read_at_s),
+        ("place", timeline.submitted_at_s - timeline.tokenized_at_s),
+        ("wait_for_node", first.placed_at_s - timeline.submitted_at_s),
+        ("retry", attempt.placed_at_s - first.placed_at_s),
+        *_on_nodes(attempt, timeline.first_token_at_s, timeline.first_waits_for_decode),
+    )
     return _fitted(stages, timeline.first_token_at_s)
 
 
-def _on_nodes(attempt: AttemptTimeline, first_token_at_s: float, waits_for_decode: bool) -> dict[str, float]:
+Stage = tuple[str, float]
+
+
+def _on_nodes(attempt: AttemptTimeline, first_token_at_s: float, waits_for_decode: bool) -> tuple[Stage, ...]:
     """What nodes report. A prefill of which there is no report is what the router saw of it."""
     prefill_s, adopted_at_s = attempt.prefill_s, attempt.adopted_at_s
     if prefill_s is None:
         began = attempt.started_at_s
         prefill_s = first_token_at_s - began if began is not None and first_token_at_s > began else 0.0
-    stages = {"queue": attempt.queue_s, "prefill": prefill_s, "reserve": attempt.reserve_s}
+    stages = ("queue", attempt.queue_s), ("prefill", prefill_s), ("reserve", attempt.reserve_s)
     if waits_for_decode and attempt.adopted is not None and adopted_at_s is not None:
-        stages["transfer"], stages["step_wait"] = attempt.adopted.transfer_s, attempt.adopted.step_wait_s
-        stages["decode"] = max(0.0, first_token_at_s - adopted_at_s)
+        adopted, decode_s = attempt.adopted, first_token_at_s - adopted_at_s
+        return *stages, ("transfer", adopted.transfer_s), ("step_wait", adopted.step_wait_s), ("decode", decode_s)
     return stages
 
 
-def _fitted(stages: dict[str, float], total_s: float) -> dict[str, float]:
+def _fitted(stages: Iterable[Stage], total_s: float) -> dict[str, float]:
     """Without those that took no time, and with what is left as `network`. A clock that runs fast on a node makes none
     of them negative."""
     left, fitted = total_s, {}
-    for name, seconds in stages.items():
+    for name, seconds in stages:
         if (taken := min(seconds, left)) > 0:
             fitted[name] = taken
             left -= taken

@@ -15,7 +15,7 @@ class TimelineRing:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[str, Timeline] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Timeline, int]] = OrderedDict()  # with its size
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -24,12 +24,13 @@ class TimelineRing:
         if not self._max_bytes:
             return
         if (old := self._kept.pop(timeline.request_id, None)) is not None:
-            self._num_bytes -= old.size_bytes
-        self._kept[timeline.request_id] = timeline
-        self._num_bytes += timeline.size_bytes
+            self._num_bytes -= old[1]
+        num_bytes = timeline.size_bytes
+        self._kept[timeline.request_id] = timeline, num_bytes
+        self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes:
             _, oldest = self._kept.popitem(last=False)
-            self._num_bytes -= oldest.size_bytes
+            self._num_bytes -= oldest[1]
 
     def newest(self, number: int) -> list[Timeline]:
         """The newest first."""
@@ -39,8 +40,8 @@ class TimelineRing:
         """Those of that id: a timeline's own, or the one that the client knows, which several may share. The newest
         first."""
         if (found := self._kept.get(request_id)) is not None:
-            return [found]
+            return [found[0]]
         return [timeline for timeline in self._newest() if timeline.client_id == request_id]
 
     def _newest(self) -> Iterator[Timeline]:
-        return reversed(self._kept.values())
+        return (timeline for timeline, _ in reversed(self._kept.values()))
