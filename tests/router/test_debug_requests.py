@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
+import grpc
 import httpx
 import pytest
 from pydantic import SecretStr
 
 from baton.settings import SettingsError, load
 from baton.telemetry.timeline_ring import TimelineRing
+from baton.v1 import generation_pb2, generation_pb2_grpc
 from router.edge import StartError, make_span_sender
 from router.http.debug_requests import DebugRequests
 from router.settings import RouterSettings
@@ -116,6 +119,20 @@ async def test_a_trace_goes_on_through_the_router(
     assert (fields["trace_id"], fields["stages_s"]) == ("1" * 32, shown["stages_s"])
     plain = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
     assert "traceparent" not in plain.headers, "nobody began a trace"
+
+
+async def test_a_trace_goes_on_over_grpc(client: httpx.AsyncClient, nodes: FakeCluster, router: Router) -> None:
+    nodes.script = says("hello")
+    given = (("x-request-id", "traced"), ("traceparent", f"00-{'1' * 32}-{'2' * 16}-00"))
+    async with grpc.aio.insecure_channel(router.grpc) as channel:
+        stub: Any = generation_pb2_grpc.GenerationStub(channel)
+        call = stub.Generate(generation_pb2.GenerateRequest(prompt="a", max_tokens=1), metadata=given)
+        told = str(dict(await call.initial_metadata())["traceparent"])
+        assert [response async for response in call]
+    assert told.startswith(f"00-{'1' * 32}-")
+    assert told.endswith("-00"), "the caller does not want it recorded"
+    (shown,) = (await client.get("/debug/requests/traced")).json()["requests"]
+    assert shown["trace_id"] == "1" * 32
 
 
 @pytest.mark.parametrize("url", ["localhost:4318", "ftp://host/x", "http://", "http:///v1/traces"])
