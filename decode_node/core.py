@@ -111,8 +111,12 @@ class DecodeCore(RoleCore):
     def _take_results(self, result: StepResult) -> None:
         for sequence, piece in result.prompt_logprobs:
             self._outbox.to_router(sequence.attempt_id, piece)
-        for token in result.sampled:
-            self._running.sampled(token)
+        for sequence in result.advanced:
+            self._running.advanced(sequence)
+        if result.sampled:
+            now = self.engine.clock()
+            for token in result.sampled:
+                self._running.sampled(token, now)
         for group in result.searched:
             self._running.searched(group)
         if result.num_tokens:

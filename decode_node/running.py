@@ -7,11 +7,12 @@ yet to get.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded
 from baton.messages import AttemptId, End, HandedOff, SampleEnd, Started, Tokens
+from baton.node_times import PromptTimes, StepGaps
 from decode_node.leases import Lease
 from engine.beams import BeamGroup
 from engine.engine import Engine
@@ -25,7 +26,8 @@ from node.outbox import Outbox
 @dataclass(slots=True)
 class Running:
     """A request in this node's engine and the sequence of each live sample (one for all until a local prompt forks).
-    `move`: of the last Migrate that it was named in, here or where it came from."""
+    `move`: of the last Migrate that it was named in, here or where it came from. `started`, `computed`: when the first
+    chunk of a local prompt was scheduled, and its first token sampled."""
 
     attempt_id: AttemptId
     received: float
@@ -34,6 +36,18 @@ class Running:
     beams: BeamGroup | None = None  # has the sequences instead
     samples: tuple[int, ...] = ()  # that the best beams become
     move: int = 0
+    started: float = 0.0
+    computed: float = 0.0
+    num_chunks: int = 0
+    gaps: StepGaps = field(default_factory=StepGaps)
+
+    def end(self, error: BatonError | None = None) -> End:
+        """The last message, with what the request's work here took."""
+        prompt = None
+        if self.started and self.computed:
+            started_s, computed_s = self.started - self.received, self.computed - self.received
+            prompt = PromptTimes(max(0.0, started_s), max(0.0, computed_s), self.num_chunks)
+        return End(error, prompt, self.gaps.times())
 
 
 class RunningRequests:
@@ -132,8 +146,10 @@ class RunningRequests:
 
     def tell_started(self, sequences: Iterable[Sequence], now: float) -> None:
         for sequence in sequences:
-            queue_s = now - self._running[sequence.attempt_id].received
-            self._outbox.to_router(sequence.attempt_id, Started(sequence.num_cached_tokens, queue_s))
+            running = self._running[sequence.attempt_id]
+            running.started = now
+            started = Started(sequence.num_cached_tokens, now - running.received)
+            self._outbox.to_router(sequence.attempt_id, started)
 
     def tell_adopted(self, chunks: Iterable[Chunk]) -> None:
         """Report the adopted requests among these chunks of a step that begins now, which is their first."""
@@ -141,9 +157,17 @@ class RunningRequests:
             for attempt_id in self._adopted.keys() & {chunk.sequence.attempt_id for chunk in chunks}:
                 self._outbox.to_router(attempt_id, self._adopted.pop(attempt_id).adopted(self._engine.clock()))
 
-    def sampled(self, token: SampledToken) -> None:
+    def advanced(self, sequence: Sequence) -> None:
+        """A chunk of a local prompt is computed."""
+        if running := self._running.get(sequence.attempt_id):
+            running.num_chunks += 1
+
+    def sampled(self, token: SampledToken, now: float) -> None:
+        """now: when the step's results were here, the same for all of its tokens."""
         running = self._running[token.sequence.attempt_id]
         running.sequences[token.sample] = token.sequence
+        running.computed = running.computed or now
+        running.gaps.step(now)
         # stopped before its prompt forked
         if token.sample in self._fences.stopped(running.attempt_id):
             self._drop_sample(running, token.sample)
@@ -164,7 +188,7 @@ class RunningRequests:
                 assert beam.finish is not None
                 self._outbox.to_router(running.attempt_id, SampleEnd(sample, beam.finish, beam.stop_token_id))
         self._forget(running.attempt_id)
-        self._outbox.to_router(running.attempt_id, End())
+        self._outbox.to_router(running.attempt_id, running.end())
 
     def moved(self, attempt_id: AttemptId, last_word: HandedOff) -> None:
         """Another decode node has the request, and its sequence here is released."""
@@ -189,7 +213,7 @@ class RunningRequests:
                 self._engine.release(sequence)
             if running.beams is not None:
                 self._engine.end_search(running.beams)
-            self._outbox.to_router(attempt_id, End(error))
+            self._outbox.to_router(attempt_id, running.end(error))
 
     def end_overdue(self, now: float) -> None:
         for attempt_id in self._deadlines.due(now):
@@ -199,7 +223,7 @@ class RunningRequests:
         self._engine.release(running.sequences.pop(sample))
         if not running.sequences:
             self._forget(running.attempt_id)
-            self._outbox.to_router(running.attempt_id, End())
+            self._outbox.to_router(running.attempt_id, running.end())
 
     def _forget(self, attempt_id: AttemptId) -> None:
         del self._running[attempt_id]

@@ -72,7 +72,7 @@ def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:
 
 
 _SECRET = "api_key"
-_SHARED = ("log_level", "drain_timeout")
+_SHARED = ("log_level", "log_format", "drain_timeout")
 _HANDED_ON_TO_NODES = ("device", *_handed_on(NodeSettings), *_SHARED)
 _HANDED_ON_TO_ROUTER = (*(name for name in _handed_on(RouterSettings) if name != _SECRET), *_SHARED)
 

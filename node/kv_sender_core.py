@@ -134,6 +134,7 @@ class KvSenderCore(ABC, Generic[S]):
             self._outbox.to_decode(peer.target, Release(grant.lease, grant.attempt_id))
             return
         sending.grant, sending.credits = grant, grant.credits
+        sending.granted = self._engine.clock()
         sending.parts = self._parts.plan(sending, grant)
         peer.leases[grant.lease] = sending
         self._engine.leave_lane(sending.sequence)

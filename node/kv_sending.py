@@ -30,6 +30,8 @@ class KvSending:
     credits: int = 0
     next_part: int = 0  # parts below it are on their way: gathered, or their gather is queued
     num_sent: int = 0  # parts that have left
+    granted: float = 0.0  # when the grant was here
+    first_ready: float = 0.0  # when the first part was in its slot
     gathered: float = 0.0  # when the last sent part was in its slot
     sent: float = 0.0  # when the last sent part had left
     accepted: bool = False  # the decode node accepted the Commit
@@ -50,7 +52,9 @@ class KvSending:
     def part_sent(self, now: float, flight_s: float) -> None:
         """A part has left, `flight_s` after it was in its slot, or its stores into D's slot began."""
         self.num_sent += 1
-        self.gathered, self.sent = max(self.gathered, now - flight_s), now
+        ready = now - flight_s
+        self.first_ready = min(self.first_ready, ready) if self.num_sent > 1 else ready
+        self.gathered, self.sent = max(self.gathered, ready), now
 
     def ready_part(self, block_size: int, num_layers: int) -> Piece | None:
         """The next part, if D has a slot for it and its KV is computed: in all layers of its blocks, or because the

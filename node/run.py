@@ -46,7 +46,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     Skips the interpreter's teardown: everything that must be closed is closed by then, and unloading torch and
     transformers would take seconds.
     """
-    configure_logging(settings.logging_level(), settings.name(role))
+    configure_logging(settings.logging_level(), settings.name(role), log_format=settings.log_format)
     raise_open_files()
     try:
         code = _run(settings, side, import_parts)

@@ -139,6 +139,7 @@ class Node:
         registry = new_registry(info.role.value)
         self.metrics = self._serve_metrics(registry)
         self._metrics = NodeMetrics(registry, info.served_model_name)
+        self._metrics.set_cache_config(info.layout.block_size, info.num_blocks, info.layout.layers[0].dtype)
         self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
         limits = Limits.of(info, self._settings.request_timeout)
         self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits, trust)

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.messages import Commit, Grant, HandedOff, Prefill, Sample, SampleEnd, Tokens
+from baton.node_times import PromptTimes
 from engine.step import SampledToken
 from node.kv_sending import KvSending
 
@@ -42,6 +43,7 @@ class Handoff(KvSending):
     state: HandoffState = HandoffState.COMPUTING
     results: list[Tokens | SampleEnd] = field(default_factory=list)
     computed: float | None = None  # when the prompt was computed
+    num_chunks: int = 0  # of the prompt that are computed
     prefill_s: float = 0.0  # from scheduling of the first chunk to the first token
 
     @property
@@ -83,4 +85,23 @@ class Handoff(KvSending):
         """The final update. Transfers before the prompt was computed are hidden behind it and count as no time."""
         assert self.computed is not None
         gathered, sent = max(self.computed, self.gathered), max(self.computed, self.sent)
-        return HandedOff(self.prefill_s, gathered - self.computed, sent - gathered)
+        return HandedOff(self.prefill_s, gathered - self.computed, sent - gathered, self.times())
+
+    def times(self) -> PromptTimes | None:
+        """Counted from the receipt of the prompt; None: it is not computed."""
+        if self.computed is None:
+            return None
+
+        def since_receipt(when: float) -> float:
+            return max(0.0, when - self.received) if when else 0.0
+
+        return PromptTimes(
+            started_s=since_receipt(self.started),
+            computed_s=since_receipt(self.computed),
+            num_chunks=self.num_chunks,
+            granted_s=since_receipt(self.granted),
+            first_part_s=since_receipt(self.first_ready),
+            last_part_s=since_receipt(self.sent),
+            num_parts=self.num_sent,
+            num_held_blocks=self.grant.num_held_blocks if self.grant else 0,
+        )

@@ -91,6 +91,8 @@ class Outgoing(KvSenderCore[Handoff]):
 
     def advanced(self, sequence: Sequence) -> None:
         """A chunk of the prompt is computed."""
+        if handoff := self._sendings.get(sequence.attempt_id):
+            handoff.num_chunks += 1
         self._touch(sequence.attempt_id)
 
     # ---- moving on ----
@@ -102,7 +104,7 @@ class Outgoing(KvSenderCore[Handoff]):
         if sending.state is HandoffState.COMPUTING and sending.computed is not None:
             if not sending.outputs:  # every sample ended with its first token
                 self._tell_results(sending)
-                self._finish(sending, End())
+                self._finish(sending, End(prompt=sending.times()))
             elif sending.grant and sending.target:
                 self._tell_results(sending)
                 age_s = self._engine.clock() - sending.computed
@@ -122,7 +124,7 @@ class Outgoing(KvSenderCore[Handoff]):
     def end_attempt(self, attempt_id: AttemptId, error: BatonError) -> None:
         """A no-op if it is not here."""
         if handoff := self._sendings.get(attempt_id):
-            self._finish(handoff, End(error))
+            self._finish(handoff, End(error, handoff.times()))
 
     def end_overdue(self, now: float) -> None:
         for attempt_id in self._deadlines.due(now):

@@ -114,19 +114,23 @@ class Attempts:
             log.debug("placed attempt=%d %s", task.attempt, placement, extra={"request_id": life.request.request_id})
         if task.attempt == 0:
             life.timings.expected_first_token_s = now - life.arrived + placement.expected_first_token_s
+        nodes = prefill.node_id, (decode or prefill).node_id
+        estimate = placement.estimate(self._pool.policy_name)
+        indexes, at_s = [sample.index for sample in samples], now - life.arrived
         attempt = Attempt(
             attempt_id,
             samples,
             prefill.incarnation,
             decode.incarnation if decode else None,
             left_s,
+            life.record.placed(task.attempt, indexes, nodes, estimate, at_s),
             placement.prefill_s,
         )
         life.version = placement.last.version
         life.attempts[attempt_id] = attempt
         self._live[attempt_id] = life, attempt
         life.timings.num_attempts = max(life.timings.num_attempts, task.attempt + 1)
-        life.timings.prefill_node, life.timings.decode_node = prefill.node_id, (decode or prefill).node_id
+        life.timings.prefill_node, life.timings.decode_node = nodes
         self._pool.place(placement, len(life.request.prompt_tokens), now)
         for incarnation in attempt.placed_on:
             self._pending.add(incarnation, life.request.block_hashes)
@@ -183,6 +187,7 @@ class Attempts:
         """It is over: nothing that a node says of it counts any more."""
         del life.attempts[attempt.id]
         del self._live[attempt.id]
+        attempt.record.ended_at_s, attempt.record.state = now - life.arrived, attempt.state.value
         self.forget_target(life, attempt)
         if not attempt.prefilled:
             attempt.num_cached = None  # it was not computed to its end

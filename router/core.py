@@ -8,6 +8,7 @@ can take at the moment waits for one; each request ends exactly once, after its 
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 
 from baton.deadlines import Deadlines
@@ -35,6 +36,7 @@ from baton.messages import (
     Update,
 )
 from baton.prompt_logprobs import PromptLogprobs
+from baton.telemetry.timeline import Timeline
 from router.actions import Action, Outbox
 from router.attempts import Attempts
 from router.life import (
@@ -168,19 +170,31 @@ class RouterCore:
         """By outcome, since the start: see Migrations."""
         return dict(self._migrations.num_by_outcome)
 
+    def live_timelines(self, number: int, now: float) -> list[Timeline]:
+        """Of so many live requests, the newest first."""
+        newest = itertools.islice(reversed(self._requests.values()), number)
+        return [life.timeline(None, now, is_live=True) for life in newest]
+
+    def live_timelines_of(self, client_id: str, now: float) -> list[Timeline]:
+        """Of the live requests of a client's request, or of one of them, by its own id."""
+        found = [life for name, life in self._requests.items() if client_id in (name, name.rpartition(".")[0])]
+        return [life.timeline(None, now, is_live=True) for life in found]
+
     def states(self) -> list[AttemptState]:
         """The states of all live work, for metrics."""
         return self._attempts.states()
 
     # ---- what the client wants ----
 
-    def submit(self, request: RoutedRequest, now: float) -> None:
-        """Place a new request, or have it wait for a node. Raises InvalidRequest; Overloaded; NodeUnavailable when the
-        present nodes do not fit together, or when too many requests wait already."""
+    def submit(self, request: RoutedRequest, now: float, submitted: float | None = None) -> None:
+        """Place a new request, or have it wait for a node. Its time counts from `now`, when it was received;
+        `submitted`: when what came before this call was done; None: at once. Raises InvalidRequest; Overloaded;
+        NodeUnavailable when the present nodes do not fit together, or when too many requests wait already."""
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         samples = [SampleLife(i) for i in range(request.n)]
         life = RequestLife(request, now, now + request.deadline_s, samples)
+        life.record.submitted_at_s = max(0.0, submitted - now) if submitted is not None else 0.0
         placement = self._attempts.choose(life, now)
         self._attempts.place_or_wait(Unplaced(life, samples, request.request_id, 0), placement, now)
         self._requests[request.request_id] = life
@@ -248,6 +262,7 @@ class RouterCore:
             case Tokens() | SampleEnd() as item:
                 self._item(life, attempt, item, incarnation, now)
             case Started() as started:
+                attempt.record.started(started, now - life.arrived)
                 self._started(life, attempt, started, incarnation)
             case PromptLogprobs() as piece:
                 self._prompt_logprobs(life, attempt, piece, now)
@@ -258,7 +273,8 @@ class RouterCore:
                 self._adopted(life, attempt, adopted, incarnation, now)
             case Stayed() as stayed:
                 self._migrations.stayed(life, attempt, stayed, now)
-            case End(error):
+            case End(error) as end:
+                attempt.record.ended(end)
                 self._ended(life, attempt, error, incarnation, now)
 
     def _moves_on(self, life: RequestLife, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
@@ -274,6 +290,7 @@ class RouterCore:
             self._fail(life, attempt, error, now, {target} if target else None, lost=True)
             return False
         self._migrations.handed_over(life, attempt)
+        attempt.record.moved(life.timings.decode_node, now - life.arrived)
         return True
 
     def _handed_off(self, life: RequestLife, attempt: Attempt, handed_off: HandedOff, now: float) -> None:
@@ -284,11 +301,14 @@ class RouterCore:
         self.pool.worked(attempt.prefill)
         if not attempt.visited:
             life.timings.handed_off(handed_off)
+            attempt.record.handed_off(handed_off, now - life.arrived)
         self._after_progress(life, attempt, now)
 
     def _adopted(self, life: RequestLife, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
         self._attempts.prefilled(life, attempt, now)
         attempt.state = AttemptState.DECODING
+        if not attempt.visited:
+            attempt.record.adopted(adopted, now - life.arrived)
         for sample in attempt.samples:
             self._release(life, sample, now)
         self.pool.worked(incarnation)
@@ -431,8 +451,7 @@ class RouterCore:
 
     def _release(self, life: RequestLife, sample: SampleLife, now: float) -> None:
         if sample.held and not life.told:
-            life.told = True
-            life.timings.first_token_s = now - life.arrived
+            life.has_first_token(sample, self._holds, now)
         for event in sample.held:
             self._outbox.to_client(life.request.request_id, event)
         sample.held.clear()
@@ -451,6 +470,7 @@ class RouterCore:
     ) -> None:
         """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. `lost`: a
         node is, which needs no share of the retry budget."""
+        attempt.record.failed(error)
         self._attempts.abort(attempt)
         self._attempts.retire(life, attempt, now)
         unfinished = attempt.unfinished

@@ -18,9 +18,12 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, NodeRole, Prefill, Update
+from baton.telemetry.pools import PoolState
+from baton.telemetry.timeline import Timeline
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
+from router.placement import pool_state
 from router.request_metrics import RequestMetrics
 
 log = logging.getLogger(__name__)
@@ -68,7 +71,7 @@ class Dispatcher:
         Its events go to `sink`, RequestEnd last. Raises BatonError, and then `sink` is not called.
         """
         try:
-            self._core.submit(request, received)
+            self._core.submit(request, received, time.monotonic())
         except BatonError as error:
             self._request_metrics.refused(error, time.monotonic() - received, request)
             raise
@@ -163,6 +166,18 @@ class Dispatcher:
     def num_migrations(self) -> dict[str, int]:
         """See RouterCore.num_migrations."""
         return self._core.num_migrations()
+
+    def live_timelines(self, number: int) -> list[Timeline]:
+        """See RouterCore.live_timelines."""
+        return self._core.live_timelines(number, time.monotonic())
+
+    def live_timelines_of(self, client_id: str) -> list[Timeline]:
+        """See RouterCore.live_timelines_of."""
+        return self._core.live_timelines_of(client_id, time.monotonic())
+
+    def pools(self) -> dict[str, PoolState]:
+        """The nodes of each role, as of what they said last."""
+        return {role.value: pool_state(self._core.pool.role(role)) for role in NodeRole}
 
     def prefix_index(self) -> PrefixIndexState:
         """How much is known of the nodes' prefix caches: prefill nodes first, each role by the nodes' ids."""

@@ -10,6 +10,7 @@ import grpc
 
 from baton.messages import NodeRole
 from baton.open_files import max_open_files
+from baton.telemetry.otlp import NoOpenTelemetry, SpanSender
 from router.answer_reader import Parsers
 from router.api_keys import ApiKeys, UnusableKeys
 from router.discovery.dns import DnsName
@@ -95,6 +96,16 @@ def make_policy(settings: RouterSettings) -> Policy:
         return find_policy(settings.policy)
     except UnknownPlugin as error:
         raise StartError(f"--policy: {error}") from None
+
+
+def make_span_sender(settings: RouterSettings) -> SpanSender | None:
+    """None: no traces are sent. Raises StartError."""
+    if settings.otlp_traces_endpoint is None:
+        return None
+    try:
+        return SpanSender(settings.otlp_traces_endpoint, settings.node_id or f"router-{settings.http.port}")
+    except NoOpenTelemetry as error:
+        raise StartError(f"--otlp-traces-endpoint: {error}") from None
 
 
 def make_membership(settings: RouterSettings) -> Membership:

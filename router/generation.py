@@ -11,6 +11,8 @@ from functools import partial
 
 from baton.errors import BatonError, InternalError
 from baton.prompt_logprobs import PromptLogprobs
+from baton.telemetry.timeline import Timeline
+from baton.telemetry.timeline_json import log_fields
 from router.admission import Admitted
 from router.answer import Answer, Delta, NoAnswer, join
 from router.deliveries import Deliveries
@@ -210,16 +212,18 @@ class Generation:
                 answer = part.answers[sample]
                 if not answer.ended:
                     self._waiting.append(part.with_prompt(sample, answer.end(reason, stop_token_id)))
-            case RequestEnd(error, timings):
+            case RequestEnd(error, timings, timeline):
                 part.timings = timings
                 self._live.discard(part.request.request_id)
                 if not self._live:
                     self._admitted.release()
-                self._log_end(part, error, timings)
+                self._log_end(part, error, timings, timeline)
                 if error is not None:
                     self._fail(error)
 
-    def _log_end(self, part: Part, error: BatonError | None, timings: RequestTimings) -> None:
+    def _log_end(
+        self, part: Part, error: BatonError | None, timings: RequestTimings, timeline: Timeline | None
+    ) -> None:
         log.info(
             "ended work=%s error=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d attempts=%d"
             " first_token_ms=%.1f total_ms=%.1f prefill_node=%s decode_node=%s",
@@ -233,7 +237,7 @@ class Generation:
             timings.total_s * 1e3,
             timings.prefill_node,
             timings.decode_node,
-            extra={"request_id": self.request_id},
+            extra={"request_id": self.request_id, "fields": partial(log_fields, timeline) if timeline else None},
         )
 
     def _take_waiting(self) -> list[Delta]:

@@ -16,6 +16,8 @@ from baton import wire
 from baton.errors import BatonError, InternalError, InvalidRequest, RequestCancelled
 from baton.sampling import NAMES
 from baton.telemetry import request_scope
+from baton.telemetry.trace_context import HEADER as TRACE_HEADER
+from baton.telemetry.trace_context import begin, trace_scope
 from baton.v1 import generation_pb2 as pb
 from router.admission import retry_after_s
 from router.answer import Delta
@@ -43,12 +45,15 @@ _ABORT_S = 1.0
 
 class GenerationService:
     """A server adds `handlers`. Requests come as bytes and are parsed here, within limits. `write_timeout_s`: how long
-    each message may wait for its client to read before the call ends."""
+    each message may wait for its client to read before the call ends. `traces`: they are recorded."""
 
-    def __init__(self, service: Service, keys: ApiKeys | None = None, write_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, service: Service, keys: ApiKeys | None = None, write_timeout_s: float = 30.0, traces: bool = False
+    ) -> None:
         self._service = service
         self._keys = keys
         self._write_timeout_s = write_timeout_s
+        self._traces = traces
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -76,7 +81,8 @@ class GenerationService:
         request_id = usable_request_id(request.request_id or str(metadata.get("x-request-id", "")))
 
         async def run() -> None:
-            await context.send_initial_metadata((("x-request-id", request_id),))
+            own = () if trace is None else ((TRACE_HEADER, trace.header),)
+            await context.send_initial_metadata((("x-request-id", request_id), *own))
             model = self._service.models.get(request.model)
             prompt = _Prompt(request, model)
             with self._service.admit(model, [prompt.size], request.n or 1) as admitted:
@@ -90,7 +96,9 @@ class GenerationService:
             finally:
                 generation.close()
 
-        with request_scope(request_id):
+        given = metadata.get(TRACE_HEADER)
+        trace = begin(str(given) if given else None, sampled=self._traces) if given or self._traces else None
+        with request_scope(request_id), trace_scope(trace):
             await _answered("Generate", context, run, received)
 
     async def list_models(self, data: bytes, context: Context) -> pb.ListModelsResponse:

@@ -22,6 +22,8 @@ from baton.messages import (
 )
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
+from baton.telemetry.timeline import Timeline
+from router.request_record import UNPREPARED, AttemptRecord, Preparation, RequestRecord
 from router.versions import ModelVersion
 
 
@@ -56,7 +58,7 @@ class RoutedRequest:
     """A request of the front ends: token ids in, `n` samples out. `sampling.seed` has already been drawn.
 
     `block_hashes`: of the prompt's full blocks, as the nodes compute them. `version`: whose tokens the prompt is made
-    of; None: any node's."""
+    of; None: any node's. `preparation`: what was done before, for its timeline."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
@@ -67,6 +69,7 @@ class RoutedRequest:
     priority: int = 0
     block_hashes: tuple[BlockHash, ...] = ()
     version: ModelVersion | None = None
+    preparation: Preparation = UNPREPARED
 
     @property
     def has_prefill(self) -> bool:
@@ -129,6 +132,7 @@ class RequestEnd:
 
     error: BatonError | None
     timings: RequestTimings
+    timeline: Timeline | None = field(default=None, compare=False)
 
 
 SampleEvent = TokensOut | SampleOut
@@ -167,6 +171,7 @@ class Attempt:
     prefill: str
     decode: str | None
     deadline_s: float
+    record: AttemptRecord
     prefill_s: float = 0.0
     state: AttemptState = AttemptState.QUEUED
     num_cached: int | None = None
@@ -259,9 +264,11 @@ class RequestLife:
     told: bool = False  # its client has a token
     num_scored: int = 0  # tokens of the prompt whose logprobs its client has
     version: ModelVersion | None = None  # that of its nodes, from its first placement on
+    record: RequestRecord = field(init=False)
 
     def __post_init__(self) -> None:
         self.version = self.request.version
+        self.record = RequestRecord(self.request.preparation)
 
     @property
     def has_begun(self) -> bool:
@@ -342,4 +349,28 @@ class RequestLife:
         return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")
 
     def end(self, error: BatonError | None, now: float) -> RequestEnd:
-        return RequestEnd(error, dataclasses.replace(self.timings, total_s=now - self.arrived))
+        self.timings.total_s = now - self.arrived
+        return RequestEnd(error, self.timings, self.timeline(error, now))
+
+    def timeline(self, error: BatonError | None, now: float, is_live: bool = False) -> Timeline:
+        """At its end, or of what has happened until now."""
+        return self.record.timeline(
+            request_id=self.request.request_id,
+            model=self.version.name if self.version else "",
+            num_prompt_tokens=len(self.request.prompt_tokens),
+            num_output_tokens=sum(len(sample.tokens) for sample in self.samples),
+            num_samples=len(self.samples),
+            first_token_at_s=self.timings.first_token_s,
+            ended_at_s=now - self.arrived,
+            error=error,
+            is_live=is_live,
+        )
+
+    def has_first_token(self, sample: SampleLife, was_held: bool, now: float) -> None:
+        """Its client gets the first token, of that sample; `was_held`: until the decode node went on with it, if it was
+        to."""
+        self.told = True
+        self.timings.first_token_s = now - self.arrived
+        running = [a.record for a in self.attempts.values() if a.sample(sample.index) is sample]
+        self.record.first = running[-1] if running else self.record.last
+        self.record.first_waits_for_decode = was_held or self.request.sampling.beam_width > 0

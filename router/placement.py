@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
 from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
+from baton.telemetry.pools import PoolState
+from baton.telemetry.timeline import Estimate
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.policies import Candidate, Option, Options, Policy
 from router.policies.cost import Prices
@@ -140,6 +142,12 @@ class Placement:
         """As far as the nodes decide: the prefill node's, or that of the decode node alone."""
         return self.option.prefill.start_s
 
+    def estimate(self, policy: str) -> Estimate:
+        """Why it is this one, for the request's timeline."""
+        first, last = self.option.prefill, self.option.decode or self.option.prefill
+        handoff_s = last.handoff_s if self.decode else 0.0
+        return Estimate(policy, self.kind, first.queue_s, first.prefill_s, handoff_s, first.num_cached, last.start_s)
+
     def __str__(self) -> str:
         """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
         first, last = self.option.prefill, self.option.decode or self.option.prefill
@@ -149,6 +157,19 @@ class Placement:
             f"handoff_ms={1e3 * last.handoff_s if self.decode else 0:.1f} cached={first.num_cached} "
             f"decode_cached={last.num_cached} running={last.num_running} fill={last.fill:.2f}"
         )
+
+
+def pool_state(nodes: Iterable[Node]) -> PoolState:
+    """The sums over the nodes."""
+    loads = [(node.load, node.info.max_num_seqs) for node in nodes]
+    return PoolState(
+        len(loads),
+        sum(load.num_waiting for load, _ in loads),
+        sum(load.num_running for load, _ in loads),
+        sum(num_seats for _, num_seats in loads),
+        sum(load.num_blocks_total - load.num_blocks_free for load, _ in loads),
+        sum(load.num_blocks_total for load, _ in loads),
+    )
 
 
 def mismatch(prefill: NodeInfo, decode: NodeInfo) -> str | None:
@@ -173,6 +194,7 @@ class Pool:
         self.pair_breakers: CircuitBreakers[Pair] = CircuitBreakers()
         self._node_breakers: CircuitBreakers[Place] = CircuitBreakers()
         self._policy = policy or LeastLoaded()
+        self.policy_name = self._policy.name or type(self._policy).__name__
         self._draw = draw or Random()
         self.with_prefill = with_prefill
         self._nodes: dict[str, Node] = {}

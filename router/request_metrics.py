@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError
 from baton.telemetry import RouterMetrics
 from baton.telemetry.tally import TallyCounter, TallyHistogram
+from baton.telemetry.timeline import Timeline
+from baton.telemetry.timeline_ring import TimelineRing
 from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 
 
@@ -22,12 +24,21 @@ class _Account:
 
 
 class RequestMetrics:
-    """One account per live request. `model` returns the served name for what is of no model. Times are seconds of one
-    monotonic clock."""
+    """One account per live request. `model` returns the served name for what is of no model. `timelines`: those of
+    requests that have ended, as many as it keeps; `send` gets each of them too, and must not raise. Times are seconds
+    of one monotonic clock."""
 
-    def __init__(self, metrics: RouterMetrics, model: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        model: Callable[[], str],
+        timelines: TimelineRing | None = None,
+        send: Callable[[Timeline], None] | None = None,
+    ) -> None:
         self.metrics = metrics
+        self.timelines = TimelineRing(0) if timelines is None else timelines
         self._model = model
+        self._send = send
         self._open: dict[str, _Account] = {}
 
     def opened(self, request: RoutedRequest, received: float) -> None:
@@ -56,12 +67,20 @@ class RequestMetrics:
                 self._tokens(account, event.sample, len(event.token_ids), now)
             case SampleOut(_, reason, _):
                 account.finish_reason = reason.value
-            case RequestEnd(error, timings):
+            case RequestEnd(error, timings, timeline):
                 del self._open[request_id]
+                if timeline is not None:
+                    self._take(timeline)
                 if timings.num_attempts == 1 and timings.first_token_s and timings.expected_first_token_s:
                     ratio = timings.first_token_s / timings.expected_first_token_s
                     self.metrics.first_token_ratio.labels(account.model).observe(ratio)
                 self.metrics.ended(account.model, timings.total_s, error, account.finish_reason)
+
+    def _take(self, timeline: Timeline) -> None:
+        self.metrics.timelines.observe(timeline)
+        self.timelines.add(timeline)
+        if self._send is not None:
+            self._send(timeline)
 
     def _tokens(self, account: _Account, sample: int, count: int, now: float) -> None:
         account.generation_tokens.count += count

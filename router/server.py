@@ -12,12 +12,21 @@ from baton.address import HostPort
 from baton.errors import NodeUnavailable
 from baton.settings import flag_name
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
+from baton.telemetry.timeline_ring import TimelineRing
 from router.admission import Admission
 from router.cluster import Cluster, Readiness
 from router.core import RouterCore
 from router.discovery.source import Member
 from router.dispatcher import Dispatcher
-from router.edge import StartError, make_admin_keys, make_edge, make_membership, make_parsers, make_policy
+from router.edge import (
+    StartError,
+    make_admin_keys,
+    make_edge,
+    make_membership,
+    make_parsers,
+    make_policy,
+    make_span_sender,
+)
 from router.grpc_server import GrpcLimits, GrpcServer
 from router.grpc_service import GenerationService
 from router.http.admin import AdminRoutes
@@ -26,6 +35,7 @@ from router.http.app import create_app
 from router.http.body import BodyReader
 from router.http.chat_websocket import PATHS as CHATS
 from router.http.chat_websocket import ChatWebSocket
+from router.http.debug_requests import DebugRequests
 from router.http.generate import GenerateRoutes
 from router.http.limits import Bodies, HttpLimits, WebSockets
 from router.http.responses_api.routes import PATH as RESPONSES
@@ -63,7 +73,10 @@ class RouterServer:
         registry = new_registry(ROUTER)
         metrics = RouterMetrics(registry)
         epoch = secrets.randbits(EPOCH_BITS)
-        request_metrics = RequestMetrics(metrics, self._model_name)
+        timelines = TimelineRing(settings.max_timeline_bytes)
+        self._spans = make_span_sender(settings)
+        send = self._spans.send if self._spans is not None else None
+        request_metrics = RequestMetrics(metrics, self._model_name, timelines, send)
         core = RouterCore(
             epoch,
             bool(settings.prefill),
@@ -107,6 +120,7 @@ class RouterServer:
             self.admission,
             shared.place if shared else None,
             settings.policy,
+            DebugRequests(timelines, self.dispatcher),
         )
         self._siblings = status.siblings
         parsers = make_parsers(settings)
@@ -122,7 +136,15 @@ class RouterServer:
         admin_bodies = BodyReader(bodies, self._service.offload)
         admin = AdminRoutes(self.cluster, self.dispatcher, admin_bodies, make_admin_keys(settings))
         self.app = create_app(
-            generate, messages, responses, websockets, tokenizer_info, status, admin, self._edge.access
+            generate,
+            messages,
+            responses,
+            websockets,
+            tokenizer_info,
+            status,
+            admin,
+            self._edge.access,
+            self._spans is not None,
         )
         self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
         self._told: Readiness | None = None
@@ -173,6 +195,8 @@ class RouterServer:
         if self._siblings is not None:
             self._siblings.close()
         await self.cluster.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     async def ended(self) -> None:
         """Returns, or raises, when the HTTP server ends by itself: without `stop`, that is internal error."""
@@ -208,7 +232,8 @@ class RouterServer:
             settings.request_timeout,
             self._shared is not None,
         )
-        service = GenerationService(self._service, edge.keys, settings.write_timeout)
+        traces = self._spans is not None
+        service = GenerationService(self._service, edge.keys, settings.write_timeout, traces)
         self._grpc = GrpcServer(service, limits, edge.keys)
         address = self._grpc_wanted
         try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from baton.block_hash import BlockHash, chain
 from baton.errors import InvalidRequest
 from baton.sampling import SamplingParams
+from baton.telemetry.trace_context import current_trace
 from router.admission import Admission, Admitted
 from router.answer import Answer, NoAnswer
 from router.bad_words import bad_words_token_ids
@@ -22,6 +24,7 @@ from router.life import RoutedRequest
 from router.models import Models, ServedModel
 from router.offload import Offload, Pauses
 from router.prompt_logprobs import check_prompt_logprobs
+from router.request_record import Preparation
 from router.request_templates import RequestTemplates, question_of
 from router.stops import StopScanner, StopStrings
 
@@ -143,17 +146,19 @@ class Service:
 
         The caller closes the generation, however it ends, and the generation returns what was admitted.
         """
+        read = time.monotonic()
         if (structured := wanted.sampling.get("structured_outputs")) is not None:
             await self._grammars.check(structured, model)
         prompts = await self._prompts(model, wanted)
         check_prompt_logprobs([prompt.tokens for prompt in prompts], wanted)
         admitted.resize(sum(len(prompt.tokens) for prompt in prompts))
         bad_words = await self._bad_words(model, wanted.bad_words)
+        preparation = _preparation(received, read)
         stops = StopStrings(wanted.stop)
         parts: list[Part] = []
         pause = Pauses()
         for prompt in prompts:
-            parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n, bad_words))
+            parts.append(self._part(model, wanted, stops, prompt, len(parts) * wanted.n, bad_words, preparation))
             await pause()
         generation = Generation(
             wanted.request_id, self._dispatcher, parts, admitted, self._deliveries, self._tells_timings
@@ -176,6 +181,7 @@ class Service:
         prompt: Prompt,
         first_index: int,
         bad_words: tuple[tuple[int, ...], ...],
+        preparation: Preparation,
     ) -> Part:
         sampling = sampling_params(wanted, model, len(prompt.tokens), bad_words)
         request = RoutedRequest(
@@ -189,6 +195,7 @@ class Service:
             cache_salt=wanted.cache_salt,
             priority=wanted.priority,
             version=model.version,
+            preparation=preparation,
         )
         answers: list[Answer | NoAnswer] = [
             NoAnswer(index) if wanted.prompt_only else self._answer(model, wanted, stops, index, sampling)
@@ -208,6 +215,13 @@ class Service:
             sampling.min_tokens,
             wanted.include_stop_str_in_output,
         )
+
+
+def _preparation(received: float, read: float) -> Preparation:
+    """Of a request that is tokenized now. The other times: when it was received, and when its prompt was a text."""
+    tokenized = time.monotonic()
+    received_at = time.time() - (tokenized - received)
+    return Preparation(received_at, read - received, tokenized - received, current_trace())
 
 
 MESSAGE_SIZE = 32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -84,6 +85,17 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     max_stored_response_bytes: int = Field(
         256 * 2**20, ge=0, description="size of all kept responses with their conversations; the oldest go first"
     )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector that gets a trace of each request over OTLP/HTTP, as in "
+        "http://127.0.0.1:4318/v1/traces; unset: none",
+    )
+    max_timeline_bytes: int = Field(
+        8 * 2**20,
+        ge=0,
+        description="size of the timelines of ended requests that /debug/requests shows, about 4 KB each; the oldest "
+        "go first, 0 keeps none",
+    )
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments, or pings, on a stream that has nothing to say yet"
     )
@@ -102,6 +114,9 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
             raise ValueError(
                 "--decode: at least one address is needed, without --decode-dns, --nodes-file or --admin-api-key"
             )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not (endpoint.startswith(("http://", "https://")) and urlsplit(endpoint).hostname):
+            raise ValueError(f"--otlp-traces-endpoint: must be a URL with http:// or https://, not {endpoint}")
         every = [*self.prefill, *self.decode]
         twice = next((address for address in every if every.count(address) > 1), None)
         if twice:

@@ -26,7 +26,7 @@ _OF_PROCESSES: Mapping[str, Any] = {
 }
 """What concerns ports and peers, of which there are none: stated, so that an environment meant for nodes that are
 processes does not matter."""
-_OTHERS = ("config", "drain_timeout", "log_level")
+_OTHERS = ("config", "drain_timeout", "log_format", "log_level")
 NAMES = frozenset(NodeSettings.model_fields) - _OF_PROCESSES.keys() - {*_OTHERS}
 """The flags of a node that also mean something here."""
 

@@ -15,13 +15,14 @@ through these messages.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton import PROTOCOL_VERSION
 from baton.block_hash import BlockHash
 from baton.errors import BatonError
 from baton.layout import KvLayout
+from baton.node_times import DecodeTimes, PromptTimes
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from baton.structured_output import StructuredBackend
@@ -182,11 +183,13 @@ class HandedOff:
     """The last message of a node that hands over: the decode node accepted the commit, and all parts have been sent.
     `prefill_s`: from the first chunk to the first token, 0 if the request moves between decode nodes. `gather_s`: from
     then, or from when it stopped, until the last part was in its slot, or began to be stored directly into the decode
-    node's slot. `wire_s`: from then until it was sent. Earlier work counts as 0."""
+    node's slot. `wire_s`: from then until it was sent. Earlier work counts as 0. `prompt`: None if the request
+    moves."""
 
     prefill_s: float
     gather_s: float = 0.0
     wire_s: float = 0.0
+    prompt: PromptTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +226,12 @@ class Stayed:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The node's last message about an attempt: all samples ended (`error` is None), or the attempt failed."""
+    """The node's last message about an attempt: all samples ended (`error` is None), or the attempt failed. `prompt`:
+    if the node computed it and hands nothing over; `decode`: if the node generated."""
 
     error: BatonError | None = None
+    prompt: PromptTimes | None = field(default=None, compare=False)
+    decode: DecodeTimes | None = field(default=None, compare=False)
 
 
 UpdateKind = Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | Stayed | End

@@ -63,6 +63,7 @@ ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_size_list)]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 class Settings(BaseSettings):
@@ -78,6 +79,7 @@ class Settings(BaseSettings):
         None, description="YAML file, keys named like the flags; it may serve several commands, each takes its own"
     )
     log_level: LogLevel = Field("info", description="least severe log lines to write")
+    log_format: LogFormat = Field("text", description="form of log lines: text, or json, an object each")
 
     def logging_level(self) -> int:
         return logging.getLevelNamesMapping()[self.log_level.upper()]

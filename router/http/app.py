@@ -24,7 +24,7 @@ from router.http.scope import RequestScope
 from router.http.status import StatusRoutes
 from router.http.tokenizer_info import TokenizerInfoRoutes
 
-_READABLE_HEADERS = ("x-request-id", "request-id", "retry-after")
+_READABLE_HEADERS = ("x-request-id", "request-id", "retry-after", "traceparent")
 """Headers of an answer that web pages may read, beside those that are always readable."""
 
 
@@ -60,6 +60,7 @@ def create_app(
     status: StatusRoutes,
     admin: AdminRoutes,
     access: Access,
+    traces: bool = False,
 ) -> ASGIApp:
     """FastAPI's documentation pages are off, because they fetch scripts from elsewhere and cannot see what the routes
     read; `docs_page` is instead of them. Redirects for missing slashes are off, because they would repeat the host that
@@ -78,4 +79,5 @@ def create_app(
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(Exception, errors.on_exception)
-    return RequestScope(access.guard(DirectRoutes(app, {**generate.posts, **messages.posts, **responses.posts})))
+    direct = DirectRoutes(app, {**generate.posts, **messages.posts, **responses.posts})
+    return RequestScope(access.guard(direct), traces)

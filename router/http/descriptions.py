@@ -30,6 +30,8 @@ OPERATIONS: Mapping[str, str] = {
     "ready": "requests can be answered",
     "load": "the number of prompts in flight, as `server_load`",
     "nodes": "every node: its state, model version and load; which nodes are never paired, and why",
+    "debug_requests": "requests that run and the last that have ended, with the stages of their time to first token",
+    "debug_request": "the timeline of a request: what happened when, in the router and on its nodes",
     "admin_nodes": "the router's nodes; needs a key of --admin-api-key, as all of /admin",
     "add_node": "adds a node, or takes back one that was drained or removed",
     "remove_node": "ends the session of a node, by address or id; its requests go on elsewhere",

@@ -16,8 +16,10 @@ from router.http.admin import PATH as ADMIN
 from router.http.admin import NodeRequest
 from router.http.anthropic.errors import PATH as MESSAGES
 from router.http.anthropic.schemas import CountTokensRequest, MessagesRequest
+from router.http.debug_requests import PATH as REQUESTS
 from router.http.descriptions import with_descriptions
 from router.http.node_openapi import ADMIN_ERRORS, ADMIN_NODES, NODE, NODE_NAME, NODES
+from router.http.request_openapi import LIMIT, RECENT, REQUEST_ID, TIMELINES
 from router.http.responses_api.openapi import DELETED, PAGE_OF_ITEMS, RESPONSE, RESPONSE_ID
 from router.http.responses_api.routes import PATH as RESPONSES
 from router.http.responses_api.schemas import ResponsesRequest
@@ -207,6 +209,11 @@ def describe() -> dict[str, Any]:
             "/ready": _get("ready", _json(_STATUS), _NOT_READY),
             "/load": _get("load", _json(_LOAD)),
             "/debug/nodes": _get("nodes", _json(NODES)),
+            REQUESTS: {**_get("debug_requests", _json(RECENT), {400: _BODY_ERRORS[400]}), **LIMIT},
+            f"{REQUESTS}/{{request_id}}": {
+                **_get("debug_request", _json(TIMELINES), {404: "It is not among those remembered"}),
+                **REQUEST_ID,
+            },
             ADMIN: {
                 **_get("admin_nodes", _json(ADMIN_NODES), ADMIN_ERRORS),
                 **_post("add_node", NodeRequest, NODE, {**_BODY_ERRORS, **ADMIN_ERRORS}),

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.telemetry import rename_request, request_scope
+from baton.telemetry.trace_context import HEADER as TRACE_HEADER
+from baton.telemetry.trace_context import TraceContext, begin, trace_scope
 from router.http.anthropic.errors import in_messages_api
 from router.scope import is_usable_request_id, usable_request_id
 
@@ -21,10 +23,12 @@ _QUIET = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
 
 class RequestScope:
     """Outermost ASGI application. Puts `request_id`, `is_named` (whether a header gave the id), `received`
-    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys) into the request's state."""
+    (`time.monotonic`), `owner` and `tenant` (b"" and None if there are no keys) into the request's state. The answer
+    has the `traceparent` of a request with a trace: its caller's or, if the router records `traces`, one of its own."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, traces: bool = False) -> None:
         self._app = app
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -39,6 +43,8 @@ class RequestScope:
         state = scope.setdefault("state", {})
         state.update(request_id=request_id, is_named=is_named, received=received, owner=b"", tenant=None)
         names = (HEADER, _ANTHROPIC_HEADER) if in_messages_api(scope["path"]) else (HEADER,)
+        trace = self._trace(scope)
+        own = () if trace is None else ((TRACE_HEADER.encode(), trace.header.encode()),)
         status = 0
 
         async def send_named(message: Message) -> None:
@@ -46,10 +52,10 @@ class RequestScope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 named = state["request_id"].encode()
-                message["headers"] = [*message.get("headers", ()), *((name, named) for name in names)]
+                message["headers"] = [*message.get("headers", ()), *((name, named) for name in names), *own]
             await send(message)
 
-        with request_scope(request_id):
+        with request_scope(request_id), trace_scope(trace):
             try:
                 await self._app(scope, receive, send_named)
             except Exception:
@@ -57,6 +63,12 @@ class RequestScope:
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             took_ms = (time.monotonic() - received) * 1e3
             log.log(level, "%s %s status=%d took_ms=%.1f", scope["method"], scope["path"], status, took_ms)
+
+    def _trace(self, scope: Scope) -> TraceContext | None:
+        given = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
+        if given is None and not self._traces:
+            return None
+        return begin(None if given is None else given.decode("latin-1"), sampled=self._traces)
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Its requests have ids and lines of their own."""

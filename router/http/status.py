@@ -11,9 +11,11 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.errors import NodeUnavailable
 from baton.telemetry import RouterMetrics, metrics_page
+from baton.telemetry.timeline_ring import TimelineRing
 from router.admission import Admission
 from router.cluster import Cluster
 from router.dispatcher import Dispatcher
+from router.http.debug_requests import DebugRequests
 from router.http.errors import response_to
 from router.node_report import report_nodes
 from router.workers.pages import MetricsOfAll, plain_metrics
@@ -22,7 +24,7 @@ from router.workers.siblings import Siblings, WorkerPlace
 
 class StatusRoutes:
     """`place`: as one of several workers, /load and /metrics speak for all, with the help of `siblings`.
-    `policy`: the name of the one in use."""
+    `policy`: the name of the one in use. `requests`: the pages of their timelines."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class StatusRoutes:
         admission: Admission,
         place: WorkerPlace | None = None,
         policy: str = "",
+        requests: DebugRequests | None = None,
     ) -> None:
         self._cluster = cluster
         self._dispatcher = dispatcher
@@ -40,9 +43,13 @@ class StatusRoutes:
         self._registry = registry
         self._admission = admission
         self._policy = policy
+        requests = requests or DebugRequests(TimelineRing(0))
         answers = {"load": lambda: admission.num_requests, "metrics": lambda: plain_metrics(self._current())}
-        self.siblings = Siblings(place, answers) if place else None
+        self.siblings = Siblings(place, {**answers, **requests.answers}) if place else None
+        if self.siblings is not None:
+            requests.ask = self.siblings.ask
         self.routes = APIRouter()
+        self.routes.include_router(requests.routes)
         self.routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ping", self.health, methods=["GET", "HEAD", "POST"])
         self.routes.add_api_route("/load", self.load, methods=["GET", "HEAD"])
@@ -91,6 +98,7 @@ class StatusRoutes:
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
         self._metrics.set_placements(self._policy, self._dispatcher.num_placements())
+        self._metrics.pools.set(self._dispatcher.pools())
         self._metrics.set_migrations(self._dispatcher.num_migrations())
         indexed = self._dispatcher.prefix_index().nodes
         self._metrics.set_prefix_index({node.node_id: node.num_blocks for node in indexed})

@@ -82,6 +82,8 @@ class Policy(ABC):
     node although prefill nodes fit, where the operator allows that (--target-itl)."""
 
     uses_decode_alone = False
+    name = ""
+    """The one that it was found by, for reports."""
 
     @abstractmethod
     def choose(self, options: Options, draw: Random) -> Option:

@@ -23,4 +23,6 @@ POLICIES: Mapping[str, type[Policy]] = {
 
 def find_policy(name: str) -> Policy:
     """Raises UnknownPlugin."""
-    return load_plugin(GROUP, name, POLICIES, Policy)()  # type: ignore[type-abstract]  # never made
+    policy: Policy = load_plugin(GROUP, name, POLICIES, Policy)()  # type: ignore[type-abstract]  # never made
+    policy.name = name
+    return policy

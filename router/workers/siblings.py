@@ -36,9 +36,10 @@ class WorkerPlace:
 
 
 class Siblings:
-    """This worker's view of the others. `answers`: what it tells about itself, by question."""
+    """This worker's view of the others. `answers`: what it tells about itself, by question. A question may have an
+    argument behind a space."""
 
-    def __init__(self, place: WorkerPlace, answers: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, place: WorkerPlace, answers: Mapping[str, Callable[..., Any]]) -> None:
         self.place = place
         self._answers = answers
 
@@ -58,7 +59,7 @@ class Siblings:
 
     async def _ask(self, index: int, question: str) -> Any:
         if index == self.place.index:
-            return self._answers[question]()
+            return self._tell(question)
         try:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self.place.socket_of(index), limit=_MAX_BYTES)
@@ -73,9 +74,13 @@ class Siblings:
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
             async with asyncio.timeout(ANSWER_S):
                 question = (await reader.readline()).decode().strip()
-                if question in self._answers:
-                    writer.write(json.dumps(self._answers[question]()).encode())
+                if question.partition(" ")[0] in self._answers:
+                    writer.write(json.dumps(self._tell(question)).encode())
                     await writer.drain()
+
+    def _tell(self, question: str) -> Any:
+        name, _, argument = question.partition(" ")
+        return self._answers[name](argument) if argument else self._answers[name]()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Log lines carry names; messages become metrics; each is counted where it is measured."""
 
 import io
+import json
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ from baton.errors import Overloaded, RequestCancelled
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Sample, Started, Tokens, Update
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, NodeMetrics, RouterMetrics, configure_logging, new_registry, request_scope
+from baton.telemetry.trace_context import TraceContext, trace_scope
 
 WORK = AttemptId(1, "r", 0)
 
@@ -51,6 +53,31 @@ def test_tracebacks_are_kept(lines):
     except ValueError:
         logging.getLogger("m").exception("failed")
     assert "ValueError: odd" in lines.getvalue()
+
+
+def test_lines_as_json_are_objects_with_fields():
+    root = logging.getLogger()
+    handlers, level, stream = list(root.handlers), root.level, io.StringIO()
+    configure_logging(logging.INFO, "n0", stream, "json")
+    try:
+        log = logging.getLogger("m")
+        with request_scope("r-1"), trace_scope(TraceContext(0xAB, 1)):
+            log.info("ended\n%s", "x", extra={"fields": lambda: {"total_s": 1.5}})
+        log.warning("idle", extra={"request_id": "r-2", "fields": None})
+        try:
+            raise ValueError("odd")
+        except ValueError:
+            log.exception("failed")
+    finally:
+        logging.captureWarnings(False)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    first, second, third = (json.loads(line) for line in stream.getvalue().splitlines() if line)
+    assert (first["level"], first["node_id"], first["logger"], first["message"]) == ("info", "n0", "m", "ended\nx")
+    assert (first["request_id"], first["total_s"], first["trace_id"]) == ("r-1", 1.5, "0" * 30 + "ab")
+    assert (second["request_id"], "trace_id" in second) == ("r-2", False)
+    assert third["request_id"] is None
+    assert "ValueError: odd" in third["exception"]
 
 
 def test_node_messages_become_metrics():

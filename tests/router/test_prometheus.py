@@ -60,7 +60,8 @@ def test_both_formats_say_the_same_under_the_same_names() -> None:
     assert plain == openmetrics
     names = {name for name, _ in plain}
     assert "baton:node_prompt_tokens_total" in names
-    assert all(name.startswith("baton:") for name in names)
+    assert "vllm:prompt_tokens_total" in names
+    assert all(name.startswith(("baton:", "vllm:")) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_every_sample_says_who_tells_and_no_name_is_told_by_both_sides() -> None
     for role, said in told.items():
         assert {dict(labels)["role"] for _, labels in said} == {role}
     families = [{m.name for m in registry.collect()} for registry in (router, node_registry("prefill"))]
-    shared = {name for name in families[0] & families[1] if not name.startswith("process_")}
+    shared = {name for name in families[0] & families[1] if not name.startswith(("process_", "vllm:"))}
     assert shared == {"baton:build_info"}
 
 
@@ -236,7 +237,7 @@ def check_with_prometheus(folder: Path, urls: list[str], usage: dict[str, int]) 
         by_role = {f"{job},{role}": 1.0 for job in ("openmetrics", "plain") for role in ("router", "prefill", "decode")}
         prometheus.wait_for("count by (job, role) (baton:build_info)", by_role)
         assert prometheus.ask('count({__name__!~"up|scrape_.*", role=""})') == {}
-        assert prometheus.ask('count({__name__!~"up|scrape_.*|process_.*|baton:.*"})') == {}
+        assert prometheus.ask('count({__name__!~"up|scrape_.*|process_.*|baton:.*|vllm:.*"})') == {}
         names = {job: prometheus.ask(f'count by (__name__) ({{job="{job}"}})') for job in kinds}
         assert names["plain"] == names["openmetrics"]
         assert kinds == {"openmetrics": {"application/openmetrics-text"}, "plain": {"text/plain"}}

@@ -27,7 +27,7 @@ def request_metrics(registry: CollectorRegistry) -> RequestMetrics:
 def value(registry: CollectorRegistry, name: str) -> float:
     """Of one name, over all labels."""
     samples = [sample for metric in registry.collect() for sample in metric.samples]
-    return sum(sample.value for sample in samples if sample.name.endswith(f":{name}"))
+    return sum(sample.value for sample in samples if sample.name == f"baton:{name}")
 
 
 def tokens(sample: int, count: int) -> TokensOut:

@@ -3,7 +3,7 @@
     2026-01-31T12:00:00.123Z level=info node_id=decode-0 request_id=r-17 logger=decode_node.server handoff open peer=p-1
 
 Code logs through stdlib module loggers. The request's id comes from `request_scope` (coroutines of one request) or, if
-one thread serves many requests, from `extra={"request_id": ...}`.
+one thread serves many requests, from `extra={"request_id": ...}`. `json_logs` writes the same as JSON.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import TextIO
+
+from baton.telemetry.json_logs import JsonFormatter, LogFormat, moment
 
 NO_REQUEST = "-"
 
@@ -36,10 +37,14 @@ def rename_request(request_id: str) -> None:
     _request_id.set(request_id)
 
 
-def configure_logging(level: int, node_id: str, stream: TextIO | None = None) -> None:
+def configure_logging(level: int, node_id: str, stream: TextIO | None = None, log_format: LogFormat = "text") -> None:
     """Send all loggers of the process to `stream` (default: stderr). Replaces any previous configuration."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(_LineFormatter(node_id))
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(node_id))
+        handler.addFilter(_name_request)
+    else:
+        handler.setFormatter(_LineFormatter(node_id))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -49,17 +54,24 @@ def configure_logging(level: int, node_id: str, stream: TextIO | None = None) ->
     logging._srcfile = None  # see "Optimization" in Python's documentation of logging
 
 
+def _name_request(record: logging.LogRecord) -> bool:
+    """Give a record the id of the request in whose scope it was logged."""
+    if getattr(record, "request_id", None) is None:
+        known = _request_id.get()
+        record.request_id = None if known == NO_REQUEST else known
+    return True
+
+
 class _LineFormatter(logging.Formatter):
     def __init__(self, node_id: str) -> None:
         super().__init__()
         self._node_id = node_id
 
     def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         request_id = getattr(record, "request_id", None) or _request_id.get()
         line = (
-            f"{moment} level={record.levelname.lower()} node_id={self._node_id} request_id={_one_line(request_id)}"
-            f" logger={record.name} {_one_line(record.getMessage())}"
+            f"{moment(record.created)} level={record.levelname.lower()} node_id={self._node_id}"
+            f" request_id={_one_line(request_id)} logger={record.name} {_one_line(record.getMessage())}"
         )
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)

@@ -19,7 +19,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 import baton
 from baton.errors import BatonError, RequestCancelled
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Started, Tokens, Update
+from baton.telemetry.pools import PoolMetrics
 from baton.telemetry.tally import CounterByModel, HistogramByModel
+from baton.telemetry.timeline_metrics import TimelineMetrics
+from baton.telemetry.vllm_names import vllm_metrics
 from baton.v1 import common_pb2
 
 # As in vLLM, with finer steps at the low end of the inter-token latency.
@@ -41,14 +44,15 @@ ROUTER = "router"
 
 
 class _RoleRegistry(CollectorRegistry):
-    """Adds the label `role` to everything that it collects."""
+    """Adds vLLM's names, and the label `role` to everything that it collects."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
         self._role = {"role": role}
 
     def collect(self) -> Iterable[Metric]:
-        for metric in super().collect():
+        own = list(super().collect())
+        for metric in (*own, *vllm_metrics(own)):
             metric.samples = [sample._replace(labels=sample.labels | self._role) for sample in metric.samples]
             yield metric
 
@@ -121,6 +125,8 @@ class RouterMetrics:
             "baton:inter_token_latency_seconds", "Between neighbouring tokens of a sample.", _INTER_TOKEN_S, registry
         )
         self.request_s = histogram("e2e_request_latency_seconds", "Receipt of a request to its end.", _REQUEST_S)
+        self.timelines = TimelineMetrics(registry)
+        self.pools = PoolMetrics(registry)
 
     def set_requests(self, by_state: Mapping[str, int]) -> None:
         for state, count in by_state.items():
@@ -165,6 +171,7 @@ class NodeMetrics:
             return Gauge(f"baton:{name}", text, names, registry=registry).labels(*values)
 
         self._values = values
+        self._registry = registry
         self._clock = clock
         self._received: dict[AttemptId, float] = {}  # until the first token
         self._last_token: dict[AttemptId, dict[int, float]] = {}  # by sample
@@ -246,6 +253,14 @@ class NodeMetrics:
         self._preemptions.inc(num_preemptions - self._num_preemptions)
         self._damaged.inc(num_damaged - self._num_damaged)
         self._num_preemptions, self._num_damaged = num_preemptions, num_damaged
+
+    def set_cache_config(self, block_size: int, num_blocks: int, dtype: str) -> None:
+        """What the KV pool of the node is made of."""
+        labels = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks), "cache_dtype": dtype}
+        info = Gauge(
+            "baton:cache_config_info", "The KV pool; always 1.", ["model_name", *labels], registry=self._registry
+        )
+        info.labels(*self._values, *labels.values()).set(1)
 
     def watch_slots(self, total: int, count_free: Callable[[], int]) -> None:
         """`count_free` is called at each scrape, on the thread that serves the page."""

@@ -63,29 +63,34 @@ class CounterByModel:
 
 
 class HistogramByModel:
-    """A metric of one histogram for each model."""
+    """A metric of one histogram for each model, and for each value of the further `labels`."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry, *labels: str
+    ) -> None:
         self._name, self._text, self._bounds = name, text, bounds
-        self._by_model: dict[str, TallyHistogram] = {}
+        self._labels = [_LABEL, *labels]
+        self._tallies: dict[tuple[str, ...], TallyHistogram] = {}
         registry.register(self)
 
-    def of(self, model: str) -> TallyHistogram:
-        if model not in self._by_model:
-            self._by_model[model] = TallyHistogram(self._bounds)
-        return self._by_model[model]
+    def of(self, *values: str) -> TallyHistogram:
+        """The model, and a value of each further label."""
+        if values not in self._tallies:
+            self._tallies[values] = TallyHistogram(self._bounds)
+        return self._tallies[values]
 
     def describe(self) -> Iterable[Metric]:
-        return [HistogramMetricFamily(self._name, self._text, labels=[_LABEL])]
+        return [HistogramMetricFamily(self._name, self._text, labels=self._labels)]
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._text, labels=[_LABEL])
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         names = [*map(floatToGoString, self._bounds), "+Inf"]
-        for model, tally in self._by_model.items():
+        for values, tally in self._tallies.items():
             total, buckets = 0, []
             for name, count in zip(names, tally.counts, strict=True):
                 total += count
                 buckets.append((name, float(total)))
-            family.add_metric([model], buckets, tally.sum)
-            family.add_sample(f"{self._name}_created", {_LABEL: model}, tally.created)
+            family.add_metric(values, buckets, tally.sum)
+            labels = dict(zip(self._labels, values, strict=True))
+            family.add_sample(f"{self._name}_created", labels, tally.created)
         return [family]

@@ -324,14 +324,54 @@ class SampleEnd(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class HandedOff(_message.Message):
-    __slots__ = ("prefill_s", "gather_s", "wire_s")
+    __slots__ = ("prefill_s", "gather_s", "wire_s", "prompt")
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     GATHER_S_FIELD_NUMBER: _ClassVar[int]
     WIRE_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     prefill_s: float
     gather_s: float
     wire_s: float
-    def __init__(self, prefill_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ...) -> None: ...
+    prompt: PromptTimes
+    def __init__(self, prefill_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., prompt: _Optional[_Union[PromptTimes, _Mapping]] = ...) -> None: ...
+
+class PromptTimes(_message.Message):
+    __slots__ = ("started_s", "computed_s", "num_chunks", "granted_s", "first_part_s", "last_part_s", "num_parts", "num_held_blocks")
+    STARTED_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PART_S_FIELD_NUMBER: _ClassVar[int]
+    LAST_PART_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    started_s: float
+    computed_s: float
+    num_chunks: int
+    granted_s: float
+    first_part_s: float
+    last_part_s: float
+    num_parts: int
+    num_held_blocks: int
+    def __init__(self, started_s: _Optional[float] = ..., computed_s: _Optional[float] = ..., num_chunks: _Optional[int] = ..., granted_s: _Optional[float] = ..., first_part_s: _Optional[float] = ..., last_part_s: _Optional[float] = ..., num_parts: _Optional[int] = ..., num_held_blocks: _Optional[int] = ...) -> None: ...
+
+class DecodeTimes(_message.Message):
+    __slots__ = ("num_steps", "decode_s", "longest")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    decode_s: float
+    longest: _containers.RepeatedCompositeFieldContainer[Gap]
+    def __init__(self, num_steps: _Optional[int] = ..., decode_s: _Optional[float] = ..., longest: _Optional[_Iterable[_Union[Gap, _Mapping]]] = ...) -> None: ...
+
+class Gap(_message.Message):
+    __slots__ = ("step", "gap_s")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GAP_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    gap_s: float
+    def __init__(self, step: _Optional[int] = ..., gap_s: _Optional[float] = ...) -> None: ...
 
 class Stayed(_message.Message):
     __slots__ = ("move", "error")
@@ -358,10 +398,14 @@ class Adopted(_message.Message):
     def __init__(self, transfer_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., commit_s: _Optional[float] = ..., scatter_s: _Optional[float] = ..., step_wait_s: _Optional[float] = ...) -> None: ...
 
 class End(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "prompt", "decode")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
     error: _common_pb2.Error
-    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    prompt: PromptTimes
+    decode: DecodeTimes
+    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., prompt: _Optional[_Union[PromptTimes, _Mapping]] = ..., decode: _Optional[_Union[DecodeTimes, _Mapping]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_waiting", "num_running", "num_blocks_free", "num_blocks_total", "draining", "num_waiting_tokens", "target_itl_s", "prompt_tokens_per_s")

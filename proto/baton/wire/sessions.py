@@ -30,6 +30,7 @@ from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import node_pb2
 from baton.wire import values
 from baton.wire.limits import ANY, MAX_KV_EVENTS, MAX_MOVES, MAX_SAMPLES, Limits
+from baton.wire.node_times import read_decode_times, read_prompt_times, write_decode_times, write_prompt_times
 from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logprobs
 
 RouterToNode = Auth | Subscribe | Prefill | Abort | Migrate
@@ -217,16 +218,17 @@ def write_update(update: Update) -> node_pb2.Update:
             return node_pb2.Update(
                 attempt_id=attempt_id, started=node_pb2.Started(num_cached_tokens=cached, queue_s=queue_s)
             )
-        case HandedOff(prefill_s, gather_s, wire_s):
-            handed_off = node_pb2.HandedOff(prefill_s=prefill_s, gather_s=gather_s, wire_s=wire_s)
+        case HandedOff(prefill_s, gather_s, wire_s, prompt):
+            times = write_prompt_times(prompt)
+            handed_off = node_pb2.HandedOff(prefill_s=prefill_s, gather_s=gather_s, wire_s=wire_s, prompt=times)
             return node_pb2.Update(attempt_id=attempt_id, handed_off=handed_off)
         case Adopted() as said:
             return node_pb2.Update(attempt_id=attempt_id, adopted=_write_adopted(said))
         case Stayed(move, why):
             stayed = node_pb2.Stayed(move=move, error=values.write_error(why))
             return node_pb2.Update(attempt_id=attempt_id, stayed=stayed)
-        case End(error):
-            return node_pb2.Update(attempt_id=attempt_id, end=node_pb2.End(error=values.write_error(error)))
+        case End() as said:
+            return node_pb2.Update(attempt_id=attempt_id, end=_write_end(said))
 
 
 def read_update(wire: node_pb2.Update, limits: Limits = ANY) -> Update:
@@ -252,15 +254,26 @@ def _read_kind(wire: node_pb2.Update, limits: Limits) -> UpdateKind:
         case "handed_off":
             said = wire.handed_off
             times = {name: values.read_seconds(getattr(said, name), name) for name in _HANDED_OFF_S}
-            return HandedOff(**times)
+            return HandedOff(**times, prompt=read_prompt_times(said.prompt) if said.HasField("prompt") else None)
         case "adopted":
             return _read_adopted(wire.adopted)
         case "stayed":
             return Stayed(wire.stayed.move, values.read_error(wire.stayed.error))
         case "end":
-            return End(values.read_error(wire.end.error) if wire.end.HasField("error") else None)
+            return _read_end(wire.end)
         case _:
             raise InvalidRequest("an update of no known kind")
+
+
+def _write_end(said: End) -> node_pb2.End:
+    prompt, decode = write_prompt_times(said.prompt), write_decode_times(said.decode)
+    return node_pb2.End(error=values.write_error(said.error), prompt=prompt, decode=decode)
+
+
+def _read_end(wire: node_pb2.End) -> End:
+    error = values.read_error(wire.error) if wire.HasField("error") else None
+    prompt = read_prompt_times(wire.prompt) if wire.HasField("prompt") else None
+    return End(error, prompt, read_decode_times(wire.decode) if wire.HasField("decode") else None)
 
 
 def _read_sample_end(wire: node_pb2.SampleEnd) -> SampleEnd:

@@ -1,0 +1,83 @@
+"""Timelines of requests on real nodes: their stages add up, and each node has told its part."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.docs.test_metrics_page import in_table
+from tests.e2e.cluster import Router, wait_until
+from tests.e2e.conftest import House
+
+PROMPT = (
+    "The sum of 28 and 98, of 12 and 30, of 17 and 40, of 51 and 11, of 90 and 9, of 3 and 4, and of 5 and 6 is " * 3
+)
+
+
+def timeline_of(router: Router, prompt: str, max_tokens: int) -> dict[str, Any]:
+    """Of one request with that prompt, after its end."""
+    request_id = secrets.token_hex(8)
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "cache_salt": request_id}
+    answer = httpx.post(
+        f"{router.url}/v1/completions", json=body, headers={"x-request-id": request_id}, timeout=60, trust_env=False
+    )
+    assert answer.status_code == 200, answer.text
+    wait_until(lambda: None if ids(router, request_id) else "it has not ended")
+    (found,) = router.page(f"/debug/requests/{request_id}").json()["requests"]
+    assert sum(found["stages_s"].values()) == pytest.approx(found["first_token_s"], abs=2e-5)
+    assert found["first_token_s"] <= found["total_s"]
+    return found
+
+
+def ids(router: Router, request_id: str) -> list[str]:
+    newest = router.page("/debug/requests?limit=5").json()["requests"]
+    return [one["request_id"] for one in newest if one["request_id"].startswith(request_id)]
+
+
+def test_a_pair_tells_of_chunks_transfer_and_steps(house: House) -> None:
+    found = timeline_of(house.chunk_64, PROMPT, 12)
+    (attempt,) = found["attempts"]
+    prompt, decode = attempt["prompt"], attempt["decode"]
+    assert prompt["num_chunks"] == -(-found["num_prompt_tokens"] // 64) > 1
+    assert 0 <= prompt["started_s"] <= prompt["computed_s"]
+    assert 0 < prompt["first_part_s"] <= prompt["last_part_s"]
+    assert prompt["granted_s"] > 0
+    assert prompt["num_parts"] > 0
+    assert attempt["adopted"]["transfer_bytes"] > 0
+    assert decode["num_steps"] == 11, "the prefill node sampled the first of the twelve tokens"
+    assert 0 < len(decode["longest"]) <= 4
+    assert decode["longest"][0]["gap_s"] <= decode["decode_s"]
+    assert (attempt["prefill_node"], attempt["decode_node"]) == ("prefill-64", "decode-large")
+    assert {"receive", "tokenize", "place", "prefill", "network"} <= found["stages_s"].keys()
+
+
+def test_a_first_token_of_the_decode_node_has_the_handoff_in_it(house: House) -> None:
+    found = timeline_of(house.chunk_2048, PROMPT, 4)
+    assert {"prefill", "transfer"} <= found["stages_s"].keys()
+
+
+def test_a_decode_node_alone_tells_of_its_prompt(house: House) -> None:
+    found = timeline_of(house.alone, PROMPT, 4)
+    (attempt,) = found["attempts"]
+    assert attempt["estimate"]["kind"] == "decode_alone"
+    assert attempt["prompt"]["num_chunks"] >= 1
+    assert attempt["decode"]["num_steps"] == 4
+    assert found["stages_s"]["prefill"] > 0
+
+
+def test_a_prompt_of_one_token_of_output_ends_on_the_prefill_node(house: House) -> None:
+    found = timeline_of(house.chunk_64, PROMPT, 1)
+    (attempt,) = found["attempts"]
+    assert (attempt["decode"], attempt["adopted"]) == (None, None)
+    assert attempt["prompt"]["num_chunks"] > 1
+
+
+def test_live_nodes_have_the_metrics_of_the_page(house: House) -> None:
+    for node in house.nodes:
+        families = text_string_to_metric_families(node.page("/metrics").text)
+        told = {f.name for f in families if not f.name.startswith("process_") and not f.name.endswith("_created")}
+        assert told == in_table("nodes") | in_table("nodes, vllm"), node.name
