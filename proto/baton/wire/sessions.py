@@ -137,7 +137,7 @@ def read_node_message(wire: node_pb2.NodeMessage, limits: Limits = ANY) -> NodeT
     """Raises InvalidRequest for a message that is empty, of a newer kind, or malformed. `limits`: those of the node."""
     match wire.WhichOneof("kind"):
         case "updates":
-            return tuple(read_update(update, limits) for update in wire.updates.updates)
+            return tuple([read_update(update, limits) for update in wire.updates.updates])
         case "load":
             load = wire.load
             blocks = load.num_blocks_free, load.num_blocks_total
