@@ -324,4 +324,5 @@ class RequestLife:
         return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")
 
     def end(self, error: BatonError | None, now: float) -> RequestEnd:
-        return RequestEnd(error, dataclasses.replace(self.timings, total_s=now - self.arrived))
+        self.timings.total_s = now - self.arrived
+        return RequestEnd(error, self.timings)

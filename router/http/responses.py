@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fastapi.responses import Response
@@ -118,20 +117,25 @@ class EventResponse(Response):
             deltas = await self._generation.next(self._keep_alive_s)
 
 
-@contextlib.contextmanager
-def _closed_when_left(scope: Scope, receive: Receive, generation: Generation) -> Iterator[None]:
+class _closed_when_left:  # noqa: N801  (reads as what it does, like contextlib's)
     """Within the context, the generation is closed as soon as the client leaves; at its end, in any case."""
-    writer, watch = body_writer_of(scope), None
-    if writer is not None:
-        writer.on_left(generation.close)
-    else:
-        watch = asyncio.create_task(_close_when_left(receive, generation))
-    try:
-        yield
-    finally:
-        if watch is not None:
-            watch.cancel()
-        generation.close()
+
+    def __init__(self, scope: Scope, receive: Receive, generation: Generation) -> None:
+        self._generation = generation
+        self._watch: asyncio.Task[None] | None = None
+        writer = body_writer_of(scope)
+        if writer is not None:
+            writer.on_left(generation.close)
+        else:
+            self._watch = asyncio.create_task(_close_when_left(receive, generation))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._generation.close()
 
 
 async def _close_when_left(receive: Receive, generation: Generation) -> None:
