@@ -235,8 +235,7 @@ def _read_kind(wire: node_pb2.Update, limits: Limits) -> UpdateKind:
             return Started(wire.started.num_cached_tokens, values.read_seconds(wire.started.queue_s, "queue_s"))
         case "handed_off":
             said = wire.handed_off
-            times = {name: values.read_seconds(getattr(said, name), name) for name in _HANDED_OFF_S}
-            return HandedOff(**times)
+            return HandedOff(*[values.read_seconds(getattr(said, name), name) for name in _HANDED_OFF_S])
         case "adopted":
             return _read_adopted(wire.adopted)
         case "end":

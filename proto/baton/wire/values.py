@@ -130,7 +130,7 @@ def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
     """A duration, capped to `most`. Raises InvalidRequest if it is negative, infinite or NaN."""
     if not 0.0 <= value < math.inf:
         raise InvalidRequest(f"{param} must be 0 or more seconds, not {value}", param)
-    return min(value, most)
+    return value if value <= most else most
 
 
 def read_rate(value: float, param: str) -> float:
