@@ -24,7 +24,19 @@ import uvloop
 from pydantic import Field
 
 from baton import wire
-from baton.messages import Abort, Adopted, End, HandedOff, NodeRole, Prefill, SampleEnd, Started, Tokens, Update
+from baton.messages import (
+    Abort,
+    Adopted,
+    End,
+    HandedOff,
+    Migrate,
+    NodeRole,
+    Prefill,
+    SampleEnd,
+    Started,
+    Tokens,
+    Update,
+)
 from baton.sampling import FinishReason
 from baton.settings import Settings, parse
 from baton.telemetry import configure_logging
@@ -96,7 +108,7 @@ class Router:
         self._connection = http.connection()
         self._connection.connection_made(self.pipe)
 
-    def _sent(self, message: Prefill | Abort) -> None:
+    def _sent(self, message: Prefill | Abort | Migrate) -> None:
         """What a node does with it: a message for each step."""
         parsed = node_pb2.RouterMessage.FromString(wire.write_router_message(message).SerializeToString())
         assert isinstance(message, Prefill)

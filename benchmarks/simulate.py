@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -17,10 +19,12 @@ from pydantic import Field, field_validator
 
 from baton.settings import Settings, parse
 from benchmarks.simulation.fleet import Fleet
-from benchmarks.simulation.policies import POLICIES
-from benchmarks.simulation.report import Limits, Report, markdown, report
+from benchmarks.simulation.policies import make_router
+from benchmarks.simulation.report import Limits, Report, markdown, median, report
 from benchmarks.simulation.trace import Entry, read_trace, write_trace
 from benchmarks.simulation.workloads import WORKLOADS, Shape
+from router.life import FirstToken
+from router.policies import POLICIES
 
 
 class SimulateSettings(Settings):
@@ -28,9 +32,11 @@ class SimulateSettings(Settings):
 
     prog: ClassVar[str] = "benchmarks.simulate"
 
-    prefill: int = Field(8, ge=1, description="prefill nodes")
+    prefill: int = Field(8, ge=0, description="prefill nodes; 0: decode nodes compute prompts themselves")
     decode: int = Field(8, ge=1, description="decode nodes")
     profile: str = Field("h200-8b", description="file with the times of a real node, or h200-8b")
+    node: str = Field("", description="flags of all nodes, as for baton-decode: --target-itl 8")
+    first_token: FirstToken = Field("prefill", description="as of baton-router")
     policy: str = Field(",".join(POLICIES), description="placement policies, one simulation each, as NAME,NAME,...")
     trace: Path | None = Field(None, description="trace in Mooncake's format; unset: one is made")
     workload: Literal["shared-prefix", "multi-turn", "uncorrelated"] = Field(
@@ -38,7 +44,9 @@ class SimulateSettings(Settings):
     )
     num_requests: int = Field(2000, ge=1, description="requests of the made trace; of a file at most so many are taken")
     rate: float = Field(40.0, gt=0, description="requests per second of the made trace")
-    seed: int = Field(0, ge=0, description="of the made trace")
+    seeds: str = Field(
+        "0", description="of the made trace, as N,N,...: one simulation each, of which the table has medians"
+    )
     input_len: int = Field(1024, ge=1, description="mean tokens that a request of the made trace has for itself")
     output_len: int = Field(128, ge=1, description="mean tokens of its answer")
     prefix_len: int = Field(4096, ge=512, description="tokens of each prefix that requests share")
@@ -56,14 +64,18 @@ class SimulateSettings(Settings):
         return policy
 
 
-def entries_of(settings: SimulateSettings) -> list[Entry]:
+def traces_of(settings: SimulateSettings) -> list[list[Entry]]:
     """Raises ValueError, OSError."""
+    return [_trace_of(settings, int(seed)) for seed in ("0" if settings.trace else settings.seeds).split(",")]
+
+
+def _trace_of(settings: SimulateSettings, seed: int) -> list[Entry]:
     if settings.trace is not None:
         return read_trace(settings.trace)[: settings.num_requests]
     shape = Shape(
         num_requests=settings.num_requests,
         per_s=settings.rate,
-        seed=settings.seed,
+        seed=seed,
         input_len=settings.input_len,
         output_len=settings.output_len,
         prefix_len=settings.prefix_len,
@@ -74,7 +86,8 @@ def entries_of(settings: SimulateSettings) -> list[Entry]:
 
 
 def simulate(settings: SimulateSettings, policy: str, entries: Sequence[Entry]) -> Report:
-    fleet = Fleet(settings.prefill, settings.decode, settings.profile, POLICIES[policy])
+    router = partial(make_router, policy, settings.prefill, settings.first_token)
+    fleet = Fleet(settings.prefill, settings.decode, settings.profile, router, shlex.split(settings.node))
     answers = fleet.replay(entries)
     return report(answers, settings.prefill, settings.decode, Limits(settings.slo_ttft, settings.slo_gap))
 
@@ -82,15 +95,15 @@ def simulate(settings: SimulateSettings, policy: str, entries: Sequence[Entry]) 
 def main(argv: Sequence[str] | None = None) -> None:
     settings = parse(SimulateSettings, argv)
     try:
-        entries = entries_of(settings)
+        traces = traces_of(settings)
     except (ValueError, OSError) as error:
         raise SystemExit(f"{settings.prog}: {error}") from None
     if settings.write_trace is not None:
-        write_trace(settings.write_trace, entries)
+        write_trace(settings.write_trace, traces[0])
     rows = {}
     for policy in settings.policy.split(","):
         began = time.monotonic()
-        rows[policy] = simulate(settings, policy, entries)
+        rows[policy] = median([simulate(settings, policy, entries) for entries in traces])
         print(f"{policy}: {time.monotonic() - began:.0f} s", file=sys.stderr)
         line = {"benchmark": "simulate", "policy": policy, **dataclasses.asdict(rows[policy])}
         print(json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}))

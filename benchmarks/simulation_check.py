@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from benchmarks.cluster import running_cluster
 from benchmarks.http_stream import Connection, Streamed
 from benchmarks.load import Load, Prompts
 from benchmarks.simulation.fleet import Answer, Fleet
-from benchmarks.simulation.policies import POLICIES
+from benchmarks.simulation.policies import make_router
 from benchmarks.simulation.trace import BLOCK_TOKENS, Entry
 from benchmarks.stats import percentile
 
@@ -49,7 +50,7 @@ def simulated(settings: CheckSettings, per_s: float) -> list[Answer]:
         at += random.expovariate(per_s)
         ids = tuple(range(number * num_blocks, (number + 1) * num_blocks))
         entries.append(Entry(at * 1e3, settings.input_len, settings.output_len, ids))
-    return Fleet(1, 1, settings.profile, POLICIES["router"]).replay(entries)
+    return Fleet(1, 1, settings.profile, partial(make_router, "cost")).replay(entries)
 
 
 async def real(settings: CheckSettings, rates: Sequence[float]) -> list[list[Streamed]]:

@@ -3,37 +3,43 @@
 In a turn of its loop (`node.core`) it takes what arrived, grants Reserves that fit, adopts requests whose KV is here,
 and launches a step if there is room for one and it is due (`engine.pace`). Adoption puts a request into the very next
 step, so the running batch has no gap; the router gets Adopted when that step begins. A Prefill sent here directly runs
-on the same engine, without a lease. `reservations` keeps requests that wait for KV, `running` those that generate.
+on the same engine, without a lease. `reservations` keeps requests that wait for KV, `running` those that generate, and
+`migrations` those of them that move to another decode node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, NodeUnavailable, RequestCancelled
-from baton.messages import Abort, AttemptId, Commit, NodeRole, Prefill, Refuse, Release, Reserve
+from baton.messages import Abort, AttemptId, Commit, Migrate, NodeRole, Prefill, Refuse, Release, Reserve
 from decode_node.leases import Extras
+from decode_node.migrations import Migrations
 from decode_node.reservations import Reservations
 from decode_node.running import RunningRequests
 from engine.engine import Engine, Plan
 from engine.holdings import Holding
 from engine.sequence import Sequence
 from engine.step import StepResult
-from kv_transfer.ranks import ReceiverRanks, peer_of
+from kv_transfer.ranks import ReceiverRanks, SenderRanks, peer_of
 from kv_transfer.receiver import PartFailed, PartLanded, PartRefused, PartUnused, PeerDisconnected
+from kv_transfer.sender import PartSent
 from node.core import RoleCore
-from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened
+from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerEvent, PeerOpened
 from node.intake import beams_of, make_sequence
 from node.logits_processors import LogitsProcessors
+from node.parts_out import PartsOut
 
 if TYPE_CHECKING:
     from node.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
 class DecodeCore(RoleCore):
-    """Owns engine and receiver. `max_waiting` bounds each queue."""
+    """Owns engine, receiver and sender, each of which has slots and a transport of its own. `max_waiting` bounds each
+    queue."""
 
     role: ClassVar[NodeRole] = NodeRole.DECODE
 
@@ -41,6 +47,7 @@ class DecodeCore(RoleCore):
         self,
         engine: Engine,
         receiver: ReceiverRanks,
+        sender: SenderRanks,
         *,
         incarnation: str,
         max_waiting: int = 4096,
@@ -57,11 +64,13 @@ class DecodeCore(RoleCore):
             processors=processors,
         )
         self.receiver = receiver
+        self.sender = sender
         self._reservations = Reservations(
             engine, receiver, self._outbox, max_waiting=max_waiting, max_deadline_s=max_deadline_s
         )
         self._running = RunningRequests(engine, self._outbox, self._fences)
-        self._peers: dict[str, PeerOpened] = {}  # prefill nodes whose streams are up
+        self._migrations = Migrations(engine, PartsOut(engine, sender, 1, 0), self._outbox, self._running)
+        self._peers: dict[str, PeerOpened] = {}  # whose streams to this node are up
         self._launch_at: float | None = None  # when to launch the next step, while a launch is delayed
 
     # ---- the turn ----
@@ -85,10 +94,19 @@ class DecodeCore(RoleCore):
                     peer = peer_of(name)
                     self._reservations.end_peer(peer, self._name_of(peer), reason)
                     self._outbox.add(ClosePeer(peer, reason))
+        for sent in self.sender.poll():
+            match sent:
+                case PartSent(name, serial, _, flight_s):
+                    self._migrations.part_sent(peer_of(name), serial, flight_s, now)
+                case PartFailed(name, serial, part, reason):
+                    self._migrations.part_failed(peer_of(name), serial, part, reason)
+                case PeerDisconnected(name, reason):
+                    self._migrations.peer_lost(peer_of(name), reason)
 
     def _end_overdue(self, now: float) -> None:
         self._reservations.end_overdue(now)
         self._running.end_overdue(now)
+        self._migrations.end_overdue(now)
 
     def _take_results(self, result: StepResult) -> None:
         for sequence, piece in result.prompt_logprobs:
@@ -97,34 +115,51 @@ class DecodeCore(RoleCore):
             self._running.sampled(token)
         for group in result.searched:
             self._running.searched(group)
+        if result.num_tokens:
+            self._migrations.step_retired()
 
     def _move_on(self, now: float) -> None:
         self._reservations.grant_waiting(now)
         for lease in self._reservations.take_adoptable():
             assert lease.commit is not None
             self._running.adopt(lease, self._matcher(lease.reserve.attempt_id, lease.commit.sampling), now)
+        self._move_migrations_on(now)
+
+    def _move_migrations_on(self, now: float) -> None:
+        for attempt_id in self._running.take_ended():
+            self._migrations.ended(attempt_id)
+        self._migrations.move_on(now)
 
     def _schedule(self, now: float) -> Plan:
         due = self.engine.launch_at
         self._launch_at = due if due is not None and now < due else None
-        return self.engine.schedule(now) if self._launch_at is None else Plan()
+        if self._launch_at is not None:
+            return Plan()
+        plan = self.engine.schedule(now)
+        for sequence in plan.preempted:
+            self._migrations.preempted(sequence)
+        return plan
 
     def _tell_started(self, sequences: Seq[Sequence], now: float) -> None:
         self._running.tell_started(sequences, now)
 
     def _computed(self, result: StepResult, now: float) -> bool:
         self._running.tell_adopted(self.engine.computing)
+        self._move_migrations_on(now)
         # A step that retired may have made room for a Reserve, even if nothing is left to compute.
         return result.again or (result.num_tokens > 0 and self._reservations.num_waiting > 0)
 
     def next_deadline(self) -> float | None:
-        times = (self._running.next_deadline(), self._reservations.next_deadline(), self._launch_at)
+        work = self._running, self._reservations, self._migrations
+        times = (*(part.next_deadline() for part in work), self._launch_at)
         return min((when for when in times if when is not None), default=None)
 
-    # ---- prefill nodes ----
+    # ---- other nodes ----
 
-    def _handle_peer(self, event: PeerOpened | PeerClosed | FromPeer, now: float) -> None:
+    def _handle_peer(self, event: PeerEvent, now: float) -> None:
         match event:
+            case OfTarget(of_target):
+                self._handle_target(of_target)
             case FromPeer(peer, _) if peer not in self._peers:
                 pass  # its stream has ended: no answer can be sent
             case FromPeer(peer, Reserve() as reserve):
@@ -142,13 +177,23 @@ class DecodeCore(RoleCore):
                 self._reservations.peer_closed(peer)
                 self._peers.pop(peer, None)
 
+    def _handle_target(self, event: PeerOpened | PeerClosed | FromPeer) -> None:
+        """Of a stream to a decode node that requests move to."""
+        match event:
+            case PeerOpened(peer, part_blocks, layout):
+                self._migrations.peer_opened(peer, layout, part_blocks)
+            case PeerClosed(peer, reason):
+                self._migrations.peer_closed(peer, reason)
+            case FromPeer(peer, message):
+                self._migrations.hear(peer, message)
+
     def _name_of(self, peer: str) -> str:
         opened = self._peers.get(peer)
         return opened.name if opened and opened.name else peer
 
     def _reserve(self, peer: str, reserve: Reserve, now: float) -> None:
         attempt_id = reserve.attempt_id
-        if not self._admit(attempt_id, now, reserve.deadline_s):
+        if not self._admit(attempt_id, now, reserve.deadline_s, reserve.move):
             if (
                 attempt_id not in self._running and attempt_id not in self._reservations
             ):  # else a repeat of one that is served
@@ -194,16 +239,21 @@ class DecodeCore(RoleCore):
             self._outbox.close_session(abort.attempt_id.router_epoch, "too many aborts of single samples")
         self._running.stop_samples(abort.attempt_id, abort.samples)
 
+    def _migrate(self, migrate: Migrate, now: float) -> None:
+        self._migrations.begin(migrate, now)
+
     # ---- its books ----
 
     @property
     def idle(self) -> bool:
-        return not len(self._running) and not len(self._reservations)
+        return not len(self._running) and not len(self._reservations) and self._migrations.idle
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, slots, leases and sequences disagree."""
         self.engine.check_integrity(self._reservations.holdings())
         self.receiver.check_integrity()
+        self.sender.check_integrity()
+        self._migrations.check_integrity()
 
     def _count_requests(self) -> tuple[int, int]:
         return self.engine.num_waiting + self._reservations.num_waiting, self.engine.num_running
@@ -212,4 +262,6 @@ class DecodeCore(RoleCore):
         return [*self.engine.holdings(), *self._reservations.holdings()]
 
     def _slots(self) -> list[KvSlot]:
-        return self.receiver.slots()
+        """Those of the sender come last."""
+        slots = self.receiver.slots()
+        return slots + [replace(slot, slot=len(slots) + slot.slot) for slot in self.sender.slots()]

@@ -14,10 +14,11 @@ from baton import wire
 from baton.cluster_secret import HANDOFF, NotTrusted, admit
 from baton.errors import BatonError, InvalidRequest
 from baton.messages import Auth, Hello
-from baton.streams import ENDED, EOF, HELLO_S, SILENCE_S, STOPPED
+from baton.streams import ENDED, EOF, HELLO_S, STOPPED
 from baton.trust import Trust
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToPrefill
 from node.handoff_stream import (
+    CONNECT_S,
     DECODE_CODEC,
     HandoffStream,
     PeerTransport,
@@ -48,8 +49,7 @@ class HandoffServer:
         post: Post,
         trust: Trust,
         limits: wire.Limits,
-        *,
-        silence_s: float = SILENCE_S,
+        silence_s: float,
     ) -> None:
         self._hello = hello
         self._transport = transport
@@ -129,7 +129,8 @@ class HandoffServer:
             if error is not None:
                 reason = describe(error)
                 return
-            reason = await stream.carry(context.read, context.write, self._post, self._silence_s)
+            patience_s = CONNECT_S + self._silence_s
+            reason = await stream.carry(context.read, context.write, self._post, self._silence_s, first_s=patience_s)
         finally:
             self._transport.disconnect(peer)
             del self._streams[peer]

@@ -86,6 +86,17 @@ class Lease:
         return self.credits - len(self.arrived)
 
     @property
+    def is_move(self) -> bool:
+        """Whether it is of a request that another decode node goes on with until the Commit."""
+        return self.reserve.move > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the committed request whose KV comes with it: spare ones may be missing."""
+        assert self.commit is not None
+        return len(self.commit.prompt_tokens) + len(self.commit.samples[0].output_tokens) - 1
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens whose KV was here already."""
         return self.num_held * self.block_size
@@ -119,10 +130,12 @@ class Lease:
         return self.table[part.first : part.first + part.num_blocks]
 
     def fits(self, commit: Commit) -> bool:
-        """Whether the commit matches the Reserve: same attempt, as many computed tokens, no more samples."""
+        """Whether the commit matches the Reserve: same attempt, as many computed tokens, no more samples. Spare tokens
+        need not be there."""
         lengths = {len(sample.output_tokens) for sample in commit.samples}
         if commit.attempt_id != self.reserve.attempt_id:
             return False
         if len(lengths) != 1 or len(commit.samples) > self.reserve.num_samples:
             return False
-        return len(commit.prompt_tokens) + lengths.pop() - 1 == self.reserve.num_tokens
+        num_tokens, most = len(commit.prompt_tokens) + lengths.pop() - 1, self.reserve.num_tokens
+        return most - self.reserve.num_spare_tokens <= num_tokens <= most

@@ -22,7 +22,7 @@ from baton.errors import (
     TransferTimeout,
 )
 from baton.layout import KvLayout, num_blocks_for
-from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Refuse, Release, Reserve
+from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Landed, Refuse, Release, Reserve
 from decode_node.leases import Extras, Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
@@ -291,6 +291,8 @@ class Reservations:
         for lease in ready:
             self._blocks.finish_load(lease.written)
             self._forget(lease, None)
+            if lease.is_move:
+                self._outbox.to_prefill(lease.peer, Landed(lease.serial, lease.reserve.attempt_id))
         return ready
 
     # ---- ends ----
@@ -335,9 +337,11 @@ class Reservations:
         self._deadlines.discard(waiting.reserve.attempt_id)
 
     def _end(self, lease: Lease, error: BatonError) -> None:
+        """A request that moves is its old node's until the Commit: that one tells the router."""
         self._give_back(lease, error)
         self._outbox.to_prefill(lease.peer, Refuse(lease.reserve.attempt_id, error))
-        self._outbox.to_router(lease.reserve.attempt_id, End(error))
+        if not lease.is_move or lease.state is LeaseState.COMMITTED:
+            self._outbox.to_router(lease.reserve.attempt_id, End(error))
 
     def _give_back(self, lease: Lease, outcome: BatonError) -> None:
         self._receiver.withdraw(lease.serial)

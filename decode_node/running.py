@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.deadlines import Deadlines
 from baton.errors import BatonError, DeadlineExceeded
-from baton.messages import AttemptId, End, SampleEnd, Started, Tokens
+from baton.messages import AttemptId, End, HandedOff, SampleEnd, Started, Tokens
 from decode_node.leases import Lease
 from engine.beams import BeamGroup
 from engine.engine import Engine
@@ -24,13 +24,16 @@ from node.outbox import Outbox
 
 @dataclass(slots=True)
 class Running:
-    """A request in this node's engine and the sequence of each live sample (one for all until a local prompt forks)."""
+    """A request in this node's engine and the sequence of each live sample (one for all until a local prompt forks).
+    `move`: of the last Migrate that it was named in, here or where it came from."""
 
     attempt_id: AttemptId
     received: float
+    deadline: float
     sequences: dict[int, Sequence]
     beams: BeamGroup | None = None  # has the sequences instead
     samples: tuple[int, ...] = ()  # that the best beams become
+    move: int = 0
 
 
 class RunningRequests:
@@ -44,6 +47,7 @@ class RunningRequests:
         self._running: dict[AttemptId, Running] = {}
         self._deadlines = Deadlines[AttemptId]()
         self._adopted: dict[AttemptId, Lease] = {}  # those whose first step has not begun
+        self._ended: list[AttemptId] = []
 
     def __len__(self) -> int:
         return len(self._running)
@@ -55,6 +59,14 @@ class RunningRequests:
         """All attempts here."""
         return [*self._running]
 
+    def get(self, attempt_id: AttemptId) -> Running | None:
+        return self._running.get(attempt_id)
+
+    def take_ended(self) -> list[AttemptId]:
+        """Those that have ended here since the last call, or that another node has taken."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
@@ -62,11 +74,11 @@ class RunningRequests:
 
     def add(self, sequence: Sequence, samples: tuple[int, ...], now: float, deadline: float) -> None:
         """Add a local prompt, which the engine has already: one sequence for all samples."""
-        running = Running(sequence.attempt_id, now, dict.fromkeys(sequence.samples, sequence))
+        running = Running(sequence.attempt_id, now, deadline, dict.fromkeys(sequence.samples, sequence))
         if sequence.beams is not None:
-            running = Running(sequence.attempt_id, now, {}, sequence.beams, samples)
+            running = Running(sequence.attempt_id, now, deadline, {}, sequence.beams, samples)
             self._engine.begin_search(sequence)
-        self._add(running, deadline)
+        self._add(running)
 
     def adopt(self, lease: Lease, matcher: TokenMatcher | None, now: float) -> None:
         """Put a request whose KV is all here into the next step. The engine takes over the lease's blocks. matcher:
@@ -78,8 +90,11 @@ class RunningRequests:
         samples, beams = tuple(outputs), lease.extras.beams
         if beams is not None and outputs:
             outputs = {0: ()}
-        needed = max(0, len(outputs) - 1)
+        needed, num_tokens = max(0, len(outputs) - 1), lease.num_tokens
         self._engine.blocks.release(lease.spares[needed:])
+        num_kept = num_tokens // lease.block_size + 1
+        self._engine.blocks.release(lease.table[num_kept:])
+        del lease.table[num_kept:]
         if not outputs:
             self._engine.blocks.release(lease.table)
             self._outbox.to_router(attempt_id, End())
@@ -93,24 +108,25 @@ class RunningRequests:
             arrived_s=now,
             priority=lease.reserve.priority,
             block_table=lease.table,
-            num_computed_tokens=lease.reserve.num_tokens,
+            num_computed_tokens=num_tokens,
             num_cached_tokens=lease.num_cached_tokens,
             matcher=matcher,
             processors=lease.extras.processors,
             beams=beams,
         )
-        sequence.set_block_hashes(lease.reserve.block_hashes[: lease.reserve.num_tokens // lease.block_size])
+        sequence.set_block_hashes(lease.reserve.block_hashes[: num_tokens // lease.block_size])
         adopted = self._engine.adopt(sequence, outputs, lease.spares[:needed])
-        running = Running(attempt_id, now, {s.samples[0]: s for s in adopted})
+        own = {s.samples[0]: s for s in adopted}
+        running = Running(attempt_id, now, lease.deadline, own, move=lease.reserve.move)
         if beams is not None:
-            running = Running(attempt_id, now, {}, beams, samples)
+            running = Running(attempt_id, now, lease.deadline, {}, beams, samples)
             self._engine.begin_search(adopted[0])
-        self._add(running, lease.deadline)
+        self._add(running)
         self._adopted[attempt_id] = lease
 
-    def _add(self, running: Running, deadline: float) -> None:
+    def _add(self, running: Running) -> None:
         self._running[running.attempt_id] = running
-        self._deadlines.set(running.attempt_id, deadline)
+        self._deadlines.set(running.attempt_id, running.deadline)
 
     # ---- what the engine did ----
 
@@ -150,6 +166,11 @@ class RunningRequests:
         self._forget(running.attempt_id)
         self._outbox.to_router(running.attempt_id, End())
 
+    def moved(self, attempt_id: AttemptId, last_word: HandedOff) -> None:
+        """Another decode node has the request, and its sequence here is released."""
+        self._forget(attempt_id)
+        self._outbox.to_router(attempt_id, last_word)
+
     # ---- ends ----
 
     def stop_samples(self, attempt_id: AttemptId, samples: Iterable[int]) -> None:
@@ -182,5 +203,6 @@ class RunningRequests:
 
     def _forget(self, attempt_id: AttemptId) -> None:
         del self._running[attempt_id]
+        self._ended.append(attempt_id)
         self._deadlines.discard(attempt_id)
         self._adopted.pop(attempt_id, None)

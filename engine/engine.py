@@ -84,7 +84,7 @@ class Engine:
         self._sequences: dict[Sequence, None] = {}  # all that are not finished
         self._in_flight: deque[InFlight] = deque()
         self._num_ahead = 1 if config.async_scheduling else 0
-        self._pace = Pace()
+        self._pace = Pace(self._step_time.predict_least)
         self._decided = 0.0  # when the turn of the last plan began
         self.num_preemptions = 0
         """How often sequences were preempted."""
@@ -209,6 +209,8 @@ class Engine:
         """
         if seq.state is SequenceState.FINISHED:
             return
+        if seq.state is SequenceState.PARKED and seq.stops:
+            self._scheduler.unreserve_seqs(1)
         self._scheduler.remove(seq)
         self._scheduler.leave_lane(seq)
         self._runner.forget(seq)
@@ -219,6 +221,34 @@ class Engine:
         else:
             self.blocks.release(table)
         seq.move_to(SequenceState.FINISHED)
+
+    # ---- out, and back ----
+
+    def stop(self, seq: Sequence) -> None:
+        """Launch no step with a running sequence any more. It `is_settled` when those that are launched have
+        retired."""
+        seq.stops = True
+        seq.draft_tokens = ()
+
+    def is_settled(self, seq: Sequence) -> bool:
+        """Whether a sequence that stops has all of its tokens, and KV of all but the last, and may be parked."""
+        return seq.stops and seq.state is SequenceState.RUNNING and not seq.in_flight
+
+    def park(self, seq: Sequence) -> None:
+        """Take a settled sequence out of the batch. It keeps its blocks and its place, until `release` or
+        `resume`."""
+        assert self.is_settled(seq)
+        self._scheduler.remove(seq)
+        self._scheduler.reserve_seqs(1)
+        self._runner.forget(seq)
+        seq.move_to(SequenceState.PARKED)
+
+    def resume(self, seq: Sequence) -> None:
+        """Go on with a sequence that stops, parked or not yet."""
+        seq.stops = False
+        if seq.state is SequenceState.PARKED:
+            self._scheduler.unreserve_seqs(1)
+            self._scheduler.add_running(seq)
 
     def allocate(self, n: int) -> list[int]:
         """`n` blocks that belong to the caller and may be written from now on. All or nothing: raises

@@ -12,7 +12,7 @@ starts one. So if nothing is known, a step is launched at once, and the expected
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.step import Chunk
@@ -73,9 +73,14 @@ NO_PROMPTS = StepSize(0, 0)
 
 
 class Pace:
-    """Tracks steps from launch to end. All times are in seconds, by the caller's clock."""
+    """Tracks steps from launch to end. All times are in seconds, by the caller's clock.
 
-    def __init__(self) -> None:
+    predict_least: the least time that a step with prompts is predicted to take, or None. Without it, a small chunk late
+    in a prompt is compared with a large early one in each of their numbers, and the lower bound is far too low.
+    """
+
+    def __init__(self, predict_least: Callable[[StepSize], float | None] = lambda _: None) -> None:
+        self._predict_least = predict_least
         self.busy_since: float | None = None
         """When the device started the oldest step in flight. None: none is in flight."""
         self._in_flight: deque[StepSize | None] = deque()  # None: its time is not to be learned
@@ -130,4 +135,7 @@ class Pace:
         if (size := self._in_flight[0]) is None:
             return None
         known = self._known(size) or self._decodes
-        return min((took_s * size.least_share(other) for other, took_s in known), default=None)
+        least_s = min((took_s * size.least_share(other) for other, took_s in known), default=None)
+        if least_s is None or not size.has_prompts:
+            return least_s
+        return max(least_s, self._predict_least(size) or 0.0)

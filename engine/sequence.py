@@ -18,13 +18,15 @@ from engine.token_matcher import TokenMatcher
 class SequenceState(enum.Enum):
     """Where a sequence stands in its engine.
 
+                                  <-----------resumed-----------.
         WAITING --admitted--> RUNNING --prompt done, hand_off--> PARKED
-           ^                   |   |                               |
+           ^                   |   |    or parked                  |
            `-----preempted-----'   `--last token, or released--.   | released
            |                                                   v   v
            `---------------------released------------------> FINISHED
 
-    A waiting sequence holds no blocks; a running or parked one does; a finished one never does again.
+    A waiting sequence holds no blocks; a running or parked one does; a finished one never does again. A prompt to hand
+    off is never resumed.
     """
 
     WAITING = "waiting"
@@ -36,7 +38,7 @@ class SequenceState(enum.Enum):
 _MOVES = {
     SequenceState.WAITING: {SequenceState.RUNNING, SequenceState.FINISHED},
     SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.PARKED, SequenceState.FINISHED},
-    SequenceState.PARKED: {SequenceState.FINISHED},
+    SequenceState.PARKED: {SequenceState.RUNNING, SequenceState.FINISHED},
     SequenceState.FINISHED: set[SequenceState](),
 }
 
@@ -86,6 +88,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prefix hit when it was first scheduled
     started_s: float | None = None  # when it was first scheduled
     num_preemptions: int = 0
+    stops: bool = False  # in no step that is launched from now on, see `Engine.stop`
     state: SequenceState = SequenceState.WAITING
     _hashes: list[BlockHash] = field(default_factory=list)
 
@@ -153,8 +156,8 @@ class Sequence:
 
     def num_tokens_to_go(self, max_model_len: int) -> int:
         """Tokens whose KV the next step may compute, including draft tokens. 0: what comes next is known only when a
-        launched step retires, or it waits for its matcher."""
-        if self.awaits_matcher:
+        launched step retires, or it waits for its matcher, or it stops."""
+        if self.stops or self.awaits_matcher:
             return 0
         total = len(self.tokens) + self.num_pending_tokens
         if self.num_pending_tokens:

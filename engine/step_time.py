@@ -20,7 +20,8 @@ MOST_SURPRISE = 4.0
 """A step that took more than this many times what was predicted counts as this many times: one that waited for a
 compiler must not make all others look slow. If steps have become slower for good, a few of them suffice."""
 MARGIN = 2.0
-"""Added to a prediction with prompts: this many times the mean share by which such steps took longer than predicted."""
+"""Added to a prediction with prompts: this many times the mean share by which such steps took longer than predicted.
+Likewise taken off, where a step must not be predicted to be longer than it is."""
 GROWTH = 2.0
 """The prices are trusted up to this many times the most prompt tokens in a recent step."""
 
@@ -46,6 +47,7 @@ class StepTime:
         self._prices = [0.0] * len(_SCALES)
         self._is_stale = False  # a step was learned since the prices were found
         self._excess = 0.0  # mean share by which steps with prompts took longer than predicted
+        self._shortfall = 0.0  # the same for those that took less
         self._most_prompt_tokens = 0.0  # in a recent step
 
     def learn(self, size: StepSize, took_s: float) -> None:
@@ -53,13 +55,13 @@ class StepTime:
         if took_s <= 0:
             return
         features = self._features(size)
-        expected_s = self._price_of(
-            features
-        )  # at the prices that the last prediction used: finding new ones costs more
+        expected_s = self._price_of(features)  # at the last prediction's prices: finding new ones costs more
         if expected_s > 0 and self._sums[size.has_prompts].weight > 1:
             took_s = min(took_s, MOST_SURPRISE * expected_s)
             if size.has_prompts:
-                self._excess += (max(took_s / expected_s - 1, 0.0) - self._excess) * 4 * FORGETTING
+                surprise = took_s / expected_s - 1
+                self._excess += (max(surprise, 0.0) - self._excess) * 4 * FORGETTING
+                self._shortfall += (max(-surprise, 0.0) - self._shortfall) * 4 * FORGETTING
         self._sums[size.has_prompts].add(tuple(feature / took_s for feature in features))
         if size.has_prompts:
             faded = self._most_prompt_tokens * (1 - FORGETTING)
@@ -67,13 +69,21 @@ class StepTime:
         self._is_stale = True
 
     def predict(self, size: StepSize) -> float | None:
-        """An estimate on the safe side. None: nothing is known of steps with so many prompt tokens."""
+        """No less than it will take, as a rule. None: nothing is known of steps with so many prompt tokens."""
+        expected_s = self._expect(size)
+        return expected_s * (1 + MARGIN * self._excess) if expected_s and size.has_prompts else expected_s
+
+    def predict_least(self, size: StepSize) -> float | None:
+        """No more than it will take, as a rule. None as of `predict`."""
+        expected_s = self._expect(size)
+        return expected_s * max(1 - MARGIN * self._shortfall, 0.0) if expected_s and size.has_prompts else expected_s
+
+    def _expect(self, size: StepSize) -> float | None:
         if size.num_prompt_tokens > self.most_trusted_tokens:
             return None
         if self._is_stale:
             self._find_prices()
-        expected_s = self._price_of(self._features(size))
-        return expected_s * (1 + MARGIN * self._excess) if size.has_prompts else expected_s
+        return self._price_of(self._features(size))
 
     @property
     def most_trusted_tokens(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvAudit, KvSlot
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, RequestCancelled
-from baton.messages import Abort, AttemptId, End, Load, NodeRole, Prefill
+from baton.messages import Abort, AttemptId, End, Load, Migrate, NodeRole, Prefill
 from baton.sampling import SamplingParams
 from engine.engine import Engine, Plan
 from engine.holdings import Holding
@@ -31,8 +31,10 @@ from node.events import (
     Event,
     FromPeer,
     FromRouter,
+    OfTarget,
     Output,
     PeerClosed,
+    PeerEvent,
     PeerOpened,
     SessionLost,
     SessionOpened,
@@ -174,15 +176,18 @@ class RoleCore(ABC):
                 self._intake(epoch, prefill, now)
             case FromRouter(_, Abort() as abort):
                 self._abort(abort, now)
-            case PeerOpened() | PeerClosed() | FromPeer():
+            case FromRouter(epoch, Migrate() as migrate) if epoch in self._outbox.epochs:
+                self._migrate(migrate, now)
+            case PeerOpened() | PeerClosed() | FromPeer() | OfTarget():
                 self._handle_peer(event, now)
             case Draining():
                 self._stopping = True
 
-    def _admit(self, attempt_id: AttemptId, now: float, deadline_s: float) -> bool:
-        """Whether the attempt is new. If so, end the previous attempt at the request, if it is still here."""
+    def _admit(self, attempt_id: AttemptId, now: float, deadline_s: float, move: int = 0) -> bool:
+        """Whether the attempt is new, or that move of it. If so, end the previous attempt at the request, if it is
+        still here."""
         last = self._fences.last(attempt_id)
-        if not self._fences.admit(attempt_id, now, deadline_s):
+        if not self._fences.admit(attempt_id, now, deadline_s, move):
             return False
         if last:
             self._end_attempt(last, RequestCancelled(f"attempt {attempt_id.attempt} took its place"))
@@ -305,7 +310,11 @@ class RoleCore(ABC):
         """End these samples of the attempt."""
 
     @abstractmethod
-    def _handle_peer(self, event: PeerOpened | PeerClosed | FromPeer, now: float) -> None:
+    def _migrate(self, migrate: Migrate, now: float) -> None:
+        """Begin to hand the attempt over to another decode node."""
+
+    @abstractmethod
+    def _handle_peer(self, event: PeerEvent, now: float) -> None:
         """Handle an event of a handoff stream."""
 
     # ---- implemented by the role: its books ----

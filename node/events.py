@@ -16,7 +16,7 @@ from typing import Protocol
 from baton.audit import KvAudit
 from baton.block_hash import BlockHash
 from baton.layout import KvLayout
-from baton.messages import Abort, DecodeTarget, DecodeToPrefill, Load, Prefill, PrefillToDecode, Update
+from baton.messages import Abort, DecodeTarget, DecodeToPrefill, Load, Migrate, Prefill, PrefillToDecode, Update
 
 # ---- in ----
 
@@ -38,7 +38,7 @@ class SessionLost:
 @dataclass(frozen=True, slots=True)
 class FromRouter:
     epoch: int
-    message: Prefill | Abort
+    message: Prefill | Abort | Migrate
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,14 @@ class FromPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class OfTarget:
+    """On a decode node: the event is of the stream that this node has opened to another decode node, and not of one
+    that the peer has opened."""
+
+    event: PeerOpened | PeerClosed | FromPeer
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """The node drains: finish running work, refuse new work."""
 
@@ -83,7 +91,8 @@ class BlocksWanted:
     epoch: int
 
 
-Event = SessionOpened | SessionLost | FromRouter | PeerOpened | PeerClosed | FromPeer | Draining | BlocksWanted
+PeerEvent = PeerOpened | PeerClosed | FromPeer | OfTarget
+Event = SessionOpened | SessionLost | FromRouter | PeerEvent | Draining | BlocksWanted
 
 # ---- out ----
 
@@ -112,7 +121,8 @@ class ToPrefill:
 
 @dataclass(frozen=True, slots=True)
 class ClosePeer:
-    """The transport lost the peer or a part: close the stream. PeerClosed follows, as for every stream's end."""
+    """The transport lost the peer or a part: close the streams with it. PeerClosed follows, as for every stream's
+    end."""
 
     peer: str
     reason: str

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Set
 
 from baton.messages import AttemptId
+from baton.wire.limits import MAX_MOVES
 from node.remembered import Remembered
 
 UNDER_WAY_S = 60.0
@@ -47,12 +48,13 @@ class Fences:
     def __len__(self) -> int:
         return len(self._over)
 
-    def admit(self, attempt_id: AttemptId, now: float, deadline_s: float) -> bool:
-        """Whether the attempt is new: neither it nor a higher one was seen or fenced. If so, fences all lower ones."""
-        key = _key_of(attempt_id)
-        if attempt_id.attempt <= self._highest(key):
+    def admit(self, attempt_id: AttemptId, now: float, deadline_s: float, move: int = 0) -> bool:
+        """Whether the attempt is new: neither it nor a higher one was seen or fenced. If so, fences all lower ones. An
+        attempt that moves between decode nodes is new again with a higher `move`."""
+        key, number = _key_of(attempt_id), attempt_id.attempt * MAX_MOVES + move
+        if number <= self._number(key):
             return False
-        self._over.keep(key, attempt_id.attempt, self._until(now, deadline_s))
+        self._over.keep(key, number, self._until(now, deadline_s))
         return True
 
     def last(self, attempt_id: AttemptId) -> AttemptId | None:
@@ -69,8 +71,10 @@ class Fences:
             return False
         if highest < 0:
             self._unheard[key] = attempt_id.router_epoch
-        if attempt_id.attempt > highest:
-            self._over.keep(key, attempt_id.attempt, self._until(now, deadline_s))
+        last_move = (attempt_id.attempt + 1) * MAX_MOVES - 1
+        if last_move > self._number(key):  # what is known already has its deadline
+            until = self._until(now, deadline_s) if attempt_id.attempt > highest else now
+            self._over.keep(key, last_move, until)
         return True
 
     def stop_samples(
@@ -103,8 +107,13 @@ class Fences:
                 self._forget_left(attempt_id.router_epoch, len(self._stopped.pop(attempt_id)))
 
     def _highest(self, key: _Key) -> int:
-        attempt = self._over.get(key)
-        return -1 if attempt is None else attempt
+        """The highest attempt that was seen or fenced; -1: none."""
+        return self._number(key) // MAX_MOVES
+
+    def _number(self, key: _Key) -> int:
+        """Attempt and move, as one number."""
+        number = self._over.get(key)
+        return -1 if number is None else number
 
     def _until(self, now: float, deadline_s: float) -> float:
         longest = 2 * self._max_deadline_s

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
 CONNECT_S = 3.0
-"""Timeout for the transport to connect: less than SILENCE_S, since no message is sent meanwhile."""
+"""Timeout for the transport to connect. No message is sent meanwhile: the peer, which has connected first, bears it."""
 
 
 class PeerTransport(Protocol):
@@ -93,6 +93,7 @@ class HandoffStream(Stream[Any]):
         post: Post,
         silence_s: float,
         idle_s: float = math.inf,
+        first_s: float = 0.0,
     ) -> str:
         """Run both directions until the stream ends, also for silence of the peer or lack of use; returns why."""
 
@@ -104,7 +105,8 @@ class HandoffStream(Stream[Any]):
                 self._note(said)
                 post(FromPeer(self.peer, said))
 
-        return await first_end(self.until_end(), read_all(read, receive, silence_s), self._write_all(write, idle_s))
+        reading = read_all(read, receive, silence_s, first_s)
+        return await first_end(self.until_end(), reading, self._write_all(write, idle_s))
 
     def _read(self, message: Any) -> Any:
         """Parse a message. An invalid one that names its attempt ends that attempt here. Raises InvalidRequest for one

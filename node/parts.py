@@ -5,11 +5,12 @@ build  ->  slots, transport  ->  the role: its mover and its core  ->  NodeParts
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import kv_transfer
+from baton.messages import TransportEndpoint
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.slots import Slots
 from kv_transfer.transport import Transport
@@ -18,7 +19,7 @@ from node.describe import ServedModel, count, describe, new_incarnation
 from node.handoff_stream import PeerTransport
 from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
-from node.shell import NodeParts
+from node.shell import NodeParts, Outward
 from node.slots import slot_sizes
 
 if TYPE_CHECKING:
@@ -45,12 +46,16 @@ class Mover(PeerTransport, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a role is built on: a model, and staging slots with their transport. A simulated model has no grammars."""
+    """What a role is built on: a model, and staging slots with their transport. A simulated model has no grammars.
+
+    make_outward: makes so many slots more, of the same size, with a transport of their own: for a mover of the other
+    direction. Raises TransferError."""
 
     settings: NodeSettings
     built: ServedModel
     staging: Slots
     transport: Transport
+    make_outward: Callable[[int], tuple[Slots, Transport]]
     incarnation: str
     grammars: Grammars | None
     processors: LogitsProcessors
@@ -58,10 +63,12 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class RoleParts:
-    """A role: its state machine and its mover. `count_damaged`: pieces of KV blocks with wrong checksums so far."""
+    """A role: its state machine and its mover. `outward`: what sends to nodes of the same role, and the addresses of
+    its transports. `count_damaged`: pieces of KV blocks with wrong checksums so far."""
 
     core: RoleCore
     mover: Mover
+    outward: tuple[Mover, Sequence[bytes]] | None = None
     count_damaged: Callable[[], int] = lambda: 0
 
 
@@ -70,10 +77,12 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
     Raises ValueError, OSError or a BatonError, each readable for users."""
     base = _make_base(settings, wake)
     role, built = make_role(base), base.built
+    movers = [role.mover] if role.outward is None else [role.mover, role.outward[0]]
 
     def warm_up() -> None:
         built.warm_up()
-        role.mover.warm_up()
+        for mover in movers:
+            mover.warm_up()
 
     return NodeParts(
         role=role.core,
@@ -83,9 +92,18 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
         tokenizer=built.tokenizer.json,
         part_blocks=role.mover.part_blocks,
         count=lambda: count(built.engine, role.count_damaged()),
-        num_slots=role.mover.num_slots,
-        count_free_slots=lambda: role.mover.num_free_slots,
+        num_slots=sum(mover.num_slots for mover in movers),
+        count_free_slots=lambda: sum(mover.num_free_slots for mover in movers),
+        outward=_outward(settings, role),
     )
+
+
+def _outward(settings: NodeSettings, role: RoleParts) -> Outward | None:
+    if role.outward is None:
+        return None
+    mover, addresses = role.outward
+    endpoints = (TransportEndpoint(rank, settings.carried_by, address) for rank, address in enumerate(addresses))
+    return Outward(mover, tuple(endpoints))
 
 
 def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
@@ -106,11 +124,15 @@ def _make_torch_base(settings: NodeSettings, wake: Callable[[], None], processor
     built = build(settings, wake)
     sizes = slot_sizes(settings, built.layout.block_bytes, built.on_gpu)
     slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
-    with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
-        staging = kv_transfer.staging_for(settings.transport, sizes.num_slots, slot_bytes, built.device)
     interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
-    transport = kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
+
+    def make_link(num_slots: int) -> tuple[Slots, Transport]:
+        with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
+            staging = kv_transfer.staging_for(settings.transport, num_slots, slot_bytes, built.device)
+        return staging, kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
+
+    staging, transport = make_link(sizes.num_slots)
     config = built.engine.config
     backend = StructuredBackend(settings.structured_outputs_backend)
     grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake, backend)
-    return Base(settings, built, staging, transport, new_incarnation(), grammars, processors)
+    return Base(settings, built, staging, transport, make_link, new_incarnation(), grammars, processors)

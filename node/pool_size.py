@@ -40,7 +40,8 @@ def _pool_bytes(
         share = settings.gpu_memory_utilization
         graphs_bytes = 0 if settings.enforce_eager else _GRAPHS_BYTES
         slots = slot_sizes(settings, block_bytes, on_gpu=True)
-        kept = graphs_bytes + slots.num_slots * slots.part_blocks * block_bytes
+        num_slots = slots.num_slots + settings.num_outward_slots
+        kept = graphs_bytes + num_slots * slots.part_blocks * block_bytes
         return kv_pool_bytes(memory, share, kept), f"--gpu-memory-utilization ({share:g})"
     fillable = limits.max_num_seqs * num_blocks_for(limits.max_model_len, limits.block_size)
     return min(_CPU_POOL_BYTES, fillable * block_bytes), "--kv-cache-memory-bytes (unset: at most 1 GiB)"

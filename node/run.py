@@ -74,7 +74,7 @@ def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> i
     try:
         return uvloop.run(_serve(settings, side, parts, loop))
     finally:
-        parts.transport.close()
+        parts.close()
 
 
 def _make_parts_that_stay(import_parts: ImportParts, settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:

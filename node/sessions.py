@@ -34,8 +34,10 @@ from baton.messages import (
     End,
     HandedOff,
     Load,
+    Migrate,
     Prefill,
     Started,
+    Stayed,
     Subscribe,
     Subscribed,
     Update,
@@ -220,12 +222,12 @@ class Sessions:
             self._refuse(session, wire.attempt_of(message), error)
             return
         match said:
-            case Prefill() | Abort() if said.attempt_id.router_epoch != session.epoch:
+            case Prefill() | Abort() | Migrate() if said.attempt_id.router_epoch != session.epoch:
                 raise InvalidRequest("work of another epoch than the session's")
             case Prefill():
                 self._metrics.received(said)
                 self._post(FromRouter(session.epoch, said))
-            case Abort():
+            case Abort() | Migrate():
                 self._post(FromRouter(session.epoch, said))
             case Subscribe() | Auth():
                 raise InvalidRequest(f"a second {type(said).__name__}")
@@ -279,6 +281,8 @@ def _log(update: Update) -> None:
                 f"adopted cached_tokens={num_cached_tokens} handoff_ms={update.kind.handoff_s * 1e3:.1f} "
                 f"transfer_ms={transfer_s * 1e3:.1f} bytes={transfer_bytes}"
             )
+        case Stayed(move, error):
+            text = f"stays move={move} error={error!r}"
         case End(error):
             text = f"ended error={error!r}" if error else "ended error=none"
         case _:

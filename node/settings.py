@@ -36,6 +36,8 @@ class NodeSettings(ClusterSettings):
     """The most tokens of prompts beside decodes in a step with a CUDA graph."""
     has_streams: ClassVar[bool] = True
     """Whether it has steps with decodes, which --target-itl bounds; a cluster is started with it for all nodes."""
+    num_outward_slots: ClassVar[int] = 0
+    """Staging slots besides --kv-slots, for parts to nodes of the same role."""
 
     model: str = Field(description="folder with a Hugging Face checkpoint, a hub id, or baton-tiny (comes with baton)")
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")

@@ -18,7 +18,7 @@ from baton.address import HostPort
 from baton.audit import KvAudit
 from baton.channels import SERVER_OPTIONS, bind
 from baton.malformed import RefuseMalformed
-from baton.messages import Hello, NodeInfo
+from baton.messages import Hello, NodeInfo, TransportEndpoint
 from baton.streams import HEARTBEAT_S
 from baton.telemetry import AdminGate, MetricsServer, NodeMetrics, new_registry
 from baton.trust import Trust
@@ -52,11 +52,11 @@ class Peers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RoleSide:
-    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams."""
+class Outward:
+    """What sends to nodes of the same role: its transport, and the addresses of its ranks."""
 
-    service: str
-    serve: Callable[[grpc.aio.Server, Sessions, Hello, PeerTransport, Post, Trust], Peers]
+    transport: PeerTransport
+    endpoints: tuple[TransportEndpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,22 @@ class NodeParts:
     count: Callable[[], Counts]
     num_slots: int
     count_free_slots: Callable[[], int]
+    outward: Outward | None = None
+
+    def close(self) -> None:
+        """End all transfers and threads of the transports."""
+        self.transport.close()
+        if self.outward is not None:
+            self.outward.transport.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSide:
+    """What a role adds to the shell. `serve` registers its gRPC service, named `service`, and returns its streams;
+    the last argument is the seconds after which a silent peer is given up."""
+
+    service: str
+    serve: Callable[[grpc.aio.Server, Sessions, Hello, NodeParts, Post, Trust, float], Peers]
 
 
 def make_hello(info: NodeInfo, part_blocks: int) -> Hello:
@@ -130,9 +146,10 @@ class Node:
             self._server,
             self._sessions,
             make_hello(info, self._parts.part_blocks),
-            self._parts.transport,
+            self._parts,
             self._loop.post,
             trust,
+            self._settings.silence_timeout,
         )
         status = NodeStatus(info, self._parts.tokenizer, self._books, self._gate)
         node_pb2_grpc.add_NodeStatusServicer_to_server(status, self._server)  # type: ignore[no-untyped-call]

@@ -24,6 +24,7 @@ from engine.simulated.runner import SimulatedModelRunner
 from engine.simulated.tokens import MadeUpTokens
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.slots import Slots
+from kv_transfer.transport import Transport
 from kv_transfer.transports.carriers.simulated import SimulatedCarrier
 from kv_transfer.transports.pair.transport import PairTransport
 from node.describe import TokenizerFiles, new_incarnation
@@ -60,10 +61,15 @@ def make_simulated_base(settings: NodeSettings, wake: Callable[[], None]) -> Bas
     assert settings.profile is not None
     profile, alarm = load_profile(settings.profile), Alarm(wake)
     built = simulate(settings, profile, alarm.clock, alarm.at)
-    staging = slots_for(settings, profile, built)
-    carrier = SimulatedCarrier(profile.link.bandwidth_gb_s * 1e9 * settings.time_scale)
+    sizes = slots_for(settings, profile, built)
     host, secret = settings.listen.host, settings.trust().secret
-    transport = PairTransport(staging, wake, carrier, settings.transfer_interface, host, secret)
+
+    def make_link(num_slots: int) -> tuple[Slots, Transport]:
+        slots = Slots(num_slots, sizes.slot_bytes)
+        carrier = SimulatedCarrier(profile.link.bandwidth_gb_s * 1e9 * settings.time_scale)
+        return slots, PairTransport(slots, wake, carrier, settings.transfer_interface, host, secret)
+
+    staging, transport = make_link(sizes.num_slots)
     log.info(
         "simulated profile=%s kv_blocks=%d max_model_len=%d max_num_seqs=%d time_scale=%g",
         profile.name,
@@ -72,7 +78,7 @@ def make_simulated_base(settings: NodeSettings, wake: Callable[[], None]) -> Bas
         built.engine.config.max_num_seqs,
         settings.time_scale,
     )
-    return Base(settings, built, staging, transport, new_incarnation(), None, LogitsProcessors({}))
+    return Base(settings, built, staging, transport, make_link, new_incarnation(), None, LogitsProcessors({}))
 
 
 def slots_for(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvSlot
 from baton.errors import BatonError, InvalidRequest, PeerLost
-from baton.messages import Abort, AttemptId, NodeRole, Prefill
+from baton.messages import Abort, AttemptId, Migrate, NodeRole, Prefill, Stayed
 from engine.engine import Engine
 from engine.holdings import Holding
 from engine.sequence import Sequence
@@ -20,12 +20,12 @@ from engine.step import StepResult
 from kv_transfer.ranks import SenderRanks, peer_of
 from kv_transfer.sender import PartFailed, PartSent, PeerDisconnected
 from node.core import RoleCore
-from node.events import FromPeer, PeerClosed, PeerOpened
+from node.events import FromPeer, PeerClosed, PeerEvent, PeerOpened
 from node.intake import make_sequence, without_last_token
 from node.logits_processors import LogitsProcessors
+from node.parts_out import PartsOut
 from prefill_node.handoff import needs_decode_node
 from prefill_node.outgoing import Outgoing
-from prefill_node.parts_out import PartsOut
 
 if TYPE_CHECKING:
     from node.grammars import Grammars  # imports numpy, which a simulated node does without
@@ -99,7 +99,7 @@ class PrefillCore(RoleCore):
 
     # ---- decode nodes ----
 
-    def _handle_peer(self, event: PeerOpened | PeerClosed | FromPeer, now: float) -> None:
+    def _handle_peer(self, event: PeerEvent, now: float) -> None:
         match event:
             case PeerOpened(peer, part_blocks, layout):
                 self._outgoing.peer_opened(peer, layout, part_blocks)
@@ -134,6 +134,10 @@ class PrefillCore(RoleCore):
 
     def _stop_samples(self, abort: Abort, now: float) -> None:
         """Nothing to do: the decode node drops them, and the prompt is computed all the same."""
+
+    def _migrate(self, migrate: Migrate, now: float) -> None:
+        error = InvalidRequest("a prefill node hands its requests over by itself", "move")
+        self._outbox.to_router(migrate.attempt_id, Stayed(migrate.move, error))
 
     # ---- its books ----
 

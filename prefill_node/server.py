@@ -9,10 +9,10 @@ import grpc
 from baton.messages import Hello
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
-from node.handoff_stream import PeerTransport, Post
+from node.decode_links import DecodeLinks
+from node.handoff_stream import Post
 from node.sessions import Context, Sessions
-from node.shell import RoleSide
-from prefill_node.links import DecodeLinks
+from node.shell import NodeParts, RoleSide
 
 
 class PrefillNode(node_pb2_grpc.PrefillNodeServicer):
@@ -24,11 +24,17 @@ class PrefillNode(node_pb2_grpc.PrefillNodeServicer):
 
 
 def serve(
-    server: grpc.aio.Server, sessions: Sessions, hello: Hello, transport: PeerTransport, post: Post, trust: Trust
+    server: grpc.aio.Server,
+    sessions: Sessions,
+    hello: Hello,
+    parts: NodeParts,
+    post: Post,
+    trust: Trust,
+    silence_s: float,
 ) -> DecodeLinks:
     """Register the service and return the streams to decode nodes."""
     node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillNode(sessions), server)  # type: ignore[no-untyped-call]
-    return DecodeLinks(hello, transport, post, trust, sessions.limits)
+    return DecodeLinks(hello, parts.transport, post, trust, sessions.limits, silence_s)
 
 
 PREFILL_SIDE = RoleSide("baton.v1.PrefillNode", serve)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.messages import Abort, Prefill
+from baton.messages import Abort, Migrate, Prefill
 from router.life import RequestEvent
 
 
 @dataclass(frozen=True, slots=True)
 class ToNode:
     incarnation: str
-    message: Prefill | Abort
+    message: Prefill | Abort | Migrate
 
 
 class Emit(NamedTuple):
@@ -31,7 +31,7 @@ class Outbox:
     def __init__(self) -> None:
         self._actions: list[Action] = []
 
-    def to_node(self, incarnation: str, message: Prefill | Abort) -> None:
+    def to_node(self, incarnation: str, message: Prefill | Abort | Migrate) -> None:
         self._actions.append(ToNode(incarnation, message))
 
     def to_client(self, request_id: str, event: RequestEvent) -> None:

@@ -39,9 +39,19 @@ class Attempts:
     def find(self, attempt_id: AttemptId, incarnation: str) -> tuple[RequestLife, Attempt] | None:
         """The live attempt of that name and its request, if it was placed on that node."""
         found = self._live.get(attempt_id)
-        if found is None or (incarnation != found[1].decode and incarnation != found[1].prefill):
+        if found is None:
+            return None
+        attempt = found[1]
+        if incarnation != attempt.decode and incarnation != attempt.prefill and incarnation != attempt.target:
             return None
         return found
+
+    def generating_on(self, incarnation: str) -> list[tuple[RequestLife, Attempt]]:
+        """The live attempts that generate on that node, or will."""
+        return [found for found in self._live.values() if found[1].generates_on == incarnation]
+
+    def moving_to(self, incarnation: str) -> list[tuple[RequestLife, Attempt]]:
+        return [found for found in self._live.values() if found[1].target == incarnation]
 
     def states(self) -> list[AttemptState]:
         """Of all live work, waiting or placed."""
@@ -127,6 +137,29 @@ class Attempts:
         """Whether an attempt still needs that node."""
         return any(attempt.depends_on(incarnation) for _, attempt in self._live.values())
 
+    # ---- moving ----
+
+    def move(self, life: RequestLife, attempt: Attempt) -> None:
+        """The node that generated has handed the attempt over to its target, or is about to say so."""
+        assert attempt.target
+        source, target, num_tokens = attempt.generates_on, attempt.target, len(life.request.prompt_tokens)
+        for incarnation in attempt.placed_on:
+            self._pending.remove(incarnation, life.request.block_hashes)
+        self._pool.will_decode(source, -num_tokens)
+        attempt.visited |= set(attempt.placed_on)
+        attempt.prefill, attempt.decode, attempt.handed_off = source, target, False
+        attempt.target = None
+        for incarnation in attempt.placed_on:
+            self._pending.add(incarnation, life.request.block_hashes)
+        if node := self._pool.get(target):
+            life.timings.decode_node = node.info.node_id
+
+    def forget_target(self, life: RequestLife, attempt: Attempt) -> None:
+        """It does not move, or does no more."""
+        if attempt.target is not None and not attempt.target_lost:
+            self._pool.will_decode(attempt.target, -len(life.request.prompt_tokens))
+        attempt.target, attempt.target_lost = None, False
+
     # ---- progress, end ----
 
     def prefilled(self, life: RequestLife, attempt: Attempt, now: float) -> None:
@@ -150,6 +183,7 @@ class Attempts:
         """It is over: nothing that a node says of it counts any more."""
         del life.attempts[attempt.id]
         del self._live[attempt.id]
+        self.forget_target(life, attempt)
         if not attempt.prefilled:
             attempt.num_cached = None  # it was not computed to its end
         self.prefilled(life, attempt, now)

@@ -31,6 +31,7 @@ from baton.messages import (
     NodeInfo,
     SampleEnd,
     Started,
+    Stayed,
     Tokens,
     Update,
 )
@@ -49,9 +50,11 @@ from router.life import (
     TokensOut,
     Unplaced,
 )
+from router.migrations import Migrations
 from router.placement import Pool
 from router.policies import Policy
 from router.prefix_index import PrefixIndex
+from router.rebalancing import Rebalancing
 from router.retry_budget import RetryBudget
 
 MAX_ATTEMPTS = 4
@@ -65,7 +68,7 @@ class RouterCore:
     `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what
     these sample is told at once, or when the decode node goes on with it; `max_waiting`: how many requests, or single
     samples of them, may wait for a node; `policy`: which nodes get what, by default the least loaded; `draw`: what it
-    draws from.
+    draws from; `migrate_above`: see Rebalancing.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class RouterCore:
         max_waiting: int = 1024,
         policy: Policy | None = None,
         draw: Random | None = None,
+        migrate_above: float | None = None,
     ) -> None:
         self.pool = Pool(with_prefill, policy, draw)
         self.prefix_index = PrefixIndex()
@@ -87,6 +91,8 @@ class RouterCore:
         self.take_actions: Callable[[], list[Action]] = self._outbox.take
         """All that are to be carried out since the last call, in order."""
         self._attempts = Attempts(epoch, self.pool, self.prefix_index, self._outbox, max_waiting)
+        self._migrations = Migrations(self.pool, self._attempts, self._outbox)
+        self._rebalancing = Rebalancing(self.pool, self._attempts, self._migrations, migrate_above)
 
     # ---- what the world tells ----
 
@@ -108,6 +114,8 @@ class RouterCore:
             self.pool.failed(incarnation, reason, now)
         self.pool.remove(incarnation)
         self.prefix_index.forget(incarnation)
+        self._migrations.target_lost(incarnation)
+        self._rebalancing.forget(incarnation)
         what = f"{node.info.role.value} node {node.info.node_id}" if node else f"node {incarnation}"
         for life in list(self._requests.values()):
             attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
@@ -117,13 +125,21 @@ class RouterCore:
                 if attempt.id in life.attempts:  # one failure can end all the request's work
                     self._fail(life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation}, lost=True)
 
-    def node_load(self, incarnation: str, load: Load) -> None:
+    def node_load(self, incarnation: str, load: Load, now: float) -> None:
         self.pool.told(incarnation, load)
+        self._empty_if_leaving(incarnation, now)
+        self._rebalancing.loaded(incarnation, now)
 
-    def drain_node(self, incarnation: str, drains: bool) -> None:
-        """Place nothing more on the node, or place work there again. What it has goes on."""
+    def drain_node(self, incarnation: str, drains: bool, now: float) -> None:
+        """Place nothing more on the node, or place work there again. What it has goes on, if it can on other nodes."""
         if node := self.pool.get(incarnation):
             node.drains = drains
+            self._empty_if_leaving(incarnation, now)
+
+    def _empty_if_leaving(self, incarnation: str, now: float) -> None:
+        node = self.pool.get(incarnation)
+        if node is not None and not node.takes_work:
+            self._migrations.empty(incarnation, now)
 
     def is_on(self, incarnation: str) -> bool:
         """Whether a request still needs that node."""
@@ -150,6 +166,10 @@ class RouterCore:
     def num_placements(self) -> dict[str, int]:
         """By what was decided, since the start: `Placement.kind`, or that an attempt waited for a node."""
         return dict(self._attempts.num_placements)
+
+    def num_migrations(self) -> dict[str, int]:
+        """By outcome, since the start: see Migrations."""
+        return dict(self._migrations.num_by_outcome)
 
     def states(self) -> list[AttemptState]:
         """The states of all live work, for metrics."""
@@ -218,6 +238,8 @@ class RouterCore:
         if found is None:
             return
         life, attempt = found
+        if attempt.target is not None and not self._moves_on(life, attempt, update, incarnation, now):
+            return
         match update.kind:
             case Tokens() as tokens if self._flows(life, attempt, tokens):
                 self._outbox.to_client(
@@ -230,24 +252,49 @@ class RouterCore:
             case PromptLogprobs() as piece:
                 self._prompt_logprobs(life, attempt, piece, now)
             case HandedOff() as handed_off:
-                if not attempt.handed_off:
-                    self._attempts.prefilled(life, attempt, now)
-                    attempt.handed_off = True
-                    if attempt.decode:
-                        self.pool.pair_breakers.worked((attempt.prefill, attempt.decode))
-                    self.pool.worked(attempt.prefill)
-                    life.timings.handed_off(handed_off)
-                    self._after_progress(life, attempt, now)
+                if not attempt.handed_off and incarnation == attempt.prefill:
+                    self._handed_off(life, attempt, handed_off, now)
             case Adopted() as adopted:
-                self._attempts.prefilled(life, attempt, now)
-                attempt.state = AttemptState.DECODING
-                for sample in attempt.samples:
-                    self._release(life, sample, now)
-                life.timings.adopted(adopted)
-                self.pool.worked(incarnation)
-                self.pool.handed_over(incarnation, adopted.handoff_s)
+                self._adopted(life, attempt, adopted, incarnation, now)
+            case Stayed() as stayed:
+                self._migrations.stayed(life, attempt, stayed, now)
             case End(error):
                 self._ended(life, attempt, error, incarnation, now)
+
+    def _moves_on(self, life: RequestLife, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
+        """Note it if an update of an attempt that is to move says that the target has it. False: it is lost there."""
+        kind, target = update.kind, attempt.target
+        if incarnation != target and not (isinstance(kind, HandedOff) and incarnation == attempt.generates_on):
+            if isinstance(kind, End) and kind.error is not None:
+                self._migrations.num_by_outcome["lost"] += 1
+            return True
+        if attempt.target_lost:
+            error = NodeUnavailable("the decode node was lost to which the request has moved")
+            self._migrations.num_by_outcome["lost"] += 1
+            self._fail(life, attempt, error, now, {target} if target else None, lost=True)
+            return False
+        self._migrations.handed_over(life, attempt)
+        return True
+
+    def _handed_off(self, life: RequestLife, attempt: Attempt, handed_off: HandedOff, now: float) -> None:
+        self._attempts.prefilled(life, attempt, now)
+        attempt.handed_off = True
+        if attempt.decode and not attempt.visited:
+            self.pool.pair_breakers.worked((attempt.prefill, attempt.decode))
+        self.pool.worked(attempt.prefill)
+        if not attempt.visited:
+            life.timings.handed_off(handed_off)
+        self._after_progress(life, attempt, now)
+
+    def _adopted(self, life: RequestLife, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
+        self._attempts.prefilled(life, attempt, now)
+        attempt.state = AttemptState.DECODING
+        for sample in attempt.samples:
+            self._release(life, sample, now)
+        self.pool.worked(incarnation)
+        if not attempt.visited:
+            life.timings.adopted(adopted)
+            self.pool.handed_over(incarnation, adopted.handoff_s)
 
     def _flows(self, life: RequestLife, attempt: Attempt, item: Tokens) -> bool:
         """Take the next tokens of a sample in full flow, as nearly all updates are. False: it may be otherwise, and

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.messages import Abort, AttemptId, KvEvents, Load, NodeInfo, Prefill, Update
+from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, NodeRole, Prefill, Update
 from router.actions import ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
@@ -53,7 +53,7 @@ class Dispatcher:
         self._core = core
         self._request_metrics = request_metrics
         self._sinks: dict[str, Sink] = {}
-        self._links: dict[str, Callable[[Prefill | Abort], None]] = {}
+        self._links: dict[str, Callable[[Prefill | Abort | Migrate], None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._carrying_out = False
         self._cause = ""
@@ -89,7 +89,7 @@ class Dispatcher:
 
     # ---- for the node links ----
 
-    def node_up(self, info: NodeInfo, send: Callable[[Prefill | Abort], None]) -> None:
+    def node_up(self, info: NodeInfo, send: Callable[[Prefill | Abort | Migrate], None]) -> None:
         """`send` takes messages for the node, in order, without blocking."""
         self._links[info.incarnation] = send
         self._core.node_up(info, time.monotonic())
@@ -103,7 +103,8 @@ class Dispatcher:
 
     def drain_node(self, incarnation: str, drains: bool) -> None:
         """See RouterCore.drain_node."""
-        self._core.drain_node(incarnation, drains)
+        self._core.drain_node(incarnation, drains, time.monotonic())
+        self._carry_out()
 
     def is_on(self, incarnation: str) -> bool:
         """Whether a request still needs that node."""
@@ -112,7 +113,8 @@ class Dispatcher:
     def node_said(self, incarnation: str, message: tuple[Update, ...] | Load | KvEvents) -> None:
         """Raises InvalidRequest for what cannot follow the node's earlier messages: its session must end."""
         if isinstance(message, Load):
-            self._core.node_load(incarnation, message)
+            self._core.node_load(incarnation, message, time.monotonic())
+            self._carry_out()
             return
         if isinstance(message, KvEvents):
             self._core.node_blocks(incarnation, message)
@@ -158,9 +160,14 @@ class Dispatcher:
         """See RouterCore.num_placements."""
         return self._core.num_placements()
 
+    def num_migrations(self) -> dict[str, int]:
+        """See RouterCore.num_migrations."""
+        return self._core.num_migrations()
+
     def prefix_index(self) -> PrefixIndexState:
-        """How much is known of the nodes' prefix caches."""
-        index, nodes = self._core.prefix_index, self._core.nodes()
+        """How much is known of the nodes' prefix caches: prefill nodes first, each role by the nodes' ids."""
+        index = self._core.prefix_index
+        nodes = sorted(self._core.nodes(), key=lambda n: (n.role is not NodeRole.PREFILL, n.node_id))
         known = tuple(
             IndexedNode(n.node_id, n.role.value, n.incarnation, index.num_blocks(n.incarnation)) for n in nodes
         )

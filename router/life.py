@@ -157,6 +157,9 @@ class Attempt:
     `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too. `deadline_s`
     is the one in the message. `prefill_s`: what its prompt was expected to take; `num_cached`: of its tokens, as the
     node found when it began.
+
+    `target`: the decode node that the attempt is to move to, as long as the one that generates has not handed it over.
+    Then that one takes the place of `prefill`, and the target that of `decode`. `visited`: where it has been before.
     """
 
     id: AttemptId
@@ -170,6 +173,11 @@ class Attempt:
     prefilled: bool = False  # its prompt no longer occupies the prefill node
     handed_off: bool = False
     end_waits: bool = False  # D's End came while tokens of P are still under way
+    target: str | None = None
+    target_lost: bool = False
+    num_moves: int = 0  # that were asked for
+    ask_at: float = 0.0  # not before then
+    visited: frozenset[str] = frozenset()
 
     def sample(self, index: int) -> SampleLife | None:
         """None: this attempt is not about that sample."""
@@ -179,6 +187,14 @@ class Attempt:
     @property
     def unfinished(self) -> list[SampleLife]:
         return [s for s in self.samples if not s.ended]
+
+    @property
+    def generates_on(self) -> str:
+        return self.decode or self.prefill
+
+    def may_go_to(self, incarnation: str) -> bool:
+        """Whether the attempt has never been on that node, whose late messages would count again."""
+        return incarnation not in self.visited and incarnation not in self.placed_on
 
     @property
     def placed_on(self) -> tuple[str, ...]:
@@ -193,7 +209,7 @@ class Attempt:
     def nodes(self) -> list[str]:
         """The incarnations that may still hold something of this attempt."""
         prefill = [] if self.handed_off else [self.prefill]
-        return prefill + ([self.decode] if self.decode else [])
+        return prefill + [incarnation for incarnation in (self.decode, self.target) if incarnation]
 
     def depends_on(self, incarnation: str) -> bool:
         """Whether the attempt is lost with that node. The prefill node matters until it has sent HandedOff and the
@@ -207,6 +223,8 @@ class Attempt:
     def suspects(self, error: BatonError, speaker: str) -> set[str]:
         """The nodes that the next attempt should avoid. A node that lost its peer blames the peer. Otherwise a decode
         node speaks for itself, and a prefill node for both, since it passes on a decode node's refusal."""
+        if self.target is not None and isinstance(error, PeerLost):
+            return {self.target}
         both = {self.prefill, self.decode or self.prefill}
         if isinstance(error, PeerLost):
             return both - {speaker} or both

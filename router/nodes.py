@@ -19,7 +19,7 @@ from baton.address import HostPort
 from baton.channels import open_channel
 from baton.cluster_secret import SESSION, prove
 from baton.errors import BatonError, NodeUnavailable
-from baton.messages import Abort, Auth, Load, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
+from baton.messages import Abort, Auth, Load, Migrate, NodeInfo, NodeRole, Prefill, Subscribe, Subscribed
 from baton.silence import until_silent
 from baton.trust import Trust
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 5.0
 TOKENIZER_TIMEOUT_S = 60.0
-SILENCE_TIMEOUT_S = 5.0
-"""A node sends its load every half second. If it is silent for this long while the router listens, it hangs."""
 LAST_WORD_S = 0.5
 """How long a stream that can no longer be written to has to say why."""
 FIRST_BACKOFF_S = 0.1
@@ -54,7 +52,8 @@ class LinkState(enum.Enum):
 
 class NodeLink:
     """Keeps one address connected. `problem` says why it is not in use; None while it is. `info`: of the node that is
-    in use; None: there is none. `name`: see `open_channel`."""
+    in use; None: there is none. `name`: see `open_channel`. `silence_s`: the node is lost if it says nothing for so
+    long while the router listens."""
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class NodeLink:
         models: Models,
         changed: Callable[[], None],
         trust: Trust,
+        silence_s: float,
         name: str = "",
     ) -> None:
         self.address = address
@@ -79,6 +79,7 @@ class NodeLink:
         self._models = models
         self._changed = changed
         self._trust = trust
+        self._silence_s = silence_s
 
     @property
     def state(self) -> LinkState:
@@ -164,7 +165,7 @@ class NodeLink:
 
     async def _in_use(self, call: _Call, info: NodeInfo) -> str:
         """From Subscribed to the end of the stream; returns why it ended."""
-        outgoing: asyncio.Queue[Prefill | Abort] = asyncio.Queue()
+        outgoing: asyncio.Queue[Prefill | Abort | Migrate] = asyncio.Queue()
         self._dispatcher.node_up(info, outgoing.put_nowait)
         self.info = info
         log.info("node_id=%s node_address=%s role=%s up", info.node_id, self.address, info.role.value)
@@ -188,7 +189,7 @@ class NodeLink:
         """Pass on what the node says until its stream ends, breaks or goes silent; returns which."""
         limits = Limits.of(info)
         try:
-            async with until_silent(SILENCE_TIMEOUT_S) as silence:
+            async with until_silent(self._silence_s) as silence:
                 wire: Any
                 while (wire := await call.read()) is not EOF:
                     silence.heard()
@@ -200,7 +201,7 @@ class NodeLink:
                     if isinstance(message, Load) and self.draining and not self._dispatcher.is_on(info.incarnation):
                         return "drained"
         except TimeoutError:
-            return f"silent for {SILENCE_TIMEOUT_S:g} s"
+            return f"silent for {self._silence_s:g} s"
         except (BatonError, grpc.aio.AioRpcError) as error:
             return _reason(error)
         return "it ended the session"
@@ -223,7 +224,7 @@ class _SessionLost(Exception):
 _Call = grpc.aio.StreamStreamCall[node_pb2.RouterMessage, node_pb2.NodeMessage]
 
 
-async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort]) -> None:
+async def _write(call: _Call, outgoing: asyncio.Queue[Prefill | Abort | Migrate]) -> None:
     """Write all messages in order, until writing fails."""
     while True:
         await call.write(write_router_message(await outgoing.get()))

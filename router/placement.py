@@ -12,7 +12,7 @@ from baton.errors import LayoutMismatch, NodeUnavailable
 from baton.messages import Load, NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.policies import Candidate, Option, Options, Policy
-from router.policies.cost import cost
+from router.policies.cost import cost, min_prefill_s
 from router.policies.least_loaded import LeastLoaded
 from router.rates import Mean, PrefillTime
 from router.versions import ModelVersion, difference, shares, version_of
@@ -65,6 +65,16 @@ class Node:
         return self.info.role, self.info.address
 
     @property
+    def in_use(self) -> float:
+        """The share of its KV pool that is in use, by its own account."""
+        return 1 - self.load.num_blocks_free / self.load.num_blocks_total if self.load.num_blocks_total else 0.0
+
+    @property
+    def seats_taken(self) -> tuple[float, int]:
+        """How much it generates: by this router's account, which is never late, and by its own."""
+        return self.to_decode / self.capacity, self.load.num_running
+
+    @property
     def backlog(self) -> tuple[int, int]:
         """How late the node would start one more prompt. Of two with equal work, the one that got its last prompt
         earlier is further along: a prompt of 1,024 tokens takes 20 to 30 ms, more than the rest of a first token."""
@@ -85,8 +95,7 @@ class Node:
         num_cached = min(num_held * info.layout.block_size, max(0, num_tokens - 1)) if num_held else 0
         told = load.prompt_tokens_per_s  # beside what it decodes
         num_uncached = num_tokens - num_cached
-        spoken_for = self.to_decode / capacity
-        in_use = 1 - load.num_blocks_free / load.num_blocks_total if load.num_blocks_total else 0.0
+        spoken_for, in_use = self.to_decode / capacity, self.in_use
         return Candidate(
             info.incarnation,
             info.node_id,
@@ -110,6 +119,7 @@ class Placement:
     prefill: Node
     decode: Node | None
     option: Option
+    least_s: float = 0.0  # `min_prefill_s` of the options
 
     @property
     def last(self) -> Node:
@@ -134,7 +144,7 @@ class Placement:
         """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
         first, last = self.option.prefill, self.option.decode or self.option.prefill
         return (
-            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * cost(self.option):.1f} "
+            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * cost(self.option, self.least_s):.1f} "
             f"queue_ms={1e3 * first.queue_s:.1f} prefill_ms={1e3 * first.prefill_s:.1f} "
             f"handoff_ms={1e3 * last.handoff_s if self.decode else 0:.1f} cached={first.num_cached} "
             f"decode_cached={last.num_cached} running={last.num_running} fill={last.fill:.2f}"
@@ -256,7 +266,9 @@ class Pool:
         options = self._options(self._willing(prefills, decodes, avoid, now), now, num_tokens, held)
         option = self._policy.choose(options, self._draw)
         prefill, decode = option
-        return Placement(self._node_of(prefill), self._node_of(decode) if decode else None, option)
+        return Placement(
+            self._node_of(prefill), self._node_of(decode) if decode else None, option, min_prefill_s(options)
+        )
 
     def _willing(
         self, prefills: list[Node], decodes: list[Node], avoid: set[str], now: float
@@ -334,6 +346,22 @@ class Pool:
             node.to_prefill -= num_tokens
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
             node.busy_since = now
+
+    def targets(self, source: Node, now: float) -> list[Node]:
+        """The decode nodes that can take running requests over from another one. Those whose circuit breakers are open
+        are none."""
+        return [
+            node
+            for node in self.role(NodeRole.DECODE, source.version)
+            if node is not source
+            and not self._node_breakers.is_out(node.place, now)
+            and mismatch(source.info, node.info) is None
+        ]
+
+    def will_decode(self, incarnation: str, num_tokens: int) -> None:
+        """Count a prompt of so many tokens as one that generates there; negative: as one that no longer does."""
+        if node := self._nodes.get(incarnation):
+            node.to_decode += num_tokens
 
     def ended(self, incarnation: str, num_tokens: int, held_s: float) -> None:
         """That request no longer generates there, so long after it was placed."""

@@ -65,7 +65,12 @@ class RouterServer:
         epoch = secrets.randbits(EPOCH_BITS)
         request_metrics = RequestMetrics(metrics, self._model_name)
         core = RouterCore(
-            epoch, bool(settings.prefill), settings.first_token, settings.max_waiting, make_policy(settings)
+            epoch,
+            bool(settings.prefill),
+            settings.first_token,
+            settings.max_waiting,
+            make_policy(settings),
+            migrate_above=settings.migrate_above,
         )
         self.dispatcher = Dispatcher(core, request_metrics)
         self.models = Models(self.dispatcher.version_shares)
@@ -73,7 +78,8 @@ class RouterServer:
 
         def connect(member: Member, changed: Callable[[], None]) -> NodeLink:
             address, role, name = member.address, member.role, member.name
-            return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, name)
+            silence_s = settings.silence_timeout
+            return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, silence_s, name)
 
         membership = make_membership(settings)
         self.cluster = Cluster(connect, self.dispatcher, self.models, membership, settings.request_timeout)

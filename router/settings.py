@@ -40,6 +40,13 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
         "cost",
         description="how nodes are chosen: cost, prefix, least-loaded, round-robin, random, or an installed one's name",
     )
+    migrate_above: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of a decode node's KV blocks, 0 to 1: from one that uses by so much more than another, "
+        "running requests move there; unset: only from nodes that drain",
+    )
     tool_call_parser: str | None = Field(
         None, description="form in which the model writes tool calls: hermes, llama3_json, mistral, ...; unset: none"
     )

@@ -99,13 +99,20 @@ def load() -> list[Mutation]:
     return entries
 
 
+_NUMBERED = (
+    ("identity", "rules of identity"),
+    ("handoff", "rules of the handoff"),
+    ("moving", "moving a running request"),
+)
+
+
 def rules() -> list[str]:
-    """The requirements of `docs/protocol.md`: its numbered rules ("identity 2", "handoff 4"), the bullets of "KV
+    """The requirements of `docs/protocol.md`: its numbered rules ("identity 2", "moving 4"), the bullets of "KV
     blocks" ("blocks 1"), and the rows of "When something goes wrong" by their first cell."""
     text = PROTOCOL.read_text()
     sections = {title.lower(): body for title, body in re.findall(r"(?ms)^## (.*?)\n(.*?)(?=^## |\Z)", text)}
     found = []
-    for name, section in (("identity", "rules of identity"), ("handoff", "rules of the handoff")):
+    for name, section in _NUMBERED:
         found += [f"{name} {number}" for number in re.findall(r"(?m)^(\d+)\. ", sections[section])]
     points = re.findall(r"(?m)^- ", sections["kv blocks"].split("###")[0])
     found += [f"blocks {number + 1}" for number in range(len(points))]

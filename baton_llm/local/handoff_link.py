@@ -1,6 +1,6 @@
 """The handoff stream between the two nodes of this process.
 
-It has the rules of the streams over gRPC (`prefill_node.links`, `decode_node.handoffs`): a Reserve opens it, a role
+It has the rules of the streams over gRPC (`node.decode_links`, `decode_node.handoffs`): a Reserve opens it, a role
 that finds it broken closes it, both roles hear of either, and what a role said before it heard is dropped.
 """
 

@@ -71,4 +71,4 @@ class LocalNode:
         if not self._loop.stop(_STOP_S):
             log.error("the engine's thread did not end within %g s node_id=%s", _STOP_S, self.info.node_id)
             return  # it may still use what is closed below
-        self.transport.close()
+        self._parts.close()

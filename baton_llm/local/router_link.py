@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from baton.messages import Abort, Prefill
+from baton.messages import Abort, Migrate, Prefill
 from baton_llm.local.node import LocalNode
 from node.events import (
     BlocksChanged,
@@ -71,5 +71,5 @@ class RouterLink:
         while not self._blocks.is_empty:
             self._dispatcher.node_said(self._node.info.incarnation, self._blocks.take())
 
-    def _send(self, message: Prefill | Abort) -> None:
+    def _send(self, message: Prefill | Abort | Migrate) -> None:
         self._node.post(FromRouter(self._epoch, message))

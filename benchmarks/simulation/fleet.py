@@ -54,9 +54,17 @@ MakeRouter = Callable[[], RouterCore]
 
 
 class Fleet:
-    """`make_router`: decides where requests go. Messages between processes take the profile's latency."""
+    """`make_router`: decides where requests go. `node_flags`: of all nodes. Messages between processes take the
+    profile's latency."""
 
-    def __init__(self, num_prefill: int, num_decode: int, profile_name: str, make_router: MakeRouter) -> None:
+    def __init__(
+        self,
+        num_prefill: int,
+        num_decode: int,
+        profile_name: str,
+        make_router: MakeRouter,
+        node_flags: Sequence[str] = (),
+    ) -> None:
         self.clock = VirtualClock()
         self.router = make_router()
         self.answers: list[Answer] = []
@@ -67,7 +75,7 @@ class Fleet:
         self._opened: set[tuple[str, str]] = set()  # handoff streams, (prefill node, decode node)
         hub: dict[str, FleetTransport] = {}
         for role, count in ((NodeRole.PREFILL, num_prefill), (NodeRole.DECODE, num_decode)):
-            settings = settings_of(role, profile_name)
+            settings = settings_of(role, profile_name, node_flags)
             for index in range(count):
                 name = f"{role.value}-{index:03}"
                 self.nodes[name] = FleetNode(name, settings, profile, self.clock, hub, self._carry)
@@ -120,7 +128,7 @@ class Fleet:
     def _beat(self) -> None:
         """Each node tells its load as often as over a network when nothing changes."""
         for node in self.nodes.values():
-            self.router.node_load(node.name, node.load())
+            self.router.node_load(node.name, node.load(), self.clock.now())
         self.clock.after(HEARTBEAT_S, self._beat)
 
     # ---- between nodes ----

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.messages import Load, NodeInfo, NodeRole
+from baton.settings import parse
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.transport import FleetTransport
 from decode_node import node as decode_node
 from decode_node.settings import DecodeSettings
 from engine.simulated.profile import Profile
 from kv_transfer.ranks import rank_name
+from kv_transfer.slots import Slots
 from node.describe import describe
 from node.events import Event, Output
 from node.kv_feed import KvFeed
@@ -27,10 +29,10 @@ _LEAST_WAIT_S = 1e-6
 """So that a deadline which has passed does not stop the time."""
 
 
-def settings_of(role: NodeRole, profile_name: str) -> NodeSettings:
-    """Those of `baton-prefill` or `baton-decode` with their defaults."""
+def settings_of(role: NodeRole, profile_name: str, flags: Sequence[str] = ()) -> NodeSettings:
+    """Those of `baton-prefill` or `baton-decode` with these flags. Exits with a line for the user if one is wrong."""
     kind = PrefillSettings if role is NodeRole.PREFILL else DecodeSettings
-    return kind(model="baton-tiny", engine="simulated", profile=profile_name)
+    return parse(kind, ["--model=baton-tiny", "--engine=simulated", f"--profile={profile_name}", *flags])
 
 
 class FleetNode:
@@ -55,8 +57,14 @@ class FleetNode:
         self._alarm: float | None = None  # the earliest deadline for which the clock comes back
         built = simulate(settings, profile, clock.now, self._wake_at)
         staging = slots_for(settings, profile, built, clock.now)
-        transport = FleetTransport(name, hub, clock, profile.link.bandwidth_gb_s * 1e9, self.wake)
-        base = Base(settings, built, staging, transport, name, None, LogitsProcessors({}))
+        link_bytes_per_s = profile.link.bandwidth_gb_s * 1e9
+        transport = FleetTransport(name, hub, clock, link_bytes_per_s, self.wake)
+
+        def make_outward(num_slots: int) -> tuple[Slots, FleetTransport]:
+            slots = Slots(num_slots, staging.slot_bytes, clock.now)
+            return slots, FleetTransport(f"{name}, outward", hub, clock, link_bytes_per_s, self.wake)
+
+        base = Base(settings, built, staging, transport, make_outward, name, None, LogitsProcessors({}))
         made = prefill_node.make_role(base) if role is NodeRole.PREFILL else decode_node.make_role(base)
         self.core, self._mover = made.core, made.mover
         self.part_blocks = made.mover.part_blocks

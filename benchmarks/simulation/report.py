@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from benchmarks.simulation.fleet import Answer
 from benchmarks.stats import percentile
@@ -70,6 +71,12 @@ def report(answers: Sequence[Answer], num_prefill: int, num_decode: int, limits:
         prefill_balance=_balance(prefilled.values(), num_prefill),
         decode_balance=_balance(generated.values(), num_decode),
     )
+
+
+def median(reports: Sequence[Report]) -> Report:
+    """Of each number its median."""
+    values = {field.name: [getattr(one, field.name) for one in reports] for field in fields(Report)}
+    return Report(**{name: statistics.median(own) for name, own in values.items()})
 
 
 def _gaps(answer: Answer) -> list[float]:

@@ -1,10 +1,12 @@
 """The messages that routers, prefill nodes and decode nodes exchange, as used by the state machines.
 
-    router -> node      Subscribe, Prefill, Abort
+    router -> node      Subscribe, Prefill, Abort, Migrate
     node -> router      Subscribed, Load, KvEvents,
-                        Update(work, Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End)
+                        Update(work, Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | Stayed | End)
     prefill -> decode   Reserve, Commit, Release
-    decode -> prefill   Grant, Credit, Refuse, CommitReply
+    decode -> prefill   Grant, Credit, Refuse, CommitReply, Landed
+
+A decode node that hands a running request over to another one sends what a prefill node would.
 
 All are frozen and hold plain values; `wire` converts them to protobuf and back. `docs/protocol.md` follows a request
 through these messages.
@@ -121,6 +123,18 @@ class Abort:
     deadline_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """To the decode node that generates: hand the attempt over to `target`, and go on with it until that has it.
+
+    `move` counts the moves that were asked for of this attempt, from 1. The answer is HandedOff or Stayed, unless the
+    attempt ends before."""
+
+    attempt_id: AttemptId
+    move: int
+    target: DecodeTarget
+
+
 # ---- node -> router ----
 
 
@@ -162,9 +176,10 @@ class SampleEnd:
 
 @dataclass(frozen=True, slots=True)
 class HandedOff:
-    """The prefill node's last message: the decode node accepted the commit, and all parts have been sent. `prefill_s`:
-    from the first chunk to the first token. `gather_s`: from then until the last part was in its slot, or began to be
-    stored directly into the decode node's slot. `wire_s`: from then until it was sent. Earlier work counts as 0."""
+    """The last message of a node that hands over: the decode node accepted the commit, and all parts have been sent.
+    `prefill_s`: from the first chunk to the first token, 0 if the request moves between decode nodes. `gather_s`: from
+    then, or from when it stopped, until the last part was in its slot, or began to be stored directly into the decode
+    node's slot. `wire_s`: from then until it was sent. Earlier work counts as 0."""
 
     prefill_s: float
     gather_s: float = 0.0
@@ -196,13 +211,21 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
+class Stayed:
+    """The request does not move, or not now, and why: the node goes on with it. `move`: of the Migrate."""
+
+    move: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The node's last message about an attempt: all samples ended (`error` is None), or the attempt failed."""
 
     error: BatonError | None = None
 
 
-UpdateKind = Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | End
+UpdateKind = Started | PromptLogprobs | Tokens | SampleEnd | HandedOff | Adopted | Stayed | End
 
 
 class Update(NamedTuple):
@@ -249,6 +272,10 @@ class Reserve:
 
     Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt. Blocks
     from `grouped_from_block` on are sent in `layer_groups` groups of layers, those before as whole blocks.
+
+    `move`: that of the Migrate, if a decode node hands over a request that it goes on with. Then the last
+    `num_spare_tokens` of the tokens are not computed yet, and the Commit may come before all of them are; their blocks
+    are sent, whatever is in them, and have no hashes.
     """
 
     attempt_id: AttemptId
@@ -261,6 +288,8 @@ class Reserve:
     grouped_from_block: int = 0
     layer_groups: int = 1
     priority: int = 0
+    move: int = 0
+    num_spare_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +359,16 @@ class CommitReply:
     error: BatonError | None = None
 
 
-DecodeToPrefill = Grant | Credit | Refuse | CommitReply
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """All parts of a committed lease are here; sent for migrations only. Until then the node that the request leaves
+    must not stop: parts that have left it may still be under way."""
+
+    lease: int
+    attempt_id: AttemptId
+
+
+DecodeToPrefill = Grant | Credit | Refuse | CommitReply | Landed
 
 
 # ---- node descriptions ----

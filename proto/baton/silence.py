@@ -29,6 +29,10 @@ class SilenceWatch:
         """The peer sent something. Called for each message, at almost no cost."""
         self._num_silent = 0
 
+    def limit(self, limit_s: float) -> None:
+        """From the next slice on, expire after so many seconds."""
+        self._slice_s = limit_s / NUM_SLICES
+
     def stop(self) -> None:
         self._timer.cancel()
 

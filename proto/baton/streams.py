@@ -16,8 +16,7 @@ M = TypeVar("M")
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined] # known to grpc, not to its type stubs
 HEARTBEAT_S = 0.5
-SILENCE_S = 5.0
-"""A peer that is silent for this long is considered dead, whatever the state of its sockets."""
+"""A side with nothing to say says so this often. See `ClusterSettings.silence_timeout`."""
 HELLO_S = 5.0
 """Timeout for the first message of a new stream."""
 ENDED = "the peer ended the stream"
@@ -76,19 +75,26 @@ class Stream(Generic[M]):
         return await asyncio.shield(self._end)
 
 
-async def read_all(read: Callable[[], Awaitable[Any]], handle: Callable[[Any], None], silence_s: float | None) -> str:
+async def read_all(
+    read: Callable[[], Awaitable[Any]],
+    handle: Callable[[Any], None],
+    silence_s: float | None,
+    first_s: float = 0.0,
+) -> str:
     """Pass each message to `handle` until the stream ends; returns the reason.
 
-    The stream also ends after `silence_s` without a message, by a clock that runs only while we listen; on bytes that
-    cannot be parsed; and on a message for which `handle` raises InvalidRequest.
+    The stream also ends after `silence_s` without a message, by a clock that runs only while we listen (before the
+    first one after `first_s`, if that is longer); on bytes that cannot be parsed; and on a message for which `handle`
+    raises InvalidRequest.
     """
     if silence_s is None:
         return await _read_all(read, handle)
     try:
-        async with until_silent(silence_s) as silence:
+        async with until_silent(max(silence_s, first_s)) as silence:
 
             async def read_and_note() -> Any:
                 message = await read()
+                silence.limit(silence_s)
                 silence.heard()
                 return message
 

@@ -46,6 +46,14 @@ class ClusterSettings(Settings):
         None, description="PEM file with the authorities that must have signed the certificates of the others"
     )
 
+    silence_timeout: float = Field(
+        2.5,
+        ge=1.0,
+        le=60.0,
+        description="seconds without a message, 1 to 60, after which a node is given up: those that are well send one "
+        "every half second",
+    )
+
     @model_validator(mode="after")
     def _check_cluster(self) -> ClusterSettings:
         self.trust()

@@ -91,6 +91,7 @@ class StatusRoutes:
         for (role, state), count in self._cluster.num_nodes_by_state().items():
             self._metrics.nodes.labels(role, state).set(count)
         self._metrics.set_placements(self._policy, self._dispatcher.num_placements())
+        self._metrics.set_migrations(self._dispatcher.num_migrations())
         indexed = self._dispatcher.prefix_index().nodes
         self._metrics.set_prefix_index({node.node_id: node.num_blocks for node in indexed})
         return self._registry

@@ -1,6 +1,6 @@
 """`cost`: the option with the least expected time, of the request and of those that it disturbs.
 
-    a pair:        queue of P + prefill of what P lacks + handoff                    + a full D
+    a pair:        queue of P + prefill of what P lacks + handoff                    + a full D + repeated work
     D alone:       queue of D + prefill of what D lacks, in chunks among its decodes + a full D + disturbed streams
 
 All in seconds; the first two are the time to the first token. The shape is that of Mooncake's Algorithm 1 (queue +
@@ -34,17 +34,24 @@ DISTURBED = 0.01
 bounds each gap; this is for the sum of them."""
 
 
+REPEATED = 1.0
+"""Of a second for which a prefill node computes what another one has cached already: prompts that come later wait for
+it, and it evicts what they could have used. Without it, a burst of prompts with one beginning has it computed on every
+node."""
+
+
 class Cost(Policy):
     """Of two options that cost about the same, one is drawn at random."""
 
     uses_decode_alone = True
 
     def choose(self, options: Options, draw: Random) -> Option:
-        prefills = _least(options.prefills, prefill_cost)
+        least_s = min_prefill_s(options)
+        prefills = _least(options.prefills, lambda node: prefill_cost(node, least_s))
         decodes = _least(options.decodes, decode_cost)
         best = list(options.pairs(prefills, decodes)) or list(options.pairs())
         best += [Option(node, None) for node in _least(options.alone, alone_cost)]
-        ranked = sorted([(cost(option), _names(option), i) for i, option in enumerate(best)])[:2]
+        ranked = sorted([(cost(option, least_s), _names(option), i) for i, option in enumerate(best)])[:2]
         near = [best[last] for least, _, last in ranked if least <= (1 + NEAR) * ranked[0][0]]
         return draw.choice(near)
 
@@ -61,15 +68,20 @@ def _names(option: Option) -> list[str]:
     return [node.node_id for node in option if node]
 
 
-def cost(option: Option) -> float:
-    """In seconds."""
+def min_prefill_s(options: Options) -> float:
+    """What the prompt takes on the prefill node that would be done with it soonest, did it not have to wait."""
+    return min((node.prefill_s for node in options.prefills), default=0.0)
+
+
+def cost(option: Option, least_s: float) -> float:
+    """In seconds. `least_s`: that `min_prefill_s`."""
     prefill, decode = option
-    return prefill_cost(prefill) + decode_cost(decode) if decode is not None else alone_cost(prefill)
+    return prefill_cost(prefill, least_s) + decode_cost(decode) if decode is not None else alone_cost(prefill)
 
 
-def prefill_cost(node: Candidate) -> float:
+def prefill_cost(node: Candidate, least_s: float) -> float:
     """What a pair's prefill node adds."""
-    return node.queue_s + node.prefill_s
+    return node.queue_s + node.prefill_s + REPEATED * (node.prefill_s - least_s)
 
 
 def alone_cost(node: Candidate) -> float:

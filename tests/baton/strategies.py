@@ -94,7 +94,8 @@ prefill = st.builds(
 )
 abort = st.builds(messages.Abort, attempt_id, st.lists(sample, max_size=4).map(tuple), seconds)
 subscribe = st.builds(messages.Subscribe, uint64, text, uint32)
-router_message = prefill | abort | subscribe
+migrate = st.builds(messages.Migrate, attempt_id, st.integers(1, 2**20 - 1), target)
+router_message = prefill | abort | subscribe | migrate
 
 logprob = st.floats(-1e6, 0, width=32)
 logprobs_entry = st.builds(messages.TokenLogprobs, logprob, st.lists(st.tuples(int31, logprob), max_size=4).map(tuple))
@@ -122,6 +123,7 @@ update_kind = st.one_of(
     st.builds(messages.SampleEnd, sample, st.sampled_from(FinishReason), st.none() | int31),
     st.builds(messages.HandedOff, seconds, seconds, seconds),
     st.builds(messages.Adopted, seconds, uint32, uint64, seconds, seconds, seconds),
+    st.builds(messages.Stayed, uint32, maybe_error.filter(bool)),
     st.builds(messages.End, maybe_error),
 )
 updates = st.lists(st.builds(messages.Update, attempt_id, update_kind), max_size=4).map(tuple)
@@ -168,6 +170,7 @@ prefill_message = st.one_of(
         seconds,
         st.integers(2**24, 2**32 - 1),
         priority=st.integers(MIN_PRIORITY, MAX_PRIORITY),
+        move=st.integers(0, 2**20 - 1),
     ),
     st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
     st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(0), beam_search, seconds, text, seconds),
@@ -187,6 +190,7 @@ decode_message = st.one_of(
     grant(),
     st.builds(messages.Credit, lease, num_parts),
     st.builds(messages.Refuse, attempt_id, errors_),
+    st.builds(messages.Landed, lease, attempt_id),
     st.builds(messages.CommitReply, lease, attempt_id, maybe_error),
 )
 

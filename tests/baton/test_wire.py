@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from baton import wire
 from baton.errors import InvalidRequest, LayoutMismatch, NodeUnavailable
-from baton.messages import AttemptId, End, Prefill, Refuse, Sample, SampleEnd, Update
+from baton.messages import AttemptId, DecodeTarget, End, Migrate, Prefill, Refuse, Reserve, Sample, SampleEnd, Update
 from baton.sampling import FinishReason, SamplingParams
 from baton.v1 import common_pb2, node_pb2
 from tests.baton import strategies
@@ -188,3 +188,25 @@ def test_ragged_parts_of_messages_are_refused():
         wire.read_prefill_message(node_pb2.PrefillMessage(reserve=reserve))
     with pytest.raises(InvalidRequest, match="hello names no incarnation"):
         wire.read_prefill_message(node_pb2.PrefillMessage(hello={"node_id": "x"}))
+
+
+@pytest.mark.parametrize(("move", "text"), [(0, "move: it is counted from 1"), (2**20, "move")])
+def test_a_move_has_a_number(move, text):
+    sent = wire.write_router_message(Migrate(AttemptId(1, "r", 0), 1, DecodeTarget("there", "i")))
+    sent.migrate.move = move
+    with pytest.raises(InvalidRequest, match=text):
+        wire.read_router_message(sent)
+
+
+@pytest.mark.parametrize(
+    ("num_spare", "num_hashes", "fits"), [(3, 3, True), (3, 4, False), (2, 4, True), (18, 0, False)]
+)
+def test_spare_tokens_have_no_hashes(num_spare, num_hashes, fits):
+    hashes = (b"h" * 32,) * num_hashes
+    reserve = Reserve(AttemptId(1, "r", 0), "i", 18, hashes, 1, 5.0, 24, move=1, num_spare_tokens=num_spare)
+    sent = wire.write_prefill_message(reserve)
+    if fits:
+        assert wire.read_prefill_message(sent, LIMITS) == reserve
+    else:
+        with pytest.raises(InvalidRequest, match=r"block_hashes|spare tokens"):
+            wire.read_prefill_message(sent, LIMITS)

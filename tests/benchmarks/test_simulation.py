@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from benchmarks import simulate
+from benchmarks import simulate, simulation_check
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.fleet import Answer, Fleet
-from benchmarks.simulation.policies import POLICIES
+from benchmarks.simulation.policies import make_router
 from benchmarks.simulation.report import Limits, report
 from benchmarks.simulation.trace import BLOCK_TOKENS, Entry, TraceTokens, read_trace, write_trace
 from benchmarks.simulation.workloads import WORKLOADS, Shape, multi_turn, shared_prefix, uncorrelated
@@ -100,7 +103,7 @@ def test_what_is_due_at_one_moment_happens_in_the_order_in_which_it_was_schedule
 
 
 def replay(policy: str, entries: list[Entry], num_prefill: int = 2, num_decode: int = 2) -> tuple[Fleet, list[Answer]]:
-    fleet = Fleet(num_prefill, num_decode, "h200-8b", POLICIES[policy])
+    fleet = Fleet(num_prefill, num_decode, "h200-8b", partial(make_router, policy))
     return fleet, fleet.replay(entries)
 
 
@@ -129,6 +132,32 @@ def test_every_request_ends_with_its_length_and_leaves_no_block_behind() -> None
 def test_a_replay_is_the_same_every_time() -> None:
     entries = shared_prefix(SHAPE)
     assert len({repr([answer.token_times for answer in replay("random", entries)[1]]) for _ in range(2)}) == 1
+
+
+def test_flags_of_nodes_and_of_the_router_count() -> None:
+    entries = [Entry(0, 2048, 4, (1, 2, 3, 4)), *(Entry(1 + i, 512, 400, (10 + i,)) for i in range(4))]
+    fleet = Fleet(1, 1, "h200-8b", partial(make_router, "cost", 1, "decode"), ["--target-itl=8"])
+    fleet.replay(entries * 3)
+    alone = [a for a in fleet.answers if a.timings and a.timings.prefill_node == "decode-000"]
+    assert alone, "no decode node computed a prompt"
+    assert all(len(a.token_times) == a.entry.output_length for a in fleet.answers)
+    with pytest.raises(SystemExit):
+        Fleet(1, 1, "h200-8b", partial(make_router, "cost"), ["--target-itl=soon"])
+
+
+def test_single_nodes_need_no_prefill_node() -> None:
+    fleet = Fleet(0, 2, "h200-8b", partial(make_router, "cost", 0))
+    answers = fleet.replay([Entry(0, 300, 3, (i,)) for i in range(4)])
+    assert {answer.timings.prefill_node for answer in answers if answer.timings} == {"decode-000", "decode-001"}
+
+
+def test_a_simulated_pair_has_the_arrivals_of_the_real_one() -> None:
+    settings = simulation_check.CheckSettings(profile="h200-8b", num_requests=5, seed=3)
+    answers = simulation_check.simulated(settings, 10.0)
+    random = Random(3)
+    at = list(itertools.accumulate(random.expovariate(10.0) for _ in range(5)))
+    assert [answer.arrived for answer in answers] == pytest.approx(at)
+    assert all(len(answer.token_times) == settings.output_len for answer in answers)
 
 
 def test_a_prefix_that_a_node_has_is_not_computed_again() -> None:
@@ -176,6 +205,18 @@ def test_the_command_prints_a_row_for_each_policy(tmp_path: Path, capsys: pytest
     again = json.loads(capsys.readouterr().out.splitlines()[0])
     for key, value in lines[0].items():
         assert again[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-3))
+
+
+def test_of_several_seeds_the_command_prints_medians(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--prefill=1", "--decode=1", "--num-requests=5", "--input-len=64", "--output-len=4", "--policy=cost"]
+
+    def p90(seeds: str) -> float:
+        simulate.main([*shape, f"--seeds={seeds}"])
+        return float(json.loads(capsys.readouterr().out.splitlines()[0])["ttft_p90"])
+
+    single = sorted(p90(seed) for seed in "012")
+    assert len(set(single)) == 3
+    assert p90("0,1,2") == single[1]
 
 
 def test_a_policy_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

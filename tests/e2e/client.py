@@ -23,7 +23,8 @@ from tests.e2e.cluster import PATIENCE_S, Router
 
 @dataclass
 class Answer:
-    """All that came back. `tokens`, `texts`, `finishes`: by index of the sample. `ended`: when (`time.monotonic`)."""
+    """All that came back. `tokens`, `texts`, `finishes`: by index of the sample. `came`: when each event with tokens
+    came, `ended`: when the last one did (`time.monotonic`)."""
 
     status: int = 0
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -34,6 +35,7 @@ class Answer:
     error: dict[str, Any] | None = None
     done: bool = False  # a stream's [DONE], or a whole body
     ended: float = 0.0
+    came: list[float] = field(default_factory=list)
 
     def take(self, body: Mapping[str, Any]) -> None:
         """A whole answer, or an event of a stream."""
@@ -42,6 +44,8 @@ class Answer:
         self.timings = body.get("timings") or self.timings
         for choice in body.get("choices", ()):
             index = choice["index"]
+            if choice.get("token_ids"):
+                self.came.append(time.monotonic())
             self.tokens[index] += choice.get("token_ids") or []
             self.texts[index] += choice.get("text", "")
             if choice["finish_reason"]:

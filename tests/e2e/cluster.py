@@ -33,6 +33,8 @@ POLL_S, MAX_POLL_S = 0.01, 0.1
 PAGE_TIMEOUT_S = 40.0
 STOP_S = 20.0
 MODEL = "baton-tiny"
+PATIENT = "--silence-timeout=5"
+"""Tests run on machines where a process may not run for seconds."""
 
 M = TypeVar("M", bound="Member")
 Role = Literal["prefill", "decode"]
@@ -159,7 +161,7 @@ class Node(Member):
         self.role = role
         self.address = ports[0].address
         own = [f"--node-id={name}", f"--listen={self.address}", f"--metrics-port={ports[1].address.port}"]
-        shared = [f"--model={MODEL}", "--device=cpu", "--cpu-threads=1", "--drain-timeout=5"]
+        shared = [f"--model={MODEL}", "--device=cpu", "--cpu-threads=1", "--drain-timeout=5", PATIENT]
         super().__init__(name, f"{role}_node.main", [*shared, *own, *flags], folder, ports[1].address)
 
     def wait_ready(self) -> None:
@@ -209,7 +211,7 @@ class Router(Member):
         ports: Sequence[HeldPort],
     ) -> None:
         self.grpc = ports[1].address
-        own = [f"--node-id={name}", f"--http={ports[0].address}", f"--grpc={self.grpc}", "--drain-timeout=5"]
+        own = [f"--node-id={name}", f"--http={ports[0].address}", f"--grpc={self.grpc}", "--drain-timeout=5", PATIENT]
         roles = (("prefill", prefill), ("decode", decode))
         nodes = [f"--{role}={','.join(map(str, there))}" for role, there in roles if there]
         extras = ["--trust-request-chat-template"]

@@ -88,6 +88,15 @@ def test_steps_with_prompts_are_judged_by_such_steps() -> None:
     assert abs(waits(with_prompt(0.030, 0.030, size=half)) - (SHARE * 0.015 - SLACK_S)) < 1e-9
 
 
+def test_a_chunk_unlike_those_before_is_judged_by_a_prediction() -> None:
+    late = StepSize(11, 1000, 100, 800_000)
+    pace = Pace(lambda size: 0.011 if size == late else None)
+    pace.launched(PROMPT, 200.0, 200.0, idle=False)
+    pace.launched(late, 200.0, 200.0, idle=False)
+    pace.retired(200.020)
+    assert abs(waits(pace) - (SHARE * 0.011 - SLACK_S)) < 1e-9
+
+
 def test_a_prompt_teaches_nothing_of_decodes() -> None:
     pace = with_prompt(0.030, 0.030)
     pace.launched(TEN, 200.0, 200.0, idle=False)

@@ -72,8 +72,10 @@ def test_a_step_costs_what_the_profile_says_of_its_parts() -> None:
 
 def test_a_prompt_makes_no_step_shorter() -> None:
     told = load_profile("h200-8b")
-    decodes = StepSize(8, 8 * 1024)
-    assert told.step_s(StepSize(9, 8 * 1024, 1, 1)) >= told.step_s(decodes)
+    cheap = dataclasses.replace(told, mixed_step=dataclasses.replace(told.step, constant_us=1.0))
+    decodes, mixed = StepSize(8, 8 * 1024), StepSize(9, 8 * 1024, 1, 1)
+    assert told.step_s(mixed) >= told.step_s(decodes)
+    assert cheap.step_s(mixed) >= cheap.step_s(decodes)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,14 @@ def test_where_times_vary_the_prediction_is_on_the_safe_side(size: StepSize) -> 
     assert 1.0 < predicted / h200(size) < 1.5
 
 
+@pytest.mark.parametrize("size", [mixed(12, 0, 480), mixed(9, 2000, 600)])
+def test_where_times_vary_the_least_one_is_on_the_safe_side_too(size: StepSize) -> None:
+    least = experienced(noise=0.2).predict_least(size)
+    assert least is not None
+    assert 0.6 < least / h200(size) < 0.95
+    assert experienced().predict_least(size) == pytest.approx(h200(size), rel=0.05)
+
+
 def test_nothing_is_said_of_prompts_before_one_was_seen_nor_of_much_longer_ones() -> None:
     model = StepTime()
     assert model.predict(mixed(4, 0, 1)) is None

@@ -23,7 +23,9 @@ from baton.messages import (
     Abort,
     AttemptId,
     Commit,
+    DecodeTarget,
     Hello,
+    Migrate,
     NodeRole,
     Prefill,
     Release,
@@ -63,6 +65,7 @@ def routers(epoch: int) -> list[wire.RouterToNode]:
         Prefill(attempt_id, "i1", (1, 2, 3), (Sample(0),), SAMPLING, 5.0),
         Abort(attempt_id),
         Abort(attempt_id, (0,)),
+        Migrate(attempt_id, 1, DecodeTarget("127.0.0.1:1", "i2")),
     ]
 
 
@@ -73,6 +76,7 @@ def prefill_nodes(number: int) -> list[Any]:
     return [
         Hello(f"p{number}", "p", LAYOUT, endpoints, target_incarnation="i1", part_blocks=4),
         Reserve(attempt_id, "i1", 20, (b"h" * 32,), 1, 5.0, 24),
+        Reserve(attempt_id, "i1", 20, (b"h" * 32,), 1, 5.0, 24, move=1, num_spare_tokens=3),
         Commit(1, attempt_id, "i1", (1, 2, 3), (Sample(0, (4,)),), SAMPLING, 5.0),
         Release(1, attempt_id),
     ]

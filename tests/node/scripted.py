@@ -40,7 +40,7 @@ from node.audit import make_audit, verdict
 from node.events import Event, Output
 from node.loop import Counts, NodeLoop
 from node.settings import NodeSettings
-from node.shell import Node, NodeParts, RoleSide
+from node.shell import Node, NodeParts, Outward, RoleSide
 
 LAYOUT = KvLayout((LayerKv(2, 8, 8, "float32"),) * 2, 16, "print")
 WAIT_S = 20.0
@@ -198,7 +198,16 @@ def make_node(
     scripted, transport, loop = ScriptedRole(script), NotingTransport(), NodeLoop(turn_timeout_s=turn_timeout_s)
     info = info_for(role, incarnation, layout)
     parts = NodeParts(
-        scripted, warm_up, transport, info, tokenizer, part_blocks, lambda: Counts({"free": 3}), 8, lambda: 8
+        scripted,
+        warm_up,
+        transport,
+        info,
+        tokenizer,
+        part_blocks,
+        lambda: Counts({"free": 3}),
+        8,
+        lambda: 8,
+        Outward(NotingTransport(), info.endpoints) if role is NodeRole.DECODE else None,
     )
     return Node(settings, side, parts, loop, audit_s=audit_s), scripted, loop, transport
 

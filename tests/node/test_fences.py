@@ -152,3 +152,13 @@ def test_nothing_is_forgotten_before_its_time() -> None:
     remembered.keep("a", 1, 10.5)
     assert remembered.expire(10.4) == []
     assert remembered.expire(11.0) == ["a"]
+
+
+def test_an_attempt_that_moves_is_new_again_until_it_is_over(fences: Fences) -> None:
+    assert fences.admit(attempt(0), 100.0, 5.0)
+    assert fences.admit(attempt(0), 100.0, 5.0, move=1)
+    assert not fences.admit(attempt(0), 100.0, 5.0, move=1), "a repeat"
+    assert fences.last(attempt(0)) == attempt(0)
+    fences.fence(attempt(0), 100.0)
+    assert not fences.admit(attempt(0), 100.0, 5.0, move=2)
+    assert fences.admit(attempt(1), 100.0, 5.0)

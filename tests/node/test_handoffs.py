@@ -34,11 +34,11 @@ from baton.v1 import node_pb2_grpc
 from baton.wire import Limits
 from decode_node.handoffs import HandoffServer
 from decode_node.server import DECODE_SIDE, DecodeNode
-from node.events import ClosePeer, FromPeer, PeerClosed, PeerOpened, ToDecode, ToPrefill
+from node.decode_links import DecodeLinks
+from node.events import ClosePeer, FromPeer, OfTarget, PeerClosed, PeerOpened, ToDecode, ToPrefill
 from node.handoff_stream import connect
 from node.loop import Turn
 from node.shell import RoleSide, make_hello
-from prefill_node.links import DecodeLinks
 from prefill_node.server import PREFILL_SIDE
 from tests.node.scripted import LAYOUT, WAIT_S, NotingTransport, Running, running
 
@@ -69,8 +69,8 @@ def with_links(**fields) -> RoleSide:
     """A prefill side whose links have other patience."""
     return RoleSide(
         PREFILL_SIDE.service,
-        lambda server, sessions, hello, transport, post, trust: DecodeLinks(
-            hello, transport, post, trust, sessions.limits, **fields
+        lambda server, sessions, hello, parts, post, trust, silence_s: DecodeLinks(
+            hello, parts.transport, post, trust, sessions.limits, **{"silence_s": silence_s} | fields
         ),
     )
 
@@ -95,6 +95,24 @@ async def test_a_reserve_opens_the_stream_and_messages_pass_in_order_both_ways()
         assert {e.peer for e in events} == {"d1"}
         assert p.transport.notes == [("connect", "d1")]
         assert d.transport.notes == [("connect", "p1")]
+
+
+async def test_a_decode_node_hands_over_to_another_one_like_a_prefill_node():
+    async with (
+        running(DECODE_SIDE, NodeRole.DECODE, incarnation="d1") as d,
+        running(DECODE_SIDE, NodeRole.DECODE, incarnation="d2") as old,
+    ):
+        old.say(ToDecode(target(d), reserve()))
+        assert [e.message for e in await d.role.saw(FromPeer)] == [reserve()]
+        assert d.role.events[0] == PeerOpened("d2", 4, LAYOUT, "decode-0")
+        d.say(ToPrefill("d2", GRANT))
+        opened, heard = await old.role.saw(OfTarget, 2)
+        assert opened == OfTarget(PeerOpened("d1", 4, LAYOUT, "decode-0"))
+        assert heard == OfTarget(FromPeer("d1", GRANT))
+        assert d.transport.notes == [("connect", "d2")]
+        assert old.transport.notes == [], "it has another transport for that"
+        d.say(ClosePeer("d2", "lost"))
+        assert isinstance((await old.role.saw(OfTarget, 3))[-1].event, PeerClosed)
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(4, 6), (4, 3)])
@@ -207,7 +225,7 @@ async def test_what_was_said_before_the_end_was_heard_is_dropped_and_a_new_reser
     async with pair() as (p, d):
         posted: list = []
         links = DecodeLinks(
-            make_hello(p.info, 4), p.transport, lambda e: posted.append(e) or len(posted), Trust(), Limits()
+            make_hello(p.info, 4), p.transport, lambda e: posted.append(e) or len(posted), Trust(), Limits(), WAIT_S
         )
 
         def turn(num_handled, *outputs):
@@ -312,13 +330,14 @@ async def test_a_stream_opens_with_hello_and_has_but_one():
 
 
 async def test_a_silent_peer_is_given_up():
-    def serve(server, sessions, hello, transport, post, trust):
-        handoffs = HandoffServer(hello, transport, post, trust, sessions.limits, silence_s=0.2)
+    def serve(server, sessions, hello, parts, post, trust, _):
+        handoffs = HandoffServer(hello, parts.transport, post, trust, sessions.limits, silence_s=0.2)
         node_pb2_grpc.add_DecodeNodeServicer_to_server(DecodeNode(sessions, handoffs), server)
         return handoffs
 
     async with pair(decode=RoleSide(DECODE_SIDE.service, serve)) as (_, d), opened(d) as call:
         await hear(call)
+        await call.write(wire.write_prefill_message(Heartbeat()))
         assert (await closed(d)).reason == "silent for 0.2 s"
 
 

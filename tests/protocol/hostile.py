@@ -18,12 +18,14 @@ from baton.errors import InvalidRequest
 from baton.messages import Abort, AttemptId, Grant, NodeRole, Update
 from baton.v1 import common_pb2, node_pb2
 from kv_transfer.parts import slot_bytes_for
+from kv_transfer.ranks import rank_name
 from kv_transfer.sender import KvSender
 from kv_transfer.staging import Staging
 from kv_transfer.transports.memory import MemoryTransport
 from node.events import (
     FromPeer,
     FromRouter,
+    OfTarget,
     Output,
     PeerClosed,
     PeerOpened,
@@ -35,7 +37,7 @@ from node.events import (
 )
 from node.handoff_stream import DECODE_CODEC, PREFILL_CODEC
 from tests.protocol.fake_model import VOCAB_SIZE
-from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS, Node
+from tests.protocol.node import BLOCK_SIZE, MAX_MODEL_LEN, PART_BLOCKS, Node, outward
 from tests.protocol.world import World
 
 EVIL = 666
@@ -126,13 +128,23 @@ prefill = mostly(
 abort = st.builds(node_pb2.Abort, attempt_id=attempt_id, samples=st.lists(st.integers(0, 3) | uint32, max_size=3)).map(
     lambda said: node_pb2.RouterMessage(abort=said)
 )
-from_router = st.one_of(prefill, prefill, abort)
+migrate = mostly(
+    node_pb2.Migrate,
+    {
+        "attempt_id": attempt_id,
+        "move": st.integers(1, 4),
+        "target": st.just(node_pb2.DecodeTarget(address=EVIL_DECODE, incarnation=EVIL_DECODE)),
+    },
+    {"move": uint32, "target": st.builds(node_pb2.DecodeTarget, address=text, incarnation=text)},
+).map(lambda said: node_pb2.RouterMessage(migrate=said))
+from_router = st.one_of(prefill, prefill, abort, migrate)
 
 
 def _name_blocks(said: node_pb2.Reserve) -> node_pb2.PrefillMessage:
     """As many as are full, unless that is spoilt already."""
     if not said.block_hashes and said.num_tokens <= MAX_MODEL_LEN:
-        said.block_hashes = b"".join(bytes([i]) * 32 for i in range(said.num_tokens // BLOCK_SIZE))
+        num_named = max(0, said.num_tokens - said.num_spare_tokens) // BLOCK_SIZE
+        said.block_hashes = b"".join(bytes([i]) * 32 for i in range(num_named))
     return node_pb2.PrefillMessage(reserve=said)
 
 
@@ -150,7 +162,7 @@ reserve = mostly(
     },
     {
         **dict.fromkeys(("num_tokens", "num_samples", "max_total_tokens"), uint32),
-        **dict.fromkeys(("layer_groups", "grouped_from_block"), uint32),
+        **dict.fromkeys(("layer_groups", "grouped_from_block", "move", "num_spare_tokens"), uint32),
         "target_incarnation": text,
         "block_hashes": st.sampled_from([31, 64, 3200]).map(bytes),
         "deadline_s": seconds,
@@ -194,6 +206,7 @@ from_decode = st.one_of(
     grant.map(lambda said: node_pb2.DecodeMessage(grant=said)),
     st.builds(lambda n, c: node_pb2.DecodeMessage(credit=node_pb2.Credit(lease=n, credits=c)), _lease, _few),
     st.builds(lambda error: node_pb2.DecodeMessage(refuse=node_pb2.Refuse(error=error)), _error),
+    st.builds(lambda n: node_pb2.DecodeMessage(landed=node_pb2.Landed(lease=n)), _lease),
     st.builds(lambda n, e: node_pb2.DecodeMessage(commit_reply=node_pb2.CommitReply(lease=n, error=e)), _lease, _error),
 )
 
@@ -231,9 +244,13 @@ class HostileWorld(World):
             transport.connect(node.incarnation, node.transport.info())
             node.hear(SessionOpened(EVIL))
             node.hear(PeerOpened(name, PART_BLOCKS, layout))
+        self.decode.connect(EVIL_DECODE, [transports[1].info()], is_target=True)
+        transports[1].connect(rank_name(outward(self.decode.incarnation), 0), self.decode.out_transports[0].info())
+        self.decode.hear(OfTarget(PeerOpened(EVIL_DECODE, PART_BLOCKS, layout)))
 
     def get_in(self) -> None:
-        """The strangers have a foothold: prompts on their way to the evil decode node, and a lease on ours."""
+        """The strangers have a foothold: prompts on their way to the evil decode node, one that runs on ours and is to
+        move there, and a lease on ours."""
         params = common_pb2.SamplingParams(temperature=1.0, top_p=1.0, repetition_penalty=1.0, max_tokens=8)
         target = node_pb2.DecodeTarget(address=EVIL_DECODE, incarnation=EVIL_DECODE)
         prompt = wire.pack_tokens(range(2, 9))
@@ -249,6 +266,24 @@ class HostileWorld(World):
                 decode=target,
             )
             self.say(self.prefill, node_pb2.RouterMessage(prefill=asked), 0)
+        about = common_pb2.AttemptId(router_epoch=EVIL, request_id="d")
+        asked = node_pb2.Prefill(
+            attempt_id=about,
+            target_incarnation=HERE,
+            prompt_tokens=prompt,
+            samples=[common_pb2.Sample()],
+            sampling=common_pb2.SamplingParams(
+                temperature=1.0, top_p=1.0, repetition_penalty=1.0, max_tokens=40, ignore_eos=True
+            ),
+            deadline_s=1e6,
+        )
+        self.say(self.decode, node_pb2.RouterMessage(prefill=asked), 0)
+        for _ in range(4):
+            self.act(("turn", self.decode.incarnation))
+            while self.decode.model.is_busy:
+                self.decode.advance_device()
+        moves = node_pb2.Migrate(attempt_id=about, move=1, target=target)
+        self.say(self.decode, node_pb2.RouterMessage(migrate=moves), 0)
         about = common_pb2.AttemptId(router_epoch=EVIL, request_id="c")
         room = node_pb2.Reserve(attempt_id=about, target_incarnation=HERE, num_tokens=7, num_samples=2, deadline_s=1e6)
         room.max_total_tokens = 20
@@ -270,12 +305,16 @@ class HostileWorld(World):
                 if about:
                     node.hear(FromRouter(EVIL, Abort(about)))
         else:
-            peer, codec = (EVIL_PREFILL, DECODE_CODEC) if node is self.decode else (EVIL_DECODE, PREFILL_CODEC)
+            from_evil_prefill = isinstance(parsed, node_pb2.PrefillMessage)
+            peer, codec = (EVIL_PREFILL, DECODE_CODEC) if from_evil_prefill else (EVIL_DECODE, PREFILL_CODEC)
+            event = None
             try:
-                node.hear(FromPeer(peer, codec.read(parsed, limits)))
+                event = FromPeer(peer, codec.read(parsed, limits))
             except InvalidRequest as error:
                 if about:
-                    node.hear(FromPeer(peer, codec.fail(about, error)[1]))
+                    event = FromPeer(peer, codec.fail(about, error)[1])
+            if event is not None:
+                node.hear(event if from_evil_prefill or node is self.prefill else OfTarget(event))
         self.settle()
 
     def _aim(self, node: Node, message: Any, pick: int) -> None:
@@ -294,7 +333,7 @@ class HostileWorld(World):
                 said.prompt_tokens = said.prompt_tokens or wire.pack_tokens([pick % VOCAB_SIZE] * min(num_tokens, 99))
                 if not said.HasField("attempt_id"):
                     said.attempt_id.CopyFrom(wire.write_attempt_id(granted.attempt_id))
-            case node_pb2.Grant() | node_pb2.Refuse() | node_pb2.CommitReply():
+            case node_pb2.Grant() | node_pb2.Refuse() | node_pb2.CommitReply() | node_pb2.Landed():
                 others = [attempt_id for client in self.clients.values() for attempt_id in client.life.attempts]
                 attempts = [*self.reserved[-3:], *others, UNKNOWN]
                 said.attempt_id.CopyFrom(wire.write_attempt_id(attempts[pick % len(attempts)]))
@@ -308,6 +347,8 @@ class HostileWorld(World):
 
     def go_away(self) -> None:
         """The strangers leave."""
+        self.decode.out_movers.disconnect(EVIL_DECODE)
+        self.decode.hear(OfTarget(PeerClosed(EVIL_DECODE, "left")))
         for node, name in ((self.decode, EVIL_PREFILL), (self.prefill, EVIL_DECODE)):
             node.movers.disconnect(name)
             node.hear(PeerClosed(name, "left"))
@@ -324,6 +365,8 @@ class HostileWorld(World):
             case ToDecode(target, message) if target.incarnation not in self.nodes:
                 self.reserved.append(message.attempt_id)
                 if target.incarnation != EVIL_DECODE:  # nobody is there
-                    self.nodes[incarnation].hear(PeerClosed(target.incarnation, "connection refused"))
+                    closed = PeerClosed(target.incarnation, "connection refused")
+                    node = self.nodes[incarnation]
+                    node.hear(OfTarget(closed) if node is self.decode else closed)
             case _:
                 super()._carry(incarnation, output, updates)

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from baton.messages import Abort, DecodeToPrefill, KvEvents, Prefill, PrefillToDecode, Update
-from node.events import FromPeer, FromRouter, PeerClosed, PeerOpened, SessionLost, SessionOpened
+from baton.messages import Abort, DecodeToPrefill, KvEvents, Migrate, Prefill, PrefillToDecode, Update
+from node.events import FromPeer, FromRouter, OfTarget, PeerClosed, PeerOpened, SessionLost, SessionOpened
 from router.core import RouterCore
-from tests.protocol.node import PART_BLOCKS, Node
+from tests.protocol.node import PART_BLOCKS, Node, outward
 
 EPOCH = 7
 ROUTER = "router"
@@ -105,7 +105,7 @@ class Sessions:
 
         self._streams.send(node.incarnation, ROUTER, died)
 
-    def tell_node(self, incarnation: str, message: Prefill | Abort) -> None:
+    def tell_node(self, incarnation: str, message: Prefill | Abort | Migrate) -> None:
         def delivery() -> None:
             if incarnation in self._nodes:
                 self._nodes[incarnation].hear(FromRouter(EPOCH, message))
@@ -127,7 +127,8 @@ class Sessions:
 
 
 class Links:
-    """Handoff links, each with a number of its own. `up`: (me, peer) -> the link that is up, as `me` believes."""
+    """Handoff links, each with a number of its own. `up`: (me, peer) -> the link that is up, as `me` believes. The end
+    of a decode node that has opened the link, since requests move along it, is named `outward`."""
 
     def __init__(self, nodes: dict[str, Node], streams: Streams, serials: Iterator[int]) -> None:
         self.up: dict[tuple[str, str], int] = {}
@@ -136,7 +137,8 @@ class Links:
         self._serials = serials
 
     def open(self, prefill: str, decode: str) -> None:
-        """The prefill node says hello and goes on talking; each end connects its transport when it hears the other."""
+        """The prefill node, or a decode node's outward end, says hello and goes on talking; each end connects its
+        transport when it hears the other."""
         link = self.up[prefill, decode] = next(self._serials)
 
         def hello() -> None:
@@ -155,8 +157,8 @@ class Links:
         link = self.up[me, peer]
 
         def delivery() -> None:
-            if peer in self._nodes and self.up.get((peer, me)) == link:
-                self._nodes[peer].hear(FromPeer(me, message))
+            if _node_of(peer) in self._nodes and self.up.get((peer, me)) == link:
+                self._hear(peer, FromPeer(_node_of(me), message))
 
         self._streams.send(me, peer, delivery, message=True)
 
@@ -169,19 +171,31 @@ class Links:
 
     def kill(self, incarnation: str) -> None:
         """All of a node's links break with its death."""
-        for peer in sorted({p for link in self.up if incarnation in link for p in link} - {incarnation}):
-            self.break_off(incarnation, peer, "died")
-        for link in [link for link in self.up if link[0] == incarnation]:
-            del self.up[link]
+        for end in (incarnation, outward(incarnation)):
+            for peer in sorted({p for link in self.up if end in link for p in link} - {end}):
+                self.break_off(end, peer, "died")
+            for link in [link for link in self.up if link[0] == end]:
+                del self.up[link]
 
     def _connect(self, me: str, peer: str, link: int) -> None:
-        if me in self._nodes and peer in self._nodes and self.up.get((me, peer)) == link:
-            theirs = self._nodes[peer]
-            self._nodes[me].connect(peer, [transport.info() for transport in theirs.transports])
-            self._nodes[me].hear(PeerOpened(peer, PART_BLOCKS, theirs.model.layout))
+        name = _node_of(peer)
+        if _node_of(me) in self._nodes and name in self._nodes and self.up.get((me, peer)) == link:
+            theirs = self._nodes[name]
+            transports = theirs.transports if peer == name else theirs.out_transports
+            self._nodes[_node_of(me)].connect(name, [t.info() for t in transports], is_target=me != _node_of(me))
+            self._hear(me, PeerOpened(name, PART_BLOCKS, theirs.model.layout))
 
     def _close(self, me: str, peer: str, link: int | None, reason: str) -> None:
-        if me in self._nodes and self.up.get((me, peer)) == link:
+        if _node_of(me) in self._nodes and self.up.get((me, peer)) == link:
             del self.up[me, peer]
-            self._nodes[me].movers.disconnect(peer)
-            self._nodes[me].hear(PeerClosed(peer, reason))
+            node = self._nodes[_node_of(me)]
+            (node.movers if me == node.incarnation else node.out_movers).disconnect(_node_of(peer))
+            self._hear(me, PeerClosed(_node_of(peer), reason))
+
+    def _hear(self, me: str, event: PeerOpened | PeerClosed | FromPeer) -> None:
+        node = self._nodes[_node_of(me)]
+        node.hear(event if me == node.incarnation else OfTarget(event))
+
+
+def _node_of(end: str) -> str:
+    return end.removesuffix(outward(""))

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from baton.audit import KvUse
 from baton.layout import KvSlice
@@ -37,6 +35,11 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 PART_BLOCKS = 2
 MAX_NUM_SEQS = 6
+
+
+def outward(incarnation: str) -> str:
+    """The end of a decode node that requests move away from, in the names of streams and transports."""
+    return f"{incarnation}>"
 
 
 class LateCopies(SlotCopies):
@@ -88,6 +91,11 @@ class Node:
             MemoryTransport(hub, rank_name(incarnation, rank), staging, self._wake)
             for rank, staging in enumerate(self.stagings)
         ]
+        self.out_stagings = [Staging(num_slots, slot_bytes, "cpu") for slot_bytes in sizes if role is NodeRole.DECODE]
+        self.out_transports = [
+            MemoryTransport(hub, rank_name(outward(incarnation), rank), staging, self._wake)
+            for rank, staging in enumerate(self.out_stagings)
+        ]
         self.core = self._core(name.endswith("1"), num_blocks)
         self.info = NodeInfo(
             role=role, incarnation=incarnation, node_id=name, address=name, served_model_name="fake",
@@ -111,23 +119,27 @@ class Node:
         engine = Engine(config, model, clock=self._clock)
         model.blocks = engine.blocks
         if self.role is NodeRole.PREFILL:
-            senders = [KvSender(*parts, model.layout, rank) for rank, parts in enumerate(self._ranks())]
-            self.movers: Any = SenderRanks(senders)
+            self.movers: Any = SenderRanks(self._senders(self.transports, self.stagings))
             whole_tokens = 6 if ahead else 0
             return PrefillCore(
                 engine, self.movers, incarnation=self.incarnation, layer_groups=2, whole_tokens=whole_tokens
             )
         receivers = []
-        for rank, parts in enumerate(self._ranks()):
+        for rank, (transport, staging) in enumerate(zip(self.transports, self.stagings, strict=True)):
+            parts = transport, staging, model.rank_bytes(rank)
             receiver = KvReceiver(*parts, model.layout, rank, verify=not ahead)
             receiver._copies = LateCopies(model, rank, self.stagings[rank], receiver.part_blocks)
             receivers.append(receiver)
         self.movers = ReceiverRanks(receivers)
-        return DecodeCore(engine, self.movers, incarnation=self.incarnation)
+        self.out_movers = SenderRanks(self._senders(self.out_transports, self.out_stagings))
+        return DecodeCore(engine, self.movers, self.out_movers, incarnation=self.incarnation)
 
-    def _ranks(self) -> Iterator[tuple[MemoryTransport, Staging, torch.Tensor]]:
-        for rank, (transport, staging) in enumerate(zip(self.transports, self.stagings, strict=True)):
-            yield transport, staging, self.model.rank_bytes(rank)
+    def _senders(self, transports: list[MemoryTransport], stagings: list[Staging]) -> list[KvSender]:
+        model = self.model
+        return [
+            KvSender(transport, staging, model.rank_bytes(rank), model.layout, rank)
+            for rank, (transport, staging) in enumerate(zip(transports, stagings, strict=True))
+        ]
 
     @property
     def transport(self) -> MemoryTransport:
@@ -139,15 +151,16 @@ class Node:
         """The first rank's."""
         return self.stagings[0]
 
-    def connect(self, peer: str, addresses: Sequence[bytes]) -> None:
-        """Each rank with each of the peer's, which are there."""
+    def connect(self, peer: str, addresses: Sequence[bytes], is_target: bool = False) -> None:
+        """Each rank with each of the peer's, which are there. is_target: requests move there from this decode node."""
         self.num_touches += 1
+        movers = self.out_movers if is_target else self.movers
         ranks = itertools.product(range(len(self.transports)), enumerate(addresses))
-        self.movers.connect(peer, [Route(rank, theirs, address) for rank, (theirs, address) in ranks], 1.0)
+        movers.connect(peer, [Route(rank, theirs, address) for rank, (theirs, address) in ranks], 1.0)
 
     def kill(self) -> None:
         """Its transports die."""
-        for transport in self.transports:
+        for transport in (*self.transports, *self.out_transports):
             transport.hub.kill(transport.name)
 
     # ---- its loop: the turns that the engine's thread would have ----
@@ -194,6 +207,11 @@ class Node:
     # ---- what must hold ----
 
     @property
+    def out_staging_in_use(self) -> int:
+        """Slots with parts for other decode nodes."""
+        return sum(staging.num_slots - staging.num_free for staging in self.out_stagings)
+
+    @property
     def idle(self) -> bool:
         return self.core.idle and self.core.device_busy_since is None
 
@@ -203,13 +221,13 @@ class Node:
 
     def check_integrity(self) -> None:
         self.core.check_integrity()
-        for staging in self.stagings:
+        for staging in (*self.stagings, *self.out_stagings):
             staging.check_integrity()
 
     def check_whole(self) -> None:
         """Nothing is held here."""
         assert self.pool_is_whole(), f"{self.incarnation} holds blocks"
-        for staging in self.stagings:
+        for staging in (*self.stagings, *self.out_stagings):
             assert staging.num_free == staging.num_slots, f"{self.incarnation} holds slots"
         if self.role is NodeRole.DECODE:
             assert not any(mover._partial for mover in self.movers.ranks), f"{self.incarnation} waits for parts"

@@ -47,9 +47,9 @@ class Hostile(RuleBasedStateMachine):
     def prefill_node_says(self, said: Said) -> None:
         self._say(self.world.decode, said)
 
-    @rule(said=some(hostile.from_decode))
-    def decode_node_says(self, said: Said) -> None:
-        self._say(self.world.prefill, said)
+    @rule(to_prefill=st.booleans(), said=some(hostile.from_decode))
+    def decode_node_says(self, to_prefill: bool, said: Said) -> None:
+        self._say(self.world.prefill if to_prefill else self.world.decode, said)
 
     def _say(self, node: Node, said: Said) -> None:
         for message, pick in said:

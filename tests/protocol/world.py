@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from baton.errors import BatonError
 from baton.layout import KvSlice
-from baton.messages import Abort, AttemptId, End, NodeRole, Update
+from baton.messages import Abort, AttemptId, End, NodeRole, Reserve, Update
 from baton.sampling import SamplingParams
 from kv_transfer.parts import PartHeader
 from kv_transfer.transports.memory import MemoryHub, Transfer
@@ -24,7 +24,7 @@ from router.life import FirstToken, RoutedRequest
 from tests.protocol.client import Client
 from tests.protocol.fake_model import expected_output
 from tests.protocol.network import EPOCH, ROUTER, Links, Sessions, Streams
-from tests.protocol.node import MAX_MODEL_LEN, Node
+from tests.protocol.node import MAX_MODEL_LEN, Node, outward
 
 
 class World:
@@ -70,6 +70,7 @@ class World:
         node = self.nodes.pop(incarnation)
         node.kill()
         self._streams.kill(incarnation)
+        self._streams.kill(outward(incarnation))
         self._sessions.kill(node)
         self._links.kill(incarnation)
         self._start_node(node.name, node.role)
@@ -110,6 +111,7 @@ class World:
         acts += [("cancel", r) for r in self.live()]
         acts += [("stop", (r, s)) for r in self.live() for s in range(self.clients[r].request.n)]
         acts += [("repeat", stream) for stream in self._streams.busy()]
+        acts += [("move", i) for i, node in self.nodes.items() if node.role is NodeRole.DECODE and node.subscribed]
         acts += [("damage", i) for i, transfer in enumerate(self.hub.pending) if is_checked(transfer)]
         return acts
 
@@ -134,6 +136,9 @@ class World:
                 self._sessions.break_off(self.nodes[incarnation])
             case ("break_link", (str() as me, str() as peer)):
                 self._links.break_off(me, peer, "stream broke")
+            case ("move", str() as incarnation):
+                for drains in (True, False):
+                    self.router.drain_node(incarnation, drains, self.now)
             case ("damage", int() as index):
                 push = self.hub.pending[index].push
                 push.owner.staging.memory(push.slot)[0] ^= 1
@@ -245,15 +250,19 @@ class World:
                 assert update.attempt_id not in node.fenced or isinstance(update.kind, End), f"{update} after its abort"
                 updates.append(update)
             case ToDecode(target, message):
-                if (incarnation, target.incarnation) not in links.up:
-                    links.open(incarnation, target.incarnation)
-                links.say(incarnation, target.incarnation, message)
+                me = incarnation if node.role is NodeRole.PREFILL else outward(incarnation)
+                if (me, target.incarnation) not in links.up and isinstance(message, Reserve):
+                    links.open(me, target.incarnation)
+                if (me, target.incarnation) in links.up:
+                    links.say(me, target.incarnation, message)
             case ToPrefill(peer, message):
-                if (incarnation, peer) in links.up:
-                    links.say(incarnation, peer, message)
+                for end in (peer, outward(peer)):
+                    if (incarnation, end) in links.up:
+                        links.say(incarnation, end, message)
             case ClosePeer(peer, reason):
-                if (incarnation, peer) in links.up:
-                    links.break_off(incarnation, peer, reason)
+                for me, end in ((incarnation, peer), (incarnation, outward(peer)), (outward(incarnation), peer)):
+                    if (me, end) in links.up:
+                        links.break_off(me, end, reason)
             case BlocksHeld(_, hashes):
                 node.feed.snapshot(hashes)
             case BlocksChanged(changes):

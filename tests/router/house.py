@@ -47,8 +47,10 @@ class House:
         first_token: FirstToken = "prefill",
         max_waiting: int = 100,
         policy: str = "least-loaded",
+        migrate_above: float | None = None,
     ) -> None:
-        self.core = RouterCore(1, with_prefill, first_token, max_waiting, find_policy(policy), Random(0))
+        draw = Random(0)
+        self.core = RouterCore(1, with_prefill, first_token, max_waiting, find_policy(policy), draw, migrate_above)
         self.sent: list[ToNode] = []
         self.emitted: list[Emit] = []
         for name in names:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from baton.errors import BatonError, DeadlineExceeded, InternalError, NodeUnavailable, RequestCancelled
-from baton.messages import Abort, Adopted, End, HandedOff, NodeRole, Prefill, SampleEnd, Tokens, Update
+from baton.messages import Abort, Adopted, End, HandedOff, Migrate, NodeRole, Prefill, SampleEnd, Tokens, Update
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from router.core import RouterCore
@@ -132,10 +132,10 @@ async def test_a_stop_string_within_the_first_token() -> None:
     """It is found when the decode node goes on. What that has said in the same breath does not count."""
     metrics = RouterMetrics(registry := new_registry(ROUTER))
     dispatcher = Dispatcher(RouterCore(1, first_token="decode"), RequestMetrics(metrics, lambda: "m"))
-    sent: list[tuple[str, Prefill | Abort]] = []
+    sent: list[tuple[str, Prefill | Abort | Migrate]] = []
     for name, role in (("p1", NodeRole.PREFILL), ("d1", NodeRole.DECODE)):
 
-        def send(message: Prefill | Abort, to: str = name) -> None:
+        def send(message: Prefill | Abort | Migrate, to: str = name) -> None:
             sent.append((to, message))
 
         dispatcher.node_up(info(name, role), send)

@@ -172,8 +172,9 @@ async def test_without_prefill_nodes_it_is_ready_and_says_what_is_missing(router
     assert text_of(await answer(router)) == "hello world"
 
 
-async def test_a_router_that_stood_still_takes_no_node_for_silent(router, nodes, monkeypatch):
-    monkeypatch.setattr("router.nodes.SILENCE_TIMEOUT_S", 0.5)
+async def test_a_router_that_stood_still_takes_no_node_for_silent(router, nodes):
+    for link in router.server.cluster.links:
+        link._silence_s = 0.5
     await nodes.nodes[1].restart()
     await router.ready(False)
     await router.ready()  # by a session with that limit
@@ -203,7 +204,7 @@ async def test_a_lost_transfer_is_tried_again(router, nodes):
 
 async def test_a_node_that_hangs_is_lost(router, nodes):
     nodes.nodes[1].silent = True
-    await router.until(lambda: "silent for 5 s" in (router.server.why_not_ready() or ""))
+    await router.until(lambda: "silent for 2.5 s" in (router.server.why_not_ready() or ""))
     assert (await answer(router, timeout=0.1)).status_code in (503, 504), "it may have subscribed again, to be silent"
 
 

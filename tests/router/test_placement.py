@@ -61,8 +61,8 @@ def test_idle_single_nodes_share_what_is_generated() -> None:
     for name in "abcd":
         assert place(house, name) == "d2"
         say(house, "d2", name, Tokens(0, 0, (5,)))
-    house.core.node_load("d1", Load(0, 1, 9, 9))
-    house.core.node_load("d2", Load(0, 4, 9, 9))
+    house.core.node_load("d1", Load(0, 1, 9, 9), 0.0)
+    house.core.node_load("d2", Load(0, 4, 9, 9), 0.0)
     assert place(house, "e") == "d2", "40 tokens of prompts to 50"
 
 
@@ -103,7 +103,7 @@ def test_of_two_equally_far_behind_the_one_that_got_its_prompt_earlier_is_furthe
 
 def test_a_prompt_goes_where_it_is_computed_first_however_much_runs_there() -> None:
     house = House("p1", "p2", "d1")
-    house.core.node_load("p1", Load(0, 4, 9, 9))
+    house.core.node_load("p1", Load(0, 4, 9, 9), 0.0)
     assert [place(house, "a"), place(house, "b")] == ["p2", "p1"]
 
 
@@ -185,7 +185,7 @@ def test_a_decode_node_computes_prompts_only_if_it_bounds_its_gaps(target_itl_s:
     house = House("p1", "d1", policy="cost")
     assert place(house, "slow") == "p1"
     computed(house, "slow", 1.0)
-    house.core.node_load("d1", Load(0, 4, 9, 9, target_itl_s=target_itl_s, prompt_tokens_per_s=1e4))
+    house.core.node_load("d1", Load(0, 4, 9, 9, target_itl_s=target_itl_s, prompt_tokens_per_s=1e4), 0.0)
     assert place(house, "next") == expected
     assert (house.prefills[-1][1].decode is None) is (expected == "d1")
 
@@ -214,13 +214,13 @@ def test_prompts_that_wait_for_other_routers_count() -> None:
     assert place(house, "a", 100) in ("p1", "p2")
     ((busy, _),) = house.prefills
     idle = "p2" if busy == "p1" else "p1"
-    house.core.node_load(busy, Load(1, 0, 9, 9, num_waiting_tokens=100))  # this router's own
-    house.core.node_load(idle, Load(9, 0, 9, 9, num_waiting_tokens=5000))
+    house.core.node_load(busy, Load(1, 0, 9, 9, num_waiting_tokens=100), 0.0)  # this router's own
+    house.core.node_load(idle, Load(9, 0, 9, 9, num_waiting_tokens=5000), 0.0)
     node = house.core.pool.get(idle)
     assert node
     assert node.queue_s(0.0) == pytest.approx(5000 * PRIOR_S_PER_TOKEN)
     assert [place(house, f"more-{i}") for i in range(3)] == [busy] * 3
-    house.core.node_load(idle, Load())
+    house.core.node_load(idle, Load(), 0.0)
     assert node.queue_s(0.0) == 0.0
     assert place(house, "last") == idle
 
@@ -230,7 +230,7 @@ def test_what_a_full_decode_node_makes_wait_follows_from_how_long_its_requests_l
     pool = house.core.pool
     for name, lasted_s in (("d1", 100.0), ("d2", 1.0)):
         pool.ended(name, 0, lasted_s)
-        house.core.node_load(name, Load(0, 4, 0, 9))
+        house.core.node_load(name, Load(0, 4, 0, 9), 0.0)
     assert pool.get("p1")
     for i in range(4):
         place(house, f"r{i}", 20)

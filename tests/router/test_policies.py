@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.plugins import UnknownPlugin
 from router.policies import POLICIES, Candidate, Option, Options, find_policy
-from router.policies.cost import NEAR, cost
+from router.policies.cost import NEAR, cost, min_prefill_s
 
 SECONDS = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
 VALUES = st.fixed_dictionaries(
@@ -77,7 +77,8 @@ def test_the_order_of_the_nodes_does_not_matter(name: str, options: Options, dat
 @given(some_options(), st.integers(0, 5))
 def test_no_option_is_much_cheaper_than_the_one_chosen_by_cost(options: Options, seed: int) -> None:
     chosen = choose("cost", options, seed)
-    assert cost(chosen) <= (1 + NEAR) * min(map(cost, options)) + 1e-12
+    least_s = min_prefill_s(options)
+    assert cost(chosen, least_s) <= (1 + NEAR) * min(cost(option, least_s) for option in options) + 1e-12
 
 
 @given(some_options(), SECONDS, st.integers(0, 50))
@@ -89,10 +90,10 @@ def test_more_work_never_makes_a_node_cheaper(options: Options, seconds: float, 
             first._replace(prefill_s=first.prefill_s + seconds),
             first._replace(num_running=first.num_running + number),
         )
-        assert all(cost(option._replace(prefill=each)) >= cost(option) for each in later)
+        assert all(cost(option._replace(prefill=each), 0.0) >= cost(option, 0.0) for each in later)
         if last := option.decode:
             fuller = last._replace(fill=last.fill + seconds, handoff_s=last.handoff_s + seconds)
-            assert cost(option._replace(decode=fuller)) >= cost(option)
+            assert cost(option._replace(decode=fuller), 0.0) >= cost(option, 0.0)
 
 
 P = Candidate("p", "p", prefill_s=0.1)
@@ -112,6 +113,13 @@ D = Candidate("d", "d", prefill_s=0.2, num_running=20, fill=0.3, bounds_gaps=Tru
 def test_cost_uses_a_decode_node_alone_where_that_is_cheaper(prefill, decode, expected) -> None:
     alone = [decode] if decode.bounds_gaps else []
     assert names(choose("cost", Options([prefill], [decode], lambda p, d: True, alone))) == expected
+
+
+def test_cost_waits_for_a_node_that_has_the_prompt_as_long_again_as_others_save() -> None:
+    holder, idle = Candidate("p0", "p0", prefill_s=0.02), Candidate("p1", "p1", prefill_s=0.12)
+    for queue_s, expected in ((0.15, "p0"), (0.25, "p1")):
+        options = Options([holder._replace(queue_s=queue_s), idle], [D], lambda p, d: True)
+        assert names(choose("cost", options)) == (expected, "d")
 
 
 def test_cost_draws_between_equals() -> None:

@@ -167,17 +167,17 @@ def test_a_drained_node_gets_nothing_new_and_its_end_is_nobodys_fault() -> None:
     prefill = submit(house)
     first = house.prefills[-1][0]
     other = "d2" if first == "d1" else "d1"
-    house.core.drain_node(first, True)
+    house.core.drain_node(first, True, 0.0)
     for i in range(3):
         submit(house, name=f"more-{i}")
         assert where(house)[0] == other
     assert house.core.is_on(first)
-    house.core.drain_node(other, True)
+    house.core.drain_node(other, True, 0.0)
     assert house.core.why_not_ready() == "no prefill node and no decode node"
-    house.core.drain_node(first, False)
+    house.core.drain_node(first, False, 0.0)
     house.say(first, prefill, Tokens(0, 0, (5,)))
-    house.core.drain_node(first, True)
-    house.core.drain_node(other, False)
+    house.core.drain_node(first, True, 0.0)
+    house.core.drain_node(other, False, 0.0)
     house.core.node_lost(first, "its session ended", 1.0)
     house.collect()
     assert (where(house)[0], house.prefills[-1][1].samples[0].output_tokens) == (other, (5,))
@@ -205,7 +205,7 @@ def test_versions_share_requests_by_the_scarcer_role() -> None:
     house = house_of(*(node(name) for name in ("p1", "p2", "p3", "d1")), node("p9", "new"), node("d9", "new"))
     assert house.core.pool.shares("m") == {OLD.id: 0.5, NEW.id: 0.25}
     assert house.core.pool.shares("other") == {}
-    house.core.node_load("d9", Load(draining=True))
+    house.core.node_load("d9", Load(draining=True), 0.0)
     assert house.core.pool.shares("m") == {OLD.id: 1.0}
     assert shares({OLD: (0, 6), NEW: (2, 2)}) == {OLD.id: 0.375, NEW.id: 0.25}, "decode nodes alone count half"
 

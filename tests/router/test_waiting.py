@@ -112,11 +112,11 @@ def test_nodes_that_do_not_fit_are_nothing_to_wait_for() -> None:
 
 def test_a_node_that_stops_gets_nothing_new() -> None:
     house = House("p1", "d1", "d2")
-    house.core.node_load("d1", Load(draining=True))
+    house.core.node_load("d1", Load(draining=True), 0.0)
     submit(house, "a")
     assert house.prefills[-1][1].decode is not None
     assert house.prefills[-1][1].decode.incarnation == "d2"
-    house.core.node_load("d2", Load(draining=True))
+    house.core.node_load("d2", Load(draining=True), 0.0)
     assert house.core.why_not_ready() == "no decode node"
 
 
@@ -174,7 +174,7 @@ def test_nodes_that_were_told_to_stop_do_not_count() -> None:
     house.submit()
     for _ in range(2):
         where = last(house)[0]
-        house.core.node_load(where, Load(draining=True))
+        house.core.node_load(where, Load(draining=True), 0.0)
         lose(house, where)
     assert len(house.prefills) == 3
 

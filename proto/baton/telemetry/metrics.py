@@ -98,6 +98,13 @@ class RouterMetrics:
             registry=registry,
         )
         self._num_placements: dict[str, int] = {}
+        self._migrations = Counter(
+            "baton:migrations",
+            "Moves of running requests between decode nodes: moved, stayed, lost.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._num_migrations: dict[str, int] = {}
         self.first_token_ratio = histogram(
             "time_to_first_token_actual_to_expected",
             "Time to first token of requests with one attempt, divided by what placement expected.",
@@ -131,6 +138,12 @@ class RouterMetrics:
         for kind, total in totals.items():
             self._placements.labels(policy, kind).inc(total - self._num_placements.get(kind, 0))
             self._num_placements[kind] = total
+
+    def set_migrations(self, totals: Mapping[str, int]) -> None:
+        """By outcome, since the start."""
+        for outcome, total in totals.items():
+            self._migrations.labels(outcome).inc(total - self._num_migrations.get(outcome, 0))
+            self._num_migrations[outcome] = total
 
     def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
         labels = (model, *outcome_labels(error, finish_reason))
@@ -206,7 +219,8 @@ class NodeMetrics:
                 self._prefix_hits.inc(num_cached_tokens)
                 self._queue_s.observe(queue_s)
             case HandedOff(prefill_s):
-                self._prefill_s.observe(prefill_s)
+                if prefill_s:  # none where a request moves on from a decode node
+                    self._prefill_s.observe(prefill_s)
                 self._ends.labels(*self._values, "handed_off", "").inc()
                 self._forget(update.attempt_id)
             case Adopted(transfer_s, num_cached_tokens, transfer_bytes) as adopted:

@@ -144,16 +144,18 @@ class Auth(_message.Message):
     def __init__(self, name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("subscribe", "prefill", "abort", "auth")
+    __slots__ = ("subscribe", "prefill", "abort", "auth", "migrate")
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     AUTH_FIELD_NUMBER: _ClassVar[int]
+    MIGRATE_FIELD_NUMBER: _ClassVar[int]
     subscribe: Subscribe
     prefill: Prefill
     abort: Abort
     auth: Auth
-    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
+    migrate: Migrate
+    def __init__(self, subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
     __slots__ = ("subscribed", "updates", "load", "auth", "kv_events")
@@ -227,6 +229,16 @@ class Abort(_message.Message):
     deadline_s: float
     def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
+class Migrate(_message.Message):
+    __slots__ = ("attempt_id", "move", "target")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: _common_pb2.AttemptId
+    move: int
+    target: DecodeTarget
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., move: _Optional[int] = ..., target: _Optional[_Union[DecodeTarget, _Mapping]] = ...) -> None: ...
+
 class Updates(_message.Message):
     __slots__ = ("updates",)
     UPDATES_FIELD_NUMBER: _ClassVar[int]
@@ -234,7 +246,7 @@ class Updates(_message.Message):
     def __init__(self, updates: _Optional[_Iterable[_Union[Update, _Mapping]]] = ...) -> None: ...
 
 class Update(_message.Message):
-    __slots__ = ("attempt_id", "started", "tokens", "sample_end", "handed_off", "adopted", "end", "prompt_logprobs")
+    __slots__ = ("attempt_id", "started", "tokens", "sample_end", "handed_off", "adopted", "end", "prompt_logprobs", "stayed")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +255,7 @@ class Update(_message.Message):
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STAYED_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _common_pb2.AttemptId
     started: Started
     tokens: Tokens
@@ -251,7 +264,8 @@ class Update(_message.Message):
     adopted: Adopted
     end: End
     prompt_logprobs: PromptLogprobs
-    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., sample_end: _Optional[_Union[SampleEnd, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    stayed: Stayed
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., sample_end: _Optional[_Union[SampleEnd, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., stayed: _Optional[_Union[Stayed, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("num_cached_tokens", "queue_s")
@@ -318,6 +332,14 @@ class HandedOff(_message.Message):
     gather_s: float
     wire_s: float
     def __init__(self, prefill_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ...) -> None: ...
+
+class Stayed(_message.Message):
+    __slots__ = ("move", "error")
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    move: int
+    error: _common_pb2.Error
+    def __init__(self, move: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Adopted(_message.Message):
     __slots__ = ("transfer_s", "num_cached_tokens", "transfer_bytes", "commit_s", "scatter_s", "step_wait_s")
@@ -390,7 +412,7 @@ class PrefillMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
 
 class DecodeMessage(_message.Message):
-    __slots__ = ("hello", "grant", "credit", "refuse", "commit_reply", "heartbeat", "auth")
+    __slots__ = ("hello", "grant", "credit", "refuse", "commit_reply", "heartbeat", "auth", "landed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +420,7 @@ class DecodeMessage(_message.Message):
     COMMIT_REPLY_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     AUTH_FIELD_NUMBER: _ClassVar[int]
+    LANDED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     grant: Grant
     credit: Credit
@@ -405,7 +428,8 @@ class DecodeMessage(_message.Message):
     commit_reply: CommitReply
     heartbeat: Heartbeat
     auth: Auth
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., commit_reply: _Optional[_Union[CommitReply, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ...) -> None: ...
+    landed: Landed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., commit_reply: _Optional[_Union[CommitReply, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., auth: _Optional[_Union[Auth, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -432,7 +456,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., node_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KvLayout, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_common_pb2.TransportEndpoint, _Mapping]]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., part_blocks: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("attempt_id", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups", "priority")
+    __slots__ = ("attempt_id", "target_incarnation", "num_tokens", "block_hashes", "num_samples", "deadline_s", "max_total_tokens", "grouped_from_block", "layer_groups", "priority", "move", "num_spare_tokens")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +467,8 @@ class Reserve(_message.Message):
     GROUPED_FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPARE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: _common_pb2.AttemptId
     target_incarnation: str
     num_tokens: int
@@ -453,7 +479,9 @@ class Reserve(_message.Message):
     grouped_from_block: int
     layer_groups: int
     priority: int
-    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    move: int
+    num_spare_tokens: int
+    def __init__(self, attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., target_incarnation: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_hashes: _Optional[bytes] = ..., num_samples: _Optional[int] = ..., deadline_s: _Optional[float] = ..., max_total_tokens: _Optional[int] = ..., grouped_from_block: _Optional[int] = ..., layer_groups: _Optional[int] = ..., priority: _Optional[int] = ..., move: _Optional[int] = ..., num_spare_tokens: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("attempt_id", "lease", "num_held_blocks", "num_parts", "credits", "checksums")
@@ -518,6 +546,14 @@ class CommitReply(_message.Message):
     attempt_id: _common_pb2.AttemptId
     error: _common_pb2.Error
     def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Landed(_message.Message):
+    __slots__ = ("lease", "attempt_id")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    lease: int
+    attempt_id: _common_pb2.AttemptId
+    def __init__(self, lease: _Optional[int] = ..., attempt_id: _Optional[_Union[_common_pb2.AttemptId, _Mapping]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("lease", "attempt_id")

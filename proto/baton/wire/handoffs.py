@@ -13,6 +13,7 @@ from baton.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Landed,
     PrefillToDecode,
     Refuse,
     Release,
@@ -20,7 +21,7 @@ from baton.messages import (
 )
 from baton.v1 import node_pb2
 from baton.wire import values
-from baton.wire.limits import ANY, MAX_LEASES, MAX_PARTS, MAX_SAMPLES, Limits
+from baton.wire.limits import ANY, MAX_LEASES, MAX_MOVES, MAX_PARTS, MAX_SAMPLES, Limits
 
 FromPrefill = Auth | Hello | Heartbeat | PrefillToDecode
 FromDecode = Auth | Hello | Heartbeat | DecodeToPrefill
@@ -80,6 +81,9 @@ def write_decode_message(message: FromDecode) -> node_pb2.DecodeMessage:
                 lease=lease, attempt_id=values.write_attempt_id(attempt_id), error=values.write_error(outcome)
             )
             return node_pb2.DecodeMessage(commit_reply=reply)
+        case Landed(lease, attempt_id):
+            landed = node_pb2.Landed(lease=lease, attempt_id=values.write_attempt_id(attempt_id))
+            return node_pb2.DecodeMessage(landed=landed)
         case Hello():
             return node_pb2.DecodeMessage(hello=write_hello(message))
         case Auth():
@@ -102,6 +106,8 @@ def read_decode_message(wire: node_pb2.DecodeMessage, limits: Limits = ANY) -> F
             said = wire.commit_reply
             error = values.read_error(said.error) if said.HasField("error") else None
             return CommitReply(_read_lease(said.lease), values.read_attempt_id(said.attempt_id), error)
+        case "landed":
+            return Landed(_read_lease(wire.landed.lease), values.read_attempt_id(wire.landed.attempt_id))
         case "hello":
             return read_hello(wire.hello)
         case "auth":
@@ -150,6 +156,8 @@ def _write_reserve(message: Reserve) -> node_pb2.Reserve:
         grouped_from_block=message.grouped_from_block,
         layer_groups=message.layer_groups,
         priority=message.priority,
+        move=message.move,
+        num_spare_tokens=message.num_spare_tokens,
     )
 
 
@@ -159,6 +167,9 @@ def _read_reserve(wire: node_pb2.Reserve, limits: Limits) -> Reserve:
     if wire.num_tokens >= wire.max_total_tokens:
         text = f"{wire.num_tokens} tokens of {wire.max_total_tokens} leave none to generate"
         raise InvalidRequest(text, "max_total_tokens")
+    if wire.num_spare_tokens >= wire.num_tokens:
+        text = f"{wire.num_spare_tokens} spare tokens of {wire.num_tokens} leave none that are computed"
+        raise InvalidRequest(text, "num_spare_tokens")
     groups = wire.layer_groups or 1
     if wire.num_tokens * groups > MAX_PARTS * max(1, limits.block_size):
         raise InvalidRequest(f"{wire.num_tokens} tokens by {groups} groups of layers", "layer_groups")
@@ -173,12 +184,14 @@ def _read_reserve(wire: node_pb2.Reserve, limits: Limits) -> Reserve:
         grouped_from_block=wire.grouped_from_block,
         layer_groups=groups,
         priority=wire.priority,
+        move=values.read_below(wire.move, MAX_MOVES, "move"),
+        num_spare_tokens=wire.num_spare_tokens,
     )
 
 
 def _read_names(wire: node_pb2.Reserve, limits: Limits) -> tuple[BlockHash, ...]:
-    """The block hashes, one for each full block."""
-    size = HASH_BYTES * (wire.num_tokens // max(1, limits.block_size))
+    """The block hashes, one for each full block of tokens that are computed."""
+    size = HASH_BYTES * ((wire.num_tokens - wire.num_spare_tokens) // max(1, limits.block_size))
     if len(wire.block_hashes) > size or (limits.block_size and len(wire.block_hashes) < size):
         text = f"block_hashes: {len(wire.block_hashes)} bytes for {wire.num_tokens} tokens"
         raise InvalidRequest(text, "block_hashes")

@@ -11,6 +11,8 @@ MAX_TOKEN_IDS = 2**31
 """Token ids are below this: the engine stores them as int32."""
 MAX_SAMPLES = 1024
 """Per request; sample indexes are below this. The router's front ends allow 128."""
+MAX_MOVES = 2**20
+"""Moves of one attempt between decode nodes are numbered below this."""
 MAX_LEASES = 2**39
 MAX_PARTS = 2**23
 """Lease serials and part numbers are below these: together they form the tag of a part on the data plane."""

@@ -15,9 +15,11 @@ from baton.messages import (
     HandedOff,
     KvEvents,
     Load,
+    Migrate,
     Prefill,
     SampleEnd,
     Started,
+    Stayed,
     Subscribe,
     Subscribed,
     Tokens,
@@ -27,10 +29,10 @@ from baton.messages import (
 from baton.prompt_logprobs import PromptLogprobs
 from baton.v1 import node_pb2
 from baton.wire import values
-from baton.wire.limits import ANY, MAX_KV_EVENTS, MAX_SAMPLES, Limits
+from baton.wire.limits import ANY, MAX_KV_EVENTS, MAX_MOVES, MAX_SAMPLES, Limits
 from baton.wire.prompt_logprobs import read_prompt_logprobs, write_prompt_logprobs
 
-RouterToNode = Auth | Subscribe | Prefill | Abort
+RouterToNode = Auth | Subscribe | Prefill | Abort | Migrate
 NodeToRouter = Auth | Subscribed | Load | KvEvents | tuple[Update, ...]
 """A tuple holds updates for one router, of one or more engine steps."""
 
@@ -47,6 +49,11 @@ def write_router_message(message: RouterToNode) -> node_pb2.RouterMessage:
                 attempt_id=values.write_attempt_id(attempt_id), samples=samples, deadline_s=deadline_s
             )
             return node_pb2.RouterMessage(abort=abort)
+        case Migrate(attempt_id, move, target):
+            migrate = node_pb2.Migrate(
+                attempt_id=values.write_attempt_id(attempt_id), move=move, target=_write_target(target)
+            )
+            return node_pb2.RouterMessage(migrate=migrate)
         case Subscribe(epoch, target, version):
             wire = node_pb2.Subscribe(protocol_version=version, router_epoch=epoch, target_incarnation=target)
             return node_pb2.RouterMessage(subscribe=wire)
@@ -66,6 +73,12 @@ def read_router_message(wire: node_pb2.RouterMessage, limits: Limits = ANY) -> R
                 values.read_indexes(abort.samples),
                 values.read_seconds(abort.deadline_s, "deadline_s", limits.max_seconds),
             )
+        case "migrate":
+            attempt_id = values.read_attempt_id(wire.migrate.attempt_id)
+            move = values.read_below(wire.migrate.move, MAX_MOVES, "move")
+            if not move:
+                raise InvalidRequest("move: it is counted from 1", "move")
+            return Migrate(attempt_id, move, _read_target(wire.migrate.target))
         case "subscribe":
             said = wire.subscribe
             target = values.read_text(said.target_incarnation, "target_incarnation")
@@ -209,6 +222,9 @@ def write_update(update: Update) -> node_pb2.Update:
             return node_pb2.Update(attempt_id=attempt_id, handed_off=handed_off)
         case Adopted() as said:
             return node_pb2.Update(attempt_id=attempt_id, adopted=_write_adopted(said))
+        case Stayed(move, why):
+            stayed = node_pb2.Stayed(move=move, error=values.write_error(why))
+            return node_pb2.Update(attempt_id=attempt_id, stayed=stayed)
         case End(error):
             return node_pb2.Update(attempt_id=attempt_id, end=node_pb2.End(error=values.write_error(error)))
 
@@ -238,6 +254,8 @@ def _read_kind(wire: node_pb2.Update, limits: Limits) -> UpdateKind:
             return HandedOff(*[values.read_seconds(getattr(said, name), name) for name in _HANDED_OFF_S])
         case "adopted":
             return _read_adopted(wire.adopted)
+        case "stayed":
+            return Stayed(wire.stayed.move, values.read_error(wire.stayed.error))
         case "end":
             return End(values.read_error(wire.end.error) if wire.end.HasField("error") else None)
         case _:

@@ -14,7 +14,7 @@ from baton.channels import open_channel
 from baton.cluster_secret import HANDOFF, prove
 from baton.errors import BatonError, InvalidRequest, NodeUnavailable
 from baton.messages import Auth, DecodeTarget, Hello, PrefillToDecode, Reserve
-from baton.streams import EOF, HELLO_S, SILENCE_S, STOPPED, rpc_reason
+from baton.streams import EOF, HELLO_S, STOPPED, rpc_reason
 from baton.trust import Trust
 from baton.v1 import node_pb2_grpc
 from node.events import ClosePeer, PeerClosed, PeerOpened, ToDecode
@@ -50,9 +50,9 @@ class DecodeLinks:
         post: Post,
         trust: Trust,
         limits: wire.Limits,
+        silence_s: float,
         *,
         idle_s: float = IDLE_S,
-        silence_s: float = SILENCE_S,
     ) -> None:
         self._hello = hello
         self._transport = transport

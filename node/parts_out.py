@@ -1,4 +1,4 @@
-"""Which parts a handoff has, and when they leave: the data plane's half of a prefill node's core."""
+"""Which parts a handoff has, and when they leave: the data plane's half of a sender."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from kv_transfer.parts import PartPlanner, Piece
 from kv_transfer.ranks import SenderRanks
-from prefill_node.handoff import Drain, Handoff
+from node.kv_sending import Drain, KvSending
 
 
 class PartsOut:
@@ -42,34 +42,34 @@ class PartsOut:
             return last_chunk // self._engine.config.block_size, self._layer_groups
         return 0, 1
 
-    def plan(self, handoff: Handoff, grant: Grant) -> tuple[Piece, ...]:
-        """The handoff's parts, as the decode node that granted should expect them."""
-        assert handoff.target is not None
-        end = num_blocks_for(handoff.sequence.num_tokens, self._engine.config.block_size)
-        tail = handoff.grouped_from_block, handoff.layer_groups
-        return self.planners[handoff.target.incarnation].plan(grant.num_held_blocks, end, *tail)
+    def plan(self, sending: KvSending, grant: Grant) -> tuple[Piece, ...]:
+        """Its parts, as the decode node that granted should expect them."""
+        assert sending.target is not None
+        end = num_blocks_for(sending.num_tokens, self._engine.config.block_size)
+        tail = sending.grouped_from_block, sending.layer_groups
+        return self.planners[sending.target.incarnation].plan(grant.num_held_blocks, end, *tail)
 
     @property
     def has_slot(self) -> bool:
         """Whether one more part can leave."""
         return self._sender.num_free_slots > 0
 
-    def send(self, handoff: Handoff, num_layers: int) -> bool:
+    def send(self, sending: KvSending, num_layers: int) -> bool:
         """Gather and push the parts that are computed and have a slot at both ends. num_layers: how many layers of the
         prompt's last chunk are computed. False: no slot is free here for the next part."""
-        if handoff.grant is None or handoff.target is None:
+        if sending.grant is None or sending.target is None:
             return True
-        blocks, grant, peer = self._engine.blocks, handoff.grant, handoff.target.incarnation
+        blocks, grant, peer = self._engine.blocks, sending.grant, sending.target.incarnation
         checked = grant.checksums or self._sender.verify
         with self._sender.batched():
-            while part := handoff.ready_part(blocks.block_size, num_layers):
-                named = handoff.sequence.block_table[part.first : part.first + part.num_blocks]
+            while part := sending.ready_part(blocks.block_size, num_layers):
+                named = sending.blocks_of(part)
                 blocks.pin_read(named)
-                sent = self._sender.send(peer, grant.lease, handoff.next_part, part, named, checked)
+                sent = self._sender.send(peer, grant.lease, sending.next_part, part, named, checked)
                 blocks.unpin_read(named)
                 if not sent:
                     return False
-                handoff.next_part += 1
+                sending.next_part += 1
         return True
 
     def drain(self, peer: str, lease: int, drain: Drain) -> bool:

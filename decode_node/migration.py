@@ -1,0 +1,112 @@
+"""A running request on its way to another decode node."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from baton.messages import Commit, HandedOff, Reserve, Sample
+from engine.config import EngineConfig
+from engine.sequence import Sequence, SequenceState
+from kv_transfer.parts import Piece
+from node.kv_sending import KvSending
+
+SPARE_TOKENS = 64
+SPARE_SHARE = 1 / 32
+"""Room is asked for so many tokens more than there are, and for that share of them: what is generated while the target
+has no room yet or the KV is copied. 64 steps are a third of a second of an 8B model on an H200."""
+
+
+class MigrationState(enum.Enum):
+    """The request goes on here until it stops, and from then on nowhere until one of the two nodes has it.
+
+    COPYING --what is computed has left--> STOPPING --its steps retired: Commit--> COMMITTED --all landed--> (HandedOff)
+       |                                      |                                       |
+       +---- refused, peer lost: Stayed ------+                                       +-- refused: Stayed
+       +---- too slow, preempted: Stayed -----+                                       +-- peer lost, no answer: End
+       `---- abort, deadline, last token -----+---------------------------------------'
+    """
+
+    COPYING = "copying"
+    STOPPING = "stopping"
+    COMMITTED = "committed"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Migration(KvSending):
+    """`move`: of the Migrate. `stopped`: when it was decided that no further step has it."""
+
+    move: int
+    state: MigrationState = MigrationState.COPYING
+    stopped: float = 0.0
+
+    def blocks_of(self, part: Piece) -> Seq[int]:
+        """Where spare tokens have no block yet, their part carries the last one instead: nobody reads it."""
+        table = self.sequence.block_table
+        return [table[min(index, len(table) - 1)] for index in range(part.first, part.first + part.num_blocks)]
+
+    def _is_computed(self, part: Piece, block_size: int) -> bool:
+        """Whether what the part carries is there and stays as it is."""
+        if self.sequence.state is SequenceState.PARKED:
+            return True
+        is_full = self.sequence.num_computed_tokens >= (part.first + part.num_blocks) * block_size
+        return self.sequence.state is SequenceState.RUNNING and is_full
+
+    def only_rest_is_left(self, block_size: int) -> bool:
+        """Whether a part could leave, but for tokens that are not computed yet."""
+        return self.next_part < min(self.credits, len(self.parts)) and self.ready_part(block_size, 0) is None
+
+    @property
+    def is_outrun(self) -> bool:
+        """Whether the next token would have no room at the target."""
+        return self.sequence.num_tokens + self.sequence.num_pending_tokens > self.num_tokens
+
+    def reserve(self, config: EngineConfig, now: float) -> Reserve | None:
+        """Asks for room. None: the request is about to end."""
+        assert self.target is not None
+        sequence, num_computed = self.sequence, self.sequence.num_computed_tokens
+        most = min(len(sequence.prompt_tokens) + sequence.sampling.max_tokens, config.max_model_len)
+        num_tokens = min(num_computed + SPARE_TOKENS + int(num_computed * SPARE_SHARE), most - 1)
+        if num_tokens <= num_computed:
+            return None
+        return Reserve(
+            attempt_id=self.attempt_id,
+            target_incarnation=self.target.incarnation,
+            num_tokens=num_tokens,
+            block_hashes=tuple(sequence.block_hashes(num_computed // config.block_size, config.block_size)),
+            num_samples=1,
+            deadline_s=self.deadline - now,
+            max_total_tokens=most,
+            priority=sequence.priority,
+            move=self.move,
+            num_spare_tokens=num_tokens - num_computed,
+        )
+
+    def commit(self, now: float, age_s: float) -> Commit:
+        """Gives the request to the target, `age_s` after it stopped."""
+        sequence = self.sequence
+        assert self.target is not None
+        assert self.grant is not None
+        return Commit(
+            lease=self.grant.lease,
+            attempt_id=self.attempt_id,
+            target_incarnation=self.target.incarnation,
+            prompt_tokens=sequence.prompt_tokens,
+            samples=(Sample(sequence.samples[0], sequence.output_tokens),),
+            sampling=sequence.sampling,
+            deadline_s=self.deadline - now,
+            cache_salt=sequence.cache_salt,
+            age_s=age_s,
+        )
+
+    def handed_off(self) -> HandedOff:
+        """The final update: its times count from when the request stopped."""
+        gathered, sent = max(self.stopped, self.gathered), max(self.stopped, self.sent)
+        return HandedOff(0.0, gathered - self.stopped, sent - gathered)
+
+
+def is_movable(sequence: Sequence) -> bool:
+    """Whether it generates by itself, with KV of all of its prompt."""
+    is_alone = sequence.generates and sequence.state is SequenceState.RUNNING
+    return is_alone and sequence.num_output_tokens > 0 and sequence.num_computed_tokens >= len(sequence.prompt_tokens)

@@ -1,0 +1,257 @@
+"""The sending half of handoffs, the same for both roles: Reserve, Grant, parts, Commit, and what goes wrong with them.
+
+    reserve --Grant--> parts leave as they are computed and credited --Commit--> the decode node's
+
+Nothing here runs a model. What a Refuse, a CommitReply or the loss of the decode node means for a request is for the
+role to say, in the abstract methods at the end: a prefill node ends it, a decode node may go on with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from baton.errors import BatonError, PeerLost, TransferError
+from baton.layout import KvLayout
+from baton.messages import AttemptId, CommitReply, Credit, Grant, Landed, Refuse, Release, Reserve
+from engine.engine import Engine
+from engine.sequence import Sequence
+from node.events import ClosePeer
+from node.kv_sending import DecodePeer, Drain, KvSending
+from node.outbox import Outbox
+from node.parts_out import PartsOut
+
+S = TypeVar("S", bound=KvSending)
+
+
+class KvSenderCore(ABC, Generic[S]):
+    """Tracks what is on its way, by attempt; sends to decode nodes through `outbox`. The cost of a turn depends on what
+    its events and steps touched, not on the number of requests."""
+
+    def __init__(self, engine: Engine, parts: PartsOut, outbox: Outbox) -> None:
+        self._engine = engine
+        self._parts = parts
+        self._outbox = outbox
+        self._sendings: dict[AttemptId, S] = {}
+        self._touched: dict[AttemptId, None] = {}  # with news since they last moved on
+        self._starved: dict[AttemptId, None] = {}  # with a part for which no slot was free
+        self._peers: dict[str, DecodePeer] = {}
+        self._draining: dict[tuple[str, int], None] = {}  # peer, lease: drains likewise touched or starved
+
+    def __len__(self) -> int:
+        return len(self._sendings)
+
+    def __contains__(self, attempt_id: AttemptId) -> bool:
+        return attempt_id in self._sendings
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is here, and no decode node waits for parts of a dead lease."""
+        return not self._sendings and not any(peer.drains for peer in self._peers.values())
+
+    def attempts(self) -> list[AttemptId]:
+        """All attempts here."""
+        return [*self._sendings]
+
+    def is_lost(self, incarnation: str) -> bool:
+        """Whether the decode node's transport is gone and its stream is about to be closed."""
+        peer = self._peers.get(incarnation)
+        return peer is not None and peer.lost
+
+    def check_integrity(self) -> None:
+        for incarnation, peer in self._peers.items():
+            for lease, sending in peer.leases.items():
+                assert self._sendings[sending.attempt_id] is sending
+                assert sending.grant
+                assert sending.grant.lease == lease
+                assert peer.target.incarnation == incarnation
+            by_attempt = [(attempt_id, lease) for attempt_id, leases in peer.drained.items() for lease in leases]
+            assert sorted(by_attempt) == sorted((drain.attempt_id, lease) for lease, drain in peer.drains.items())
+        for sending in self._sendings.values():
+            self._check_nothing_is_missed(sending)
+
+    def _check_nothing_is_missed(self, sending: S) -> None:
+        """Everything that could send a part will be visited by `move_on`."""
+        block_size = self._engine.config.block_size
+        if sending.attempt_id not in self._touched.keys() | self._starved.keys():
+            assert not sending.ready_part(block_size, 0), f"{sending.attempt_id} could go on, and does not"
+
+    # ---- reserve, grant ----
+
+    def _reserve(self, sending: S, reserve: Reserve) -> None:
+        """Ask the target for room; without a stream to it, one is opened."""
+        assert sending.target is not None
+        self._peers.setdefault(sending.target.incarnation, DecodePeer(sending.target))
+        sending.reserved, sending.num_tokens = True, reserve.num_tokens
+        sending.num_named_blocks = len(reserve.block_hashes)
+        self._outbox.to_decode(sending.target, reserve)
+
+    def hear(self, incarnation: str, message: object) -> None:
+        """A decode node's message."""
+        peer = self._peers.get(incarnation)
+        if peer is None or not self._parts.is_open(incarnation):
+            return
+        match message:
+            case Grant() as grant:
+                self._granted(peer, grant)
+            case Credit(lease, number):
+                self._credited(peer, lease, number)
+            case Refuse(attempt_id, error):
+                if (sending := self._sendings.get(attempt_id)) and sending.goes_to(peer):
+                    self._refused(sending, error)
+                for over in peer.drained.get(attempt_id, ()):
+                    peer.drains[over].closed = True
+                    self._draining[incarnation, over] = None
+            case Landed(lease, _):
+                if lease in peer.leases:
+                    peer.leases[lease].landed = True
+                    self._touch(peer.leases[lease].attempt_id)
+            case CommitReply(lease, _, error):
+                if lease in peer.leases and (sending := self._sendings.get(peer.leases[lease].attempt_id)):
+                    if error is not None:
+                        self._commit_refused(sending, error)
+                    else:
+                        sending.accepted = True
+                        self._touch(sending.attempt_id)
+
+    def _credited(self, peer: DecodePeer, lease: int, number: int) -> None:
+        if sending := peer.leases.get(lease):
+            sending.credits = min(max(sending.credits, number), len(sending.parts))
+            self._touch(sending.attempt_id)
+        elif drain := peer.drains.get(lease):
+            drain.credits = min(max(drain.credits, number), drain.num_parts)
+            self._draining[peer.target.incarnation, lease] = None
+
+    def _granted(self, peer: DecodePeer, grant: Grant) -> None:
+        if grant.lease <= peer.last_lease:
+            return  # a repeat
+        peer.last_lease = grant.lease
+        peer.first_lease = peer.first_lease or grant.lease
+        sending = self._sendings.get(grant.attempt_id)
+        if sending is None or sending.grant or not sending.reserved or not sending.goes_to(peer):
+            # The request ended while the grant was in flight, or the grant answers no Reserve.
+            self._drain(peer, grant.lease, Drain(grant.attempt_id, 0, grant.credits, grant.num_parts))
+            self._outbox.to_decode(peer.target, Release(grant.lease, grant.attempt_id))
+            return
+        sending.grant, sending.credits = grant, grant.credits
+        sending.parts = self._parts.plan(sending, grant)
+        peer.leases[grant.lease] = sending
+        self._engine.leave_lane(sending.sequence)
+        self._touch(grant.attempt_id)
+        num_parts, num_full = len(sending.parts), sending.num_named_blocks
+        if num_parts != grant.num_parts or grant.num_held_blocks > num_full:
+            told = f"{grant.num_held_blocks} blocks there and {grant.num_parts} parts to come"
+            text = f"decode node {peer.target.address} told of {told}, and they are {num_full} at most and {num_parts}"
+            self._refused(sending, TransferError(text))
+
+    def peer_opened(self, incarnation: str, layout: KvLayout, part_blocks: int) -> None:
+        self._parts.open(incarnation, layout, part_blocks)
+
+    def peer_closed(self, incarnation: str, reason: str) -> None:
+        """The decode node's stream is down. Another one may follow, with new leases."""
+        self._parts.close(incarnation)
+        if incarnation in self._peers:
+            self._end_peer(incarnation, reason)
+            del self._peers[incarnation]
+
+    def _end_peer(self, incarnation: str, reason: str) -> None:
+        peer = self._peers[incarnation]
+        for sending in [s for s in self._sendings.values() if s.reserved and s.goes_to(peer)]:
+            self._lost(sending, PeerLost(f"decode node {peer.target.address}: {reason}"))
+
+    # ---- what the transport did ----
+
+    def part_sent(self, peer: str, lease: int, flight_s: float, now: float) -> None:
+        if (known := self._peers.get(peer)) and (sending := known.leases.get(lease)):
+            sending.part_sent(now, flight_s)
+            self._touch(sending.attempt_id)
+
+    def part_failed(self, peer: str, lease: int, part: int, reason: str) -> None:
+        known = self._peers.get(peer)
+        if known is None or not known.first_lease or lease < known.first_lease:
+            return  # from a stream that is down: everything on it has failed already
+        error = PeerLost(f"part {part} did not reach decode node {known.target.address}: {reason}")
+        if lease in known.leases and (sending := self._sendings.get(known.leases[lease].attempt_id)):
+            self._lost(sending, error)
+        else:
+            # The lease has ended here, but D's posted receive would wait for this part for ever: break the stream.
+            self._outbox.add(ClosePeer(peer, error.message))
+
+    def peer_lost(self, incarnation: str, reason: str) -> None:
+        if incarnation in self._peers:
+            self._peers[incarnation].lost = True
+            self._end_peer(incarnation, reason)
+        self._outbox.add(ClosePeer(incarnation, reason))
+
+    # ---- moving on ----
+
+    def move_on(self, now: float) -> None:
+        """Do what an event or a step has made possible."""
+        layers = self._layers_computed()
+        for sequence in layers:
+            self._touch(sequence.attempt_id)
+        moving = self._starved | self._touched if self._parts.has_slot else self._touched
+        self._touched = {}
+        for attempt_id in moving:
+            if sending := self._sendings.get(attempt_id):
+                self._starved.pop(attempt_id, None)
+                if not self._parts.send(sending, layers.get(sending.sequence, 0)):
+                    self._starved[attempt_id] = None
+                self._advance(sending, now)
+        if self._draining:
+            self._use_up_credits()
+
+    def _touch(self, attempt_id: AttemptId) -> None:
+        self._touched[attempt_id] = None
+
+    def _drain(self, peer: DecodePeer, lease: int, drain: Drain) -> None:
+        peer.drains[lease] = drain
+        peer.drained.setdefault(drain.attempt_id, set()).add(lease)
+        self._draining[peer.target.incarnation, lease] = None
+
+    def _use_up_credits(self) -> None:
+        """Send empty parts for the credits of dead leases."""
+        for incarnation, lease in list(self._draining):
+            peer = self._peers.get(incarnation)
+            if peer and (drain := peer.drains.get(lease)):
+                if not self._parts.drain(incarnation, lease, drain):
+                    return  # no slot is free for the others either
+                if drain.over:
+                    peer.forget_drain(lease)
+            del self._draining[incarnation, lease]
+
+    def _let_go(self, sending: S, release: bool) -> None:
+        """Forget it; parts that the decode node still expects are drained. release: it did not take the request, and
+        needs to be told that its lease is over."""
+        del self._sendings[sending.attempt_id]
+        self._touched.pop(sending.attempt_id, None)
+        self._starved.pop(sending.attempt_id, None)
+        if sending.target is None or (peer := self._peers.get(sending.target.incarnation)) is None:
+            return
+        grant = sending.grant
+        if grant and peer.leases.pop(grant.lease, None) and not sending.all_gathered:
+            self._drain(peer, grant.lease, Drain(grant.attempt_id, sending.next_part, sending.credits, grant.num_parts))
+        if release and sending.reserved:
+            self._outbox.to_decode(sending.target, Release(grant.lease if grant else 0, sending.attempt_id))
+
+    # ---- implemented by the role ----
+
+    def _layers_computed(self) -> dict[Sequence, int]:
+        """Of sequences that are being computed: how many layers have all of their KV."""
+        return {}
+
+    @abstractmethod
+    def _advance(self, sending: S, now: float) -> None:
+        """Go on with it: it has news, and its parts that could leave have left."""
+
+    @abstractmethod
+    def _refused(self, sending: S, error: BatonError) -> None:
+        """The decode node has no lease for it, or none any longer."""
+
+    @abstractmethod
+    def _commit_refused(self, sending: S, error: BatonError) -> None:
+        """The decode node did not take the request."""
+
+    @abstractmethod
+    def _lost(self, sending: S, error: PeerLost) -> None:
+        """The decode node is gone, or a part did not reach it."""

@@ -1,0 +1,109 @@
+"""A sequence's KV on its way from this node to a decode node, and that node as this one sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from baton.messages import AttemptId, DecodeTarget, Grant
+from engine.sequence import Sequence
+from kv_transfer.parts import Piece
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class KvSending:
+    """`parts` are known from the grant on; the decode node derives them from the same numbers. The blocks from
+    `grouped_from_block` on travel by `layer_groups`. The Reserve asked for room for `num_tokens`, and named the first
+    `num_named_blocks` full blocks by hash."""
+
+    attempt_id: AttemptId
+    sequence: Sequence
+    target: DecodeTarget | None
+    deadline: float
+    reserved: bool = False  # a Reserve was sent, so an end without handoff needs a Release
+    num_tokens: int = 0
+    num_named_blocks: int = 0
+    grouped_from_block: int = 0
+    layer_groups: int = 1
+    grant: Grant | None = None
+    parts: tuple[Piece, ...] = ()
+    credits: int = 0
+    next_part: int = 0  # parts below it are on their way: gathered, or their gather is queued
+    num_sent: int = 0  # parts that have left
+    gathered: float = 0.0  # when the last sent part was in its slot
+    sent: float = 0.0  # when the last sent part had left
+    accepted: bool = False  # the decode node accepted the Commit
+    landed: bool = False  # the decode node has said that all parts are there
+
+    def goes_to(self, peer: DecodePeer) -> bool:
+        """Compared by incarnation: routers may know the peer by different addresses."""
+        return self.target is not None and self.target.incarnation == peer.target.incarnation
+
+    @property
+    def all_gathered(self) -> bool:
+        return self.grant is not None and self.next_part == len(self.parts)
+
+    @property
+    def all_sent(self) -> bool:
+        return self.grant is not None and self.num_sent == len(self.parts)
+
+    def part_sent(self, now: float, flight_s: float) -> None:
+        """A part has left, `flight_s` after it was in its slot, or its stores into D's slot began."""
+        self.num_sent += 1
+        self.gathered, self.sent = max(self.gathered, now - flight_s), now
+
+    def ready_part(self, block_size: int, num_layers: int) -> Piece | None:
+        """The next part, if D has a slot for it and its KV is computed: in all layers of its blocks, or because the
+        first `num_layers` layers of all blocks are."""
+        if self.next_part >= min(self.credits, len(self.parts)):
+            return None
+        part = self.parts[self.next_part]
+        return part if self._is_computed(part, block_size) or part.end_layer <= num_layers else None
+
+    def blocks_of(self, part: Piece) -> Seq[int]:
+        """The blocks here that the part carries."""
+        return self.sequence.block_table[part.first : part.first + part.num_blocks]
+
+    def _is_computed(self, part: Piece, block_size: int) -> bool:
+        """Whether the KV of all tokens in the part's blocks exists."""
+        sequence = self.sequence
+        last_token = min((part.first + part.num_blocks) * block_size, sequence.num_tokens)
+        return sequence.num_computed_tokens >= last_token
+
+
+@dataclass(slots=True)
+class Drain:
+    """A dead lease with parts for which D has posted receives: each is sent as a header without blocks, because a
+    posted receive is never cancelled. `closed`: D has ended the lease, so no credit can follow."""
+
+    attempt_id: AttemptId
+    next_part: int
+    credits: int
+    num_parts: int
+    closed: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.closed and self.next_part >= self.credits
+
+
+@dataclass(slots=True)
+class DecodePeer:
+    """A decode node over one stream, as seen by this node. Lease numbers increase, which identifies repeats and leases
+    of earlier streams."""
+
+    target: DecodeTarget
+    lost: bool = False  # its transport is gone, its stream is about to be closed
+    first_lease: int = 0  # 0: none yet
+    last_lease: int = 0
+    leases: dict[int, KvSending] = field(default_factory=dict)
+    drains: dict[int, Drain] = field(default_factory=dict)
+    drained: dict[AttemptId, set[int]] = field(default_factory=dict)  # leases of the drains, by attempt
+
+    def forget_drain(self, lease: int) -> None:
+        """Forget a drain that has no credits left and can get no more."""
+        attempt_id = self.drains.pop(lease).attempt_id
+        leases = self.drained[attempt_id]
+        leases.discard(lease)
+        if not leases:
+            del self.drained[attempt_id]

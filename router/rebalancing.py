@@ -1,0 +1,54 @@
+"""Which running request moves from a decode node that is fuller than another one.
+
+One at a time from each node, and then none for a while, so that the nodes' loads tell of it before the next is chosen:
+the largest that does not make the other node the fuller one.
+"""
+
+from __future__ import annotations
+
+from router.attempts import Attempts
+from router.life import Attempt, RequestLife
+from router.migrations import Migrations, is_movable
+from router.placement import Node, Pool
+
+PAUSE_S = 1.0
+
+
+class Rebalancing:
+    """`above`: by how much more of its KV pool a node may use than another one, 0 to 1; None: nothing moves for it."""
+
+    def __init__(self, pool: Pool, attempts: Attempts, migrations: Migrations, above: float | None) -> None:
+        self._pool = pool
+        self._attempts = attempts
+        self._migrations = migrations
+        self._above = above
+        self._not_before: dict[str, float] = {}  # by incarnation of the fuller node
+
+    def forget(self, incarnation: str) -> None:
+        self._not_before.pop(incarnation, None)
+
+    def loaded(self, incarnation: str, now: float) -> None:
+        """The node has told its load."""
+        node = self._pool.get(incarnation)
+        if self._above is None or node is None or now < self._not_before.get(incarnation, 0.0):
+            return
+        target = min(self._pool.targets(node, now), key=lambda other: other.in_use, default=None)
+        if target is None or node.in_use - target.in_use <= self._above:
+            return
+        num_tokens = int((node.in_use - target.in_use) / 2 * min(node.capacity, target.capacity))
+        if chosen := self._choose(node, target, num_tokens):
+            self._not_before[incarnation] = now + PAUSE_S
+            self._migrations.ask(*chosen, node, target)
+
+    def _choose(self, node: Node, target: Node, num_tokens: int) -> tuple[RequestLife, Attempt] | None:
+        """The request on the node with the most tokens, up to so many, that may move to the target."""
+        fitting = [
+            (life, attempt)
+            for life, attempt in self._attempts.generating_on(node.info.incarnation)
+            if is_movable(attempt) and attempt.may_go_to(target.info.incarnation) and _size(life, attempt) <= num_tokens
+        ]
+        return max(fitting, key=lambda found: _size(*found), default=None)
+
+
+def _size(life: RequestLife, attempt: Attempt) -> int:
+    return len(life.request.prompt_tokens) + len(attempt.unfinished[0].tokens)

@@ -1,0 +1,69 @@
+"""With --migrate-above, running requests move from a decode node that is fuller than another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.messages import HandedOff, Load, Migrate, NodeRole, Prefill, Tokens
+from baton.sampling import SamplingParams
+from router.life import RoutedRequest
+from router.rebalancing import PAUSE_S
+from tests.router.house import House, info
+
+NUM_BLOCKS = 9  # of 16 tokens
+
+
+def house_of(above: float | None, *lengths: int) -> House:
+    """Requests with prompts of these lengths run on `d1`; then `d2` comes."""
+    house = House("d1", with_prefill=False, migrate_above=above)
+    for length in lengths:
+        request = RoutedRequest(f"of {length}", (1,) * length, 1, SamplingParams(max_tokens=8), 60.0)
+        house.core.submit(request, 0.0)
+        house.collect()
+        house.say("d1", house.prefills[-1][1], Tokens(0, 0, (1,)))
+    house.core.node_up(info("d2", NodeRole.DECODE), 0.0)
+    return house
+
+
+def moves(house: House, used: int, used_of_other: int = 0, now: float = 1.0) -> list[str]:
+    """The requests that are asked to move when both nodes have told how many blocks they use."""
+    known = len(house.sent)
+    house.core.node_load("d2", Load(0, 1, NUM_BLOCKS - used_of_other, NUM_BLOCKS), now)
+    house.core.node_load("d1", Load(0, 1, NUM_BLOCKS - used, NUM_BLOCKS), now)
+    house.collect()
+    asked = [action for action in house.sent[known:] if isinstance(action.message, Migrate)]
+    assert all(action.incarnation == "d1" for action in asked)
+    return [action.message.attempt_id.request_id for action in asked]
+
+
+@pytest.mark.parametrize(
+    ("used", "used_of_other", "moved"), [(8, 0, ["of 40"]), (8, 4, ["of 20"]), (8, 6, []), (3, 0, [])]
+)
+def test_the_largest_request_moves_that_does_not_turn_the_tables(
+    used: int, used_of_other: int, moved: list[str]
+) -> None:
+    assert moves(house_of(0.43, 100, 40, 20, 10), used, used_of_other) == moved
+
+
+def test_one_moves_at_a_time_and_the_next_when_the_loads_tell_of_it() -> None:
+    house = house_of(0.3, 40, 20)
+    assert moves(house, used=8) == ["of 40"]
+    assert moves(house, used=8, now=1.0 + 0.9 * PAUSE_S) == []
+    assert moves(house, used=8, now=1.0 + PAUSE_S) == ["of 20"]
+
+
+def test_without_the_setting_nothing_moves() -> None:
+    assert moves(house_of(None, 40), used=9) == []
+
+
+def test_a_request_that_has_moved_does_not_come_back() -> None:
+    house = house_of(0.3, 40)
+    prefill: Prefill = house.prefills[-1][1]
+    assert moves(house, used=8) == ["of 40"]
+    house.say("d1", prefill, HandedOff(0.0))
+    house.say("d2", prefill, Tokens(0, 1, (2,)))
+    known = len(house.sent)
+    house.core.node_load("d1", Load(0, 1, NUM_BLOCKS, NUM_BLOCKS), 5.0)
+    house.core.node_load("d2", Load(0, 1, 0, NUM_BLOCKS), 5.0)
+    house.collect()
+    assert house.sent[known:] == []
