@@ -7,7 +7,8 @@ A router process stands between scripted nodes (`benchmarks.scripted_nodes`) and
     tokens      the nodes give a token to every stream each interval, to the end of all
     requests    while as many streams are open and silent, others ask for two tokens each, one after another
 
-All answers are checked. `--memory 100000` shows instead whether memory stays flat over so many requests.
+All answers are checked. `--memory 100000` shows instead what open streams take, and whether memory stays flat over so
+many requests.
 """
 
 from __future__ import annotations
@@ -115,6 +116,16 @@ class Round:
     kb_per_stream: float
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """MB of a router: at first; with all streams open, for the first and the second time and after the requests; and
+    after each tenth of the requests."""
+
+    start: float
+    streams: list[float]
+    grown: list[float]
+
+
 class Measurement:
     def __init__(self, settings: StreamsSettings, router: RouterProcess) -> None:
         self._settings = settings
@@ -125,7 +136,7 @@ class Measurement:
         }
 
     async def warm_up(self) -> None:
-        await self._ask(WARM_UP_REQUESTS)
+        await self.short_requests(WARM_UP_REQUESTS)
         clients = await self._open(min(200, self._settings.num_streams), 5.0)
         await self._finish(clients)
 
@@ -155,7 +166,7 @@ class Measurement:
             return 0.0
         held = await self._open(wanted.num_streams, 10.0, start=wanted.num_streams + 1)
         before = self._router.cpu_s()
-        await self._ask(wanted.num_requests)
+        await self.short_requests(wanted.num_requests)
         took_s = self._router.cpu_s() - before
         for client in held:
             client.close()
@@ -179,7 +190,7 @@ class Measurement:
             answer.check(self._expected[self._settings.output_len])
         return answers
 
-    async def _ask(self, count: int) -> None:
+    async def short_requests(self, count: int) -> None:
         """So many short requests, one after another on each of some connections."""
         request = chat_request(PROMPT, SHORT, "")
         numbers = iter(range(count))
@@ -193,13 +204,26 @@ class Measurement:
 
         await asyncio.gather(*(one_by_one() for _ in range(NUM_CONNECTIONS)))
 
-    async def memory(self, count: int, steps: int = 10) -> list[float]:
-        """The router's MB after each tenth of so many requests."""
+    async def memory(self, count: int, steps: int = 10) -> Memory:
+        """While the streams are open, and after each tenth of so many requests."""
+        start = self._router.rss_bytes()
+        streams = [await self._with_streams_open() for _ in range(2)]
         grown = [self._router.rss_bytes() / 1e6]
         for _ in range(steps):
-            await self._ask(count // steps)
+            await self.short_requests(count // steps)
             grown.append(self._router.rss_bytes() / 1e6)
-        return grown
+        streams.append(await self._with_streams_open())
+        return Memory(start / 1e6, [rss / 1e6 for rss in streams], grown)
+
+    async def _with_streams_open(self) -> int:
+        """The router's bytes while all streams are open and silent; they are given up then."""
+        wanted = self._settings.num_streams
+        held = await self._open(wanted, 10.0, start=wanted + 1)
+        rss = self._router.rss_bytes()
+        for client in held:
+            client.close()
+        await asyncio.sleep(1.0)  # until the router has noticed: not measured
+        return rss
 
 
 def _start_nodes() -> subprocess.Popen[str]:
@@ -229,10 +253,11 @@ async def running(flags: Sequence[str]) -> AsyncIterator[RouterProcess]:
 async def run(settings: StreamsSettings) -> None:
     async with running(settings.router.split()) as router:
         measurement = Measurement(settings, router)
-        await measurement.warm_up()
         if settings.memory:
+            await measurement.short_requests(WARM_UP_REQUESTS)
             report_memory(settings, await measurement.memory(settings.memory))
         else:
+            await measurement.warm_up()
             report(settings, [await measurement.round() for _ in range(settings.num_rounds)])
 
 
@@ -246,11 +271,22 @@ def report(settings: StreamsSettings, rounds: Sequence[Round]) -> None:
     print(json.dumps({"benchmark": "router_streams", **shape, **told}), flush=True)
 
 
-def report_memory(settings: StreamsSettings, grown: Sequence[float]) -> None:
-    step = settings.memory // (len(grown) - 1)
-    rows = [[str(i * step), f"{megabytes:.1f}"] for i, megabytes in enumerate(grown)]
-    print(Table(["requests", "RSS, MB"], rows).plain())
-    told = {"num_requests": settings.memory, "rss_mb": [round(megabytes, 1) for megabytes in grown]}
+def report_memory(settings: StreamsSettings, memory: Memory) -> None:
+    step = settings.memory // (len(memory.grown) - 1)
+    rows = [["at first", f"{memory.start:.1f}"]]
+    for when, megabytes in zip(("the first time", "again", "after the requests"), memory.streams, strict=True):
+        rows.append([f"{settings.num_streams} streams open, {when}", f"{megabytes:.1f}"])
+    rows += [[f"{i * step} requests", f"{megabytes:.1f}"] for i, megabytes in enumerate(memory.grown)]
+    kb_per_stream = (memory.streams[0] - memory.start) * 1e3 / settings.num_streams
+    rows.append(["an open stream, kB", f"{kb_per_stream:.1f}"])
+    print(Table(["", "RSS, MB"], rows).plain())
+    told = {
+        "num_requests": settings.memory,
+        "num_streams": settings.num_streams,
+        "rss_mb": [round(megabytes, 1) for megabytes in memory.grown],
+        "streams_mb": [round(megabytes, 1) for megabytes in memory.streams],
+        "kb_per_stream": round(kb_per_stream, 1),
+    }
     print(json.dumps({"benchmark": "router_streams_memory", **told}), flush=True)
 
 

@@ -268,7 +268,7 @@ async def serve() -> None:
     for role in NodeRole:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         port = bind(server, "127.0.0.1:0", None)
-        servicer = Servicer(nodes, _info(role, f"127.0.0.1:{port}", tokenizer), data)
+        servicer = Servicer(nodes, scripted_info(role, f"127.0.0.1:{port}", tokenizer), data)
         node_pb2_grpc.add_NodeStatusServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         add = getattr(node_pb2_grpc, f"add_{role.value.capitalize()}NodeServicer_to_server")
         add(servicer, server)
@@ -278,7 +278,8 @@ async def serve() -> None:
     await asyncio.gather(*(server.wait_for_termination() for server in servers))
 
 
-def _info(role: NodeRole, address: str, tokenizer: Tokenizer) -> NodeInfo:
+def scripted_info(role: NodeRole, address: str, tokenizer: Tokenizer) -> NodeInfo:
+    """What the node of that role says of itself."""
     return NodeInfo(
         role=role,
         incarnation=f"scripted-{role.value}",

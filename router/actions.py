@@ -38,5 +38,7 @@ class Outbox:
         self._actions.append(Emit(request_id, event))
 
     def take(self) -> list[Action]:
+        if not self._actions:
+            return []
         actions, self._actions = self._actions, []
         return actions

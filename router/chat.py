@@ -49,6 +49,7 @@ class ChatTemplate:
         self._broken = ""
         try:
             self._template = _environment().from_string(source)
+            self._template.globals = dict(self._template.globals)  # each rendering copies them: of a ChainMap, slowly
         except jinja2.TemplateError as error:
             self._broken = f"the chat template cannot be compiled: {error}"
 

@@ -9,6 +9,7 @@ can take at the moment waits for one; each request ends exactly once, after its 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from random import Random
 
 from baton.deadlines import Deadlines
@@ -89,6 +90,8 @@ class RouterCore:
         self._deadlines: Deadlines[str] = Deadlines()
         self._retries = RetryBudget()
         self._outbox = Outbox()
+        self.take_actions: Callable[[], list[Action]] = self._outbox.take
+        """All that are to be carried out since the last call, in order."""
         self._attempts = Attempts(epoch, self.pool, self.prefix_index, self._outbox, max_waiting)
         self._migrations = Migrations(self.pool, self._attempts, self._outbox)
         self._rebalancing = Rebalancing(self.pool, self._attempts, self._migrations, migrate_above)
@@ -239,9 +242,6 @@ class RouterCore:
         for request_id in self._deadlines.due(now):
             life = self._requests[request_id]
             self._end(life, life.overdue(self.pool.why_not_ready(life.version) or "no node"), now)
-
-    def take_actions(self) -> list[Action]:
-        return self._outbox.take()
 
     # ---- what nodes tell ----
 

@@ -20,7 +20,7 @@ from baton.errors import BatonError
 from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, NodeRole, Prefill, Update
 from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import Timeline
-from router.actions import Emit, ToNode
+from router.actions import ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
 from router.placement import pool_state
@@ -203,23 +203,30 @@ class Dispatcher:
         """Carry out all actions, and those that they cause: a sink may call back into `stop_sample` and `cancel`."""
         if self._carrying_out:
             return
+        take = self._core.take_actions
+        actions = take()
+        if not actions:
+            return
         self._carrying_out = True
         try:
-            while actions := self._core.take_actions():
+            while actions:
                 for action in actions:
-                    self._do(action)
+                    if isinstance(action, ToNode):
+                        self._send(action)
+                    else:
+                        self._emit(*action)
+                actions = take()
         finally:
             self._carrying_out = False
 
-    def _do(self, action: ToNode | Emit) -> None:
-        if isinstance(action, ToNode):
-            if isinstance(action.message, Prefill) and action.message.attempt_id.attempt:
-                self._request_metrics.retried(self._cause, action.message.attempt_id.request_id)
-                self._log_retry(action.message.attempt_id)
-            if send := self._links.get(action.incarnation):
-                send(action.message)
-            return
-        request_id, event = action
+    def _send(self, action: ToNode) -> None:
+        if isinstance(action.message, Prefill) and action.message.attempt_id.attempt:
+            self._request_metrics.retried(self._cause, action.message.attempt_id.request_id)
+            self._log_retry(action.message.attempt_id)
+        if send := self._links.get(action.incarnation):
+            send(action.message)
+
+    def _emit(self, request_id: str, event: RequestEvent) -> None:
         self._request_metrics.event(request_id, event, time.monotonic())
         sink = self._sinks[request_id]
         if isinstance(event, RequestEnd):

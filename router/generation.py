@@ -80,7 +80,7 @@ class Generation:
         self._waiting: deque[Delta] = deque()
         self._tells_timings = tells_timings
         self._error: BatonError | None = None
-        self._something = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of `next`
         self._deliveries = deliveries
         self._listener: Callable[[], None] | None = None
         self._told = False  # the listener is going to be called
@@ -117,12 +117,7 @@ class Generation:
         if self._waiting:
             await asyncio.sleep(0)  # a reader that never waits would otherwise occupy the event loop
         elif self._error is None and self._live:
-            self._something.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._something.wait()
-            except TimeoutError:
-                return []
+            await self._comes(timeout_s)
         if not self._waiting and self._error is not None:
             raise self._error
         return self._take_waiting()
@@ -193,10 +188,10 @@ class Generation:
         except Exception as error:  # a request's boundary: our mistake ends this request, not the node's stream
             log.exception("internal error", extra={"request_id": self.request_id})
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
-        if self._listener is None:
-            self._something.set()
-        else:
+        if self._listener is not None:
             self.tell()
+        elif self._waiter is not None:
+            _wake(self._waiter)
 
     def _take(self, part: Part, event: RequestEvent) -> None:
         match event:
@@ -240,6 +235,18 @@ class Generation:
             extra={"request_id": self.request_id, "fields": partial(log_fields, timeline) if timeline else None},
         )
 
+    async def _comes(self, timeout_s: float | None) -> None:
+        """Returns when something has come, or after a while."""
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
     def _take_waiting(self) -> list[Delta]:
         if len(self._waiting) == 1:  # as for most tokens
             return [self._waiting.popleft()]
@@ -253,3 +260,8 @@ class Generation:
         if self._error is None:
             self._error = error
             self.close()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidRequest
+from baton.messages import GenerationDefaults
 from baton.priority import check_priority
 from baton.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -185,8 +187,7 @@ def sampling_params(
     """What the client says, else what the model does, else what everybody does; with seed and max_tokens resolved.
     Raises InvalidRequest, naming the parameter."""
     beam_search = bool(wanted.sampling.get("beam_width"))
-    stated = {name: None if beam_search else getattr(model.defaults, name, None) for name in NAMES}
-    given = {name: value for name, value in stated.items() if value is not None} | dict(wanted.sampling)
+    given = ({} if beam_search else _stated(model.defaults)) | dict(wanted.sampling)
     for name in ("logit_bias", "allowed_token_ids"):
         if any(not 0 <= token < model.vocab_size for token in given.get(name, ())):
             raise InvalidRequest(f"{name} names a token id outside [0, {model.vocab_size})", name)
@@ -206,6 +207,13 @@ def sampling_params(
     params = SamplingParams(**given)
     _check_may_begin(params, model)
     return params
+
+
+@functools.lru_cache(maxsize=64)
+def _stated(defaults: GenerationDefaults) -> dict[str, Any]:
+    """What a model says of SamplingParams, by name. Not to be changed."""
+    said = {name: getattr(defaults, name, None) for name in NAMES}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _check_may_begin(params: SamplingParams, model: ServedModel) -> None:

@@ -14,34 +14,42 @@ class PendingBlocks:
     """Nodes are named by their incarnations. The caller follows each `add` with one `remove`."""
 
     def __init__(self) -> None:
-        self._holders: dict[BlockHash, dict[str, int]] = {}  # number of prompts by node
+        self._of_nodes: dict[str, dict[BlockHash, int]] = {}  # number of prompts by block
 
     def add(self, incarnation: str, block_hashes: Sequence[BlockHash]) -> None:
+        if not block_hashes:
+            return
+        counts = self._of_nodes.setdefault(incarnation, {})
         for block_hash in block_hashes:
-            nodes = self._holders.setdefault(block_hash, {})
-            nodes[incarnation] = nodes.get(incarnation, 0) + 1
+            counts[block_hash] = counts[block_hash] + 1 if block_hash in counts else 1
 
     def remove(self, incarnation: str, block_hashes: Sequence[BlockHash]) -> None:
+        if not block_hashes:
+            return
+        counts = self._of_nodes[incarnation]
         for block_hash in block_hashes:
-            nodes = self._holders[block_hash]
-            nodes[incarnation] -= 1
-            if not nodes[incarnation]:
-                del nodes[incarnation]
-                if not nodes:
-                    del self._holders[block_hash]
+            if counts[block_hash] > 1:
+                counts[block_hash] -= 1
+            else:
+                del counts[block_hash]
+        if not counts:
+            del self._of_nodes[incarnation]
 
     def held(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         """How many leading blocks each node will hold; nodes that will hold none are left out."""
-        found: dict[str, int] = {}
-        alive = set(self._holders.get(block_hashes[0], ())) if block_hashes else set()
-        for number, block_hash in enumerate(block_hashes):
-            there = self._holders.get(block_hash, {})
-            for name in [name for name in alive if name not in there]:
-                found[name] = number
-                alive.discard(name)
-            if not alive:
-                return found
-        return found | dict.fromkeys(alive, len(block_hashes))
+        if not block_hashes:
+            return {}
+        first = block_hashes[0]
+        holders = {name: counts for name, counts in self._of_nodes.items() if first in counts}
+        return {name: _num_leading(counts, block_hashes) for name, counts in holders.items()}
 
     def __len__(self) -> int:
-        return len(self._holders)
+        """How many different blocks there are."""
+        return len(set[BlockHash]().union(*self._of_nodes.values()))
+
+
+def _num_leading(counts: Mapping[BlockHash, int], block_hashes: Sequence[BlockHash]) -> int:
+    for number, block_hash in enumerate(block_hashes):
+        if block_hash not in counts:
+            return number
+    return len(block_hashes)

@@ -13,12 +13,22 @@ from baton.telemetry.timeline_ring import TimelineRing
 from router.life import RequestEnd, RequestEvent, RoutedRequest, SampleOut, TokensOut
 
 
+class _ModelMetrics:
+    """Those of one model, looked up once: prometheus_client's `labels` takes longer than counting."""
+
+    def __init__(self, metrics: RouterMetrics, model: str) -> None:
+        self.prompt_tokens = metrics.prompt_tokens.labels(model)
+        self.first_token_s = metrics.first_token_s.labels(model)
+        self.first_token_ratio = metrics.first_token_ratio.labels(model)
+        self.generation_tokens: TallyCounter = metrics.generation_tokens.of(model)
+        self.inter_token_s: TallyHistogram = metrics.inter_token_s.of(model)
+
+
 @dataclass(slots=True)
 class _Account:
     model: str
     received: float
-    generation_tokens: TallyCounter
-    inter_token_s: TallyHistogram
+    metrics: _ModelMetrics
     last_token: dict[int, float] = field(default_factory=dict)  # sample -> when its newest token came
     finish_reason: str = "stop"  # also that of a stop string, which only the front end sees
 
@@ -40,13 +50,15 @@ class RequestMetrics:
         self._model = model
         self._send = send
         self._open: dict[str, _Account] = {}
+        self._of_models: dict[str, _ModelMetrics] = {}
 
     def opened(self, request: RoutedRequest, received: float) -> None:
         model = self._model_of(request)
-        self._open[request.request_id] = _Account(
-            model, received, self.metrics.generation_tokens.of(model), self.metrics.inter_token_s.of(model)
-        )
-        self.metrics.prompt_tokens.labels(model).inc(len(request.prompt_tokens))
+        if model not in self._of_models:
+            self._of_models[model] = _ModelMetrics(self.metrics, model)
+        metrics = self._of_models[model]
+        self._open[request.request_id] = _Account(model, received, metrics)
+        metrics.prompt_tokens.inc(len(request.prompt_tokens))
 
     def refused(self, error: BatonError, total_s: float, request: RoutedRequest | None = None) -> None:
         """A request that could not be placed at all; None: it did not come so far."""
@@ -73,7 +85,7 @@ class RequestMetrics:
                     self._take(timeline)
                 if timings.num_attempts == 1 and timings.first_token_s and timings.expected_first_token_s:
                     ratio = timings.first_token_s / timings.expected_first_token_s
-                    self.metrics.first_token_ratio.labels(account.model).observe(ratio)
+                    account.metrics.first_token_ratio.observe(ratio)
                 self.metrics.ended(account.model, timings.total_s, error, account.finish_reason)
 
     def _take(self, timeline: Timeline) -> None:
@@ -83,10 +95,10 @@ class RequestMetrics:
             self._send(timeline)
 
     def _tokens(self, account: _Account, sample: int, count: int, now: float) -> None:
-        account.generation_tokens.count += count
+        account.metrics.generation_tokens.count += count
         last = account.last_token.get(sample)
         if last is not None:
-            account.inter_token_s.observe((now - last) / count, count)
+            account.metrics.inter_token_s.observe((now - last) / count, count)
         elif not account.last_token:
-            self.metrics.first_token_s.labels(account.model).observe(now - account.received)
+            account.metrics.first_token_s.observe(now - account.received)
         account.last_token[sample] = now

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 
 RETRY_AFTER_S = 1
 """How long a client should wait before it retries, when there was no room or no node."""
@@ -18,4 +18,4 @@ def is_usable_request_id(given: str) -> bool:
 
 def usable_request_id(given: str) -> str:
     """The client's id if it can stand in a header and a log line, else a fresh one."""
-    return given if is_usable_request_id(given) else uuid.uuid4().hex
+    return given if is_usable_request_id(given) else os.urandom(16).hex()

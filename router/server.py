@@ -37,7 +37,7 @@ from router.http.chat_websocket import PATHS as CHATS
 from router.http.chat_websocket import ChatWebSocket
 from router.http.debug_requests import DebugRequests
 from router.http.generate import GenerateRoutes
-from router.http.limits import Bodies, HttpLimits, WebSockets
+from router.http.limits import Bodies, ConnectionLimits, HttpLimits, WebSockets
 from router.http.responses_api.routes import PATH as RESPONSES
 from router.http.responses_api.routes import ResponsesRoutes
 from router.http.responses_api.store import ResponseStore
@@ -201,6 +201,11 @@ class RouterServer:
     async def ended(self) -> None:
         """Returns, or raises, when the HTTP server ends by itself: without `stop`, that is internal error."""
         await asyncio.shield(self._http_task)
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        """Of HTTP connections."""
+        return self._edge.limits
 
     def why_not_ready(self) -> str | None:
         return self.cluster.readiness().why_not

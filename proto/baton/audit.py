@@ -10,8 +10,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 
 from baton.messages import AttemptId, NodeRole
 
@@ -26,7 +26,7 @@ def epoch_name(epoch: int) -> int:
 
 def without_epoch(attempt_id: AttemptId) -> AttemptId:
     """The attempt's id as an audit shows it, with `epoch_name` in place of the epoch."""
-    return replace(attempt_id, router_epoch=epoch_name(attempt_id.router_epoch))
+    return attempt_id._replace(router_epoch=epoch_name(attempt_id.router_epoch))
 
 
 class KvUse(enum.Enum):
@@ -139,4 +139,10 @@ def _plain(value: object) -> object:
     """The JSON form of our own types: an enum's value, a dataclass's fields."""
     if isinstance(value, enum.Enum):
         return value.value
-    return {name: getattr(value, name) for name in type(value).__dataclass_fields__}  # type: ignore[attr-defined]
+    fields_of: Iterable[str] = type(value).__dataclass_fields__  # type: ignore[attr-defined]
+    return {name: _named(getattr(value, name)) for name in fields_of}
+
+
+def _named(value: object) -> object:
+    """An attempt's id is a tuple, and JSON's form of it an object all the same."""
+    return value._asdict() if isinstance(value, AttemptId) else value

@@ -28,17 +28,14 @@ from baton.sampling import FinishReason, SamplingParams
 from baton.structured_output import StructuredBackend
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class AttemptId:
-    """Identifies one attempt at a request. A higher attempt of the same (epoch, request) fences all lower ones."""
+class AttemptId(NamedTuple):
+    """Identifies one attempt at a request. A higher attempt of the same (epoch, request) fences all lower ones.
+
+    A tuple, since attempts are looked up for each token: to hash and to compare it takes no call of Python."""
 
     router_epoch: int
     request_id: str
     attempt: int
-
-    def __hash__(self) -> int:
-        """Of the text alone, which remembers its hash: attempts are looked up for each token."""
-        return hash(self.request_id)
 
     @property
     def key(self) -> tuple[int, str]:

@@ -96,9 +96,9 @@ class SamplingParams:
     length_penalty: float = _within(1.0, -10.0, 10.0, "must be in [-10, 10]")
 
     def __post_init__(self) -> None:
-        for name, valid in RANGES.items():
+        for name, default, valid in _RANGED:
             value = getattr(self, name)
-            if value not in valid:
+            if value != default and value not in valid:  # defaults are in range, and most parameters have theirs
                 _check(False, "logprobs" if name == "num_logprobs" else name, value, valid.text)
         prompt = self.num_prompt_logprobs
         in_range = prompt is None or 0 <= prompt <= MAX_LOGPROBS
@@ -109,7 +109,8 @@ class SamplingParams:
         _check_count("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
         _check_tokens("stop_token_ids", self.stop_token_ids)
         _check_tokens("allowed_token_ids", self.allowed_token_ids)
-        self._check_bad_words()
+        if self.bad_words_token_ids:
+            self._check_bad_words()
         self._check_beam_search()
         count, most = len(self.logits_processors), MAX_LOGITS_PROCESSORS
         _check(count <= most, "logits_processors", count, f"must be at most {most}")
@@ -164,6 +165,7 @@ class SamplingParams:
 
 NAMES = tuple(parameter.name for parameter in fields(SamplingParams))
 RANGES: dict[str, Range] = {p.name: p.metadata["range"] for p in fields(SamplingParams) if "range" in p.metadata}
+_RANGED = [(p.name, p.default, RANGES[p.name]) for p in fields(SamplingParams) if p.name in RANGES]
 
 
 def _check(holds: bool, param: str, value: object, rule: str) -> None:

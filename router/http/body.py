@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from baton.errors import InvalidRequest, RequestCancelled
 from router.http.errors import describe_validation
@@ -40,14 +39,16 @@ class BodyReader:
             raise self._too_large()
         body = bytearray()
         with self._bodies.reading() as take:
-            try:
-                async for piece in request.stream():
-                    if len(body) + len(piece) > self._bodies.max_bytes:
-                        raise self._too_large()
-                    take(len(piece))
-                    body += piece
-            except ClientDisconnect:
-                raise RequestCancelled("the client left before all of its request had come") from None
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestCancelled("the client left before all of its request had come")
+                piece, more = message.get("body", b""), message.get("more_body", False)
+                if len(body) + len(piece) > self._bodies.max_bytes:
+                    raise self._too_large()
+                take(len(piece))
+                body += piece
             return await self.parsed(lambda: validate(bytes(body), kind), len(body))
 
     async def parsed(self, parse: Callable[[], B], num_bytes: int) -> B:

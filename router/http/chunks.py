@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from json.encoder import encode_basestring
 from typing import Any
+
+import pydantic_core
 
 from router.answer import Delta
 from router.generation import Generation
@@ -12,7 +13,6 @@ from router.http.schemas import StreamOptions
 from router.http.shapes import Shape, timings_of, usage_of
 
 _DONE = b"data: [DONE]\n\n"
-_ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _MARK = "\x00the delta's text\x00"
 """Stands for the text in a chunk of which the rest is to be used again. No name or id contains it."""
 
@@ -76,4 +76,4 @@ class ChunkEvents:
 
 
 def _event(content: dict[str, Any] | None) -> bytes:
-    return b"data: " + _ENCODE(content).encode() + b"\n\n"
+    return b"data: %b\n\n" % pydantic_core.to_json(content, inf_nan_mode="constants")

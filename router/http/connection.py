@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 
 from router.http.body_writer import BodyWriter, offer
 from router.http.errors import error_body
+from router.http.held_head import flush_head, hold_head
 from router.http.limits import ConnectionLimits, LimitLog, WebSockets
 from router.scope import RETRY_AFTER_S
 
@@ -226,10 +227,13 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        hold_head(cycle, self.loop)
         self._body_writer = offer(cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        if self._running is not None:
+            flush_head(self._running)
         super().on_response_complete()
         if self.transport.is_closing():
             self._close_in_time()

@@ -44,6 +44,10 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._written_at = 0.0
+        self._keep_alive_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.rest = b""
+        """What came last, with the generation's end. The caller writes it with the tail: one write for both."""
 
     async def run(self, deltas: Sequence[Delta], keep_alive_s: float) -> None:
         """Begin with `deltas`; if there are none, with a sign of life. Raises what the generation fails with."""
@@ -51,20 +55,21 @@ class EventStream:
         body = b"".join(map(self._shape.delta, deltas))
         if not deltas and not self._generation.is_over:
             body = self._shape.keep_alive
+        if self._generation.is_over:
+            self.rest = head + body
+            self._generation.raise_error()
+            return
         self._write(head + body)
         self._writer.on_resumed(self._generation.tell)
         self._generation.listen(self._deliver)
+        self._keep_alive_s = keep_alive_s
+        self._watch()
         try:
-            while not self._over.done():
-                due = self._written_at + keep_alive_s
-                if self._loop.time() >= due:
-                    self._stay_alive()
-                else:
-                    await asyncio.wait((self._over,), timeout=due - self._loop.time())
+            await self._over
         finally:
             self._generation.listen(None)
-            self._over.cancel()
-        self._over.result()
+            if self._timer is not None:
+                self._timer.cancel()
         self._generation.raise_error()
 
     def _deliver(self) -> None:
@@ -73,17 +78,23 @@ class EventStream:
             return
         try:
             deltas = self._generation.take_waiting()
-            self._write(self._shape.delta(deltas[0]) if len(deltas) == 1 else b"".join(map(self._shape.delta, deltas)))
+            body = self._shape.delta(deltas[0]) if len(deltas) == 1 else b"".join(map(self._shape.delta, deltas))
+            if self._generation.is_over:
+                self.rest = body
+                self._over.set_result(None)
+            else:
+                self._write(body)
         except Exception as error:  # noqa: BLE001  (raised in the task, which is the request's boundary)
             self._over.set_exception(error)
-            return
-        if self._generation.is_over:
-            self._over.set_result(None)
 
-    def _stay_alive(self) -> None:
-        self._written_at = self._loop.time()
-        if not self._writer.is_paused:
-            self._write(self._shape.keep_alive)
+    def _watch(self) -> None:
+        """Show a sign of life if nothing was written for long, and look again when there may have to be one."""
+        now = self._loop.time()
+        if now >= self._written_at + self._keep_alive_s:
+            self._written_at = now
+            if not self._writer.is_paused:
+                self._write(self._shape.keep_alive)
+        self._timer = self._loop.call_at(self._written_at + self._keep_alive_s, self._watch)
 
     def _write(self, body: bytes) -> None:
         if body:

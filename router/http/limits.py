@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
@@ -63,23 +62,41 @@ class Bodies:
         self._held_bytes = 0
         self._log = LimitLog(f"the bodies of requests under way fill --max-buffered-body-bytes={total_bytes}")
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[Callable[[int], None]]:
+    def reading(self) -> Reading:
         """Yields a function to call with the size of each piece; it raises Overloaded. Bytes count until the end."""
-        held = 0
+        return Reading(self)
 
-        def take(num_bytes: int) -> None:
-            nonlocal held
-            if self._held_bytes + num_bytes > self._total_bytes:
-                self._log.bites()
-                raise Overloaded("too many request bodies are being received at once")
-            self._held_bytes += num_bytes
-            held += num_bytes
+    def take(self, num_bytes: int) -> None:
+        """For `Reading`. Raises Overloaded."""
+        if self._held_bytes + num_bytes > self._total_bytes:
+            self._log.bites()
+            raise Overloaded("too many request bodies are being received at once")
+        self._held_bytes += num_bytes
 
-        try:
-            yield take
-        finally:
-            self._held_bytes -= held
+    def give_back(self, num_bytes: int) -> None:
+        """For `Reading`."""
+        self._held_bytes -= num_bytes
+
+
+class Reading:
+    """One body's share of what all bodies may take. As a context manager of its own it costs a third of a
+    generator's."""
+
+    __slots__ = ("_bodies", "_held_bytes")
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._held_bytes = 0
+
+    def __enter__(self) -> Callable[[int], None]:
+        return self._take
+
+    def __exit__(self, *error: object) -> None:
+        self._bodies.give_back(self._held_bytes)
+
+    def _take(self, num_bytes: int) -> None:
+        self._bodies.take(num_bytes)
+        self._held_bytes += num_bytes
 
 
 @dataclass(frozen=True, slots=True)

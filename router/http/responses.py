@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fastapi.responses import Response
@@ -46,7 +45,7 @@ class WholeResponse(Response):
         self._offload = offload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _closed_when_left(scope, receive, self._generation):
+        with _closed_when_left(scope, receive, self._generation):
             try:
                 response = await self._answer(await self._collect())
             except BatonError as error:
@@ -85,7 +84,7 @@ class EventResponse(Response):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _closed_when_left(scope, receive, self._generation):
+        with _closed_when_left(scope, receive, self._generation):
             try:
                 deltas = await self._generation.next(self._keep_alive_s)
             except BatonError as error:
@@ -93,15 +92,16 @@ class EventResponse(Response):
                 return
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             writer = body_writer_of(scope)
+            stream = None if writer is None else EventStream(self._generation, self._shape, writer)
             try:
-                if writer is None:
+                if stream is None:
                     await self._stream(deltas, send)
                 else:
-                    await EventStream(self._generation, self._shape, writer).run(deltas, self._keep_alive_s)
+                    await stream.run(deltas, self._keep_alive_s)
                 tail = self._shape.end()
             except BatonError as error:
                 tail = self._shape.error(body_of(error, scope))
-            await send({"type": "http.response.body", "body": tail})
+            await send({"type": "http.response.body", "body": stream.rest + tail if stream else tail})
 
     async def _stream(self, deltas: list[Delta], send: Send) -> None:
         """In a server that offers no BodyWriter."""
@@ -117,20 +117,25 @@ class EventResponse(Response):
             deltas = await self._generation.next(self._keep_alive_s)
 
 
-@contextlib.asynccontextmanager
-async def _closed_when_left(scope: Scope, receive: Receive, generation: Generation) -> AsyncIterator[None]:
+class _closed_when_left:  # noqa: N801  (reads as what it does, like contextlib's)
     """Within the context, the generation is closed as soon as the client leaves; at its end, in any case."""
-    writer, watch = body_writer_of(scope), None
-    if writer is not None:
-        writer.on_left(generation.close)
-    else:
-        watch = asyncio.create_task(_close_when_left(receive, generation))
-    try:
-        yield
-    finally:
-        if watch is not None:
-            watch.cancel()
-        generation.close()
+
+    def __init__(self, scope: Scope, receive: Receive, generation: Generation) -> None:
+        self._generation = generation
+        self._watch: asyncio.Task[None] | None = None
+        writer = body_writer_of(scope)
+        if writer is not None:
+            writer.on_left(generation.close)
+        else:
+            self._watch = asyncio.create_task(_close_when_left(receive, generation))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._generation.close()
 
 
 async def _close_when_left(receive: Receive, generation: Generation) -> None:

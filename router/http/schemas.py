@@ -156,8 +156,9 @@ class GenerationFields(BaseModel):
     def sampling(self, **translated: int | None) -> dict[str, Any]:
         """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises
         InvalidRequest."""
-        said = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | translated
-        guided = {name: getattr(self, name) for name in GUIDED}
+        given = self.model_fields_set
+        said: dict[str, Any] = {name: getattr(self, name) for name in given & _SAMPLING_FIELDS} | translated
+        guided = {name: getattr(self, name) for name in given & GUIDED.keys()}
         said["structured_outputs"] = structured_output_of(self.response_format, self.structured_outputs, guided)
         if self.use_beam_search:
             said["beam_width"] = (self.n or 1) if self.best_of is None else self.best_of
@@ -183,7 +184,7 @@ class GenerationFields(BaseModel):
         }
 
 
-_SAMPLING_FIELDS = tuple(name for name in NAMES if name in GenerationFields.model_fields)
+_SAMPLING_FIELDS = frozenset(NAMES) & GenerationFields.model_fields.keys()
 
 
 class ChatRequest(GenerationFields, TemplateFields):

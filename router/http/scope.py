@@ -39,7 +39,8 @@ class RequestScope:
             return
         received = time.monotonic()
         given = next((value for name, value in scope["headers"] if name == HEADER), b"").decode("latin-1")
-        request_id, is_named = usable_request_id(given), is_usable_request_id(given)
+        is_named = bool(given) and is_usable_request_id(given)
+        request_id = given if is_named else usable_request_id("")
         state = scope.setdefault("state", {})
         state.update(request_id=request_id, is_named=is_named, received=received, owner=b"", tenant=None)
         names = (HEADER, _ANTHROPIC_HEADER) if in_messages_api(scope["path"]) else (HEADER,)

@@ -41,6 +41,7 @@ class HttpServer(uvicorn.Server):
             log_level=logging.WARNING,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nothing here depends on the client's address or scheme
             timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]  # goes to call_later
             timeout_graceful_shutdown=int(drain_timeout_s) + 1,
         )
@@ -49,16 +50,16 @@ class HttpServer(uvicorn.Server):
         self._gate = Gate(limits, websockets)
         self._tls = tls
 
+    def connection(self) -> Connection:
+        """For a new client."""
+        return Connection(self.config, self.server_state, asyncio.get_running_loop(), self._gate)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-
-        def connection() -> Connection:
-            return Connection(self.config, self.server_state, loop, self._gate)
-
         timeout_s = self._gate.limits.header_timeout_s if self._tls else None  # asyncio takes none without TLS
         self.servers = [
             await loop.create_server(
-                connection,
+                self.connection,
                 sock=listener,
                 backlog=_BACKLOG,
                 ssl=self._tls,

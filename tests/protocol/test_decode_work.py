@@ -91,7 +91,7 @@ def test_a_repeated_reserve_changes_nothing_and_one_of_work_that_is_over_is_refu
 
 def test_a_higher_attempt_ends_those_below(decoding: Decoding) -> None:
     decoding.reserve()
-    decoding.reserve(dataclasses.replace(WORK, attempt=2))
+    decoding.reserve(WORK._replace(attempt=2))
     assert [grant.attempt_id.attempt for grant in decoding.grants] == [1, 2]
     assert refusals(decoding) == [RequestCancelled]
     assert ends(decoding) == [RequestCancelled]

@@ -96,7 +96,7 @@ def test_an_attempt_is_taken_once(prefilling: Prefilling) -> None:
 
 def test_a_higher_attempt_ends_those_below(prefilling: Prefilling) -> None:
     send(prefilling)
-    send(prefilling, dataclasses.replace(WORK, attempt=2))
+    send(prefilling, WORK._replace(attempt=2))
     assert errors(prefilling) == [RequestCancelled]
     assert of(Release, prefilling) == [Release(0, WORK)]
     run(prefilling)
@@ -110,7 +110,7 @@ def test_a_reserve_has_the_priority_of_its_prompt(prefilling: Prefilling) -> Non
 
 @pytest.mark.parametrize(("aborted", "is_taken"), [(0, True), (1, False), (2, False)])
 def test_an_abort_leaves_a_tombstone(prefilling: Prefilling, aborted: int, is_taken: bool) -> None:
-    prefilling.node.core.handle(FromRouter(EPOCH, Abort(dataclasses.replace(WORK, attempt=aborted))), 0.5)
+    prefilling.node.core.handle(FromRouter(EPOCH, Abort(WORK._replace(attempt=aborted))), 0.5)
     send(prefilling)
     assert bool(of(Reserve, prefilling)) is is_taken
     assert prefilling.node.core.idle is not is_taken

@@ -69,7 +69,7 @@ class Nodes:
         await asyncio.Event().wait()
 
     def connect(self, member: Member, changed: Callable[[], None]) -> FakeLink:
-        link = FakeLink(member.address, member.role, 1, self.dispatcher, Models(), changed, Trust())
+        link = FakeLink(member.address, member.role, 1, self.dispatcher, Models(), changed, Trust(), 2.5)
         self.links.append(link)
         return link
 

@@ -1,5 +1,6 @@
 """A generation between its nodes and its reader: started and ended as a whole, read bit by bit."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -107,3 +108,17 @@ async def test_closing_gives_back_what_was_admitted():
     assert admission.num_requests == 0
     with pytest.raises(RequestCancelled):
         await subject.next()
+
+
+async def test_a_reader_waits_no_longer_than_it_wants_to():
+    placing = Placing()
+    subject, _ = generation(placing, part("a"))
+    await subject.start(0.0)
+    async with asyncio.timeout(10):
+        assert await subject.next(0.001) == []
+    reading = asyncio.create_task(subject.next(60.0))
+    await asyncio.sleep(0)
+    placing.sinks["a"](TokensOut(0, (tiny_tokenizer().encode("fox", False)[0],), ()))
+    async with asyncio.timeout(10):
+        (delta,) = await reading
+    assert delta.token_ids

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextvars
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TextIO
 
 from baton.telemetry.json_logs import JsonFormatter, LogFormat, moment
@@ -22,14 +20,17 @@ NO_REQUEST = "-"
 _request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default=NO_REQUEST)
 
 
-@contextmanager
-def request_scope(request_id: str) -> Iterator[None]:
+class request_scope:  # noqa: N801  (a function to its callers, which `contextmanager` makes three times as slow)
     """Lines logged inside, including by tasks started inside, carry `request_id`."""
-    token = _request_id.set(request_id)
-    try:
-        yield
-    finally:
-        _request_id.reset(token)
+
+    def __init__(self, request_id: str) -> None:
+        self._wanted = request_id
+
+    def __enter__(self) -> None:
+        self._token = _request_id.set(self._wanted)
+
+    def __exit__(self, *error: object) -> None:
+        _request_id.reset(self._token)
 
 
 def rename_request(request_id: str) -> None:

@@ -114,6 +114,7 @@ class RouterMetrics:
             "Time to first token of requests with one attempt, divided by what placement expected.",
             _RATIO,
         )
+        self._ended: dict[tuple[str, ...], tuple[Counter, Histogram]] = {}
         self.ends = counter("request_ends", "Requests ended, by outcome.", "outcome", "reason")
         self.attempts = counter("request_attempts", "Attempts beyond a request's first, by cause.", "reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that started.")
@@ -151,8 +152,12 @@ class RouterMetrics:
             self._num_migrations[outcome] = total
 
     def ended(self, model: str, total_s: float, error: BatonError | None, finish_reason: str = "") -> None:
-        self.ends.labels(model, *outcome_labels(error, finish_reason)).inc()
-        self.request_s.labels(model).observe(total_s)
+        labels = (model, *outcome_labels(error, finish_reason))
+        if labels not in self._ended:  # `labels` of prometheus_client takes longer than counting
+            self._ended[labels] = self.ends.labels(*labels), self.request_s.labels(model)
+        count, request_s = self._ended[labels]
+        count.inc()
+        request_s.observe(total_s)
 
 
 class NodeMetrics:

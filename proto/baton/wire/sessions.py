@@ -151,7 +151,7 @@ def read_node_message(wire: node_pb2.NodeMessage, limits: Limits = ANY) -> NodeT
     """Raises InvalidRequest for a message that is empty, of a newer kind, or malformed. `limits`: those of the node."""
     match wire.WhichOneof("kind"):
         case "updates":
-            return tuple(read_update(update, limits) for update in wire.updates.updates)
+            return tuple([read_update(update, limits) for update in wire.updates.updates])
         case "load":
             load = wire.load
             blocks = load.num_blocks_free, load.num_blocks_total
@@ -253,8 +253,9 @@ def _read_kind(wire: node_pb2.Update, limits: Limits) -> UpdateKind:
             return Started(wire.started.num_cached_tokens, values.read_seconds(wire.started.queue_s, "queue_s"))
         case "handed_off":
             said = wire.handed_off
-            times = {name: values.read_seconds(getattr(said, name), name) for name in _HANDED_OFF_S}
-            return HandedOff(**times, prompt=read_prompt_times(said.prompt) if said.HasField("prompt") else None)
+            times = [values.read_seconds(getattr(said, name), name) for name in _HANDED_OFF_S]
+            prompt = read_prompt_times(said.prompt) if said.HasField("prompt") else None
+            return HandedOff(times[0], times[1], times[2], prompt)
         case "adopted":
             return _read_adopted(wire.adopted)
         case "stayed":

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from baton.block_hash import HASH_BYTES, BlockHash
@@ -130,7 +130,7 @@ def read_seconds(value: float, param: str, most: float = MAX_SECONDS) -> float:
     """A duration, capped to `most`. Raises InvalidRequest if it is negative, infinite or NaN."""
     if not 0.0 <= value < math.inf:
         raise InvalidRequest(f"{param} must be 0 or more seconds, not {value}", param)
-    return min(value, most)
+    return value if value <= most else most
 
 
 def read_rate(value: float, param: str) -> float:
@@ -212,16 +212,10 @@ def read_indexes(wire: Sequence[int]) -> tuple[int, ...]:
 
 
 def write_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
-    given = {name: getattr(params, name) for name in NAMES}
-    structured = params.structured_outputs
-    others = {
-        "stop_token_ids": sorted(params.stop_token_ids),
-        "structured_outputs": structured and write_structured(structured),
-        "allowed_token_ids": sorted(params.allowed_token_ids),
-        "bad_words_token_ids": [pack_tokens(word, "bad_words") for word in params.bad_words_token_ids],
-        "logits_processors": write_processors(params.logits_processors),
-    }
-    return common_pb2.SamplingParams(**{**given, **others})
+    given: dict[str, Any] = {name: value for name in NAMES if (value := getattr(params, name)) or name in _EXPLICIT}
+    for name in given.keys() & _SAMPLING_WRITERS.keys():
+        given[name] = _SAMPLING_WRITERS[name](given[name])
+    return common_pb2.SamplingParams(**given)
 
 
 def read_sampling(wire: common_pb2.SamplingParams, limits: Limits = ANY) -> SamplingParams:
@@ -284,6 +278,21 @@ def _read_bad_words(wire: Sequence[bytes], limits: Limits) -> tuple[tuple[int, .
         raise InvalidRequest(text, "bad_words")
     known = dataclasses.replace(limits, max_model_len=MAX_BAD_WORD_TOKENS)
     return tuple(read_tokens(word, known, "bad_words") for word in wire)
+
+
+def _write_bad_words(words: Iterable[Sequence[int]]) -> list[bytes]:
+    return [pack_tokens(word, "bad_words") for word in words]
+
+
+_EXPLICIT = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields if field.has_presence}
+"""To be said although it is 0. Of the others, protobuf does not send what is 0, false or empty."""
+_SAMPLING_WRITERS: dict[str, Callable[[Any], Any]] = {
+    "stop_token_ids": sorted,
+    "structured_outputs": lambda structured: structured and write_structured(structured),
+    "allowed_token_ids": sorted,
+    "bad_words_token_ids": _write_bad_words,
+    "logits_processors": write_processors,
+}
 
 
 def write_finish_reason(reason: FinishReason) -> node_pb2.FinishReason:

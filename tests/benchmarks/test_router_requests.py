@@ -1,0 +1,31 @@
+"""What one request costs the router in function calls, which no busy machine changes."""
+
+import sys
+
+from benchmarks.router_requests import Router
+from benchmarks.stream_clients import Answer, chat_request
+
+CALLS_PER_REQUEST = 1900
+"""Of Python and C functions, with some 330 of the benchmark's nodes; 1,738 when this was written."""
+NUM_REQUESTS = 10
+
+
+async def test_a_request_takes_few_calls():
+    router = Router(2)
+    request = chat_request("Tell me a story.", 2, "")
+    for _ in range(3):
+        await router.ask(request)
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for _ in range(NUM_REQUESTS):
+            answer = await router.ask(request)
+    finally:
+        sys.setprofile(None)
+    Answer(0.0, 0.0, answer).check(router.tokenizer.decode(router.tokens))
+    assert num_calls / NUM_REQUESTS <= CALLS_PER_REQUEST, num_calls / NUM_REQUESTS
