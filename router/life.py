@@ -323,6 +323,7 @@ class RequestLife:
             decode=decode,
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,
+            age_s=now - self.arrived,
         )
 
     @property
