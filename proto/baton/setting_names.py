@@ -70,6 +70,7 @@ ALL_NAMES = frozenset(
         "max_stored_response_bytes",
         "max_stored_responses",
         "max_waiting",
+        "max_waiting_tokens",
         "metrics_port",
         "migrate_above",
         "model",
