@@ -13,7 +13,7 @@ from baton.layout import num_blocks_for
 from baton.messages import Load, NodeInfo, NodeRole
 from router.circuit_breakers import CircuitBreakers, Pair
 from router.policies import Candidate, Option, Options, Policy
-from router.policies.cost import cost, min_prefill_s
+from router.policies.cost import Prices
 from router.policies.least_loaded import LeastLoaded
 from router.rates import Mean, PrefillTime
 from router.versions import ModelVersion, difference, shares, version_of
@@ -135,7 +135,7 @@ class Placement:
     prefill: Node
     decode: Node | None
     option: Option
-    least_s: float = 0.0  # `min_prefill_s` of the options
+    prices: Prices
     has_room: bool = True
 
     def num_blocks(self, num_tokens: int, n: int) -> int:
@@ -166,7 +166,7 @@ class Placement:
         """For logs: the nodes, and what the policy knew of them; times in milliseconds."""
         first, last = self.option.prefill, self.option.decode or self.option.prefill
         return (
-            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * cost(self.option, self.least_s):.1f} "
+            f"prefill={first.node_id} decode={last.node_id} cost_ms={1e3 * self.prices.option(self.option):.1f} "
             f"queue_ms={1e3 * first.queue_s:.1f} prefill_ms={1e3 * first.prefill_s:.1f} "
             f"handoff_ms={1e3 * last.handoff_s if self.decode else 0:.1f} cached={first.num_cached} "
             f"decode_cached={last.num_cached} running={last.num_running} fill={last.fill:.2f}"
@@ -292,7 +292,7 @@ class Pool:
         option = self._policy.choose(options, self._draw)
         prefill, decode = option
         nodes = self._node_of(prefill), self._node_of(decode) if decode else None
-        return Placement(*nodes, option, min_prefill_s(options), has_room=bool(roomy) or not paired)
+        return Placement(*nodes, option, Prices.of(options), has_room=bool(roomy) or not paired)
 
     def _with_room(
         self, prefills: list[Node], decodes: list[Node], now: float, num_tokens: int, held: Mapping[str, int], n: int
@@ -343,7 +343,7 @@ class Pool:
         alone = second if not paired else []
         if paired and self._policy.uses_decode_alone:
             alone = [candidate for candidate in second if candidate.bounds_gaps]
-        return Options(first, second if paired else [], fits, alone, self._num_placed)
+        return Options(first, second if paired else [], fits, alone, self._num_placed, num_tokens)
 
     def _node_of(self, candidate: Candidate) -> Node:
         return self._nodes[candidate.incarnation]

@@ -55,13 +55,14 @@ class Option(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Options:
     """The pairs that work together are those that `fits` is true of; `alone`: decode nodes that may do all themselves.
-    There is at least one option. `turn` counts placements."""
+    There is at least one option. `turn` counts placements; `num_tokens`: of the prompt."""
 
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
     fits: Callable[[Candidate, Candidate], bool]
     alone: Sequence[Candidate] = ()
     turn: int = 0
+    num_tokens: int = 0
 
     def pairs(
         self, prefills: Iterable[Candidate] | None = None, decodes: Sequence[Candidate] | None = None

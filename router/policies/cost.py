@@ -11,6 +11,7 @@ others, as Preble has it (Srivatsa et al. 2024, arXiv 2407.00023).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 from router.policies.base import Candidate, Option, Options, Policy
@@ -46,12 +47,12 @@ class Cost(Policy):
     uses_decode_alone = True
 
     def choose(self, options: Options, draw: Random) -> Option:
-        least_s = min_prefill_s(options)
-        prefills = _least(options.prefills, lambda node: prefill_cost(node, least_s))
+        price = Prices.of(options)
+        prefills = _least(options.prefills, price.prefill)
         decodes = _least(options.decodes, decode_cost)
         best = list(options.pairs(prefills, decodes)) or list(options.pairs())
         best += [Option(node, None) for node in _least(options.alone, alone_cost)]
-        ranked = sorted([(cost(option, least_s), _names(option), i) for i, option in enumerate(best)])[:2]
+        ranked = sorted([(price.option(option), _names(option), i) for i, option in enumerate(best)])[:2]
         near = [best[last] for least, _, last in ranked if least <= (1 + NEAR) * ranked[0][0]]
         return draw.choice(near)
 
@@ -68,20 +69,27 @@ def _names(option: Option) -> list[str]:
     return [node.node_id for node in option if node]
 
 
-def min_prefill_s(options: Options) -> float:
-    """What the prompt takes on the prefill node that would be done with it soonest, did it not have to wait."""
-    return min((node.prefill_s for node in options.prefills), default=0.0)
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What options cost, in seconds, for a prompt of `num_tokens`, of which a prefill node has `most_cached`."""
 
+    num_tokens: int
+    most_cached: int
 
-def cost(option: Option, least_s: float) -> float:
-    """In seconds. `least_s`: that `min_prefill_s`."""
-    prefill, decode = option
-    return prefill_cost(prefill, least_s) + decode_cost(decode) if decode is not None else alone_cost(prefill)
+    @classmethod
+    def of(cls, options: Options) -> Prices:
+        return cls(options.num_tokens, max((node.num_cached for node in options.prefills), default=0))
 
+    def option(self, option: Option) -> float:
+        prefill, decode = option
+        return self.prefill(prefill) + decode_cost(decode) if decode is not None else alone_cost(prefill)
 
-def prefill_cost(node: Candidate, least_s: float) -> float:
-    """What a pair's prefill node adds."""
-    return node.queue_s + node.prefill_s + REPEATED * (node.prefill_s - least_s)
+    def prefill(self, node: Candidate) -> float:
+        """What a pair's prefill node adds."""
+        num_uncached = self.num_tokens - node.num_cached
+        num_repeated = self.most_cached - node.num_cached
+        repeated_s = node.prefill_s * num_repeated / num_uncached if num_uncached > 0 else 0.0
+        return node.queue_s + node.prefill_s + REPEATED * repeated_s
 
 
 def alone_cost(node: Candidate) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.plugins import UnknownPlugin
 from router.policies import POLICIES, Candidate, Option, Options, find_policy
-from router.policies.cost import NEAR, cost, min_prefill_s
+from router.policies.cost import NEAR, Prices
 
 SECONDS = st.floats(0.0, 10.0).map(lambda value: round(value, 3))
 VALUES = st.fixed_dictionaries(
@@ -43,7 +43,7 @@ def some_options(draw: st.DrawFn) -> Options:
     }
     alone = [node for node in decodes if node.bounds_gaps] if pairs else decodes
     fits = lambda p, d: (p.node_id, d.node_id) in pairs  # noqa: E731
-    return Options(prefills, decodes, fits, alone, draw(st.integers(0, 100)))
+    return Options(prefills, decodes, fits, alone, draw(st.integers(0, 100)), draw(st.integers(64, 4096)))
 
 
 def names(option: Option) -> tuple[str | None, ...]:
@@ -70,19 +70,20 @@ def test_the_order_of_the_nodes_does_not_matter(name: str, options: Options, dat
     prefills, decodes, alone = (
         data.draw(st.permutations(list(kind))) for kind in (options.prefills, options.decodes, options.alone)
     )
-    shuffled = Options(prefills, decodes, options.fits, alone, options.turn)
+    shuffled = Options(prefills, decodes, options.fits, alone, options.turn, options.num_tokens)
     assert choose(name, shuffled) == choose(name, options)
 
 
 @given(some_options(), st.integers(0, 5))
 def test_no_option_is_much_cheaper_than_the_one_chosen_by_cost(options: Options, seed: int) -> None:
     chosen = choose("cost", options, seed)
-    least_s = min_prefill_s(options)
-    assert cost(chosen, least_s) <= (1 + NEAR) * min(cost(option, least_s) for option in options) + 1e-12
+    cost = Prices.of(options).option
+    assert cost(chosen) <= (1 + NEAR) * min(cost(option) for option in options) + 1e-12
 
 
 @given(some_options(), SECONDS, st.integers(0, 50))
 def test_more_work_never_makes_a_node_cheaper(options: Options, seconds: float, number: int) -> None:
+    cost = Prices.of(options).option
     for option in options:
         first = option.prefill
         later = (
@@ -90,10 +91,10 @@ def test_more_work_never_makes_a_node_cheaper(options: Options, seconds: float, 
             first._replace(prefill_s=first.prefill_s + seconds),
             first._replace(num_running=first.num_running + number),
         )
-        assert all(cost(option._replace(prefill=each), 0.0) >= cost(option, 0.0) for each in later)
+        assert all(cost(option._replace(prefill=each)) >= cost(option) for each in later)
         if last := option.decode:
             fuller = last._replace(fill=last.fill + seconds, handoff_s=last.handoff_s + seconds)
-            assert cost(option._replace(decode=fuller), 0.0) >= cost(option, 0.0)
+            assert cost(option._replace(decode=fuller)) >= cost(option)
 
 
 P = Candidate("p", "p", prefill_s=0.1)
@@ -116,9 +117,9 @@ def test_cost_uses_a_decode_node_alone_where_that_is_cheaper(prefill, decode, ex
 
 
 def test_cost_waits_for_a_node_that_has_the_prompt_as_long_again_as_others_save() -> None:
-    holder, idle = Candidate("p0", "p0", prefill_s=0.02), Candidate("p1", "p1", prefill_s=0.12)
+    holder, idle = Candidate("p0", "p0", num_cached=1000, prefill_s=0.02), Candidate("p1", "p1", prefill_s=0.12)
     for queue_s, expected in ((0.15, "p0"), (0.25, "p1")):
-        options = Options([holder._replace(queue_s=queue_s), idle], [D], lambda p, d: True)
+        options = Options([holder._replace(queue_s=queue_s), idle], [D], lambda p, d: True, num_tokens=1200)
         assert names(choose("cost", options)) == (expected, "d")
 
 
