@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.messages import Adopted, Commit, Reserve
+from baton.priority import due_s
 from engine.beams import BeamGroup
 from engine.logits_processor import LogitsProcessorChain
 from kv_transfer.copies import Mark
@@ -30,11 +31,17 @@ class LeaseState(enum.Enum):
 
 @dataclass(slots=True)
 class Waiting:
-    """A Reserve in the queue."""
+    """A Reserve in the queue. `since_s`: when its request came to the router, by this node's clock."""
 
     reserve: Reserve
     peer: str
     deadline: float
+    since_s: float
+
+    @property
+    def due_s(self) -> float:
+        """Where it stands in the queue."""
+        return due_s(self.reserve.priority, self.since_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ class Extras:
 class Lease:
     """Room for one request's KV. `table` holds the prefix found here, the blocks to fill, and the one that the first
     step writes to; `spares` those of further samples. The lease owns them until adoption or its end. `parts`: what the
-    prefill node sends; `marks`: each rank's earlier work, some of which may still use these blocks."""
+    prefill node sends; `marks`: each rank's earlier work, some of which may still use these blocks. `since_s`: see
+    Waiting."""
 
     serial: int
     reserve: Reserve
@@ -62,6 +70,7 @@ class Lease:
     parts: tuple[Piece, ...]
     marks: list[Mark]
     block_size: int
+    since_s: float = 0.0
     state: LeaseState = LeaseState.GRANTED
     credits: int = 0
     arrived: set[int] = field(default_factory=set)

@@ -79,6 +79,7 @@ class Migration(KvSending):
             deadline_s=self.deadline - now,
             max_total_tokens=most,
             priority=sequence.priority,
+            age_s=now - sequence.arrived_s + sequence.age_s,
             move=self.move,
             num_spare_tokens=num_tokens - num_computed,
         )

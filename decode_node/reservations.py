@@ -23,10 +23,10 @@ from baton.errors import (
 )
 from baton.layout import KvLayout, num_blocks_for
 from baton.messages import AttemptId, Commit, CommitReply, Credit, End, Grant, Landed, Refuse, Release, Reserve
+from baton.waiting_queue import WaitingQueue
 from decode_node.leases import Extras, Lease, LeaseState, Waiting
 from engine.engine import Engine
 from engine.holdings import Holding
-from engine.waiting_queue import WaitingQueue
 from kv_transfer.parts import PartPlanner
 from kv_transfer.ranks import ReceiverRanks
 from kv_transfer.receiver import PartLanded
@@ -134,16 +134,17 @@ class Reservations:
         if not 1 <= reserve.layer_groups <= self._receiver.layout.num_layers:
             raise InvalidRequest(f"{reserve.layer_groups} groups of layers", "layer_groups")
         deadline = now + min(reserve.deadline_s, self._max_deadline_s)
-        self._queue.add(reserve.attempt_id, reserve.priority)
-        self._waiting[reserve.attempt_id] = Waiting(reserve, peer, deadline)
+        waiting = Waiting(reserve, peer, deadline, now - reserve.age_s)
+        self._queue.add(reserve.attempt_id, waiting.due_s)
+        self._waiting[reserve.attempt_id] = waiting
         self._deadlines.set(reserve.attempt_id, deadline)
 
     def grant_waiting(self, now: float) -> None:
-        """Grant Reserves in order of priority and arrival, after all preempted requests that come before them, being
-        older or of a lower priority value. Then share out slots."""
+        """Grant Reserves in the order in which they are due, after all preempted requests that come before them. Then
+        share out slots."""
         while self._queue:
             first = self._waiting[next(iter(self._queue))]
-            if self._engine.has_preempted(first.reserve.priority) or not self._grant(first, now):
+            if self._engine.has_preempted(first.due_s) or not self._grant(first, now):
                 break
             self._queue.remove(first.reserve.attempt_id)
             del self._waiting[first.reserve.attempt_id]
@@ -166,7 +167,7 @@ class Reservations:
     def _room(self, waiting: Waiting) -> list[int] | None:
         """The prefix blocks that are cached here, if the rest fits. None: there is no room."""
         engine, reserve = self._engine, waiting.reserve
-        before = engine.num_waiting_up_to(reserve.priority)
+        before = engine.num_waiting_up_to(waiting.due_s)
         seqs = engine.num_running + before + engine.num_reserved_seqs + reserve.num_samples
         if seqs > engine.config.max_num_seqs:
             return None
@@ -193,6 +194,7 @@ class Reservations:
             peer=waiting.peer,
             deadline=waiting.deadline,
             granted=now,
+            since_s=waiting.since_s,
             table=taken[:cut],
             spares=taken[cut:],
             num_held=len(held),

@@ -120,6 +120,7 @@ class RunningRequests:
             sampling=commit.sampling if beams is None else BeamGroup.sampling_of(commit.sampling),
             cache_salt=commit.cache_salt,
             arrived_s=now,
+            age_s=now - lease.since_s,
             priority=lease.reserve.priority,
             block_table=lease.table,
             num_computed_tokens=num_tokens,

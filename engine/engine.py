@@ -161,14 +161,14 @@ class Engine:
                 computed |= dict.fromkeys((c.sequence for c in launched.chunks if c.samples_token), num_layers)
         return computed
 
-    def has_preempted(self, priority: int) -> bool:
-        """Whether a preempted sequence with this priority or a lower value waits for blocks; new requests of the
-        priority should be promised none meanwhile."""
-        return self._scheduler.num_preempted_up_to(priority) > 0
+    def has_preempted(self, due_s: float) -> bool:
+        """Whether a preempted sequence that is due at that time or earlier waits for blocks; requests due then should
+        be promised none meanwhile."""
+        return self._scheduler.num_preempted_up_to(due_s) > 0
 
-    def num_waiting_up_to(self, priority: int) -> int:
-        """Waiting sequences with this priority or a lower value."""
-        return self._scheduler.num_waiting_up_to(priority)
+    def num_waiting_up_to(self, due_s: float) -> int:
+        """Waiting sequences that are due at that time or earlier."""
+        return self._scheduler.num_waiting_up_to(due_s)
 
     # ---- in ----
 

@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterator
 
 from baton.layout import num_blocks_for
+from baton.waiting_queue import Rank, WaitingQueue
 from engine.sequence import Sequence
-from engine.waiting_queue import Rank, WaitingQueue
 
 KNOWN_S = 600.0
 """How long a lane without sequences still counts after its last arrival, so that its share is free for the next one."""
@@ -23,9 +23,9 @@ Lane = Hashable
 
 
 class Lanes:
-    """The sequences that have not run yet, in order of priority and arrival, and the blocks that each lane holds. Every
-    call costs at most O(lanes), what `WaitingQueue` costs, and for `first` the sequences that it skips; `None` is the
-    lane of sequences that wait for no other node."""
+    """The sequences that have not run yet, in the order in which they are due, and the blocks that each lane holds.
+    Every call costs at most O(lanes), what `WaitingQueue` costs, and for `first` the sequences that it skips; `None` is
+    the lane of sequences that wait for no other node."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
@@ -47,8 +47,8 @@ class Lanes:
         return itertools.chain.from_iterable(self._queues.values())
 
     def add(self, seq: Sequence) -> None:
-        """Queue it behind all others of its priority."""
-        self._queues.setdefault(seq.lane, WaitingQueue(self._serials)).add(seq, seq.priority)
+        """Queue it behind all that are due no later."""
+        self._queues.setdefault(seq.lane, WaitingQueue(self._serials)).add(seq, seq.due_s)
         self._num_waiting += 1
         self.num_waiting_tokens += seq.num_tokens
         if seq.lane is not None:
@@ -66,7 +66,7 @@ class Lanes:
                 del self._queues[seq.lane]
 
     def first(self, without: Container[Sequence] = ()) -> Sequence | None:
-        """The next sequence to admit: by priority and arrival, among the first of each lane that has room for it,
+        """The next sequence to admit: the one due first among the first of each lane that has room for it,
         without those in `without`, which are skipped. None: there is none."""
         heads = list[tuple[Rank, Sequence]]()
         for queue in self._queues.values():
@@ -75,9 +75,9 @@ class Lanes:
                 heads.append((queue.rank_of(head), head))
         return min(heads)[1] if heads else None
 
-    def num_up_to(self, priority: int) -> int:
-        """How many wait with this priority or a lower value."""
-        return sum(queue.num_up_to(priority) for queue in self._queues.values())
+    def num_up_to(self, due_s: float) -> int:
+        """How many wait that are due at that time or earlier."""
+        return sum(queue.num_up_to(due_s) for queue in self._queues.values())
 
     def hold(self, seq: Sequence) -> None:
         """Count its blocks against its lane's share: it is admitted, and has blocks for all of its tokens."""

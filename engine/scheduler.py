@@ -4,7 +4,7 @@ Each sequence has `num_launched_tokens`, which catches up with its tokens. A dec
 token is left (vLLM's v1 scheduler made this the one rule), followed by the sequence's draft tokens, if any. If the
 sequence runs ahead, a token that a launched step is sampling already counts. Every step includes all sequences that
 generate and have a token to compute. Besides them it has prompt chunks, of running sequences first and then of waiting
-ones, in order of priority and then of arrival, within a budget of tokens. Only prompts use the budget: otherwise a
+ones, in the order in which they are due, within a budget of tokens. Only prompts use the budget: otherwise a
 prompt as long as the budget would take one more step whenever another sequence generates.
 """
 
@@ -44,15 +44,14 @@ class Scheduler:
     - A waiting sequence is admitted when its lane has room and blocks for all of its tokens after the prefix hit can be
       allocated. If there are too few blocks, all sequences behind it wait too, so that none starves; if its lane has
       used up its share, only that lane waits.
-    - Priorities are strict, as in vLLM: one with a lower value is admitted first, however long another has waited.
+    - The sequence that is due first is admitted first: priorities count as waiting time (`baton.priority`).
     - The prompts of a step share a `PromptBudget`, of tokens and, with a target for the time between tokens, of time.
     - A sequence waits if the block after its prefix hit is being loaded, until that block is a hit or the load has
       failed. It holds no blocks meanwhile, and other sequences go ahead of it.
     - Likewise, a sequence waits while its matcher is being compiled.
-    - Only generating sequences need more blocks. If there are none, the youngest running sequence with the highest
-      priority value is preempted: it gives back all of its blocks and is computed again later, before any sequence of
-      its priority that has not run yet. Sequences to hand off are never preempted: a prefill node has promised their
-      blocks to a transfer.
+    - Only generating sequences need more blocks. If there are none, the running sequence that is due last is
+      preempted: it gives back all of its blocks and is computed again later, in its turn. Sequences to hand off are
+      never preempted: a prefill node has promised their blocks to a transfer.
     - Beams of a group are preempted together: alone, the others would hold their blocks and wait. A group of which only
       some have come back gives way to what is before it in the queue.
     """
@@ -64,7 +63,7 @@ class Scheduler:
         self._blocks = blocks
         self._running: dict[Sequence, None] = {}
         self._lanes = Lanes(blocks.num_total, config.block_size)  # the waiting sequences that have not run yet
-        self._preempted: list[Sequence] = []  # in order of rank; admitted before those of their priority in the lanes
+        self._preempted: list[Sequence] = []  # in order of rank; of those due at once, before those in the lanes
         # Of both: sequences that wait for a load -> the block's hash; for their matchers -> None.
         self._awaited: dict[Sequence, BlockHash | None] = {}
 
@@ -87,13 +86,13 @@ class Scheduler:
         scheduled."""
         return len(self._awaited)
 
-    def num_preempted_up_to(self, priority: int) -> int:
-        """Preempted sequences with this priority or a lower value."""
-        return bisect.bisect(self._preempted, priority, key=_priority)
+    def num_preempted_up_to(self, due_s: float) -> int:
+        """Preempted sequences that are due at that time or earlier."""
+        return bisect.bisect(self._preempted, due_s, key=_due_s)
 
-    def num_waiting_up_to(self, priority: int) -> int:
-        """Waiting sequences with this priority or a lower value, preempted ones included."""
-        return self._lanes.num_up_to(priority) + self.num_preempted_up_to(priority)
+    def num_waiting_up_to(self, due_s: float) -> int:
+        """Waiting sequences that are due at that time or earlier, preempted ones included."""
+        return self._lanes.num_up_to(due_s) + self.num_preempted_up_to(due_s)
 
     @property
     def num_free_seqs(self) -> int:
@@ -109,7 +108,7 @@ class Scheduler:
         self.num_reserved_seqs -= n
 
     def add(self, seq: Sequence) -> None:
-        """Queue it behind all others of its priority."""
+        """Queue it behind all that are due no later."""
         self._lanes.add(seq)
 
     def add_running(self, seq: Sequence) -> None:
@@ -118,8 +117,8 @@ class Scheduler:
         self._running[seq] = None
 
     def requeue(self, seq: Sequence) -> None:
-        """Queue it before those of its priority that have not run yet, in order of arrival; its KV, if it had any, is
-        gone."""
+        """Queue it where it is due, before one that is due at the same time and has not run yet; its KV, if it had
+        any, is gone."""
         seq.rewind(0)
         seq.num_preemptions += 1
         bisect.insort(self._preempted, seq, key=_rank)
@@ -273,7 +272,7 @@ class Scheduler:
         fresh = self._lanes.first(without=self._awaited)
         if preempted is None or fresh is None:
             return preempted or fresh
-        return preempted if preempted.priority <= fresh.priority else fresh
+        return preempted if preempted.due_s <= fresh.due_s else fresh
 
     def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
         """Its blocks in the prefix cache, and the hash of the next block if that is being loaded."""
@@ -339,7 +338,7 @@ class Scheduler:
         assert self.num_waiting_tokens == sum(seq.num_tokens for seq in self._lanes), "waiting tokens are miscounted"
 
 
-def _rank(seq: Sequence) -> tuple[int, float, int]:
+def _rank(seq: Sequence) -> tuple[float, int]:
     return seq.rank
 
 
@@ -350,5 +349,5 @@ def _is_stalled(seq: Sequence) -> bool:
     return any(member.state is SequenceState.WAITING for member in seq.beams.members)
 
 
-def _priority(seq: Sequence) -> int:
-    return seq.priority
+def _due_s(seq: Sequence) -> float:
+    return seq.due_s

@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.block_hash import BlockHash, next_hash, root_hash
 from baton.messages import AttemptId
+from baton.priority import due_s
 from baton.sampling import SamplingParams
 from engine.beams import BeamGroup
 from engine.logits_processor import LogitsProcessorChain
@@ -50,8 +51,8 @@ class Sequence:
     `tokens` is prompt + output, or the prompt alone if not given; only the engine appends to it. `samples` are the
     indexes of the request's answers that it stands for: several share one prefill, and fork at the first token.
     `hand_off`: park after the prompt, with its blocks held, instead of generating. `priority`: a lower one is admitted
-    earlier and preempted later. `arrived_s` orders preemption among equals: the youngest goes first. `lane`: what it
-    may have to wait for while it holds its blocks, see `engine.lanes`.
+    earlier and preempted later, see `baton.priority`. `arrived_s`: when it came to this node; it had waited elsewhere
+    for `age_s` by then. `lane`: what it may have to wait for while it holds its blocks, see `engine.lanes`.
     `runs_ahead`: its next step may be launched before the host knows the tokens of the last one. False if the host
     takes part in what the next step computes, by draft tokens or by masks for the logits. `extensions`: what its steps
     carry besides tokens, by name, see `engine.model.extensions`. `matcher`: what its output must match; it has accepted
@@ -69,6 +70,7 @@ class Sequence:
     hand_off: bool = False
     cache_salt: str = ""
     arrived_s: float = 0.0
+    age_s: float = 0.0
     priority: int = 0
     lane: Hashable = None
     runs_ahead: bool = True
@@ -111,9 +113,14 @@ class Sequence:
         return tuple(self.tokens[len(self.prompt_tokens) :])
 
     @property
-    def rank(self) -> tuple[int, float, int]:
+    def due_s(self) -> float:
+        """Where it stands in a queue."""
+        return due_s(self.priority, self.arrived_s - self.age_s)
+
+    @property
+    def rank(self) -> tuple[float, int]:
         """Orders sequences that compete for blocks: the highest gives way first. Beams of a group are neighbours."""
-        return self.priority, self.arrived_s, self.beams.serial if self.beams else 0
+        return self.due_s, self.beams.serial if self.beams else 0
 
     @property
     def generates(self) -> bool:
@@ -204,6 +211,7 @@ class Sequence:
             tokens=[*self.prompt_tokens, *output_tokens],
             cache_salt=self.cache_salt,
             arrived_s=self.arrived_s,
+            age_s=self.age_s,
             priority=self.priority,
             runs_ahead=self.runs_ahead,
             extensions=self.extensions,

@@ -40,6 +40,7 @@ def make_sequence(
         hand_off=hand_off,
         cache_salt=prefill.cache_salt,
         arrived_s=now,
+        age_s=prefill.age_s,
         priority=prefill.priority,
         matcher=matcher,
         num_prompt_logprobs=prefill.sampling.num_prompt_logprobs,

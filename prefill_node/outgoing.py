@@ -82,6 +82,7 @@ class Outgoing(KvSenderCore[Handoff]):
             grouped_from_block=handoff.grouped_from_block,
             layer_groups=handoff.layer_groups,
             priority=prefill.priority,
+            age_s=prefill.age_s + now - handoff.received,
         )
         self._reserve(handoff, reserve)
 

@@ -28,6 +28,13 @@ def retry_after_s(error: BatonError) -> int:
     return error.retry_after_s if isinstance(error, Full) else RETRY_AFTER_S
 
 
+def retry_after(missing_share: float, held_s: float) -> int:
+    """When there may be room, in whole seconds, by Little's law: so much of what is there has to leave first, and stays
+    for so long on average."""
+    wait_s = math.ceil(min(missing_share, 1.0) * held_s)
+    return min(max(wait_s, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
+
+
 class Admission:
     """Counts everything that is admitted and keeps each count below its limit; a limit of 0 means no limit.
 
@@ -82,8 +89,7 @@ class Admission:
 
     def _refuse(self, message: str, missing_share: float) -> None:
         """`missing_share`: how much of what is in flight has to end first."""
-        wait_s = math.ceil(min(missing_share, 1.0) * self._held_s.value)
-        error = Full(message, min(max(wait_s, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S))
+        error = Full(message, retry_after(missing_share, self._held_s.value))
         self._on_refused(error)
         raise error
 

@@ -16,24 +16,24 @@ from router.pending_blocks import PendingBlocks
 from router.placement import Placement, Pool
 from router.prefix_index import PrefixIndex
 from router.versions import ModelVersion, VersionGone
-from router.waiting import WaitingForNode
+from router.waiting import WaitingRoom
 
 log = logging.getLogger(__name__)
 
 
 class Attempts:
     """Uses the pool's nodes, and tells them through `outbox`; `index` says what they hold. Keeps up to date
-    `RequestLife.attempts` and `unplaced`, and of these lives what of their timings is about nodes. `max_waiting`: how
-    many may wait for a node."""
+    `RequestLife.attempts` and `unplaced`, and of these lives what of their timings is about nodes. `waiting`: those
+    that have no node yet."""
 
-    def __init__(self, epoch: int, pool: Pool, index: PrefixIndex, outbox: Outbox, max_waiting: int) -> None:
+    def __init__(self, epoch: int, pool: Pool, index: PrefixIndex, outbox: Outbox, waiting: WaitingRoom) -> None:
         self._epoch = epoch
         self._index = index
         self._pending = PendingBlocks()
         self._pool = pool
         self._outbox = outbox
         self._live: dict[AttemptId, tuple[RequestLife, Attempt]] = {}
-        self._waiting = WaitingForNode(max_waiting)
+        self._waiting = waiting
         self.num_placements: Counter[str] = Counter({"pair": 0, "decode_alone": 0, "waited": 0})
 
     def find(self, attempt_id: AttemptId, incarnation: str) -> tuple[RequestLife, Attempt] | None:
@@ -67,36 +67,48 @@ class Attempts:
         held = dict(self._pending.held(request.block_hashes))
         for incarnation, number in self._index.held(request.block_hashes).items():
             held[incarnation] = max(number, held.get(incarnation, 0))
-        placement = self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version)
+        n = len(life.samples)
+        placement = self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version, n)
         if placement is None and life.version and (heirs := self._pool.heirs(life.version)):
             life.version = _heir(life, life.version, heirs)
-            return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version)
+            return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version, n)
         return placement
 
     def place_or_wait(self, task: Unplaced, placement: Placement | None, now: float) -> None:
-        """Raises NodeUnavailable when there is no place, nor one to wait."""
+        """A decode node's free blocks are credits: what it has no room for waits here, and so does what comes behind
+        that. Raises NodeUnavailable when there is no node, nor a place to wait, and Full when there is no room."""
         if placement is None:
-            self.num_placements["waited"] += 1
-            self._waiting.add(task, self._pool.why_not_ready(task.life.version) or "no node")
+            self._waiting.add_for_node(task, self._pool.why_not_ready(task.life.version) or "no node", now)
+        elif not placement.has_room or (len(self._waiting) and self._waiting.comes_behind(task)):
+            self._waiting.add_for_room(task, now)
         else:
             self._place(task, placement, now)
+            return
+        self.num_placements["waited"] += 1
 
     def place_waiting(self, now: float) -> list[tuple[RequestLife, VersionGone]]:
-        """A node has come: who waits for one is placed, in order of arrival. Returns those that wait in vain."""
-        in_vain = []
-        for task in self._waiting.tasks():
-            try:
-                placement = self.choose(task.life, now)
-            except VersionGone as gone:
-                in_vain.append((task.life, gone))
-                continue
-            except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
-                task.error = misfit
-                continue
-            if placement is not None:
-                self._waiting.remove(task)
+        """A node has come, or has told its load: what waits is placed, in the order in which it is due. Of each version
+        the first for which there is no room has the others wait. Returns those that wait in vain."""
+        in_vain = list[tuple[RequestLife, VersionGone]]()
+        for tasks in self._waiting.queues():
+            for task in tasks:
+                try:
+                    placement = self.choose(task.life, now)
+                except VersionGone as gone:
+                    in_vain.append((task.life, gone))
+                    continue
+                except NodeUnavailable as misfit:  # a node that fits may come yet, and the request has a deadline
+                    task.error = misfit
+                    continue
+                if placement is None or not placement.has_room:
+                    break
+                self._waiting.placed(task, now)
                 self._place(task, placement, now)
         return in_vain
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     def stop_waiting(self, task: Unplaced) -> None:
         self._waiting.remove(task)
@@ -105,6 +117,7 @@ class Attempts:
         """Those of its samples that have not ended while it waited."""
         if placement.decode and not task.life.request.has_prefill:
             placement = Placement(placement.decode, None, placement.option.alone, placement.prices)
+        num_blocks = placement.num_blocks(len(task.life.request.prompt_tokens), len(task.samples))
         life, samples = task.life, [sample for sample in task.samples if not sample.ended]
         prefill, decode = placement.prefill.info, placement.decode.info if placement.decode else None
         attempt_id = AttemptId(self._epoch, task.key, task.attempt)
@@ -125,7 +138,9 @@ class Attempts:
             left_s,
             life.record.placed(task.attempt, indexes, nodes, estimate, at_s),
             placement.prefill_s,
+            num_promised=num_blocks,
         )
+        placement.last.num_promised += num_blocks
         life.version = placement.last.version
         life.attempts[attempt_id] = attempt
         self._live[attempt_id] = life, attempt
@@ -174,6 +189,11 @@ class Attempts:
             num_computed = num_tokens - attempt.num_cached if attempt.num_cached is not None else None
             self._pool.prefilled(attempt.prefill, num_tokens, attempt.prefill_s, now, num_computed)
 
+    def has_blocks(self, attempt: Attempt) -> None:
+        """The node that generates has given it its blocks. Once more does nothing."""
+        self._pool.settle(attempt.generates_on, attempt.num_promised)
+        attempt.num_promised = 0
+
     def abort(self, attempt: Attempt, samples: tuple[int, ...] = ()) -> None:
         """Tell all nodes that may still hold something of it; `samples`: that these alone are over."""
         for incarnation in attempt.nodes():
@@ -189,6 +209,7 @@ class Attempts:
         del self._live[attempt.id]
         attempt.record.ended_at_s, attempt.record.state = now - life.arrived, attempt.state.value
         self.forget_target(life, attempt)
+        self.has_blocks(attempt)
         if not attempt.prefilled:
             attempt.num_cached = None  # it was not computed to its end
         self.prefilled(life, attempt, now)

@@ -58,6 +58,7 @@ from router.policies import Policy
 from router.prefix_index import PrefixIndex
 from router.rebalancing import Rebalancing
 from router.retry_budget import RetryBudget
+from router.waiting import WaitingRoom
 
 MAX_ATTEMPTS = 4
 MAX_LOST_NODES = 2
@@ -70,7 +71,7 @@ class RouterCore:
     `epoch` names this router's life; `with_prefill`: it has prefill nodes, now or later; `first_token`: whether what
     these sample is told at once, or when the decode node goes on with it; `max_waiting`: how many requests, or single
     samples of them, may wait for a node; `policy`: which nodes get what, by default the least loaded; `draw`: what it
-    draws from; `migrate_above`: see Rebalancing.
+    draws from; `migrate_above`: see Rebalancing; `max_waiting_tokens`: see WaitingRoom.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class RouterCore:
         policy: Policy | None = None,
         draw: Random | None = None,
         migrate_above: float | None = None,
+        max_waiting_tokens: int = 0,
     ) -> None:
         self.pool = Pool(with_prefill, policy, draw)
         self.prefix_index = PrefixIndex()
@@ -92,7 +94,8 @@ class RouterCore:
         self._outbox = Outbox()
         self.take_actions: Callable[[], list[Action]] = self._outbox.take
         """All that are to be carried out since the last call, in order."""
-        self._attempts = Attempts(epoch, self.pool, self.prefix_index, self._outbox, max_waiting)
+        waiting = WaitingRoom(max_waiting, max_waiting_tokens)
+        self._attempts = Attempts(epoch, self.pool, self.prefix_index, self._outbox, waiting)
         self._migrations = Migrations(self.pool, self._attempts, self._outbox)
         self._rebalancing = Rebalancing(self.pool, self._attempts, self._migrations, migrate_above)
 
@@ -105,8 +108,11 @@ class RouterCore:
         self.prefix_index.add(info.incarnation, info.num_blocks)
         for life in self._requests.values():
             life.acquit(info.incarnation)
-        for waiting, gone in self._attempts.place_waiting(now):
-            self._end(waiting, gone, now)
+        self._place_waiting(now)
+
+    def _place_waiting(self, now: float) -> None:
+        for life, gone in self._attempts.place_waiting(now):
+            self._end(life, gone, now)
 
     def node_lost(self, incarnation: str, reason: str, now: float) -> None:
         """The node's stream ended or went silent. Attempts that depended on the node are lost."""
@@ -129,6 +135,8 @@ class RouterCore:
 
     def node_load(self, incarnation: str, load: Load, now: float) -> None:
         self.pool.told(incarnation, load)
+        if self._attempts.num_waiting:
+            self._place_waiting(now)
         self._empty_if_leaving(incarnation, now)
         self._rebalancing.loaded(incarnation, now)
 
@@ -241,7 +249,7 @@ class RouterCore:
     def tick(self, now: float) -> None:
         for request_id in self._deadlines.due(now):
             life = self._requests[request_id]
-            self._end(life, life.overdue(self.pool.why_not_ready(life.version) or "no node"), now)
+            self._end(life, life.overdue(self.pool.why_not_ready(life.version)), now)
 
     # ---- what nodes tell ----
 
@@ -309,6 +317,7 @@ class RouterCore:
         attempt.state = AttemptState.DECODING
         if not attempt.visited:
             attempt.record.adopted(adopted, now - life.arrived)
+        self._attempts.has_blocks(attempt)
         for sample in attempt.samples:
             self._release(life, sample, now)
         self.pool.worked(incarnation)
@@ -340,6 +349,8 @@ class RouterCore:
     def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str) -> None:
         if attempt.state is AttemptState.QUEUED:
             attempt.state = AttemptState.PREFILLING
+        if attempt.decode is None:
+            self._attempts.has_blocks(attempt)
         if attempt.id.attempt == 0:  # later ones compute output, too
             attempt.num_cached = started.num_cached_tokens
         if attempt.id.attempt == 0 or not life.timings.queue_s:

@@ -159,7 +159,8 @@ class Attempt:
     """One attempt at some samples of a request, placed on a prefill and a decode node, or on a decode node alone.
 
     `prefill` is the incarnation that got the Prefill message; `decode` is None when that node decodes too. `deadline_s`
-    is the one in the message. `prefill_s`: what its prompt was expected to take; `num_cached`: of its tokens, as the
+    is the one in the message. `prefill_s`: what its prompt was expected to take; `num_promised`: blocks that the node
+    that generates will give it; `num_cached`: of its tokens, as the
     node found when it began.
 
     `target`: the decode node that the attempt is to move to, as long as the one that generates has not handed it over.
@@ -173,6 +174,7 @@ class Attempt:
     deadline_s: float
     record: AttemptRecord
     prefill_s: float = 0.0
+    num_promised: int = 0
     state: AttemptState = AttemptState.QUEUED
     num_cached: int | None = None
     prefilled: bool = False  # its prompt no longer occupies the prefill node
@@ -330,6 +332,7 @@ class RequestLife:
             decode=decode,
             cache_salt=self.request.cache_salt,
             priority=self.request.priority,
+            age_s=now - self.arrived,
         )
 
     @property
@@ -340,12 +343,17 @@ class RequestLife:
             return sampling
         return dataclasses.replace(sampling, num_prompt_logprobs=None)
 
-    def overdue(self, why_not_ready: str) -> BatonError:
-        """What ends a request whose time is up: it is the nodes' fault if there was none to run it."""
+    def overdue(self, why_not_ready: str | None) -> BatonError:
+        """What ends a request whose time is up: it is the nodes' fault if there was none to run it. `why_not_ready`
+        None: there are nodes."""
         waited = f"within {self.request.deadline_s:g} s"
         if self.attempts or not self.unplaced:
             return DeadlineExceeded(f"not finished {waited}")
-        why = [error.message for error in (self.unplaced[0].error,) if error] + [why_not_ready]
+        error = self.unplaced[0].error
+        if why_not_ready is None and error is None:
+            return DeadlineExceeded(f"no room on the decode nodes {waited}")
+        why = [error.message] if error else []
+        why += [why_not_ready] if why_not_ready else []
         return NodeUnavailable(f"no node could take it {waited}: {'; '.join(why)}")
 
     def end(self, error: BatonError | None, now: float) -> RequestEnd:

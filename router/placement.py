@@ -9,6 +9,7 @@ from random import Random
 from typing import Literal
 
 from baton.errors import LayoutMismatch, NodeUnavailable
+from baton.layout import num_blocks_for
 from baton.messages import Load, NodeInfo, NodeRole
 from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import Estimate
@@ -37,6 +38,10 @@ class Node:
     to_decode: int = 0
     num_prompts: int = 0
     to_prefill_s: float = 0.0
+    num_promised: int = 0
+    """Blocks for the requests that it was given and that have none there yet."""
+    num_settling: int = 0
+    """Blocks that such requests have got since its last load."""
     waiting_of_others: int = 0
     """Tokens of prompts that wait there for other routers, as of its last load."""
     busy_since: float = 0.0
@@ -82,6 +87,15 @@ class Node:
         earlier is further along: a prompt of 1,024 tokens takes 20 to 30 ms, more than the rest of a first token."""
         return self.to_prefill, self.last_placed if self.to_prefill else 0
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether it has so many blocks free beside those promised, and one more for each request that generates, as
+        its own rule for granting has it. A node that is idle gets anything: whether that fits it says itself."""
+        load = self.load
+        taken = self.num_promised + self.num_settling
+        if not load.num_blocks_total or not (taken or load.num_running or load.num_waiting):
+            return True
+        return taken + num_blocks + load.num_running <= load.num_blocks_free
+
     def queue_s(self, now: float) -> float:
         """Until it would start one more prompt. It is in the midst of the first that it has."""
         others_s = self.prefill_time.predict(self.waiting_of_others) if self.waiting_of_others else 0.0
@@ -116,12 +130,20 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`decode` None: the decode node in `prefill` does all the work. `option`: the two as the policy saw them."""
+    """`decode` None: the decode node in `prefill` does all the work. `option`: the two as the policy saw them.
+    `has_room`: the node that generates has enough free blocks, see Node.has_room; where no prefill node works, it
+    queues what it has no room for."""
 
     prefill: Node
     decode: Node | None
     option: Option
     prices: Prices
+    has_room: bool = True
+
+    def num_blocks(self, num_tokens: int, n: int) -> int:
+        """What the request needs of the node that generates: without what is cached there, and one for each answer."""
+        held = self.option.decode or self.option.prefill
+        return _num_blocks(self.last, num_tokens - held.num_cached, n)
 
     @property
     def last(self) -> Node:
@@ -273,6 +295,7 @@ class Pool:
         num_tokens: int = 0,
         held: Mapping[str, int] = _NONE_HELD,
         version: ModelVersion | None = None,
+        n: int = 1,
     ) -> Placement | None:
         """A pair that fits and works, or a decode node alone, for a prompt of so many tokens, as the policy chooses
         among the nodes of `version`; None: of all.
@@ -285,11 +308,27 @@ class Pool:
             return None
         if prefills and not any(self._fit(p, d) for p in prefills for d in decodes):
             raise NodeUnavailable(self._why_not(prefills, decodes) or "no node")
-        options = self._options(self._willing(prefills, decodes, avoid, now), now, num_tokens, held)
+        prefills, decodes, paired = self._willing(prefills, decodes, avoid, now)
+        roomy = self._with_room(prefills, decodes, now, num_tokens, held, n) if paired else []
+        options = self._options((prefills, roomy or decodes, paired), now, num_tokens, held)
         option = self._policy.choose(options, self._draw)
         prefill, decode = option
-        last = self._node_of(decode) if decode else None
-        return Placement(self._node_of(prefill), last, option, Prices.of(options))
+        nodes = self._node_of(prefill), self._node_of(decode) if decode else None
+        return Placement(*nodes, option, Prices.of(options), has_room=bool(roomy) or not paired)
+
+    def _with_room(
+        self, prefills: list[Node], decodes: list[Node], now: float, num_tokens: int, held: Mapping[str, int], n: int
+    ) -> list[Node]:
+        """The decode nodes with room for the request. None, if none of them works with a prefill node."""
+
+        def needed(node: Node) -> int:
+            num_held = held.get(node.info.incarnation, 0) * node.info.layout.block_size
+            return _num_blocks(node, max(1, num_tokens - num_held), n)
+
+        roomy = [node for node in decodes if node.has_room(needed(node))]
+        if len(roomy) == len(decodes) or any(self._works(p, d, now) for p in prefills for d in roomy):
+            return roomy
+        return []
 
     def _willing(
         self, prefills: list[Node], decodes: list[Node], avoid: set[str], now: float
@@ -390,10 +429,17 @@ class Pool:
             node.to_decode -= num_tokens
             node.held_s.learn(held_s)
 
+    def settle(self, incarnation: str, num_blocks: int) -> None:
+        """So many blocks that were promised there are taken, or no longer needed. The node's next load tells which."""
+        if num_blocks and (node := self._nodes.get(incarnation)):
+            node.num_promised -= num_blocks
+            node.num_settling += num_blocks
+
     def told(self, incarnation: str, load: Load) -> None:
         """A node's load. What it counts beyond the prompts that it has of this router waits for others."""
         if node := self._nodes.get(incarnation):
             node.load = load
+            node.num_settling = 0
             node.waiting_of_others = max(0, load.num_waiting_tokens - node.to_prefill)
 
     def handed_over(self, decode: str, handoff_s: float) -> None:
@@ -459,6 +505,10 @@ class Pool:
                 if reason := self._misfits[key] or self.pair_breakers.why_out(key, now):
                     reasons.append(f"{pair[0].info.node_id} and {pair[1].info.node_id} do not work together: {reason}")
         return "; ".join(reasons) or None
+
+
+def _num_blocks(node: Node, num_tokens: int, n: int) -> int:
+    return num_blocks_for(num_tokens, node.info.layout.block_size) + n
 
 
 def _key(prefill: Node, decode: Node) -> tuple[str, str]:

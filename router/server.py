@@ -84,6 +84,7 @@ class RouterServer:
             settings.max_waiting,
             make_policy(settings),
             migrate_above=settings.migrate_above,
+            max_waiting_tokens=settings.max_waiting_tokens,
         )
         self.dispatcher = Dispatcher(core, request_metrics)
         self.models = Models(self.dispatcher.version_shares)

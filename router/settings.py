@@ -72,6 +72,12 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
     max_waiting: int = Field(
         1024, ge=0, description="requests that may wait while there is no node to run them; more are refused with 503"
     )
+    max_waiting_tokens: int = Field(
+        16 * 2**20,
+        ge=0,
+        description="tokens, of prompts and wanted answers, of requests that may wait for room on decode nodes; more "
+        "are refused with 429; 0 is no limit",
+    )
     workers: int = Field(
         1,
         ge=1,

@@ -1,32 +1,97 @@
-"""Requests that no node can take at the moment."""
+"""The router's waiting room: requests for which there is no node at the moment, or no room on a decode node."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 from baton.errors import NodeUnavailable
+from baton.priority import due_s
+from baton.waiting_queue import WaitingQueue
+from router.admission import Full, retry_after
 from router.life import Unplaced
+from router.rates import Mean
+from router.versions import ModelVersion
 
 
-class WaitingForNode:
-    """First come, first served; at most `limit`. Keeps `RequestLife.unplaced` of their requests up to date."""
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """`queue`: the version whose queue it is in, since a request's may change."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._tasks: dict[Unplaced, None] = {}
+    queue: ModelVersion | None
+    num_tokens: int
+    since: float
+
+
+class WaitingRoom:
+    """A queue for each version, in the order in which requests are due. At most `max_requests` wait for a node, and
+    requests of at most `max_tokens` (of prompts and wanted answers; 0: no limit) for room on one; but a request that
+    was taken is never refused later. Keeps `RequestLife.unplaced` up to date."""
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._queues: dict[ModelVersion | None, WaitingQueue[Unplaced]] = {}  # none is empty
+        self._waits: dict[Unplaced, _Wait] = {}
+        self._serials = itertools.count()
+        self._waited_s = Mean()
+        self.num_tokens = 0
+        """Of all that wait."""
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._waits)
 
-    def tasks(self) -> list[Unplaced]:
-        return list(self._tasks)
+    def queues(self) -> list[list[Unplaced]]:
+        """The tasks of each version, in order; first those of the version whose first one is due first."""
+        ranked = sorted((queue.rank_of(next(iter(queue))), list(queue)) for queue in self._queues.values())
+        return [tasks for _, tasks in ranked]
 
-    def add(self, task: Unplaced, why: str) -> None:
+    def comes_behind(self, task: Unplaced) -> bool:
+        """Whether others of its version wait that come before it."""
+        queue = self._queues.get(task.life.version)
+        return queue is not None and queue.num_up_to(_due_s(task)) > 0
+
+    def add_for_node(self, task: Unplaced, why: str, now: float) -> None:
         """Raises NodeUnavailable if too many wait already; its text says `why` there is no node."""
-        if len(self._tasks) >= self._limit:
-            raise NodeUnavailable(f"{why}, and {self._limit} requests wait for one already")
-        self._tasks[task] = None
-        task.life.unplaced.append(task)
+        if task.attempt == 0 and len(self._waits) >= self._max_requests:
+            raise NodeUnavailable(f"{why}, and {self._max_requests} requests wait for one already")
+        self._add(task, now)
+
+    def add_for_room(self, task: Unplaced, now: float) -> None:
+        """Raises Full if requests of too many tokens wait already. One that is alone always may."""
+        limit, num_tokens = self._max_tokens, _num_tokens(task)
+        if task.attempt == 0 and limit and self.num_tokens and self.num_tokens + num_tokens > limit:
+            missing_share = (self.num_tokens + num_tokens - limit) / self.num_tokens
+            message = f"requests of {self.num_tokens} of {limit} tokens wait for decode nodes (--max-waiting-tokens)"
+            raise Full(message, retry_after(missing_share, self._waited_s.value))
+        self._add(task, now)
+
+    def placed(self, task: Unplaced, now: float) -> None:
+        """The task waits no longer: it has its nodes."""
+        self._waited_s.learn(now - self._waits[task].since)
+        self.remove(task)
 
     def remove(self, task: Unplaced) -> None:
-        """The task no longer waits."""
-        del self._tasks[task]
+        """The task waits no longer."""
+        wait = self._waits.pop(task)
+        self._queues[wait.queue].remove(task)
+        if not self._queues[wait.queue]:
+            del self._queues[wait.queue]
+        self.num_tokens -= wait.num_tokens
         task.life.unplaced.remove(task)
+
+    def _add(self, task: Unplaced, now: float) -> None:
+        wait = self._waits[task] = _Wait(task.life.version, _num_tokens(task), now)
+        self._queues.setdefault(wait.queue, WaitingQueue(self._serials)).add(task, _due_s(task))
+        self.num_tokens += wait.num_tokens
+        task.life.unplaced.append(task)
+
+
+def _due_s(task: Unplaced) -> float:
+    return due_s(task.life.request.priority, task.life.arrived)
+
+
+def _num_tokens(task: Unplaced) -> int:
+    """What it may need of a decode node's pool."""
+    request = task.life.request
+    return len(request.prompt_tokens) + len(task.samples) * request.sampling.max_tokens

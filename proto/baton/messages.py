@@ -98,6 +98,7 @@ class Prefill:
 
     Without `decode` the receiver generates all tokens itself. There is more than one sample only while none has output.
     `deadline_s` counts from receipt. `priority`: requests with a lower one are served earlier, see `baton.priority`.
+    `age_s`: time since the request came to the router.
     """
 
     attempt_id: AttemptId
@@ -109,6 +110,7 @@ class Prefill:
     decode: DecodeTarget | None = None
     cache_salt: str = ""
     priority: int = 0
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +281,8 @@ class Reserve:
     Waits in the decode node's queue until granted, refused, released, aborted, or `deadline_s` after receipt. Blocks
     from `grouped_from_block` on are sent in `layer_groups` groups of layers, those before as whole blocks.
 
+    `age_s`: time since the request came to the router, see `baton.priority`.
+
     `move`: that of the Migrate, if a decode node hands over a request that it goes on with. Then the last
     `num_spare_tokens` of the tokens are not computed yet, and the Commit may come before all of them are; their blocks
     are sent, whatever is in them, and have no hashes.
@@ -296,6 +300,7 @@ class Reserve:
     priority: int = 0
     move: int = 0
     num_spare_tokens: int = 0
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ ALL_NAMES = frozenset(
         "max_stored_responses",
         "max_timeline_bytes",
         "max_waiting",
+        "max_waiting_tokens",
         "metrics_port",
         "migrate_above",
         "model",

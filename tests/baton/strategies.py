@@ -91,6 +91,7 @@ prefill = st.builds(
     st.none() | target,
     text,
     st.integers(MIN_PRIORITY, MAX_PRIORITY),
+    seconds,
 )
 abort = st.builds(messages.Abort, attempt_id, st.lists(sample, max_size=4).map(tuple), seconds)
 subscribe = st.builds(messages.Subscribe, uint64, text, uint32)
@@ -171,6 +172,7 @@ prefill_message = st.one_of(
         st.integers(2**24, 2**32 - 1),
         priority=st.integers(MIN_PRIORITY, MAX_PRIORITY),
         move=st.integers(0, 2**20 - 1),
+        age_s=seconds,
     ),
     st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(1), sampling(2), seconds, text, seconds),
     st.builds(messages.Commit, lease, attempt_id, text, some_tokens, samples(0), beam_search, seconds, text, seconds),

@@ -118,6 +118,8 @@ CASES = [
     ("commit", "lease", 0, "lease"),
     ("commit", "lease", 2**39, "lease"),
     ("commit", "age_s", NAN, "age_s"),
+    ("prefill", "age_s", -1.0, "age_s"),
+    ("reserve", "age_s", INF, "age_s"),
     ("reserve", "num_tokens", 0, "a reserve of 0 tokens"),
     ("reserve", "num_tokens", 8, "leave none to generate"),
     ("reserve", "num_samples", 1025, "num_samples"),

@@ -177,7 +177,7 @@ def test_the_youngest_is_preempted_and_comes_back_before_newcomers() -> None:
     old, young = sequence(30, first=0, max_tokens=30), sequence(30, first=40, max_tokens=30)
     for seq in (old, young):
         engine.add(seq)
-    while not engine.has_preempted(0):
+    while not engine.has_preempted(float("inf")):
         plan = engine.schedule(0.0)
         engine.compute(plan)
         engine.check_integrity()
@@ -204,7 +204,7 @@ def test_a_prompt_to_hand_off_keeps_its_blocks_however_young_it_is() -> None:
     assert [seq.state for seq in (old, promised)] == [SequenceState.RUNNING] * 2
     engine.blocks.allocate(engine.blocks.num_free)
     table = list(promised.block_table)
-    while not engine.has_preempted(0):
+    while not engine.has_preempted(float("inf")):
         plan = engine.schedule(0.0)
         engine.compute(plan)
     assert plan.preempted == [old]
@@ -218,7 +218,7 @@ def test_alone_without_blocks_a_sequence_waits_for_leases() -> None:
     engine.add(seq)
     results = [engine.compute(engine.schedule(0.0)) for _ in range(6)]
     assert [result.num_tokens for result in results] == [7, 1, 0, 0, 0, 0]
-    assert engine.has_preempted(0)
+    assert engine.has_preempted(float("inf"))
     engine.blocks.release(lease)
     run(engine)
     assert seq.output_tokens == tuple(range(10, 19))

@@ -187,7 +187,7 @@ def test_a_preempted_sequence_waits_for_a_load_and_newcomers_do_not() -> None:
     hashes = tiered.evict(tiered.add(PROMPT))
     old = tiered.add((60, 61, 62), max_tokens=33)
     young = tiered.add(PROMPT, max_tokens=20)
-    while not tiered.engine.has_preempted(0):
+    while not tiered.engine.has_preempted(float("inf")):
         tiered.step()
     assert young.state is SequenceState.WAITING
     lease = tiered.engine.allocate(tiered.engine.blocks.num_free + tiered.engine.blocks.num_cached)

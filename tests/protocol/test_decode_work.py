@@ -159,14 +159,14 @@ def test_who_was_preempted_has_blocks_before_any_newcomer() -> None:
     young = decoding.prefill("young", tuple(range(40, 70)), max_tokens=20)
     engine = decoding.core.engine
     for _ in range(200):
-        if engine.has_preempted(0):
+        if engine.has_preempted(float("inf")):
             break
         decoding.turn()
         if decoding.node.model.is_busy:
             decoding.node.advance_device()
-    assert engine.has_preempted(0)
+    assert engine.has_preempted(float("inf"))
     decoding.reserve()  # would fit
-    assert engine.has_preempted(0)
+    assert engine.has_preempted(float("inf"))
     assert not decoding.grants
     decoding.run()
     assert (len(decoding.output(0, old)), len(decoding.output(0, young))) == (20, 20)

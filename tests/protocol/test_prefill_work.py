@@ -103,9 +103,10 @@ def test_a_higher_attempt_ends_those_below(prefilling: Prefilling) -> None:
     assert [reserve.attempt_id.attempt for reserve in of(Reserve, prefilling)] == [1, 2]  # type: ignore[attr-defined]
 
 
-def test_a_reserve_has_the_priority_of_its_prompt(prefilling: Prefilling) -> None:
-    send(prefilling, priority=-5)
-    assert [reserve.priority for reserve in of(Reserve, prefilling)] == [-5]  # type: ignore[attr-defined]
+def test_a_reserve_has_the_priority_of_its_prompt_and_its_age(prefilling: Prefilling) -> None:
+    send(prefilling, priority=-5, age_s=1.5)
+    (reserve,) = of(Reserve, prefilling)
+    assert (reserve.priority, reserve.age_s) == (-5, 2.5), "and a second here"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("aborted", "is_taken"), [(0, True), (1, False), (2, False)])

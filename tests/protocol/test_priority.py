@@ -69,7 +69,7 @@ def test_a_reserve_comes_before_preempted_requests_of_a_higher_value() -> None:
     decoding.turn()
     decoding.prefill("young", tuple(range(40, 70)), max_tokens=20)
     engine = decoding.core.engine
-    while not engine.has_preempted(0):
+    while not engine.has_preempted(1e9):
         decoding.turn()
         if decoding.node.model.is_busy:
             decoding.node.advance_device()
@@ -79,11 +79,12 @@ def test_a_reserve_comes_before_preempted_requests_of_a_higher_value() -> None:
     assert [grant.attempt_id.request_id for grant in decoding.grants] == ["urgent"]
 
 
-def test_an_adopted_request_keeps_its_priority() -> None:
+def test_an_adopted_request_keeps_its_priority_and_its_age() -> None:
     decoding = Decoding()
-    decoding.reserve(priority=-7)
+    decoding.reserve(priority=-7, age_s=2.5)
     (grant,) = decoding.grants
     decoding.send(grant)
     decoding.commit(grant, {0: (5,)})
     decoding.turn()
     assert [seq.priority for seq in decoding.core.engine._sequences] == [-7]
+    assert [seq.age_s for seq in decoding.core.engine._sequences] == [2.5]

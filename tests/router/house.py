@@ -48,9 +48,12 @@ class House:
         max_waiting: int = 100,
         policy: str = "least-loaded",
         migrate_above: float | None = None,
+        max_waiting_tokens: int = 0,
     ) -> None:
         draw = Random(0)
-        self.core = RouterCore(1, with_prefill, first_token, max_waiting, find_policy(policy), draw, migrate_above)
+        self.core = RouterCore(
+            1, with_prefill, first_token, max_waiting, find_policy(policy), draw, migrate_above, max_waiting_tokens
+        )
         self.sent: list[ToNode] = []
         self.emitted: list[Emit] = []
         for name in names:

@@ -101,6 +101,7 @@ def write_prefill(message: Prefill) -> node_pb2.Prefill:
         decode=_write_target(message.decode) if message.decode else None,
         cache_salt=message.cache_salt,
         priority=message.priority,
+        age_s=message.age_s,
     )
 
 
@@ -122,6 +123,7 @@ def read_prefill(wire: node_pb2.Prefill, limits: Limits = ANY) -> Prefill:
         decode=_read_target(wire.decode) if wire.HasField("decode") else None,
         cache_salt=values.read_salt(wire.cache_salt),
         priority=wire.priority,
+        age_s=values.read_seconds(wire.age_s, "age_s"),
     )
 
 

@@ -1,22 +1,23 @@
-"""Items that wait, in order of priority and then of arrival."""
+"""Items that wait, in the order in which they are due (`baton.priority`)."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
-Rank = tuple[int, int]
-"""An item's priority, of which a lower one comes first, and its number in order of arrival."""
+Rank = tuple[float, int]
+"""When an item is due, and its number in order of arrival."""
 
 
 class WaitingQueue(Generic[T]):
-    """Strict, as vLLM's priority scheduling: no item comes before one with a lower priority value, however long it has
-    waited. Queues that share `serials` have ranks that can be compared. Adding and removing cost a binary search, and
-    moving the pointers behind the item."""
+    """The item that is due first is first; of those due at the same time, the one that was added first. Queues that
+    share `serials` have ranks that can be compared. Adding and removing cost a binary search, and moving the pointers
+    behind the item."""
 
     def __init__(self, serials: Iterator[int] | None = None) -> None:
         self._serials = itertools.count() if serials is None else serials
@@ -33,10 +34,10 @@ class WaitingQueue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._items)
 
-    def add(self, item: T, priority: int) -> None:
-        """Queue it behind all others of its priority. It must not be here already."""
+    def add(self, item: T, due_s: float) -> None:
+        """Queue it behind all that are due no later. It must not be here already."""
         assert item not in self._ranks
-        rank = self._ranks[item] = (priority, next(self._serials))
+        rank = self._ranks[item] = (due_s, next(self._serials))
         at = bisect.bisect(self._order, rank)
         self._order.insert(at, rank)
         self._items.insert(at, item)
@@ -53,6 +54,6 @@ class WaitingQueue(Generic[T]):
     def rank_of(self, item: T) -> Rank:
         return self._ranks[item]
 
-    def num_up_to(self, priority: int) -> int:
-        """How many have this priority or a lower value: an item added with it now would come behind all of them."""
-        return bisect.bisect_left(self._order, (priority + 1, -1))
+    def num_up_to(self, due_s: float) -> int:
+        """How many are due at that time or earlier: an item added with it now would come behind all of them."""
+        return bisect.bisect_right(self._order, (due_s, math.inf))
