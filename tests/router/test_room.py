@@ -50,6 +50,7 @@ def test_a_prefill_node_gets_no_more_than_the_decode_node_can_take() -> None:
     load(house, 10)
     assert placed(house) == ["a", "b", "c"], "which are still to come"
     adopt(house, "a")
+    load(house, 9, "p1")
     assert placed(house) == ["a", "b", "c"], "its blocks are still counted: the last load was before"
     load(house, 10)
     assert placed(house) == ["a", "b", "c", "d"]
