@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from baton.address import HostPort
+from deploy.ports import HeldPort
 from tests.e2e.client import Client
-from tests.e2e.cluster import Cluster, HeldPort, Member, wait_until
+from tests.e2e.cluster import Cluster, Member, wait_until
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
