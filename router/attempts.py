@@ -13,7 +13,8 @@ from baton.messages import Abort, AttemptId, DecodeTarget
 from router.actions import Outbox
 from router.life import Attempt, AttemptState, RequestLife, Unplaced
 from router.pending_blocks import PendingBlocks
-from router.placement import Placement, Pool
+from router.placement import Placement
+from router.pool import Pool
 from router.prefix_index import PrefixIndex
 from router.versions import ModelVersion, VersionGone
 from router.waiting import WaitingRoom

@@ -53,8 +53,8 @@ from router.life import (
     Unplaced,
 )
 from router.migrations import Migrations
-from router.placement import Pool
 from router.policies import Policy
+from router.pool import Pool
 from router.prefix_index import PrefixIndex
 from router.rebalancing import Rebalancing
 from router.retry_budget import RetryBudget

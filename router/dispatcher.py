@@ -23,8 +23,8 @@ from baton.telemetry.timeline import Timeline
 from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
-from router.placement import pool_state
 from router.request_metrics import RequestMetrics
+from router.routed_node import pool_state
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from baton.messages import DecodeTarget, Migrate, Stayed
 from router.actions import Outbox
 from router.attempts import Attempts
 from router.life import Attempt, AttemptState, RequestLife
-from router.placement import Node, Pool
+from router.pool import Pool
+from router.routed_node import Node
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from router.attempts import Attempts
 from router.life import Attempt, RequestLife
 from router.migrations import Migrations, is_movable
-from router.placement import Node, Pool
+from router.pool import Pool
+from router.routed_node import Node
 
 PAUSE_S = 1.0
 
