@@ -1,7 +1,8 @@
 """How long streams pause when their decode node is lost: `python -m benchmarks.failover`.
 
-Each stream is answered twice, first undisturbed. The second time, a decode node is killed, or hangs, when all streams
-run: those that it had go on at another node, from the token that their clients got last. Their tokens must be equal.
+Each stream is answered twice, first undisturbed. The second time, a decode node is killed, hangs, or is told to stop,
+when all streams run: those that it had go on at another node, from the token that their clients got last. If it is told
+to stop, it hands them over with their KV, and nothing is computed again. Their tokens must be equal.
 On a GPU they need not be, since another batch rounds otherwise; then the figures alone count (--no-check).
 """
 
@@ -15,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from signal import SIGCONT, SIGKILL, SIGSTOP
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -30,7 +31,8 @@ POLL_S = 0.01
 HANG_S = 10.0
 """Longer than it takes to notice."""
 
-Loss = Literal["kill", "hang"]
+Loss = Literal["kill", "hang", "drain"]
+SIGNALS = {"kill": SIGKILL, "hang": SIGSTOP, "drain": SIGTERM}
 
 
 class FailoverSettings(Settings):
@@ -39,7 +41,7 @@ class FailoverSettings(Settings):
     prog: ClassVar[str] = "benchmarks.failover"
 
     up: str = Field("--device=cpu --prefill=1 --decode=2", description="flags of the cluster, as for baton-up")
-    loss: Loss = Field("kill", description="what becomes of the node: kill (SIGKILL) or hang (SIGSTOP)")
+    loss: Loss = Field("kill", description="what becomes of the node: kill (SIGKILL), hang (SIGSTOP), drain (SIGTERM)")
     num_streams: int = Field(64, ge=1, description="streams on each decode node")
     input_len: int = Field(128, ge=1, description="tokens of each prompt")
     output_len: int = Field(256, ge=8, description="tokens of each answer")
@@ -71,18 +73,22 @@ async def measure(settings: FailoverSettings, addresses: Addresses) -> Measured:
             if running.done():
                 raise RuntimeError("streams ended before all had begun: ask for a longer --output-len")
         lost_at = time.perf_counter()
-        addresses.signal(addresses.decode[0], SIGKILL if settings.loss == "kill" else SIGSTOP)
+        addresses.signal(addresses.decode[0], SIGNALS[settings.loss])
         if settings.loss == "hang":
             await asyncio.wait([running], timeout=HANG_S)
             addresses.signal(addresses.decode[0], SIGCONT)
         await running
-    pairs = [(a, b) for a, b in zip(calm, answers, strict=True) if b.timings.get("attempts", 1) > 1]
+    pairs = [(a, b) for a, b in zip(calm, answers, strict=True) if _went_on_elsewhere(b)]
     return Measured(
         [_pause(answer, lost_at) for _, answer in pairs],
         [before.longest_gap_s for before, _ in pairs],
         len(bodies),
         sum(a.tokens != b.tokens for a, b in zip(calm, answers, strict=True)),
     )
+
+
+def _went_on_elsewhere(answer: Streamed) -> bool:
+    return bool(answer.timings.get("attempts", 1) > 1 or answer.timings.get("moves", 0))
 
 
 def _bodies(settings: FailoverSettings, count: int) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from baton.errors import BatonError
 from baton.messages import Abort, AttemptId, KvEvents, Load, Migrate, NodeInfo, NodeRole, Prefill, Update
 from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import Timeline
-from router.actions import ToNode
+from router.actions import Emit, ToNode
 from router.core import RouterCore
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
 from router.placement import pool_state
@@ -70,44 +70,50 @@ class Dispatcher:
 
         Its events go to `sink`, RequestEnd last. Raises BatonError, and then `sink` is not called.
         """
+        now = time.monotonic()
         try:
-            self._core.submit(request, received, time.monotonic())
+            self._core.submit(request, received, now)
         except BatonError as error:
             self._request_metrics.refused(error, time.monotonic() - received, request)
             raise
         self._sinks[request.request_id] = sink
         self._request_metrics.opened(request, received)
         self._idle.clear()
-        self._carry_out()
+        self._carry_out(now)
         self._arm()
 
     def stop_sample(self, request_id: str, sample: int) -> None:
-        self._core.stop_sample(request_id, sample, time.monotonic())
-        self._carry_out()
+        now = time.monotonic()
+        self._core.stop_sample(request_id, sample, now)
+        self._carry_out(now)
 
     def cancel(self, request_id: str) -> None:
         """The client left. Its RequestEnd still comes, during this call; idempotent."""
-        self._core.cancel(request_id, time.monotonic())
-        self._carry_out()
+        now = time.monotonic()
+        self._core.cancel(request_id, now)
+        self._carry_out(now)
 
     # ---- for the node links ----
 
     def node_up(self, info: NodeInfo, send: Callable[[Prefill | Abort | Migrate], None]) -> None:
         """`send` takes messages for the node, in order, without blocking."""
         self._links[info.incarnation] = send
-        self._core.node_up(info, time.monotonic())
-        self._carry_out()
+        now = time.monotonic()
+        self._core.node_up(info, now)
+        self._carry_out(now)
 
     def node_lost(self, incarnation: str, reason: str) -> None:
         self._links.pop(incarnation, None)
         self._cause = "node_lost"
-        self._core.node_lost(incarnation, reason, time.monotonic())
-        self._carry_out()
+        now = time.monotonic()
+        self._core.node_lost(incarnation, reason, now)
+        self._carry_out(now)
 
     def drain_node(self, incarnation: str, drains: bool) -> None:
         """See RouterCore.drain_node."""
-        self._core.drain_node(incarnation, drains, time.monotonic())
-        self._carry_out()
+        now = time.monotonic()
+        self._core.drain_node(incarnation, drains, now)
+        self._carry_out(now)
 
     def is_on(self, incarnation: str) -> bool:
         """Whether a request still needs that node."""
@@ -116,8 +122,9 @@ class Dispatcher:
     def node_said(self, incarnation: str, message: tuple[Update, ...] | Load | KvEvents) -> None:
         """Raises InvalidRequest for what cannot follow the node's earlier messages: its session must end."""
         if isinstance(message, Load):
-            self._core.node_load(incarnation, message, time.monotonic())
-            self._carry_out()
+            now = time.monotonic()
+            self._core.node_load(incarnation, message, now)
+            self._carry_out(now)
             return
         if isinstance(message, KvEvents):
             self._core.node_blocks(incarnation, message)
@@ -127,7 +134,7 @@ class Dispatcher:
         take, carry_out = self._core.update, self._carry_out
         for update in message:
             take(incarnation, update, now)
-            carry_out()  # one by one: a stop string is noticed before the tokens after it count
+            carry_out(now)  # one by one: a stop string is noticed before the tokens after it count
 
     # ---- for whoever runs it ----
 
@@ -194,13 +201,15 @@ class Dispatcher:
 
     def close(self) -> None:
         """End all live requests: their clients are told that the server was stopped."""
-        self._core.stop(time.monotonic())
-        self._carry_out()
+        now = time.monotonic()
+        self._core.stop(now)
+        self._carry_out(now)
         if self._timer:
             self._timer.cancel()
 
-    def _carry_out(self) -> None:
-        """Carry out all actions, and those that they cause: a sink may call back into `stop_sample` and `cancel`."""
+    def _carry_out(self, now: float) -> None:
+        """Carry out all actions, and those that they cause: a sink may call back into `stop_sample` and `cancel`.
+        `now`: when what caused them came, so that metrics and timelines tell the same times."""
         if self._carrying_out:
             return
         take = self._core.take_actions
@@ -214,7 +223,7 @@ class Dispatcher:
                     if isinstance(action, ToNode):
                         self._send(action)
                     else:
-                        self._emit(*action)
+                        self._emit(action, now)
                 actions = take()
         finally:
             self._carrying_out = False
@@ -226,8 +235,9 @@ class Dispatcher:
         if send := self._links.get(action.incarnation):
             send(action.message)
 
-    def _emit(self, request_id: str, event: RequestEvent) -> None:
-        self._request_metrics.event(request_id, event, time.monotonic())
+    def _emit(self, emit: Emit, now: float) -> None:
+        request_id, event = emit
+        self._request_metrics.event(request_id, event, now)
         sink = self._sinks[request_id]
         if isinstance(event, RequestEnd):
             del self._sinks[request_id]
@@ -257,6 +267,7 @@ class Dispatcher:
 
     def _tick(self) -> None:
         self._timer = None
-        self._core.tick(time.monotonic())
-        self._carry_out()
+        now = time.monotonic()
+        self._core.tick(now)
+        self._carry_out(now)
         self._arm()

@@ -335,6 +335,7 @@ def _timings(timings: RequestTimings | None) -> pb.Timings | None:
         num_decode_cached_tokens=timings.num_decode_cached_tokens,
         transfer_bytes=timings.transfer_bytes,
         num_attempts=timings.num_attempts,
+        num_moves=timings.num_moves,
         prefill_node=timings.prefill_node,
         decode_node=timings.decode_node,
     )

@@ -100,6 +100,7 @@ class RequestTimings:
     num_decode_cached_tokens: int = 0
     transfer_bytes: int = 0
     num_attempts: int = 0
+    num_moves: int = 0
     prefill_node: str = ""
     decode_node: str = ""
 

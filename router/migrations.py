@@ -70,6 +70,7 @@ class Migrations:
     def handed_over(self, life: RequestLife, attempt: Attempt) -> None:
         """The target has the request."""
         self.num_by_outcome["moved"] += 1
+        life.timings.num_moves += 1
         self._attempts.move(life, attempt)
 
 

@@ -184,6 +184,7 @@ def _milliseconds(timings: RequestTimings) -> dict[str, Any]:
         "decode_cached_tokens": timings.num_decode_cached_tokens,
         "transfer_bytes": timings.transfer_bytes,
         "attempts": timings.num_attempts,
+        "moves": timings.num_moves,
         "prefill_node": timings.prefill_node,
         "decode_node": timings.decode_node,
     }

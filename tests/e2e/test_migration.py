@@ -63,6 +63,7 @@ async def test_a_node_that_is_told_to_stop_hands_its_streams_over(cluster: Clust
         assert answer.texts[0] == undisturbed_answer.texts[0]
         assert answer.timings["attempts"] == 1
     assert {answer.timings["decode_node"] for answer in answers} == {staying.name}
+    assert sum(answer.timings["moves"] for answer in answers) == num_moved
     again = prefill.metric("baton:node_prompt_tokens_total") - num_prompt_tokens
     assert again == sum(map(len, PROMPTS)), "a prompt was computed again"
     assert staying.metric("baton:node_prompt_tokens_total") == 0

@@ -71,7 +71,8 @@ async def test_many_at_once(count: int) -> None:
     num_answered = count // 5
     hold = asyncio.Event()
     with descriptors(NUM_DESCRIPTORS):
-        async with serving(max_num_requests=num_answered) as router:
+        # Timelines are kept on purpose, up to a number of bytes.
+        async with serving(max_num_requests=num_answered, max_timeline_bytes=0) as router:
             router.nodes.script = says("hello world")
             await crowd(router, NUM_WARM, lambda ends: None)  # what is imported and compiled once stays
             await router.idle()

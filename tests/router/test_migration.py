@@ -76,6 +76,7 @@ def test_a_request_moves_once_and_keeps_its_attempt(moving: Moving) -> None:
     moving.say(moving.new, ADOPTED, Tokens(0, 4, (5,)))
     moving.ends_well(1, 2, 3, 4, 5)
     assert moving.house.last_word.timings.decode_node == moving.new
+    assert moving.house.last_word.timings.num_moves == 1
     assert moving.outcomes == {"moved": 1}
 
 

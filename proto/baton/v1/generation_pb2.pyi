@@ -170,7 +170,7 @@ class Usage(_message.Message):
     def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s", "num_decode_cached_tokens", "transfer_bytes", "num_attempts", "prefill_node", "decode_node", "handoff_s", "commit_s", "gather_s", "wire_s", "scatter_s", "step_wait_s")
+    __slots__ = ("queue_s", "prefill_s", "transfer_s", "first_token_s", "total_s", "num_decode_cached_tokens", "transfer_bytes", "num_attempts", "prefill_node", "decode_node", "handoff_s", "commit_s", "gather_s", "wire_s", "scatter_s", "step_wait_s", "num_moves")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,7 @@ class Timings(_message.Message):
     WIRE_S_FIELD_NUMBER: _ClassVar[int]
     SCATTER_S_FIELD_NUMBER: _ClassVar[int]
     STEP_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     transfer_s: float
@@ -203,7 +204,8 @@ class Timings(_message.Message):
     wire_s: float
     scatter_s: float
     step_wait_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_decode_cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., handoff_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., scatter_s: _Optional[float] = ..., step_wait_s: _Optional[float] = ...) -> None: ...
+    num_moves: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_decode_cached_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., num_attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., handoff_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., gather_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., scatter_s: _Optional[float] = ..., step_wait_s: _Optional[float] = ..., num_moves: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

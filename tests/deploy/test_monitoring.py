@@ -1,0 +1,95 @@
+"""Alerts, dashboard and runbook name what there is, and alerts fire when they should."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.messages import NodeRole
+from tools.metrics_page import node_registry, router_registry
+
+ROOT = Path(__file__).resolve().parents[2]
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "baton.json"
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """Where it stands, and the query."""
+    for rule in rules():
+        yield rule["alert"], rule["expr"]
+    for panel in panels():
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+
+
+def known() -> dict[str, set[str]]:
+    """Labels by the name of each sample that a router or a node shows."""
+    found: dict[str, set[str]] = {"up": {"job"}}
+    for registry in (router_registry(), *map(node_registry, NodeRole)):
+        for metric in registry.collect():
+            for sample in metric.samples:
+                found.setdefault(sample.name, set()).update(sample.labels, {"instance", "job"})
+    return found
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", "deploy/prometheus/prometheus.yml"),
+        ("test", "rules", "tests/deploy/alerts_test.yml"),
+    ],
+)
+def test_promtool_accepts_the_files_and_alerts_fire_as_they_should(arguments: tuple[str, ...]) -> None:
+    assert PROMTOOL is not None
+    ran = subprocess.run([PROMTOOL, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(("where", "query"), list(queries()))
+def test_queries_name_metrics_and_labels_that_there_are(where: str, query: str) -> None:
+    metrics = known()
+    selected = re.findall(r"((?:baton|vllm):\w+|\bup\b)(?:\{([^}]*)\})?", query)
+    assert selected, f"{where}: no metric in {query}"
+    for name, matchers in selected:
+        assert name in metrics, f"{where}: {name} is not exported"
+        labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+        assert labels <= metrics[name], f"{where}: {name} has no {labels - metrics[name]}"
+
+
+def test_the_runbook_has_a_section_for_each_alert() -> None:
+    sections = re.findall(r"^## (\w+)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    assert sections == [rule["alert"] for rule in rules()]
+
+
+def test_every_panel_says_what_it_shows_and_has_a_place_of_its_own() -> None:
+    shown = panels()
+    assert all(panel["title"] and panel["description"] for panel in shown)
+    assert len({panel["id"] for panel in shown}) == len(shown)
+    cells = [
+        (x, y)
+        for panel in shown
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells), "panels overlap"
+    assert max(x for x, _ in cells) < 24
