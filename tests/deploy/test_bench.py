@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.settings import parse
 from deploy.bench.arrivals import arrival_times
-from deploy.bench.client import Client, RequestFailed, Target
+from deploy.bench.client import Answer, Client, RequestFailed, Target, _Events
 from deploy.bench.figures import figures
 from deploy.bench.goodput import Limits, highest_rate
 from deploy.bench.load import Outcome, run_load
@@ -296,3 +296,10 @@ async def test_the_command_reports_and_exits(refuse, flags, code, tmp_path, caps
     assert stated["runs"]["seed 1"]["failed"] == (2 if refuse else 0)
     assert "TTFT" in capsys.readouterr().out
     assert "<svg" in html.read_text()
+
+
+def test_a_whole_body_without_done_has_failed():
+    events = _Events(Answer(0.0, arrivals=[0.1]))
+    with pytest.raises(RequestFailed) as failed:
+        events.finish()
+    assert failed.value.kind == "disconnected"
