@@ -24,7 +24,7 @@ from pydantic import Field
 from baton.settings import Settings, parse
 from benchmarks.cluster import Addresses, running_cluster
 from benchmarks.http_stream import Connection, Streamed
-from benchmarks.stats import percentile, table
+from deploy.bench.stats import percentile, table
 
 MIN_TOKEN, MAX_TOKEN = 5, 4000  # in every vocabulary
 POLL_S = 0.01

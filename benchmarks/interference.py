@@ -27,7 +27,7 @@ from benchmarks.checks import WrongAnswers, check_concurrency, check_recall
 from benchmarks.cluster import running_cluster
 from benchmarks.http_stream import Connection, RequestFailed, Streamed
 from benchmarks.load import Load, Prompts, address_of
-from benchmarks.stats import summary, table
+from deploy.bench.stats import summary, table
 
 GOAL = 1.1
 """The p99 of the time between tokens while prompts are pushed, relative to undisturbed windows."""

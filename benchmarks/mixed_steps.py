@@ -24,7 +24,7 @@ from benchmarks.checks import WrongAnswers, check_concurrency
 from benchmarks.cluster import running_cluster
 from benchmarks.http_stream import Connection, RequestFailed, Streamed
 from benchmarks.load import Load, Prompts
-from benchmarks.stats import percentile, table
+from deploy.bench.stats import percentile, table
 
 FIRST_WAIT_S = 1.0
 """Delay before the first prompt: by then all streams are decoding."""

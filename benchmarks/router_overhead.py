@@ -24,7 +24,7 @@ from baton.settings import ConnectAddress, Settings, parse
 from benchmarks.cluster import Addresses, running_cluster
 from benchmarks.direct import Direct
 from benchmarks.http_stream import Connection
-from benchmarks.stats import median_interval, percentile, summary, table
+from deploy.bench.stats import median_interval, percentile, summary, table
 
 GOAL_MS = 3.0
 WARM_UP_PAIRS = 10

@@ -35,9 +35,9 @@ from baton.open_files import raise_open_files
 from baton.settings import Settings, parse
 from benchmarks.cluster import LOCAL
 from benchmarks.scripted_nodes import CHECKPOINT, answer_tokens
-from benchmarks.stats import percentile
 from benchmarks.stream_clients import Answer, Client, chat_request
 from benchmarks.tables import Table
+from deploy.bench.stats import percentile
 from deploy.ports import HeldPort
 from deploy.ready import wait_until_serving
 from router.tokenizer import Tokenizer

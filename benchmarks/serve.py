@@ -24,7 +24,7 @@ from benchmarks.checks import WrongAnswers, check_concurrency, check_recall
 from benchmarks.cluster import running_cluster
 from benchmarks.http_stream import Connection, Streamed
 from benchmarks.load import Load, Prompts, address_of
-from benchmarks.stats import percentile, summary, table
+from deploy.bench.stats import percentile, summary, table
 
 NUM_ALONE = 5
 NUM_PINGS = 50

@@ -21,8 +21,8 @@ from baton.settings import Settings, parse
 from benchmarks.simulation.fleet import Fleet
 from benchmarks.simulation.policies import make_router
 from benchmarks.simulation.report import Limits, Report, markdown, median, report
-from benchmarks.simulation.trace import Entry, read_trace, write_trace
-from benchmarks.simulation.workloads import WORKLOADS, Shape
+from deploy.bench.trace import Entry, read_trace, write_trace
+from deploy.bench.workloads import WORKLOADS, Shape
 from router.life import FirstToken
 from router.policies import POLICIES
 

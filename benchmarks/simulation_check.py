@@ -21,8 +21,8 @@ from benchmarks.http_stream import Connection, Streamed
 from benchmarks.load import Load, Prompts
 from benchmarks.simulation.fleet import Answer, Fleet
 from benchmarks.simulation.policies import make_router
-from benchmarks.simulation.trace import BLOCK_TOKENS, Entry
-from benchmarks.stats import percentile
+from deploy.bench.stats import percentile
+from deploy.bench.trace import BLOCK_TOKENS, Entry
 
 NUM_WARM_UP = 8
 PERCENTS = (50, 90, 99)

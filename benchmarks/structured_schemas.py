@@ -25,8 +25,8 @@ from baton.settings import Settings, parse
 from benchmarks.big_vocabulary import big_vocabulary
 from benchmarks.checks import WrongAnswers
 from benchmarks.schema_worker import BACKENDS, Asked, Compiled, SchemaWorker, Walked
-from benchmarks.stats import percentile
 from benchmarks.tables import Table
+from deploy.bench.stats import percentile
 
 NOTE_EVERY = 250
 CHECKED = Asked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from baton.messages import NodeRole
@@ -11,9 +12,9 @@ from prefill_node.server import PREFILL_SIDE
 from prefill_node.settings import PrefillSettings
 
 
-def main() -> NoReturn:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Serve until a signal. Exit codes are those of `node.run`."""
-    run_node(parse(PrefillSettings), NodeRole.PREFILL, PREFILL_SIDE, _import_parts)
+    run_node(parse(PrefillSettings, argv), NodeRole.PREFILL, PREFILL_SIDE, _import_parts)
 
 
 def _import_parts() -> MakeParts:

@@ -13,8 +13,8 @@ from baton.streams import HEARTBEAT_S
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.node import FleetNode, settings_of
 from benchmarks.simulation.policies import EPOCH
-from benchmarks.simulation.trace import Entry, TraceTokens
 from benchmarks.simulation.transport import FleetTransport
+from deploy.bench.trace import Entry, TraceTokens
 from engine.simulated.profile import load_profile
 from node.events import (
     BlocksChanged,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from benchmarks.simulation.fleet import Answer
-from benchmarks.stats import percentile
+from deploy.bench.stats import percentile
 
 
 @dataclass(frozen=True, slots=True)

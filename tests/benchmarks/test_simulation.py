@@ -16,8 +16,8 @@ from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.fleet import Answer, Fleet
 from benchmarks.simulation.policies import make_router
 from benchmarks.simulation.report import Limits, report
-from benchmarks.simulation.trace import BLOCK_TOKENS, Entry, TraceTokens, read_trace, write_trace
-from benchmarks.simulation.workloads import WORKLOADS, Shape, multi_turn, shared_prefix, uncorrelated
+from deploy.bench.trace import BLOCK_TOKENS, Entry, TraceTokens, read_trace, write_trace
+from deploy.bench.workloads import WORKLOADS, Shape, multi_turn, shared_prefix, uncorrelated
 from engine.pace import StepSize
 from engine.simulated.profile import load_profile
 from router.life import RequestTimings

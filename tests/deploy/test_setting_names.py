@@ -10,11 +10,12 @@ from baton.address import HostPort
 from baton.setting_names import ALL_NAMES
 from baton.settings import Settings, parse
 from decode_node.settings import DecodeSettings
+from deploy.bench.settings import BenchSettings
 from deploy.settings import UpSettings
 from prefill_node.settings import PrefillSettings
 from router.settings import RouterSettings
 
-COMMANDS: tuple[type[Settings], ...] = (RouterSettings, PrefillSettings, DecodeSettings, UpSettings)
+COMMANDS: tuple[type[Settings], ...] = (RouterSettings, PrefillSettings, DecodeSettings, UpSettings, BenchSettings)
 
 
 def test_the_list_has_every_commands_settings_and_no_other() -> None:

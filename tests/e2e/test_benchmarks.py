@@ -15,7 +15,7 @@ from benchmarks.checks import WrongAnswers, check_concurrency
 from benchmarks.cluster import Addresses
 from benchmarks.http_stream import Connection, RequestFailed, Streamed
 from benchmarks.load import Load, Prompts
-from benchmarks.stats import median_interval, percentile, table
+from deploy.bench.stats import median_interval, percentile, table
 from tests.e2e.conftest import House
 
 pytestmark = pytest.mark.timeout(300)

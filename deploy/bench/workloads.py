@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.simulation.trace import BLOCK_TOKENS, Entry
+from deploy.bench.trace import BLOCK_TOKENS, Entry
 
 _ZIPF = 1.0
 """How much more often the first prefixes are used than the last: the n-th has weight 1 / n."""

@@ -1,0 +1,156 @@
+"""`baton bench`: warm up, run each seed or search, report."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from tqdm import tqdm
+
+from baton.open_files import raise_open_files
+from baton.settings import EXIT_USAGE, parse
+from deploy.bench.client import Client, RequestFailed, Target
+from deploy.bench.figures import figures
+from deploy.bench.goodput import Limits, highest_rate
+from deploy.bench.load import Outcome, run_load
+from deploy.bench.page import page
+from deploy.bench.plan import Planner
+from deploy.bench.report import as_json, environment, report
+from deploy.bench.settings import BenchSettings
+
+EXIT_FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a report, and exit: 1 if a request failed, unless --allow-failures."""
+    settings = parse(BenchSettings, argv)
+    try:
+        planner = Planner(settings)
+    except (OSError, ValueError) as error:
+        _fail(f"--trace-file: {error}", EXIT_USAGE)
+        return
+    raise_open_files()
+    try:
+        results = uvloop.run(Bench(settings, planner).run())
+    except RequestFailed as error:
+        _fail(str(error), EXIT_FAILED)
+        return
+    text = report(results.runs, results.goodput, results.details)
+    print(text)
+    try:
+        _write(settings, results, text)
+    except OSError as error:
+        _fail(f"cannot write the results: {error}", EXIT_FAILED)
+    failed = sum(run["failed"] for run in results.runs.values())
+    sys.exit(EXIT_FAILED if failed and not settings.allow_failures else 0)
+
+
+def _fail(text: str, code: int) -> None:
+    sys.stderr.write(f"{BenchSettings.prog}: {text}\n")
+    sys.exit(code)
+
+
+@dataclass(slots=True)
+class Results:
+    """`runs`: figures by the name of the run. `details`: an example of each kind of failure."""
+
+    model: str
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    goodput: dict[str, Any] | None = None
+
+
+class Bench:
+    """One call of the command."""
+
+    def __init__(self, settings: BenchSettings, planner: Planner) -> None:
+        self._settings = settings
+        self._planner = planner
+        key = settings.api_key
+        headers = (("authorization", f"Bearer {key.get_secret_value()}"),) if key else ()
+        self._client = Client(Target(settings.url, headers))
+        self._path = "chat/completions" if settings.endpoint == "chat" else "completions"
+
+    async def run(self) -> Results:
+        """Raises RequestFailed if the server lists no model, or refuses to warm up."""
+        settings = self._settings
+        try:
+            self._results = Results(settings.model or await self._first_model())
+            for request in self._planner.plan(self._results.model, 0, "warm-up", None)[: settings.num_warmups]:
+                await self._client.stream(self._path, request.body, settings.request_timeout)
+            if settings.searches:
+                self._results.goodput = await self._search()
+            else:
+                for seed in settings.seeds:
+                    await self._measure(f"seed {seed}", seed, settings.request_rate)
+        finally:
+            self._client.close()
+        return self._results
+
+    async def _first_model(self) -> str:
+        listed = await self._client.get("models", self._settings.request_timeout)
+        try:
+            return str(listed["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise RequestFailed("no_model", "the server lists none: name one with --model") from None
+
+    async def _measure(self, name: str, seed: int, rate: float | None) -> list[Outcome]:
+        planned = self._planner.plan(self._results.model, seed, name, rate)
+        quiet = not self._settings.progress or not sys.stderr.isatty()
+        with tqdm(total=len(planned), desc=name, unit="req", disable=quiet, leave=False) as bar:
+            outcomes = await run_load(
+                planned,
+                lambda body: self._client.stream(self._path, body, self._settings.request_timeout),
+                lambda _: bar.update(),
+            )
+        self._results.runs[name] = figures(outcomes)
+        self._results.outcomes[name] = outcomes
+        self._results.details |= {outcome.error: outcome.detail for outcome in outcomes if outcome.error}
+        return outcomes
+
+    async def _search(self) -> dict[str, Any]:
+        settings = self._settings
+        limits = Limits(settings.goodput_ttft or math.inf, settings.goodput_itl or math.inf)
+        tried: dict[str, list[dict[str, float]]] = {}
+        found = []
+        for seed in settings.seeds:
+            trials = tried[f"seed {seed}"] = list[dict[str, float]]()
+
+            async def attains(rate: float, seed: int = seed, trials: list[dict[str, float]] = trials) -> bool:
+                share = limits.share(await self._measure(f"seed {seed} at {rate:.3f}/s", seed, rate))
+                trials.append({"rate": rate, "share": share})
+                return share >= settings.goodput_share
+
+            low, high = settings.goodput_min_rate, settings.goodput_max_rate
+            found.append(await highest_rate(attains, low, high, settings.goodput_steps))
+        return {"requests_per_s": statistics.median(found), "per_seed": found, "trials": tried}
+
+
+def _write(settings: BenchSettings, results: Results, text: str) -> None:
+    if settings.result_file:
+        stated = {
+            "settings": settings.model_dump(mode="json", exclude={"api_key"}),
+            "model": results.model,
+            "environment": environment(),
+            "runs": results.runs,
+            "goodput": results.goodput,
+        }
+        _write_text(settings.result_file, as_json(stated))
+    if settings.html_file:
+        title = f"{results.model} at {settings.url}: {settings.workload}"
+        _write_text(settings.html_file, page(title, text, results.outcomes))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The report as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import baton
+from deploy.bench.figures import LATENCIES
+from deploy.bench.stats import table
+
+
+def report(runs: Mapping[str, Mapping[str, Any]], goodput: Mapping[str, Any] | None, details: Mapping[str, str]) -> str:
+    """A table for each run, the failures by kind with an example of each, and the goodput."""
+    parts = [_run(name, run) for name, run in runs.items()]
+    parts += [f"failure, for example: {detail}" for detail in details.values()]
+    if goodput:
+        found = ", ".join(f"{rate:.3f}" for rate in goodput["per_seed"])
+        parts.append(f"goodput: {goodput['requests_per_s']:.3f} requests/s (median of {found})")
+    return "\n\n".join(parts)
+
+
+def _run(name: str, run: Mapping[str, Any]) -> str:
+    errors = ", ".join(f"{count} {kind}" for kind, count in run["errors"].items())
+    lines = [
+        f"{name}: {run['completed']} answered, {run['failed']} failed{f' ({errors})' if errors else ''}, "
+        f"{run['duration_s']:.2f} s",
+        f"{run['requests_per_s']:.2f} requests/s, {run['output_tokens_per_s']:.1f} output tokens/s, "
+        f"{run['total_tokens_per_s']:.1f} tokens/s; sent at most {run['sent_late_ms']:.1f} ms late",
+    ]
+    if run["completed"]:
+        lines.append(table({label: run[key] for key, label in LATENCIES.items()}, "ms"))
+    return "\n".join(lines)
+
+
+def environment() -> dict[str, Any]:
+    """Where the client ran."""
+    return {
+        "baton": baton.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "num_cores": os.cpu_count(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def as_json(value: Any) -> str:
+    """NaN, which JSON lacks, becomes null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,305 @@
+"""`baton bench` against a stub with known delays, and the parts that decide."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.settings import parse
+from deploy.bench.arrivals import arrival_times
+from deploy.bench.client import Answer, Client, RequestFailed, Target, _Events
+from deploy.bench.figures import figures
+from deploy.bench.goodput import Limits, highest_rate
+from deploy.bench.load import Outcome, run_load
+from deploy.bench.main import Bench, main
+from deploy.bench.page import page
+from deploy.bench.plan import PlannedRequest, Planner
+from deploy.bench.settings import BenchSettings
+from deploy.bench.stats import percentile, summary
+
+FIRST_S, GAP_S, TOKENS = 0.06, 0.03, 5
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(content), content)
+
+
+def event(value: object) -> bytes:
+    return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
+
+
+class Stub:
+    """A server with OpenAI's API that answers after known delays. `refuse`: every so many requests get a 429."""
+
+    def __init__(self, refuse: int = 0, cut: bool = False) -> None:
+        self.bodies: list[dict] = []
+        self.connections = 0
+        self._refuse, self._cut = refuse, cut
+
+    async def __aenter__(self) -> Stub:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                content = await reader.readexactly(length)
+                await self._answer(head.split(b" ")[1].decode(), content, writer)
+        except (asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, path: str, content: bytes, writer: asyncio.StreamWriter) -> None:
+        if path == "/v1/models":
+            listed = b'{"data": [{"id": "stub"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(listed), listed))
+            return
+        self.bodies.append(json.loads(content))
+        if self._refuse and len(self.bodies) % self._refuse == 0:
+            writer.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 4\r\n\r\nbusy")
+            return
+        writer.write(HEAD)
+        chat = path == "/v1/chat/completions"
+        for number in range(TOKENS):
+            await asyncio.sleep(GAP_S if number else FIRST_S)
+            choice = {"delta": {"content": "x"}} if chat else {"text": "x"}
+            whole = event({"choices": [choice]})
+            writer.write(chunk(whole[:9]) + chunk(whole[9:]))  # events are cut anywhere
+            if self._cut and number == 2:
+                writer.close()
+                return
+        usage = {"prompt_tokens": 7, "completion_tokens": TOKENS}
+        writer.write(chunk(event({"choices": [], "usage": usage}) + event(b"[DONE]")) + b"0\r\n\r\n")
+
+
+def settings_of(url: str, *flags: str) -> BenchSettings:
+    return parse(BenchSettings, [f"--url={url}", "--no-progress", "--input-len=8", *flags])
+
+
+async def results_of(stub: Stub, *flags: str):
+    settings = settings_of(stub.url, *flags)
+    return await Bench(settings, Planner(settings)).run()
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+async def test_figures_are_those_of_the_stub(endpoint):
+    """Delays may be exceeded by as much as a busy machine delays, never undercut: 1 ms is the clock's."""
+    async with Stub() as stub:
+        flags = (f"--endpoint={endpoint}", "--seeds=1,2", "--num-prompts=6", "--request-rate=50", "--num-warmups=1")
+        results = await results_of(stub, *flags)
+    assert len(stub.bodies) == 2 * 6 + 1
+    assert [run["completed"] for run in results.runs.values()] == [6, 6]
+    run = results.runs["seed 1"]
+    assert (run["input_tokens"], run["output_tokens"]) == (6 * 7, 6 * TOKENS)
+    for name, expected_s in {"ttft_ms": FIRST_S, "itl_ms": GAP_S, "tpot_ms": GAP_S}.items():
+        assert expected_s * 1e3 - 1 < run[name]["p50"] < expected_s * 1e3 * 2
+    assert run["e2e_ms"]["p50"] > (FIRST_S + (TOKENS - 1) * GAP_S) * 1e3 - 1
+
+
+async def test_refused_requests_are_counted_by_kind():
+    async with Stub(refuse=3) as stub:
+        results = await results_of(stub, "--seeds=1", "--num-prompts=9", "--request-rate=500", "--num-warmups=0")
+    run = results.runs["seed 1"]
+    assert (run["completed"], run["failed"], run["errors"]) == (6, 3, {"http_429": 3})
+    assert results.details["http_429"].endswith("busy")
+
+
+async def test_a_stream_without_its_end_has_failed():
+    async with Stub(cut=True) as stub:
+        results = await results_of(stub, "--seeds=1", "--num-prompts=2", "--request-rate=500", "--num-warmups=0")
+    assert results.runs["seed 1"]["errors"] == {"disconnected": 2}
+
+
+async def test_a_request_out_of_time_has_failed():
+    async with Stub() as stub:
+        client = Client(Target(stub.url))
+        with pytest.raises(RequestFailed) as failed:
+            await client.stream("completions", {}, FIRST_S / 4)
+    assert failed.value.kind == "timeout"
+
+
+async def test_a_server_that_is_not_there_is_a_failure():
+    async with Stub() as stub:
+        url = stub.url
+    with pytest.raises(RequestFailed) as failed:
+        await Client(Target(url)).get("models", 5.0)
+    assert failed.value.kind == "connect"
+
+
+async def test_connections_are_used_again():
+    async with Stub() as stub:
+        client = Client(Target(stub.url))
+        for _ in range(3):
+            await client.stream("completions", {}, 10.0)
+        client.close()
+    assert stub.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--url=ftp://x"], "--url: must be http"),
+        (["--url=http://x:port"], "--url: must be http"),
+        (["--arrival=never"], "--arrival"),
+        (["--seeds=1,1"], "--seeds: must be one or more different"),
+        (["--workload=trace"], "--trace-file: needed"),
+        (["--goodput-ttft=1"], "--goodput-ttft, --goodput-itl"),
+        (["--workload=multi-turn", "--arrival=fixed"], "--arrival"),
+        (["--workload=trace", "--trace-file=/no/such/file"], "--trace-file"),
+    ],
+)
+def test_bad_flags_exit_with_2(flags, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@given(st.sampled_from(["poisson", "fixed", "burst"]), st.integers(1, 200), st.floats(0.01, 1e4), st.integers(1, 50))
+def test_arrivals_ascend_from_0_and_follow_from_their_seed(kind, count, per_s, burst_size):
+    times = arrival_times(kind, count, per_s, burst_size, 1)
+    assert len(times) == count
+    assert times[0] == 0
+    assert times == sorted(times) == arrival_times(kind, count, per_s, burst_size, 1)
+
+
+@pytest.mark.parametrize("kind", ["poisson", "fixed", "burst"])
+def test_arrivals_have_the_rate_asked_for(kind):
+    assert arrival_times(kind, 4001, 20.0, 8, 3)[-1] == pytest.approx(200, rel=0.05)
+
+
+def test_a_burst_arrives_at_once():
+    assert arrival_times("burst", 6, 2.0, 3, 1) == [0, 0, 0, 1.5, 1.5, 1.5]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1))
+def test_percentiles_are_ordered_and_within_the_values(values):
+    told = summary(values)
+    assert min(values) <= told["p50"] <= told["p90"] <= told["p99"] <= max(values)
+    assert (percentile(values, 0), percentile(values, 100)) == (min(values), max(values))
+
+
+def test_each_runs_prompts_are_its_own_and_repeat():
+    settings = settings_of("http://x", "--workload=shared-prefix", "--prefix-len=512", "--num-prefixes=1")
+    planner = Planner(settings)
+
+    def prompts(run: str) -> list[str]:
+        return [request.body["prompt"] for request in planner.plan("m", 1, run, 2.0)]
+
+    assert prompts("a") == prompts("a")
+    shared = {" ".join(prompt.split()[:512]) for prompt in prompts("a")}
+    assert len(shared) == 1
+    assert not set(prompts("a")) & set(prompts("b"))
+
+
+def test_a_trace_keeps_its_times_and_lengths(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 1000, "input_length": 3, "output_length": 2, "hash_ids": [1]},
+        {"timestamp": 1500, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    planner = Planner(settings_of("http://x", "--workload=trace", f"--trace-file={path}"))
+    first, second = planner.plan("m", 1, "a", None)
+    assert (first.at, second.at) == (0, 0.5)
+    assert (first.body["max_tokens"], second.body["max_tokens"]) == (2, 4)
+    assert (len(first.body["prompt"].split()), len(second.body["prompt"].split())) == (3, 600)
+    assert second.body["prompt"].startswith(first.body["prompt"])
+    assert [request.at for request in planner.plan("m", 1, "a", 4.0)] != [0, 0.5]
+
+
+async def test_every_planned_request_has_an_outcome():
+    async def fail(_):
+        raise RequestFailed("http_500", "no")
+
+    ended: list[Outcome] = []
+    outcomes = await run_load([PlannedRequest(0.0, {})] * 3, fail, ended.append)
+    assert [outcome.error for outcome in outcomes] == ["http_500"] * 3
+    assert sorted(ended, key=id) == sorted(outcomes, key=id)
+    told = figures(outcomes)
+    assert (told["completed"], told["errors"]) == (0, {"http_500": 3})
+    assert math.isnan(told["ttft_ms"]["p50"])
+
+
+def test_a_failed_request_is_not_within_limits():
+    good = Outcome(0, 0, 1, (0.1, 0.2, 0.3), output_tokens=3)
+    late = Outcome(0, 0, 1, (0.6, 0.7), output_tokens=2)
+    slow = Outcome(0, 0, 1, (0.1, 0.9), output_tokens=2)
+    assert Limits(0.5, 0.15).share([good, late, slow, Outcome(0, 0, 0, error="timeout")]) == 0.25
+
+
+@given(st.floats(0.2, 60))
+def test_the_search_ends_close_below_the_highest_rate(limit):
+    async def attains(rate: float) -> bool:
+        return rate <= limit
+
+    found = asyncio.run(highest_rate(attains, 0.125, 64.0, 10))
+    assert found <= limit <= found * 1.01
+
+
+async def test_the_search_knows_both_ends():
+    async def never(rate: float) -> bool:
+        return False
+
+    async def always(rate: float) -> bool:
+        return True
+
+    assert await highest_rate(never, 1, 2, 3) == 0
+    assert await highest_rate(always, 1, 2, 3) == 2
+
+
+async def test_goodput_is_the_median_of_the_seeds():
+    async with Stub() as stub:
+        flags = ("--goodput-ttft=5", "--goodput-itl=5", "--goodput-max-rate=400", "--goodput-min-rate=200")
+        results = await results_of(stub, *flags, "--seeds=1,2", "--num-prompts=2", "--num-warmups=0")
+    assert results.goodput is not None
+    assert results.goodput["requests_per_s"] == 400
+    assert [trial["share"] for trial in results.goodput["trials"]["seed 1"]] == [1, 1]
+
+
+def test_the_page_is_self_contained():
+    random = Random(1)
+    outcomes = [Outcome(at, at, at + 1, (at + random.random(), at + 1), output_tokens=2) for at in range(20)]
+    text = page("a <title>", "report & figures", {"seed 1": outcomes, "seed 2": []})
+    assert "a &lt;title&gt;" in text
+    assert text.count("<svg") == 5
+    assert "http" not in text
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize(("refuse", "flags", "code"), [(0, [], 0), (2, [], 1), (2, ["--allow-failures"], 0)])
+async def test_the_command_reports_and_exits(refuse, flags, code, tmp_path, capsys):
+    result, html = tmp_path / "result.json", tmp_path / "report.html"
+    async with Stub(refuse=refuse) as stub:
+        argv = [f"--url={stub.url}/v1", "--seeds=1", "--num-prompts=4", "--request-rate=500", "--num-warmups=0"]
+        with pytest.raises(SystemExit) as ended:
+            await asyncio.to_thread(main, [*argv, *flags, f"--result-file={result}", f"--html-file={html}"])
+    assert ended.value.code == code
+    stated = json.loads(result.read_text())
+    assert stated["model"] == "stub"
+    assert stated["settings"]["num_prompts"] == 4
+    assert stated["runs"]["seed 1"]["failed"] == (2 if refuse else 0)
+    assert "TTFT" in capsys.readouterr().out
+    assert "<svg" in html.read_text()
+
+
+def test_a_whole_body_without_done_has_failed():
+    events = _Events(Answer(0.0, arrivals=[0.1]))
+    with pytest.raises(RequestFailed) as failed:
+        events.finish()
+    assert failed.value.kind == "disconnected"

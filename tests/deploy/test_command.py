@@ -1,0 +1,79 @@
+"""The umbrella command: what it lists, refuses, imports and completes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import command, completion
+from deploy.command import SUBCOMMANDS
+
+
+def test_help_has_a_line_for_each_subcommand(capsys):
+    command.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, subcommand in SUBCOMMANDS.items():
+        assert [line for line in lines if line.split()[:1] == [name] and line.endswith(subcommand.summary)]
+
+
+def test_an_unknown_subcommand_exits_with_2_and_the_nearest_name(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["benhc"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "baton: no subcommand 'benhc', did you mean 'bench'?\n"
+
+
+@pytest.mark.parametrize("name", ["up", "router", "prefill", "decode", "bench"])
+def test_arguments_reach_the_subcommand(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([name, "--no-such-flag"])
+    assert ended.value.code == 2
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_version_and_bench_import_no_torch():
+    code = (
+        "import sys\nfrom deploy.command import main, load, SUBCOMMANDS\nmain(['version'])\n"
+        "load(SUBCOMMANDS['bench'].entry)\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'router', 'node', 'engine'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    version, imported = ran.stdout.splitlines()
+    assert version.startswith("baton ")
+    assert imported == "[]"
+
+
+def completed(tmp_path: Path, *words: str) -> set[str]:
+    """What bash offers after these words, the last of which is being typed."""
+    script = tmp_path / "completion.bash"
+    script.write_text(completion._bash())
+    quoted = " ".join(f"'{word}'" for word in words)
+    code = f"source {script}; COMP_WORDS=(baton {quoted}); COMP_CWORD={len(words)}; _baton; echo ${{COMPREPLY[@]}}"
+    return set(subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_bash_completes_subcommands_flags_and_choices(tmp_path):
+    assert completed(tmp_path, "ve") == {"version"}
+    assert completed(tmp_path, "bench", "--goodput-t") == {"--goodput-ttft"}
+    assert completed(tmp_path, "bench", "--arrival", "") == {"poisson", "fixed", "burst"}
+    assert completed(tmp_path, "router", "--otlp") == {"--otlp-traces-endpoint"}
+    assert completed(tmp_path, "completion", "") == {"bash", "zsh", "fish"}
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_every_flag(shell, capsys):
+    completion.main([shell])
+    script = capsys.readouterr().out
+    for subcommand in SUBCOMMANDS.values():
+        for flag, _ in completion.flags_of(subcommand):
+            assert flag.removeprefix("--") in script
+
+
+def test_an_unknown_shell_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        completion.main(["tcsh"])
+    assert ended.value.code == 2
+    assert "bash, zsh, fish" in capsys.readouterr().err
