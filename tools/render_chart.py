@@ -1,6 +1,6 @@
 """Render the Helm chart as the tests read it: `python -m tools.render_chart`, with `helm` on the PATH or in $HELM.
 
-Most machines have no helm, so what it makes of the chart is in the repository, `tests/deploy/rendered/NAME.yaml`, with a
+Most machines have no helm, so what it makes of the chart is in the repository (tests/deploy/rendered), with a
 digest of the chart and the values in its first line: tests see without helm that a file is stale.
 """
 
