@@ -57,7 +57,6 @@ def size_of(folder: Path) -> int:
 def table(environment: Path) -> tuple[str, int]:
     """The layers as text, and their sum in bytes."""
     layers = {"python:3.12-slim, at most": BASE_BYTES, "/opt/baton": size_of(environment)}
-    layers["deploy/docker/healthy.py"] = (ROOT / "deploy" / "docker" / "healthy.py").stat().st_size
     total = sum(layers.values())
     lines = [f"{name:28}{size / 1e6:8.1f} MB" for name, size in {**layers, "sum": total}.items()]
     return "\n".join(lines), total

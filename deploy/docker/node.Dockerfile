@@ -34,7 +34,6 @@ RUN apt-get update \
     && groupadd --gid 10001 baton && useradd --uid 10001 --gid baton --no-create-home --home-dir /tmp baton \
     && install --directory --owner 10001 --group 10001 /models
 COPY --from=build /opt/baton /opt/baton
-COPY --chmod=0555 deploy/docker/healthy.py /opt/baton/healthy.py
 # HF_HOME: downloads of hub ids; a volume keeps them. USER: torch asks for its name, and `docker run --user` may hide it.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=baton HF_HOME=/models
 # a fixed port of /metrics and /health, whatever --listen is
@@ -44,6 +43,6 @@ EXPOSE 9000 9100
 STOPSIGNAL SIGTERM
 # /health says 200 when the weights are loaded; it is on the host of --listen, which must be 0.0.0.0 for this check
 HEALTHCHECK --interval=10s --timeout=5s --start-period=1800s --retries=6 \
-    CMD ["python3", "/opt/baton/healthy.py", "http://127.0.0.1:9100/health"]
+    CMD ["python", "-m", "deploy.healthy", "http://127.0.0.1:9100/health"]
 ENTRYPOINT ["baton"]
 CMD ["--help"]

@@ -20,11 +20,10 @@ FROM python:3.12-slim
 # the id that the Helm chart runs it as
 RUN groupadd --gid 10001 baton && useradd --uid 10001 --gid baton --no-create-home --home-dir /tmp baton
 COPY --from=build /opt/baton /opt/baton
-COPY --chmod=0555 deploy/docker/healthy.py /opt/baton/healthy.py
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=6 \
-    CMD ["python", "/opt/baton/healthy.py", "http://127.0.0.1:8000/health"]
+    CMD ["python", "-m", "deploy.healthy", "http://127.0.0.1:8000/health"]
 ENTRYPOINT ["baton", "router"]

@@ -22,7 +22,7 @@ from node.shell import GRACE_S, THREAD_STOP_S
 from router.http.access import ALIVE
 from router.settings import RouterSettings
 from tests.deploy.commands import parsed, put_file
-from tests.deploy.test_monitoring import known
+from tests.deploy.test_monitoring import PROMTOOL, known, needs_promtool
 from tools import render_chart
 from tools.render_chart import CHART, NAMESPACE, RENDERED, VALUES
 
@@ -199,7 +199,7 @@ def test_the_commands_know_their_flags_and_listen_on_the_ports_that_are_declared
             assert not settings.listen.is_wildcard  # others reach a node at the address it listens on
             grace = settings.drain_timeout + 2 * GRACE_S + THREAD_STOP_S
         assert pod["terminationGracePeriodSeconds"] > grace
-        if settings.cluster_secret_file is not None:  # type: ignore[attr-defined]
+        if settings.cluster_secret_file is not None:
             assert "/etc/baton/cluster/secret" in mounted(pod, container)
 
 
@@ -295,6 +295,17 @@ def test_pools_scale_by_metrics_that_routers_have() -> None:
             for metric, matchers in re.findall(r"(baton:\w+)\{([^}]*)\}", trigger["metadata"]["query"]):
                 labels = set(re.findall(r"(\w+)=", matchers))
                 assert labels <= metrics[metric] | {"namespace", "service"}, metric  # the operator adds those two
+
+
+@needs_promtool
+def test_prometheus_can_read_what_keda_asks(tmp_path: Path) -> None:
+    triggers = [trigger for made in of_kind("gpu", "ScaledObject") for trigger in made["spec"]["triggers"]]
+    assert all(isinstance(value, str) for trigger in triggers for value in trigger["metadata"].values())
+    rules = [{"record": f"asked:{i}", "expr": trigger["metadata"]["query"]} for i, trigger in enumerate(triggers)]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": rules}]}))
+    ran = subprocess.run([str(PROMTOOL), "check", "rules", str(file)], capture_output=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stdout
 
 
 def test_prometheus_gets_the_alerts_and_the_job_that_they_name() -> None:

@@ -99,9 +99,9 @@ def page() -> Iterator[str]:
 
 @pytest.mark.parametrize(("path", "code"), [("/health", 0), ("/ready", 1)])
 def test_the_health_check_exits_with_what_the_page_says(page: str, path: str, code: int) -> None:
-    command = [sys.executable, "-I", str(DEPLOY / "docker" / "healthy.py"), page + path]
+    command = [sys.executable, "-m", "deploy.healthy", page + path]
     ran = subprocess.run(
-        command, env={"http_proxy": "http://127.0.0.1:1"}, capture_output=True, timeout=30, check=False
+        command, cwd=ROOT, env={"http_proxy": "http://127.0.0.1:1"}, capture_output=True, timeout=30, check=False
     )
     assert ran.returncode == code
 
@@ -113,7 +113,7 @@ def seconds(text: str) -> float:
 
 def checked_url(test: str | list[str]) -> str:
     words = json.loads(test) if isinstance(test, str) else test
-    assert words[-2] == "/opt/baton/healthy.py"  # where the images have it
+    assert words[-4:-1] == ["python", "-m", "deploy.healthy"]
     return str(words[-1])
 
 
@@ -231,3 +231,14 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     ours = [line for line in ran.stderr.splitlines() if "baton" in line]
     assert not ours, ran.stderr
+
+
+def test_the_file_for_gpus_changes_services_that_there_are() -> None:
+    class Loader(yaml.SafeLoader):
+        """Reads compose's own tags as what they stand before."""
+
+    Loader.add_multi_constructor("!", lambda loader, tag, node: None)
+    more = yaml.load((DEPLOY / "compose.gpu.yaml").read_text(), Loader)
+    assert more["services"].keys() == set(OURS) - {"router"}
+    devices = [about["deploy"]["resources"]["reservations"]["devices"] for about in more["services"].values()]
+    assert len({each["device_ids"][0] for (each,) in devices}) == len(devices)

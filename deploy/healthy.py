@@ -1,7 +1,9 @@
 """A container's health check: exits with 0 if the URL answers 200 within three seconds, else with 1 and the reason.
 
-Needs nothing but Python: `python healthy.py http://127.0.0.1:8000/health`.
+`python -m deploy.healthy http://127.0.0.1:8000/health`; imports nothing but the standard library.
 """
+
+from __future__ import annotations
 
 import sys
 import urllib.request
@@ -11,7 +13,7 @@ TIMEOUT_S = 3.0
 
 def main() -> int:
     if len(sys.argv) != 2:
-        print("usage: healthy.py URL", file=sys.stderr)
+        print("usage: python -m deploy.healthy URL", file=sys.stderr)
         return 2
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy of the environment
     try:
