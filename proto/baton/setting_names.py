@@ -105,6 +105,7 @@ ALL_NAMES = frozenset(
         "profile",
         "progress",
         "protect_metrics",
+        "quantization",
         "ready_timeout",
         "reasoning_parser",
         "request_rate",
