@@ -18,9 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
+from baton_kernels.quantized_linear import dequantize
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, drain, note
-from engine.model.load.skeleton import build_skeleton, fill_with_dummies, move_empty
+from engine.model.linear_method import linear_layers, method_of
+from engine.model.load.skeleton import build_skeleton, move_empty
+from engine.model.quantization.linear import QuantizedLinear
 
 ANSWER_TOKENS = 16
 NUM_LOGPROBS = 5
@@ -42,6 +45,8 @@ class Limits:
     max_logprob_error: float
 
 
+QUANTIZED_LIMITS = Limits(0.4, 1.5, 1.5)
+"""Of weights with 8 bits: many rows of inputs are rounded to 8 bits as well."""
 LIMITS = {
     torch.float32: Limits(0.98, 0.01, 0.01),
     torch.float16: Limits(0.9, 0.2, 0.2),
@@ -69,13 +74,17 @@ class Agreement:
     max_logprob_error: float
 
 
+def is_quantized(bench: Bench) -> bool:
+    return bench.settings.quantization is not None or "quantization_config" in bench.built.checkpoint.stated
+
+
 def check(bench: Bench, reference: Any) -> dict[str, Any]:
     """Compare the engine with a transformers model. Raises WrongAnswers."""
     answers = _ask(bench)
     chosen = answers[:2] + Random(1).sample(answers[2:], min(len(answers) - 2, MAX_COMPARED - 2))
     found = compare(chosen, reference, len(answers))
     note(str(found))
-    judge(found, LIMITS[bench.dtype])
+    judge(found, QUANTIZED_LIMITS if is_quantized(bench) and bench.built.device.type == "cuda" else LIMITS[bench.dtype])
     return {name: round(value, 4) for name, value in asdict(found).items()}
 
 
@@ -147,14 +156,27 @@ def _logprob_errors(logits: Tensor, answer: Answer) -> Tensor:
 
 
 def reference_of(bench: Bench) -> Any:
-    """A plain transformers model with the same weights."""
+    """A plain transformers model with the same weights; of a quantized one, with what they stand for."""
     checkpoint = bench.built.checkpoint
-    if bench.settings.load_format == "dummy":
+    if bench.settings.load_format == "dummy" or is_quantized(bench):
         model = build_skeleton(checkpoint.config, bench.dtype, "eager")
         move_empty(model, bench.built.device)
-        fill_with_dummies(model)
+        _copy_weights(bench.built.runner.model, model)
         return model
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint.path, dtype=bench.dtype, attn_implementation="eager", trust_remote_code=False, local_files_only=True
     )
     return loaded.to(bench.built.device).eval()
+
+
+@torch.no_grad()
+def _copy_weights(served: Any, reference: Any) -> None:
+    own = dict(served.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if name in own and own[name].dtype == parameter.dtype:
+            parameter.copy_(own[name])
+    for name, module in linear_layers(reference):
+        method = method_of(served.get_submodule(name))
+        if isinstance(method, QuantizedLinear):
+            columns = slice(None) if method.columns is None else method.columns
+            module.weight[:, columns] = dequantize(method.weight, module.weight.dtype)
