@@ -40,6 +40,8 @@ class LinearMethod(ABC):
     in_features: int
     out_features: int
     dtype: torch.dtype
+    input_dtype: torch.dtype | None = None
+    """The type to which many rows of x are quantized; None: they are not."""
 
     @property
     def tolerance(self) -> Tolerance:
@@ -63,6 +65,10 @@ class LinearMethod(ABC):
             return gated_activation(product(x), activation)
 
         return gated
+
+    def make_mlp(self, activation: Activation, down: LinearMethod) -> Product | None:
+        """The gated product, and `down` of it, as one function; None: nothing is gained by computing them together."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -237,3 +237,36 @@ def test_on_a_cpu_x_is_not_quantized() -> None:
     whole = dequantize(weight, torch.float32)
     assert torch.equal(linear(x, weight, bias), torch.nn.functional.linear(x, whole, bias))
     assert torch.equal(gated_linear(x, weight, "silu"), gated_activation(torch.nn.functional.linear(x, whole), "silu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_a_norm_quantizes_its_rows_as_they_would_be_afterwards(dtype: torch.dtype, device: str) -> None:
+    from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
+    from baton_kernels.rms_norm import kernel
+
+    x, residual, weight = (tensor.to(device) for tensor in (torch.randn(11, 96), torch.randn(11, 96), torch.rand(96)))
+    x[4] = float("nan")
+    quantized = torch.empty(11, 96, dtype=dtype, device=device), torch.empty(11, 1, device=device)
+    with poisoned():
+        plain = kernel.rms_norm(x, weight, 1e-5, residual.clone(), 0.0, False)
+        out = kernel.rms_norm(x, weight, 1e-5, residual.clone(), 0.0, False, quantized)
+    values, scale = quantize_rows(plain, None, dtype)
+    rows = torch.arange(11) != 4
+    assert torch.equal(out[rows], plain[rows])
+    assert torch.equal(quantized[1][rows], scale[rows])
+    assert torch.equal(quantized[0][rows].float(), values[rows].float())
+    assert quantized[1][4].isnan().all()
+
+
+@pytest.mark.gpu
+def test_products_take_rows_that_a_norm_has_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton_kernels.quantized_linear import quantize_rows_kernel
+    from baton_kernels.rms_norm import rms_norm
+
+    weight = quantized(512, 1024, FP8, device="cuda")
+    x, ones = torch.randn(300, 1024, device="cuda", dtype=torch.bfloat16), torch.ones(1024, device="cuda").bfloat16()
+    expected = [linear(rms_norm(x[:n], ones, 1e-5), weight) for n in (4, 20, 300)]
+    monkeypatch.setattr(quantize_rows_kernel, "quantize_rows", None)
+    for n, product in zip((4, 20, 300), expected, strict=True):
+        assert torch.equal(linear(rms_norm(x[:n], ones, 1e-5, quantize=FP8), weight), product)

@@ -71,7 +71,7 @@ class Gptq(Quantization):
             module.bias.data = module.bias.data.to(dtype)
         if self._bits == 4:
             values = pack_halves(codes, packed_columns(codes.shape[1], group))
-            weight = QuantizedWeight(values, scale, zero.contiguous(), group)
+            weight = QuantizedWeight(values, scale, zero.contiguous() if (zero != 8).any() else None, group)
         else:
             values, centred = (codes.int() - 128).to(torch.int8), (zero.int() - 128).clamp(max=127).to(torch.int8)
             weight = QuantizedWeight(values.contiguous(), scale, centred.contiguous() if centred.any() else None, group)

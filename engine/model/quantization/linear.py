@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton_kernels.gated_activation import Activation
-from baton_kernels.quantized_linear import QuantizedWeight, dequantize, gated_linear, linear
+from baton_kernels.quantized_linear import QuantizedWeight, activated_linear, dequantize, gated_linear, linear
+from baton_kernels.quantized_linear.tiling import MAX_ROWS
 from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear, concatenate_tensors
 from engine.model.tolerance import Tolerance, rounding
 
@@ -26,6 +27,7 @@ class QuantizedLinear(LinearMethod):
     ) -> None:
         self.weight, self.bias, self.dtype, self.columns = weight, bias, dtype, columns
         self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.input_dtype = weight.values.dtype if weight.by_rows and columns is None else None
 
     @property
     def tolerance(self) -> Tolerance:
@@ -51,6 +53,20 @@ class QuantizedLinear(LinearMethod):
             return gated_linear(x if columns is None else x.index_select(-1, columns), weight, activation, bias)
 
         return gated
+
+    def make_mlp(self, activation: Activation, down: LinearMethod) -> Product | None:
+        """With many rows, the activation and the quantization of its results are one kernel."""
+        if not isinstance(down, QuantizedLinear) or not (self.weight.by_rows and down.weight.by_rows):
+            return None
+        weight, bias = down.weight, down.bias
+        gate_up, gated = self.make_product(), self.make_gated_product(activation)
+
+        def mlp(x: Tensor) -> Tensor:
+            if x.numel() // x.shape[-1] > MAX_ROWS:
+                return activated_linear(gate_up(x), activation, weight, bias)
+            return linear(gated(x), weight, bias)
+
+        return mlp
 
     @classmethod
     def can_concatenate(cls, parts: Sequence[Self]) -> bool:

@@ -15,6 +15,18 @@ from baton_kernels.quantized_linear.weights import LARGEST
 
 
 @triton.jit
+def store_quantized(x, out_ptrs, scale_ptrs, mask, row_mask, LARGEST: tl.constexpr, ROUND: tl.constexpr):
+    """x: [rows, columns], fp32, zeros where masked. Codes have no NaN: a row's scale carries it on."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-12)[:, None]
+    has_nan = tl.max(tl.where(x == x, 0, 1), 1)[:, None] > 0
+    tl.store(scale_ptrs, tl.where(has_nan, float("nan"), largest / LARGEST), mask=row_mask)
+    quantized = tl.minimum(tl.maximum(x * (LARGEST / largest), -LARGEST), LARGEST)
+    if ROUND:
+        quantized = tl.where(quantized < 0, quantized - 0.5, quantized + 0.5)  # the cast cuts
+    tl.store(out_ptrs, quantized.to(out_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _quantize_rows_kernel(
     x_ptr,
     out_ptr,
@@ -28,9 +40,8 @@ def _quantize_rows_kernel(
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    OUT_DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, N_PADDED)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
+    column = tl.arange(0, N_PADDED)[None, :]
     mask = column < N
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -40,14 +51,7 @@ def _quantize_rows_kernel(
         x = gated(x, up, ACTIVATION, DTYPE).to(DTYPE).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-12)
-    # The codes have no NaN: the scale carries it on.
-    has_nan = tl.max(tl.where(x == x, 0, 1), 0) > 0
-    tl.store(scale_ptr + row, tl.where(has_nan, float("nan"), largest / LARGEST))
-    quantized = tl.minimum(tl.maximum(x * (LARGEST / largest), -LARGEST), LARGEST)
-    if ROUND:
-        quantized = tl.where(quantized < 0, quantized - 0.5, quantized + 0.5)  # the cast cuts
-    tl.store(out_ptr + row * N + column, quantized.to(OUT_DTYPE), mask=mask)
+    store_quantized(x, out_ptr + row * N + column, scale_ptr + row, mask, row >= 0, LARGEST, ROUND)
 
 
 def quantize_rows(x: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

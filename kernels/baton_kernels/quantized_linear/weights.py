@@ -43,6 +43,11 @@ class QuantizedWeight:
         return self.values.shape[1] * (2 if self.four_bits else 1)
 
     @property
+    def by_rows(self) -> bool:
+        """Whether values of 8 bits have one scale per row, so that their products with quantized rows can be summed."""
+        return not (self.four_bits or self.group or self.scale_rows > 1 or self.zero is not None)
+
+    @property
     def packed_columns(self) -> int:
         return packed_columns(self.in_features, self.group)
 
