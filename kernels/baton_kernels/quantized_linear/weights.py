@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127}
 """The largest value that a row is scaled to."""
 PACKED_COLUMNS = 256
 """Columns within which 4-bit codes are packed, if all of a row have one scale."""

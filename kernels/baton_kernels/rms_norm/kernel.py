@@ -110,7 +110,7 @@ def rms_norm(
         residual is not None,
         round_once,
         num_inner == 1,
-        0.0 if quantized is None else LARGEST[quantized[0].dtype],
+        0 if quantized is None else LARGEST[quantized[0].dtype],
         quantized is not None and quantized[0].dtype == torch.int8,
         num_warps=min(16, rows * padded // 512),
         **launch_options(x.device),
