@@ -26,8 +26,6 @@ LATE_S = 20.0
 """After its deadline, a request without an end hangs."""
 PAUSE_S = (0.5, 3.0)
 """Between the end of one fault and the next one, of each of the two that may be there at once."""
-SHORT_PAUSE_S = (0.2, 1.0)
-"""The same in a short run, which then has as many faults as a longer one."""
 NUM_FAULTS_AT_ONCE = 2
 DRAINED, UNFINISHED = 0, 1
 """Exit codes after SIGTERM: a process that was left with requests after --drain-timeout says so."""
@@ -96,15 +94,8 @@ class Chaos:
     """`links`: of each node, the path that leads to it. All is well again when `run` ends."""
 
     def __init__(
-        self,
-        seed: int,
-        nodes: Sequence[Node],
-        routers: Sequence[Router],
-        links: dict[str, Link],
-        report: Report,
-        pause_s: tuple[float, float] = PAUSE_S,
+        self, seed: int, nodes: Sequence[Node], routers: Sequence[Router], links: dict[str, Link], report: Report
     ) -> None:
-        self._pause_s = pause_s
         self._draw = random.Random(seed)
         self._nodes = nodes
         self._routers = routers
@@ -127,7 +118,7 @@ class Chaos:
 
     async def _break_things(self, until: float) -> None:
         while time.monotonic() < until:
-            await asyncio.sleep(self._draw.uniform(*self._pause_s))
+            await asyncio.sleep(self._draw.uniform(*PAUSE_S))
             victims = [m for m in (*self._nodes, *self._nodes, *self._routers) if m not in self._faulty]
             victim = self._draw.choice(victims)
             name, fault = self._draw.choice(self._faults_of(victim))

@@ -1,4 +1,4 @@
-"""Ten minutes of chaos, one of them in CI: nothing hangs, nothing is wrong, nothing is left held.
+"""Ten minutes of chaos, one and a quarter of them in CI: nothing hangs, nothing is wrong, nothing is left held.
 
 `python -m pytest -m full -s tests/e2e/test_chaos.py` runs the ten and prints a report, which is in docs/chaos.md.
 """
@@ -11,25 +11,19 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.e2e.chaos import PAUSE_S, SHORT_PAUSE_S, Chaos, Report, ask_calmly, make_requests
+from tests.e2e.chaos import Chaos, Report, ask_calmly, make_requests
 from tests.e2e.client import Client
 from tests.e2e.cluster import Cluster, Node, Role
 from tests.e2e.link import Link
 
-MINUTE = 60.0
 NUM_QUESTIONS = 60
 NUM_NODES: dict[Role, int] = {"prefill": 2, "decode": 3}
 FLAGS = ("--max-num-batched-tokens=64", "--num-gpu-blocks-override=512", "--async-scheduling")
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("seed", "seconds", "pause_s"),
-    [(1, MINUTE, SHORT_PAUSE_S), pytest.param(2, 10 * MINUTE, PAUSE_S, marks=pytest.mark.full)],
-)
-async def test_every_request_ends_once_and_right_amid_chaos(
-    cluster: Cluster, seed: int, seconds: float, pause_s: tuple[float, float]
-) -> None:
+@pytest.mark.parametrize(("seed", "seconds"), [(1, 75.0), pytest.param(2, 600.0, marks=pytest.mark.full)])
+async def test_every_request_ends_once_and_right_amid_chaos(cluster: Cluster, seed: int, seconds: float) -> None:
     async with AsyncExitStack() as stack:
         nodes, links = list[Node](), dict[str, Link]()
         for role, count in NUM_NODES.items():
@@ -47,7 +41,7 @@ async def test_every_request_ends_once_and_right_amid_chaos(
         report = Report(seed)
         async with Client(routers[0]) as client:
             questions = await ask_calmly(client, make_requests(seed, NUM_QUESTIONS))
-        await Chaos(seed, nodes, routers, links, report, pause_s).run(questions, seconds)
+        await Chaos(seed, nodes, routers, links, report).run(questions, seconds)
         for router in routers:
             await asyncio.to_thread(router.wait_nodes, len(prefill), len(decode))
             await asyncio.to_thread(router.wait_states)
@@ -58,5 +52,5 @@ async def test_every_request_ends_once_and_right_amid_chaos(
         assert not report.hung
         assert report.ends["answered in full"] > report.ends.total() / 2
         assert report.moved
-        for member in (*routers, *nodes):
-            assert await asyncio.to_thread(member.terminate) == 0
+        codes = await asyncio.gather(*(asyncio.to_thread(member.terminate) for member in (*routers, *nodes)))
+        assert not any(codes), codes
