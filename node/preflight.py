@@ -25,6 +25,7 @@ def check(settings: NodeSettings) -> None:
     require_free("--listen", settings.listen)
     require_free("--metrics-port", settings.metrics_listen)
     _check_admin_key(settings)
+    _check_profile_dir(settings)
     if settings.engine == "simulated":
         _check_profile(settings)
         return
@@ -54,6 +55,12 @@ def _check_admin_key(settings: NodeSettings) -> None:
         read_key(settings.admin_key_file)
     except ValueError as error:
         raise StartupError(f"--admin-key-file: {error}") from None
+
+
+def _check_profile_dir(settings: NodeSettings) -> None:
+    folder = settings.profile_dir
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise StartupError(f"--profile-dir: {folder} is no folder that this process may write to")
 
 
 def _check_model(settings: NodeSettings) -> None:

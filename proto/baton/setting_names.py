@@ -107,6 +107,7 @@ ALL_NAMES = frozenset(
         "prefill_dns",
         "prefix_len",
         "profile",
+        "profile_dir",
         "progress",
         "protect_metrics",
         "ready_timeout",
