@@ -42,6 +42,11 @@ SUBCOMMANDS = {
         "deploy.doctor.main:main",
         "deploy.doctor.settings:DoctorSettings",
     ),
+    "tune": Subcommand(
+        "read a cluster's metrics and propose what to set",
+        "deploy.tune.main:main",
+        "deploy.tune.settings:TuneSettings",
+    ),
     "completion": Subcommand(
         "print a completion script for bash, zsh or fish", "deploy.completion:main", words=("bash", "zsh", "fish")
     ),

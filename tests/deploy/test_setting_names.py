@@ -13,12 +13,13 @@ from decode_node.settings import DecodeSettings
 from deploy.bench.settings import BenchSettings
 from deploy.doctor.settings import DoctorSettings
 from deploy.settings import UpSettings
+from deploy.tune.settings import TuneSettings
 from prefill_node.settings import PrefillSettings
 from router.settings import RouterSettings
 
 COMMANDS: tuple[type[Settings], ...] = (
     *(RouterSettings, PrefillSettings, DecodeSettings, UpSettings),
-    *(BenchSettings, DoctorSettings),
+    *(BenchSettings, DoctorSettings, TuneSettings),
 )
 
 
