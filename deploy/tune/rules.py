@@ -53,12 +53,27 @@ def propose(figures: Figures, goals: Goals) -> list[Proposal]:
 # ---- how many nodes ----
 
 
-def load_of(pool: Pool) -> float | None:
+def busy(figures: Figures, name: str, goals: Goals) -> float | None:
+    """How much of what a pool can do it does; 1: all. A prefill node is as busy as its device. A decode node's device
+    computes all the time, with one request as with a hundred: its room for more counts, and the latency that was
+    promised. None: not known."""
+    pool = figures.pool(name)
+    shares = [pool.kv_blocks, pool.seats]
+    if name == "prefill":
+        if pool.device is None:
+            return None
+        shares.append(pool.device)
+    elif goals.itl_s is not None and figures.itl_p50_s is not None:
+        shares.append(figures.itl_p50_s / goals.itl_s)
+    return max(shares)
+
+
+def load_of(figures: Figures, name: str, goals: Goals) -> float | None:
     """How many nodes would be just busy with what the pool does. What waits counts as work beyond what runs."""
-    if not pool.num_nodes or pool.device is None:
+    pool, share = figures.pool(name), busy(figures, name, goals)
+    if not pool.num_nodes or share is None:
         return None
-    busy = max(pool.device, pool.kv_blocks, pool.seats)
-    return pool.num_nodes * busy * (1 + min(1.0, pool.waiting / max(pool.running, 1.0)))
+    return pool.num_nodes * share * (1 + min(1.0, pool.waiting / max(pool.running, 1.0)))
 
 
 def best_split(prefill_load: float, decode_load: float, num_nodes: int) -> int:
@@ -69,11 +84,13 @@ def best_split(prefill_load: float, decode_load: float, num_nodes: int) -> int:
 def ratio(figures: Figures, goals: Goals) -> Proposal | None:
     """Another share of the same nodes, if one pool limits and another split would make it a fifth less busy."""
     prefill, decode = figures.prefill, figures.decode
-    loads = load_of(prefill), load_of(decode)
+    loads = load_of(figures, "prefill", goals), load_of(figures, "decode", goals)
     if loads[0] is None or loads[1] is None or _limiting(figures) is None:
         return None
     num_nodes = prefill.num_nodes + decode.num_nodes
     best = best_split(loads[0], loads[1], num_nodes)
+    best = min(best, 2 * prefill.num_nodes)  # no more at once: figures change with the ratio
+    best = max(best, num_nodes - 2 * decode.num_nodes)
     now = max(loads[0] / prefill.num_nodes, loads[1] / decode.num_nodes)
     then = max(loads[0] / best, loads[1] / (num_nodes - best))
     if best == prefill.num_nodes or then > 0.8 * now:
@@ -121,17 +138,16 @@ def shrink(figures: Figures, goals: Goals) -> Proposal | None:
     if figures.bottleneck.get("none", 0.0) < FULL or not figures.num_requests:
         return None
     for name in ("prefill", "decode"):
-        pool = figures.pool(name)
-        if pool.num_nodes < 2 or pool.device is None:
-            continue
-        busy = max(pool.device, pool.kv_blocks, pool.seats)
-        if busy < IDLE and pool.waiting < pool.num_nodes * IDLE:
-            why = (
-                f"Devices of the {name} pool compute {pool.device:.0%} of the time, and at most {busy:.0%} of its KV "
-                f"blocks or seats are in use."
-            )
+        pool, share = figures.pool(name), busy(figures, name, goals)
+        if pool.num_nodes >= 2 and share is not None and share < IDLE and pool.waiting < pool.num_nodes * IDLE:
+            why = f"The {name} pool does {share:.0%} of what it can: {_used(pool)}."
             return Proposal(f"{name} nodes", f"{pool.num_nodes - 1} instead of {pool.num_nodes}", why)
     return None
+
+
+def _used(pool: Pool) -> str:
+    device = "" if pool.device is None else f"its devices compute {pool.device:.0%} of the time, "
+    return f"{device}{pool.kv_blocks:.0%} of its KV blocks and {pool.seats:.0%} of its seats are in use"
 
 
 def _limiting(figures: Figures) -> str | None:

@@ -29,7 +29,7 @@ class TuneSettings(Settings):
     api_key: SecretStr | None = Field(None, description="sent as a bearer token; better in the environment than here")
     duration: float = Field(30.0, gt=0, le=86_400, description="seconds to watch")
     node_metrics: ConnectAddresses = Field(
-        (), description="addresses of nodes' /metrics; unset: those that the router names, port of gRPC + 1000"
+        (), description="addresses of nodes' /metrics; unset: those that the router names"
     )
     metrics: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = Field(
         (),

@@ -16,7 +16,6 @@ from typing import Any
 from baton.address import HostPort
 from deploy.tune.pages import Page, Window, windows
 from deploy.tune.settings import TuneSettings
-from node.settings import METRICS_PORT_OFFSET
 
 TIMEOUT_S = 10.0
 MAX_PAGE_BYTES = 64 << 20
@@ -81,13 +80,13 @@ def sleep(seconds: float) -> None:
 
 
 def named_nodes(url: str, headers: Mapping[str, str]) -> list[HostPort]:
-    """Where the metrics of the router's nodes are, unless they were started with --metrics-port. Raises Unreadable."""
+    """Where the metrics of the router's nodes are. Raises Unreadable."""
     try:
         stated: dict[str, Any] = json.loads(fetch(f"{url}/debug/nodes", headers))
-        addresses = [HostPort.parse(str(node["address"])) for node in stated["nodes"] if node["state"] == "up"]
+        addresses = [node.get("metrics_address") for node in stated["nodes"] if node["state"] == "up"]
+        return [HostPort.parse(str(address)) for address in addresses if address]
     except (ValueError, LookupError, TypeError) as error:
         raise Unreadable(f"--url: {url}/debug/nodes does not list nodes: {error}") from None
-    return [HostPort(address.host, address.port + METRICS_PORT_OFFSET) for address in addresses]
 
 
 def fetch(url: str, headers: Mapping[str, str]) -> str:

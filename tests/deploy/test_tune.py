@@ -68,7 +68,7 @@ FIRES: list[tuple[rules.Rule, Figures, Goals, str, str]] = [
     ),
     (
         rules.grow,
-        changed(prefill=BUSY_PREFILL, decode={"device": 0.95}, bottleneck=limited("prefill")),
+        changed(prefill=BUSY_PREFILL, decode={"seats": 0.95}, bottleneck=limited("prefill")),
         Goals(),
         "prefill nodes",
         "3 instead of 2",
@@ -172,7 +172,7 @@ def test_a_rule_fires(rule, found, goals, setting, change):
 
 QUIET_CASES: list[tuple[rules.Rule, Figures, Goals]] = [
     (rules.ratio, changed(prefill=BUSY_PREFILL, decode=IDLE_DECODE), Goals()),  # nothing limits
-    (rules.ratio, changed(prefill=BUSY_PREFILL, decode={"device": 0.95}, bottleneck=limited("prefill")), Goals()),
+    (rules.ratio, changed(prefill=BUSY_PREFILL, decode={"seats": 0.95}, bottleneck=limited("prefill")), Goals()),
     (rules.ratio, changed(prefill={"device": None}, bottleneck=limited("prefill")), Goals()),  # without nodes' pages
     (rules.grow, changed(bottleneck=QUIET | {"none": 0.7, "prefill": 0.3}), Goals()),  # a burst
     (rules.grow, changed(prefill=BUSY_PREFILL, decode=IDLE_DECODE, bottleneck=limited("prefill")), Goals()),
@@ -215,10 +215,18 @@ def test_the_best_split_makes_the_busier_pool_least_busy():
 
 
 def test_what_waits_is_work_too():
-    pool = Pool(num_nodes=2, device=1.0, running=4.0)
-    loads = [rules.load_of(dataclasses.replace(pool, waiting=waiting)) for waiting in (0.0, 2.0, 100.0)]
+    pool = {"num_nodes": 2, "device": 1.0, "running": 4.0}
+    loads = [
+        rules.load_of(changed(prefill=pool | {"waiting": waiting}), "prefill", Goals()) for waiting in (0.0, 2.0, 100.0)
+    ]
     assert loads == [2.0, 3.0, 4.0]
-    assert rules.load_of(dataclasses.replace(pool, device=None)) is None
+    assert rules.load_of(changed(prefill={"device": None}), "prefill", Goals()) is None
+
+
+def test_a_decode_node_is_busy_when_it_has_no_room_or_is_as_slow_as_promised():
+    found = changed(decode={"device": 1.0, "kv_blocks": 0.1, "seats": 0.2})
+    assert rules.busy(found, "decode", Goals()) == 0.2
+    assert rules.busy(found, "decode", Goals(itl_s=0.02)) == 0.5
 
 
 # ---- figures ----
@@ -380,7 +388,7 @@ def test_processes_are_watched(monkeypatch):
 
 
 def test_nodes_are_those_that_the_router_names(monkeypatch):
-    nodes = [{"address": "10.0.0.1:9001", "state": "up"}, {"address": "10.0.0.2:9001", "state": "connecting"}]
+    nodes = [{"metrics_address": "10.0.0.1:10001", "state": "up"}, {"state": "connecting"}]
     monkeypatch.setattr(sources, "fetch", lambda *_: json.dumps({"nodes": nodes}))
     assert sources.named_nodes("http://r", {}) == [HostPort("10.0.0.1", 10001)]
     monkeypatch.setattr(sources, "fetch", lambda *_: "[]")
