@@ -63,6 +63,11 @@ class NodeSettings(ClusterSettings):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = Field(
         "auto", description="of weights and KV cache; auto: float32 on a CPU, else the checkpoint's"
     )
+    quantization: Literal["awq", "compressed-tensors", "fp8", "gptq", "int8"] | None = Field(
+        None,
+        description="fp8, int8: quantize a 16-bit checkpoint's linear layers while it loads, with a scale per row; "
+        "unset, or the checkpoint's own method: as config.json says",
+    )
     engine: Literal["torch", "simulated"] = Field(
         "torch",
         description="what computes: torch; simulated: nothing, steps and transfers only take the time that --profile "

@@ -113,6 +113,7 @@ ALL_NAMES = frozenset(
         "profile_dir",
         "progress",
         "protect_metrics",
+        "quantization",
         "ready_timeout",
         "reasoning_parser",
         "request_rate",
