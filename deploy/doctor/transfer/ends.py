@@ -34,6 +34,8 @@ from node.wakeup import Wakeup
 LAYOUT = KvLayout((LayerKv(8, 128, 128, "bfloat16"),) * 32, 16, "shape of Llama 3.1 8B")
 GPU_MIB, CPU_MIB = 512, 64
 MAX_MIB = 4096
+ONE_GPU_GB_S = 340.0
+"""Both ends on one GPU have no link between them: launches bound them, as over NVLink, and not its memory."""
 _NUM_WARM_UP, _NUM_TIMED = 2, 7
 _TIMED_S = 3.0
 """No transfer begins later than that."""
@@ -137,10 +139,12 @@ def send(control: Control, options: Options, secret: ClusterSecret | None) -> Me
         took_s = _timed(sends.run)
         control.say(done=True)
         num_bytes = options.num_blocks * LAYOUT.block_bytes
-        copy_s = _copy_s(end, answer.get("gpu"))
+        copy_gb_s = num_bytes / _copy_s(end, answer.get("gpu")) / 1e9
+        if end.device.type == "cuda" and answer.get("gpu") == end.device.index:
+            copy_gb_s = min(copy_gb_s, ONE_GPU_GB_S)
         rates = [num_bytes / seconds / 1e9 for seconds in took_s]
         names = end.name, str(answer.get("name"))
-        return Measured(statistics.median(rates), max(rates), num_bytes / copy_s / 1e9, num_bytes, *names)
+        return Measured(statistics.median(rates), max(rates), copy_gb_s, num_bytes, *names)
 
 
 class _Sends:
