@@ -33,6 +33,7 @@ ALL_NAMES = frozenset(
         "cluster_ssl_certfile",
         "cluster_ssl_keyfile",
         "config",
+        "console",
         "cpu_threads",
         "cudagraph_capture_sizes",
         "decode",
