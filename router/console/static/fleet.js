@@ -90,14 +90,25 @@ function linksOf(nodes, rates, places) {
   const links = [];
   for (const [key, rate] of pairs) {
     const [source, target] = key.split(" ").map((incarnation) => byIncarnation.get(incarnation));
-    if (source && target) links.push({ key, rate, from: places.get(source.address), to: places.get(target.address) });
+    if (!source || !target) continue;
+    // labels of crossing links stand side by side
+    const position = nodes.indexOf(source) % 2 ? 0.64 : 0.36;
+    links.push({ key, rate, position, from: places.get(source.address), to: places.get(target.address) });
   }
   return links;
 }
 
 const makeLink = () => svg("g", {}, svg("path", { class: "link" }), svg("text", { class: "rate" }));
 
-function drawLink(group, { rate, from, to }, wide) {
+// The point of a link's curve, 0 at its source and 1 at its target.
+function at(share, x1, x2, y1, y2) {
+  const rest = 1 - share;
+  const late = 3 * share ** 2 * rest + share ** 3;
+  const even = 1.5 * share * rest ** 2 + 1.5 * share ** 2 * rest + share ** 3;
+  return [x1 + (x2 - x1) * even, y1 + (y2 - y1) * late];
+}
+
+function drawLink(group, { rate, from, to, position }, wide) {
   const [path, label] = group.children;
   const [x1, y1] = wide ? [from.x + from.width, from.y + CARD.height / 2] : [from.x + from.width / 2, from.y + CARD.height];
   const [x2, y2] = wide ? [to.x, to.y + CARD.height / 2] : [to.x + to.width / 2, to.y];
@@ -105,9 +116,10 @@ function drawLink(group, { rate, from, to }, wide) {
   set(path, "d", `M ${x1} ${y1} ${bend} ${x2} ${y2}`);
   set(path, "class", rate ? "link flowing" : "link");
   path.style.strokeWidth = rate ? `${Math.min(7, 1.5 + Math.log10(1 + rate / 1e4))}px` : "1px";
-  setText(label, rate ? `${bytes(rate)}/s` : "");
-  set(label, "x", x1 + (x2 - x1) * 0.5);
-  set(label, "y", y1 + (y2 - y1) * 0.5 - 5);
+  const [x, y] = at(position, x1, x2, y1, y2);
+  setText(label, rate && wide ? `${bytes(rate)}/s` : "");
+  set(label, "x", x);
+  set(label, "y", y - 4);
 }
 
 function makeCard() {
@@ -130,12 +142,19 @@ function drawCard(card, node, place) {
   set(track, "width", place.width - 24);
   set(usage, "width", Math.max(0, (place.width - 24) * node.usage));
   set(usage, "class", node.usage >= 0.9 ? "usage full" : "usage");
-  setText(load, clip(loadText(node), (place.width - 24) / 6.4));
+  const room = (place.width - 24) / 6.4;
+  setText(load, clip(loadTexts(node).find((text) => text.length <= room) ?? loadTexts(node).at(-1), room));
 }
 
-function loadText(node) {
-  if (!node.load) return node.reason ?? "";
-  return `KV ${percent(node.usage)} · ${node.load.num_running} running · ${node.load.num_waiting} waiting`;
+// The longest first.
+function loadTexts({ load, reason, usage }) {
+  if (!load) return [reason ?? ""];
+  const kv = `KV ${percent(usage)}`;
+  return [
+    `${kv} · ${load.num_running} running · ${load.num_waiting} waiting`,
+    `${kv} · ${load.num_running} run · ${load.num_waiting} wait`,
+    `${kv} · ${load.num_running}+${load.num_waiting}`,
+  ];
 }
 
 const clip = (text, length) => (text.length > length ? `${text.slice(0, Math.max(1, Math.floor(length) - 1))}…` : text);

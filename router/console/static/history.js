@@ -34,6 +34,11 @@ export class History {
     return this.steps.filter((step) => step.at > at - span && step.at <= at);
   }
 
+  // When the oldest step ended, in seconds before now: not above 0.
+  get age() {
+    return this.steps.length ? this.steps[0].at - this.last.at : 0;
+  }
+
   rate(name, span = 3) {
     const steps = this.over(span);
     const seconds = steps.reduce((sum, step) => sum + step.seconds, 0);

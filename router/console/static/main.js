@@ -1,6 +1,7 @@
 // Asks the router once a second while the page is visible, and shows what it answers.
 
 import { getJson, keys } from "./api.js";
+import { Chat } from "./chat.js";
 import { openDetails } from "./details.js";
 import { byId, h, keyed, set, setText } from "./dom.js";
 import { Fleet } from "./fleet.js";
@@ -9,14 +10,20 @@ import { bytes, clock, count } from "./format.js";
 import { History } from "./history.js";
 import { KeysDialog } from "./keys_dialog.js";
 import { describe } from "./nodes.js";
+import { Plot, pointsOf, showLatencies } from "./plots.js";
 import { showRequests } from "./requests.js";
 import { legend } from "./stages.js";
 
 const EVERY_MS = 1000;
-const REQUESTS = 25;
+const REQUESTS = 25; // in the table; the plot has more
 
 const history = new History();
 const fleet = new Fleet(byId("fleet-picture"));
+const plots = {
+  ttft: new Plot(byId("plot-ttft"), "ttft", "Time to first token"),
+  itl: new Plot(byId("plot-itl"), "itl", "Inter-token latency"),
+};
+const chat = new Chat();
 const keysDialog = new KeysDialog(() => refresh());
 const table = new FleetTable({ changed: refresh, failed: notice, askKeys: () => keysDialog.open() });
 let asked = false; // for a key, so that closing the dialog is an answer
@@ -28,7 +35,7 @@ async function refresh() {
   if (running) return;
   running = true;
   try {
-    const [snapshot, { requests }] = await Promise.all([getJson("debug/console"), getJson(`debug/requests?limit=${REQUESTS}`)]);
+    const [snapshot, { requests }] = await Promise.all([getJson("debug/console"), getJson("debug/requests?limit=100")]);
     history.add(snapshot);
     show(snapshot, requests);
     notice(null);
@@ -49,7 +56,11 @@ function show(snapshot, requests) {
   showPipeline(snapshot.work.requests);
   fleet.show(nodes, rates);
   table.show(nodes, snapshot);
-  showRequests(requests, openDetails);
+  plots.ttft.show(history, pointsOf(requests, snapshot.at));
+  plots.itl.show(history);
+  showLatencies(history);
+  showRequests(requests.slice(0, REQUESTS), openDetails);
+  chat.showModels(snapshot.models);
   byId("admin-field").hidden = !snapshot.has_admin;
   setText(byId("updated"), `updated ${clock(new Date(snapshot.at * 1000))}`);
 }
