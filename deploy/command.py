@@ -37,6 +37,11 @@ SUBCOMMANDS = {
         "deploy.bench.main:main",
         "deploy.bench.settings:BenchSettings",
     ),
+    "top": Subcommand(
+        "show a router's nodes and latencies in a terminal",
+        "deploy.top.main:main",
+        "deploy.top.settings:TopSettings",
+    ),
     "completion": Subcommand(
         "print a completion script for bash, zsh or fish", "deploy.completion:main", words=("bash", "zsh", "fish")
     ),

@@ -16,7 +16,7 @@ from websockets.sync.client import connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 START_S = 60.0
-ANSWER_S = 60.0
+ANSWER_S = 200.0
 _HELLO = "DevTools listening on "
 _KEYS = {"Enter": ("\r", 13), "Tab": ("", 9), "Escape": ("", 27)}
 _WAIT = """
@@ -54,7 +54,7 @@ class Browser:
         self._process = subprocess.Popen(
             [program, *flags, *quiet, *own], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
         )
-        self._socket = connect(self._tab(), max_size=None, open_timeout=START_S)
+        self._socket = connect(self._tab(), max_size=None, open_timeout=START_S, ping_interval=None)
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -90,9 +90,13 @@ class Browser:
     def open(self, url: str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         """`scheme`: light or dark."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.scheme(scheme)
         self.call("Page.navigate", url=url)
         self.wait_for(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
+
+    def scheme(self, name: str) -> None:
+        """As if the user had chosen it for all pages: light or dark."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of JavaScript, awaited if it is a promise. Raises PageError."""

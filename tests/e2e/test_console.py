@@ -103,3 +103,13 @@ def test_with_keys_it_asks_for_them_and_drains_a_node(house: House, browser: Bro
     assert router.metric("baton:nodes", node_role="prefill") == 0
     assert browser.evaluate("JSON.stringify(localStorage)") == "{}", "keys are the tab's alone"
     router.close()
+
+
+def test_it_fits_a_narrow_screen_in_both_schemes(house: House, browser: Browser) -> None:
+    grounds = set()
+    for scheme in ("light", "dark"):
+        browser.open(f"{house.alone.url}/", width=360, height=740, scheme=scheme)
+        browser.wait_for("document.querySelectorAll('.card.up').length === 1")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 360, "nothing is beside the screen"
+        grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(grounds) == 2

@@ -31,8 +31,10 @@ function described(request) {
     ["trace", request.trace_id],
     ["error", request.error],
   ];
-  return h("article", {}, list(facts), h("h3", {}, "Time to first token"), bar, stageTable(request.stages_s, request.first_token_s),
-    h("p", {}, verdict(request)), ...request.attempts.map((attempt) => attemptOf(attempt, request)));
+  const first = request.first_token_s
+    ? [h("h3", {}, "Time to first token"), bar, stageTable(request.stages_s, request.first_token_s), h("p", {}, verdict(request))]
+    : [h("p", {}, "It has no token yet.")];
+  return h("article", {}, list(facts), ...first, ...request.attempts.map((attempt) => attemptOf(attempt, request)));
 }
 
 function verdict({ decode_alone: alone, first_token_s: took }) {

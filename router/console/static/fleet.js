@@ -7,6 +7,7 @@ import { MARKS } from "./nodes.js";
 const CARD = { height: 74, gap: 14, least: 148, most: 300 };
 const WIDE = 620; // from here on prefill is left and decode right, else above and below
 const LINKS_SHOWN = 300;
+const LABELS_SHOWN = 6; // more of them hide each other
 
 export class Fleet {
   constructor(parent) {
@@ -35,7 +36,8 @@ export class Fleet {
       drawCard(card, node, places.get(node.address));
     });
     const links = linksOf(this.nodes, this.rates, places);
-    keyed(this.links, links, (link) => link.key, makeLink, (group, link) => drawLink(group, link, wide));
+    const labelled = wide && links.filter((link) => link.rate).length <= LABELS_SHOWN;
+    keyed(this.links, links, (link) => link.key, makeLink, (group, link) => drawLink(group, link, wide, labelled));
   }
 }
 
@@ -108,16 +110,16 @@ function at(share, x1, x2, y1, y2) {
   return [x1 + (x2 - x1) * even, y1 + (y2 - y1) * late];
 }
 
-function drawLink(group, { rate, from, to, position }, wide) {
+function drawLink(group, { rate, from, to, position }, wide, labelled) {
   const [path, label] = group.children;
   const [x1, y1] = wide ? [from.x + from.width, from.y + CARD.height / 2] : [from.x + from.width / 2, from.y + CARD.height];
   const [x2, y2] = wide ? [to.x, to.y + CARD.height / 2] : [to.x + to.width / 2, to.y];
   const bend = wide ? `C ${(x1 + x2) / 2} ${y1} ${(x1 + x2) / 2} ${y2}` : `C ${x1} ${(y1 + y2) / 2} ${x2} ${(y1 + y2) / 2}`;
   set(path, "d", `M ${x1} ${y1} ${bend} ${x2} ${y2}`);
   set(path, "class", rate ? "link flowing" : "link");
-  path.style.strokeWidth = rate ? `${Math.min(7, 1.5 + Math.log10(1 + rate / 1e4))}px` : "1px";
+  path.style.strokeWidth = rate ? `${Math.min(4, 1.2 + Math.log10(1 + rate / 1e5) / 2)}px` : "1px";
   const [x, y] = at(position, x1, x2, y1, y2);
-  setText(label, rate && wide ? `${bytes(rate)}/s` : "");
+  setText(label, rate && labelled ? `${bytes(rate)}/s` : "");
   set(label, "x", x);
   set(label, "y", y - 4);
 }

@@ -97,7 +97,7 @@ function showPipeline(states) {
   const make = () => h("li", {}, h("b"), " ", h("span"));
   keyed(byId("pipeline"), Object.entries(states), ([name]) => name, make, (item, [name, number]) => {
     setText(item.firstChild, String(number));
-    setText(item.lastChild, name === "unplaced" ? "waiting for a node" : name.replace("_", " "));
+    setText(item.lastChild, name === "unplaced" ? "waiting for room" : name.replace("_", " "));
     set(item, "class", number ? "some" : "");
   });
 }

@@ -29,18 +29,19 @@ function drawRow(row, request, longest) {
   setText(nodes, nodesOf(request));
   setText(first, seconds(request.first_token_s));
   setText(total, endOf(request));
+  set(total, "title", request.error_code ?? (request.is_live ? "still running" : null));
   set(row, "class", request.error_code ? "request failed" : request.is_live ? "request live" : "request");
   drawBar(bar.firstChild, request.stages_s, longest);
 }
 
 export function nodesOf({ prefill_node: prefill, decode_node: decode }) {
-  if (!prefill) return "waits for a node";
+  if (!prefill) return "waits for room";
   return prefill === decode ? prefill : `${prefill} → ${decode}`;
 }
 
 function endOf(request) {
-  if (request.is_live) return `${seconds(request.total_s)}, running`;
-  return request.error_code ? `${seconds(request.total_s)}, ${request.error_code}` : seconds(request.total_s);
+  if (request.is_live) return `${seconds(request.total_s)} …`;
+  return request.error_code ? `✕ ${request.error_code}` : seconds(request.total_s);
 }
 
 const shortened = (id) => (id.length > 20 ? `${id.slice(0, 9)}…${id.slice(-8)}` : id);
