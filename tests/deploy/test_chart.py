@@ -26,6 +26,7 @@ from tests.deploy.test_monitoring import PROMTOOL, known, needs_promtool
 from tools import render_chart
 from tools.render_chart import CHART, NAMESPACE, RENDERED, VALUES
 
+DEPLOY = CHART.parents[1]
 HELM = render_chart.find_helm()
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes-1.34.json").read_text())
 Object = dict[str, Any]
@@ -308,17 +309,32 @@ def test_prometheus_can_read_what_keda_asks(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout
 
 
-def test_prometheus_gets_the_alerts_and_the_job_that_they_name() -> None:
-    (rule,) = of_kind("gpu", "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((CHART.parents[1] / "prometheus" / "alerts.yml").read_text())
+@pytest.mark.skipif(HELM is None, reason="helm is not installed")
+def test_the_chart_has_the_alerts_and_the_dashboard_of_this_version() -> None:
+    made = list(yaml.safe_load_all(render_chart.template(str(HELM), CHART, VALUES["gpu"])))
+    (rule,) = [each for each in made if each["kind"] == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
+    (dashboard,) = [each["data"]["baton.json"] for each in made if each["kind"] == "ConfigMap"]
+    assert json.loads(dashboard) == json.loads((DEPLOY / "grafana" / "baton.json").read_text())
+
+
+def test_the_charts_files_are_those_of_prometheus_and_grafana() -> None:
+    linked = {path.name: path.resolve() for path in (CHART / "files").iterdir()}
+    assert linked == {
+        "alerts.yml": DEPLOY / "prometheus" / "alerts.yml",
+        "dashboard.json": DEPLOY / "grafana" / "baton.json",
+    }
+
+
+def test_prometheus_scrapes_every_pod_as_the_job_that_the_alerts_name() -> None:
     (monitor,) = of_kind("gpu", "ServiceMonitor")
     services = of_kind("gpu", "Service")
-    assert all(
-        monitor["spec"]["selector"]["matchLabels"].items() <= made["metadata"]["labels"].items() for made in services
-    )
+    selector = monitor["spec"]["selector"]["matchLabels"].items()
+    assert all(selector <= made["metadata"]["labels"].items() for made in services)
+    scraped = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+    assert all(scraped & {port["name"] for port in made["spec"]["ports"]} for made in services)
     for endpoint in monitor["spec"]["endpoints"]:
         assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "baton"}]
-        assert any(endpoint["port"] in {port["name"] for port in made["spec"]["ports"]} for made in services)
 
 
 def test_the_charts_version_of_baton_is_this_one() -> None:
