@@ -1,8 +1,8 @@
 """Render the Helm chart as the tests read it: `python -m tools.render_chart`, with `helm` on the PATH or in $HELM.
 
-Most machines have no helm, so what it makes of the chart is in the repository (tests/deploy/rendered), with a digest of
-the chart and the values in its first line: tests see without helm that a file is stale. Alerts and dashboard are left out
-there: they change without the chart.
+Most machines have no helm, so what it makes of the chart is in the repository (tests/deploy/rendered), with a digest
+of the chart and the values in its first line: tests see without helm that a file is stale. Alerts and dashboard are
+left out there: they change without the chart.
 """
 
 from __future__ import annotations
