@@ -32,7 +32,7 @@ class NodeLoad:
 class NodeReport:
     """`state`: see LinkState. `problem`: why the node gets no work. `sources`: what wants the node; none: it is going.
     The rest is None while the node is not connected. `model_version`: nodes of one may take over each other's requests.
-    `version`: of its software."""
+    `version`: of its software. `metrics_address`: of its page /metrics."""
 
     address: str
     role: str
@@ -45,6 +45,7 @@ class NodeReport:
     model_version: str | None = None
     fingerprint: str | None = None
     version: str | None = None
+    metrics_address: str | None = None
     load: NodeLoad | None = None
 
 
@@ -84,6 +85,7 @@ def _report(link: NodeLink, wanted: Wanted | None, dispatcher: Dispatcher) -> No
         model_version=version_of(info).id,
         fingerprint=info.layout.fingerprint,
         version=info.version,
+        metrics_address=info.metrics_address or None,
         load=NodeLoad.of(load) if load else None,
     )
 
