@@ -23,7 +23,7 @@ FOLDER = ROOT / "docs" / "console"
 MAX_BYTES = 150_000
 WATCHED_S = 75
 """How long the page is open before its picture is taken: so much of its plots is full."""
-HEIGHT = 1150
+HEIGHT = 1080
 """Of the large pictures, in pixels: what a screen shows at once, and a little more."""
 KEY = "operator"
 FLEET = (
