@@ -107,7 +107,7 @@ def _served(source: Path, folder: Path, form: str) -> Any:
     served = load_model(Checkpoint.open(folder / "quantized"))
     model = _plain(folder / "plain")
     for name, module in linear_layers(model):
-        if not torch.equal(module.weight, served.get_submodule(name).weight):  # type: ignore[arg-type]
+        if not torch.equal(module.weight, served.get_submodule(name).weight):
             raise WrongAnswers(f"{form}: {name} is loaded with other values")
     return model
 
