@@ -76,8 +76,8 @@ class Wanted:
 
 
 class Recording:
-    """One profile. `begin` and `end` are for the engine's thread. `error`: what the profiler raised when it was stopped.
-    watch: sets what is called at the end of each step."""
+    """One profile. `begin` and `end` are for the engine's thread. `error`: what the profiler raised at its end. watch:
+    sets what is called at the end of each step."""
 
     def __init__(self, trace: Trace, steps: int, watch: Watch) -> None:
         self.trace = trace
