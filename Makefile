@@ -19,6 +19,9 @@ check: setup ## lint, types, import contracts, fresh stubs
 test: setup ## what CI runs: check, and beside it the tests on a CPU, in two workers
 	@$(MAKE) --no-print-directory -j 2 check pytest
 
+# where it is set, each worker compiles all tests anew, for ten seconds, and each process of a test our modules
+pytest test-full coverage: export PYTHONDONTWRITEBYTECODE :=
+
 pytest: setup
 	@$(BIN)/python -m pytest -m "not gpu and not full" -n 2 --durations=25
 
@@ -65,4 +68,5 @@ stubs: setup ## write the protobuf stubs anew
 	@$(BIN)/python tools/generate_stubs.py
 
 clean: ## remove the environments, caches and what was built
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 	@rm -rf .venv .venv-clients .venv-docs site htmlcov .coverage .coverage.* .schemathesis .setup.log .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info

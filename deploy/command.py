@@ -47,6 +47,11 @@ SUBCOMMANDS = {
         "deploy.tune.main:main",
         "deploy.tune.settings:TuneSettings",
     ),
+    "top": Subcommand(
+        "show a router's nodes and latencies in a terminal",
+        "deploy.top.main:main",
+        "deploy.top.settings:TopSettings",
+    ),
     "completion": Subcommand(
         "print a completion script for bash, zsh or fish", "deploy.completion:main", words=("bash", "zsh", "fish")
     ),

@@ -1,4 +1,4 @@
-"""What concerns all tests: Triton's interpreter, shares for parallel workers, and the seconds that each folder took."""
+"""What concerns all tests: Triton's interpreter, hypothesis, shares for parallel workers, and what each folder took."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
-import tests.machines  # noqa: F401 - has a profile for --hypothesis-profile
-from tests import shares, summary
+from tests import machines, shares, summary
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
@@ -31,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
     if hasattr(config, "workerinput"):
         os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+    if "not full" in config.option.markexpr:
+        settings.load_profile(machines.SAMPLE)  # --hypothesis-profile comes after it
     import torch
 
     if not torch.cuda.is_available():

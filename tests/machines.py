@@ -3,7 +3,8 @@
 How long an example takes says more about what else the machine does than about the code, so no test has a deadline but
 pytest's.
 
-CI plays a part of the runs of those that take long; all of them are marked `full`.
+CI (`-m "not full"`) draws SAMPLED examples for a test that does not say how many; other runs have hypothesis' hundred.
+It plays a part of the runs of the machines that take long; all of them are marked `full`.
 
 Hypothesis makes a failing run smaller for up to five minutes, which is beyond pytest's limit for a test, and then no
 test is reported at all. So a machine that fails reports the run in which it did, at once and as it was. To have it made
@@ -15,8 +16,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, Phase, settings
 
 SHRINK = "shrink"
-PATIENT = "patient"
+PATIENT, SAMPLE = "patient", "sample"
+SAMPLED = 40
 settings.register_profile(PATIENT, settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(SAMPLE, settings.get_profile(PATIENT), max_examples=SAMPLED)
 settings.load_profile(PATIENT)
 settings.register_profile(SHRINK, settings.default)
 

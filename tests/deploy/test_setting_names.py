@@ -13,13 +13,14 @@ from decode_node.settings import DecodeSettings
 from deploy.bench.settings import BenchSettings
 from deploy.doctor.settings import DoctorSettings
 from deploy.settings import UpSettings
+from deploy.top.settings import TopSettings
 from deploy.tune.settings import TuneSettings
 from prefill_node.settings import PrefillSettings
 from router.settings import RouterSettings
 
 COMMANDS: tuple[type[Settings], ...] = (
     *(RouterSettings, PrefillSettings, DecodeSettings, UpSettings),
-    *(BenchSettings, DoctorSettings, TuneSettings),
+    *(BenchSettings, DoctorSettings, TopSettings, TuneSettings),
 )
 
 

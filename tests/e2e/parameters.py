@@ -17,7 +17,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Quantum ? 17 zebra, and ["
 """Unlike what the model has learnt: then many tokens are likely, and parameters make a difference."""
 MESSAGES = [{"role": "user", "content": "Tell me a story about a dog."}]
-BASE: dict[str, Any] = {"max_tokens": 40, "temperature": 1.5, "seed": 7, "ignore_eos": True, "return_token_ids": True}
+BASE: dict[str, Any] = {"max_tokens": 28, "temperature": 1.5, "seed": 7, "ignore_eos": True, "return_token_ids": True}
 """What all requests have that do not say otherwise."""
 
 Fields = dict[str, Any]

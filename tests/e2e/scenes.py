@@ -163,7 +163,7 @@ class Director:
         return await self._kept("handing_off", scene)
 
     async def _decoding(self) -> Scene | None:
-        scene = Scene(self._begin(250, _SHORT))
+        scene = Scene(self._begin(160, _SHORT))
         await self._reach("decoding", scene)
         if self._stream:
             await scene.request.request.until(5)

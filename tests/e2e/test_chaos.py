@@ -1,4 +1,4 @@
-"""Ten minutes of chaos, two of them in CI: nothing hangs, nothing is wrong, nothing is left held.
+"""Ten minutes of chaos, one and a quarter of them in CI: nothing hangs, nothing is wrong, nothing is left held.
 
 `python -m pytest -m full -s tests/e2e/test_chaos.py` runs the ten and prints a report, which is in docs/chaos.md.
 """
@@ -16,14 +16,13 @@ from tests.e2e.client import Client
 from tests.e2e.cluster import Cluster, Node, Role
 from tests.e2e.link import Link
 
-MINUTE = 60.0
 NUM_QUESTIONS = 60
 NUM_NODES: dict[Role, int] = {"prefill": 2, "decode": 3}
 FLAGS = ("--max-num-batched-tokens=64", "--num-gpu-blocks-override=512", "--async-scheduling")
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("seed", "seconds"), [(1, 2 * MINUTE), pytest.param(2, 10 * MINUTE, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("seed", "seconds"), [(1, 75.0), pytest.param(2, 600.0, marks=pytest.mark.full)])
 async def test_every_request_ends_once_and_right_amid_chaos(cluster: Cluster, seed: int, seconds: float) -> None:
     async with AsyncExitStack() as stack:
         nodes, links = list[Node](), dict[str, Link]()
@@ -53,5 +52,5 @@ async def test_every_request_ends_once_and_right_amid_chaos(cluster: Cluster, se
         assert not report.hung
         assert report.ends["answered in full"] > report.ends.total() / 2
         assert report.moved
-        for member in (*routers, *nodes):
-            assert await asyncio.to_thread(member.terminate) == 0
+        codes = await asyncio.gather(*(asyncio.to_thread(member.terminate) for member in (*routers, *nodes)))
+        assert not any(codes), codes

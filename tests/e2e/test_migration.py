@@ -13,9 +13,9 @@ from tests.e2e.cluster import Cluster, Router
 
 pytestmark = pytest.mark.timeout(300)
 
-LENGTH = 160
+LENGTH = 120
 PROMPTS = [[5 + (7 * i + j) % 200 for j in range(20 + 9 * i)] for i in range(8)]
-MOVED_AFTER = 30
+MOVED_AFTER = 15
 
 
 def fields_of(i: int) -> dict[str, Any]:

@@ -79,13 +79,9 @@ def why_not_indexed(house: House) -> str | None:
 
 
 def test_a_decode_node_without_prefill_nodes_answers_alike(client: openai.OpenAI, house: House) -> None:
-    router = house.cluster.router([], [house.nodes[2]])
-    router.wait_ready()
-    alone = openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
+    alone = openai.OpenAI(base_url=f"{house.alone.url}/v1", api_key="none", max_retries=0)
     answers = [chat(asked, messages=[{"role": "user", "content": "Hello!"}]) for asked in (client, alone)]
     assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
-    router.kill()
-    house.wait_whole()
 
 
 def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:

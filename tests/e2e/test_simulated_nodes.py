@@ -32,13 +32,13 @@ async def test_a_pair_of_simulated_nodes_serves_and_survives_the_decode_nodes_de
             assert cached.usage["prompt_tokens_details"]["cached_tokens"] >= 688
             refused = await client.complete(PROMPT, max_tokens=5, structured_outputs={"regex": "a"})
             assert refused.status == 400
-            again = client.begin([*PROMPT, 9], stream=True, max_tokens=200, ignore_eos=True)
+            again = client.begin([*PROMPT, 9], stream=True, max_tokens=110, ignore_eos=True)
             await again.until(20)
             decode.kill()
             decode.start()
             answer = await again.end()
             assert answer.timings["attempts"] > 1
-            assert answer.tokens[0] == (await client.complete([*PROMPT, 9], max_tokens=200, ignore_eos=True)).tokens[0]
+            assert answer.tokens[0] == (await client.complete([*PROMPT, 9], max_tokens=110, ignore_eos=True)).tokens[0]
         await asyncio.to_thread(prefill.wait_whole)
         await asyncio.to_thread(decode.wait_whole)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -108,34 +110,38 @@ async def alone(house: House) -> AsyncIterator[Asker]:
 @pytest.mark.parametrize("case", CASES)
 async def test_an_answer_matches_and_is_the_same_on_every_way(handed_off: Asker, alone: Asker, case: str) -> None:
     fields, matches = CASES[case]
-    together = await handed_off.ask(**fields, n=3)
-    for sample, choice in enumerate(together):
-        single = {**fields, "seed": 7 + sample}
+    greedy, together, *singles = await asyncio.gather(
+        handed_off.ask(**fields, temperature=0, max_tokens=400),
+        handed_off.ask(**fields, n=3),
+        *(alone.ask(**fields | {"seed": 7 + sample}) for sample in range(3)),
+    )
+    streams = await asyncio.gather(*(handed_off.stream(**fields | {"seed": 7 + sample}) for sample in range(3)))
+    for choice, [single], streamed in zip(together, singles, streams, strict=True):
         assert choice["finish_reason"] == "stop", choice
         assert matches(choice["text"]), choice["text"]
-        assert (await alone.ask(**single))[0]["text"] == choice["text"]
-        assert await handed_off.stream(**single) == choice["text"]
-    (greedy,) = await handed_off.ask(**fields, temperature=0, max_tokens=400)
-    assert greedy["finish_reason"] == "length" or matches(greedy["text"]), greedy["text"]
+        assert single["text"] == streamed == choice["text"]
+    (choice,) = greedy
+    assert choice["finish_reason"] == "length" or matches(choice["text"]), choice["text"]
 
 
 async def test_json_objects_and_free_answers_run_beside_each_other(handed_off: Asker, alone: Asker) -> None:
-    wanted = {"response_format": {"type": "json_object"}, "max_tokens": 200}
-    (free,) = await alone.ask(temperature=0)
-    (guided,) = await alone.ask(**wanted)
-    for asker in (handed_off, alone):
-        assert (await asker.ask(**wanted)) == [guided]
-        assert (await asker.ask(temperature=0)) == [free]
-    if guided["finish_reason"] == "stop":
-        assert isinstance(json.loads(guided["text"]), dict)
-    assert guided["text"].startswith("{")
+    wanted = {"response_format": {"type": "json_object"}, "max_tokens": 100}
+    free = await alone.ask(temperature=0)
+    guided = await alone.ask(**wanted)
+    asked = [(asker.ask(temperature=0), asker.ask(**wanted)) for asker in (handed_off, alone)]
+    answers = await asyncio.gather(*itertools.chain.from_iterable(asked))
+    assert answers == [free, guided] * 2
+    (choice,) = guided
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["text"]), dict)
+    assert choice["text"].startswith("{")
 
 
 async def test_parameters_that_forbid_tokens_agree_with_the_grammar(handed_off: Asker, alone: Asker) -> None:
     """EOS is forbidden by min_tokens, and the grammar ends all the same."""
     fields, matches = PEOPLE
     extra = {**fields, "min_tokens": 100, "repetition_penalty": 1.2, "top_p": 0.8, "logprobs": 2}
-    first, second = (await handed_off.ask(**extra))[0], (await alone.ask(**extra))[0]
+    (first,), (second,) = await asyncio.gather(handed_off.ask(**extra), alone.ask(**extra))
     assert first == second
     assert matches(first["text"])
 
@@ -163,17 +169,16 @@ async def test_enforced_calls_are_the_same_on_every_way(
     handed_off: Asker, alone: Asker, choice: Any, reason: str
 ) -> None:
     fields = {"tools": PEOPLE_TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
-    whole = await handed_off.chat(**fields)
+    whole, other, deltas = await asyncio.gather(
+        handed_off.chat(**fields), alone.chat(**fields), handed_off.chat_deltas(**fields)
+    )
     message = whole["message"]
     assert (message["content"], whole["finish_reason"]) == (None, reason)
     [called] = [call["function"] for call in message["tool_calls"]]
     assert called["name"] in (("add_person", "drop_person") if choice == "required" else ("drop_person",))
     assert is_person(called["arguments"])
-    [other] = [call["function"] for call in (await alone.chat(**fields))["message"]["tool_calls"]]
-    assert other == called
-    parts = [
-        delta["tool_calls"][0]["function"] for delta in await handed_off.chat_deltas(**fields) if "tool_calls" in delta
-    ]
+    assert [call["function"] for call in other["message"]["tool_calls"]] == [called]
+    parts = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
     assert [part["name"] for part in parts if "name" in part] == [called["name"]]
     assert "".join(part["arguments"] for part in parts) == called["arguments"]
 
@@ -182,7 +187,7 @@ async def test_a_structural_tag_leaves_text_free_around_what_it_constrains(hande
     number = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[0-9]{3}"}, "end": ">"}
     tags = {"type": "triggered_tags", "triggers": ["<"], "tags": [number], "at_least_one": True}
     fields = {"response_format": {"type": "structural_tag", "format": tags}, "max_tokens": 40}
-    (first,), (second,) = await handed_off.ask(**fields), await alone.ask(**fields)
+    (first,), (second,) = await asyncio.gather(handed_off.ask(**fields), alone.ask(**fields))
     assert first == second
     assert re.match(r"<[0-9]{3}>", first["text"])
 

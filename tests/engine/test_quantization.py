@@ -210,3 +210,9 @@ def test_install_keeps_one_copy_on_a_gpu() -> None:
     x = torch.randn(4, 256, device="cuda", dtype=torch.bfloat16)
     expected = x.float() @ dequantize(weight, torch.float32).T
     assert torch.allclose(method.make_product()(x).float(), expected, atol=2e-2 * float(expected.abs().max()))
+
+
+def test_what_the_weights_become_tells_models_apart() -> None:
+    """Nodes share KV only if their fingerprints are equal."""
+    checkpoint = Checkpoint.find("baton-tiny")
+    assert len({checkpoint.fingerprint(quantization=method) for method in (None, "fp8", "int8")}) == 3
