@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import ssl
 import stat
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from baton.address import HostPort
 from baton.channels import Tls
 from baton.cluster_secret import ClusterSecret, read_secret
 from baton.settings import Settings
-
-_OTHERS = stat.S_IRGRP | stat.S_IROTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class ClusterSettings(Settings):
     def doubts(self, listen: HostPort | None) -> list[str]:
         """Warnings about these settings for the operator. listen: the address for other roles, if there is one."""
         doubts, path = [], self.cluster_secret_file
-        if path is not None and path.stat().st_mode & _OTHERS:
+        if path is not None and _others_may_read(path):
             doubts.append(f"--cluster-secret-file: others than its owner may read {path}")
         if listen is not None and not _is_loopback(listen.host) and path is None and self.cluster_ssl_keyfile is None:
             doubts.append(
@@ -109,6 +108,14 @@ def _read(flag: str, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
+
+
+def _others_may_read(path: Path) -> bool:
+    """Whether more may read it than must. A file of another user, as Kubernetes gives it, is
+    read by its group."""
+    about = path.stat()
+    more = stat.S_IROTH if about.st_uid != os.geteuid() else stat.S_IRGRP | stat.S_IROTH
+    return bool(about.st_mode & more)
 
 
 def _is_loopback(host: str) -> bool:
