@@ -60,13 +60,19 @@ class CeilingsSettings(Settings):
     matmul_size: int = Field(8192, ge=1, description="rows and columns of the matrices")
 
 
-def measure(device: torch.device, num_bytes: int = 4 * GIB, matmul_size: int = 8192) -> Ceilings:
-    """Takes seconds on a GPU, mostly for compilation, and twice `num_bytes` of its memory."""
+def measure(
+    device: torch.device,
+    num_bytes: int = 4 * GIB,
+    matmul_size: int = 8192,
+    matmul_dtype: torch.dtype | None = None,
+) -> Ceilings:
+    """Takes seconds on a GPU, mostly for compilation, and twice `num_bytes` of its memory. matmul_dtype: bfloat16, on a
+    CPU float32, or float8_e4m3fn."""
     read_s, copy_s = _memory_s(device, num_bytes)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = (torch.randn(matmul_size, matmul_size, dtype=dtype, device=device) for _ in range(2))
-    matmul_s = best_s(lambda: a @ b, device)
-    sustained_s = _sustained_s(lambda: a @ b, device, matmul_s)
+    dtype = matmul_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    multiply = _matmul(device, matmul_size, dtype)
+    matmul_s = best_s(multiply, device)
+    sustained_s = _sustained_s(multiply, device, matmul_s)
     return Ceilings(
         read_bytes_per_s=num_bytes / read_s,
         copy_bytes_per_s=2 * num_bytes / copy_s,
@@ -74,6 +80,15 @@ def measure(device: torch.device, num_bytes: int = 4 * GIB, matmul_size: int = 8
         sustained_matmul_flops_per_s=2 * matmul_size**3 / sustained_s,
         matmul_dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _matmul(device: torch.device, size: int, dtype: torch.dtype) -> Callable[[], object]:
+    """[size, size] @ [size, size]; of fp8, with a scale per row and per column, to bf16."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    if dtype != torch.float8_e4m3fn:
+        return lambda: a @ b
+    rows, columns = torch.ones(size, 1, device=device), torch.ones(1, size, device=device)
+    return lambda: torch._scaled_mm(a, b.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def best_s(call: Callable[[], object], device: torch.device, tries: int = NUM_TRIES) -> float:

@@ -96,8 +96,9 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
     a readable line."""
     device = torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
     note("measuring ceilings")
-    sizes = (QUICK_CEILING_BYTES, QUICK_MATMUL_SIZE) if settings.quick else ()
-    bounds = ceilings.measure(device, *sizes)
+    sizes = {"num_bytes": QUICK_CEILING_BYTES, "matmul_size": QUICK_MATMUL_SIZE} if settings.quick else {}
+    matmul_dtype = torch.float8_e4m3fn if settings.quantization == "fp8" and device.type == "cuda" else None
+    bounds = ceilings.measure(device, **sizes, matmul_dtype=matmul_dtype)
     print(bounds)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -116,7 +117,7 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
             built=built,
             engine=Engine(built.engine.config, runner),
             runner=runner,
-            shape=shape_of(built.checkpoint, built.layout.layers[0].dtype),
+            shape=shape_of(built.checkpoint, built.layout.layers[0].dtype, built.runner.model, settings.quantization),
             ceilings=bounds,
             numbers=count(),
         ),

@@ -18,9 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from baton.messages import TokenLogprobs
 from baton.sampling import SamplingParams
+from baton_kernels.quantized_linear import dequantize
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, drain, note
+from engine.model.linear_method import linear_layers, method_of
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, move_empty
+from engine.model.quantization.linear import QuantizedLinear
 
 ANSWER_TOKENS = 16
 NUM_LOGPROBS = 5
@@ -69,14 +72,62 @@ class Agreement:
     max_logprob_error: float
 
 
+def rounds_inputs(bench: Bench) -> bool:
+    """Whether many rows of inputs are rounded to 8 bits: what that changes depends on the model and its depth, so there
+    are no fixed limits."""
+    methods = map(method_of, bench.built.runner.model.modules())
+    return any(isinstance(method, QuantizedLinear) and not method.weight.four_bits for method in methods)
+
+
+@torch.inference_mode()
+def as_usual(answers: list[Answer], reference: Any) -> Agreement:
+    """The reference with fp8 as vLLM makes it online, a scale per weight and one per row of inputs, compared with
+    itself, at the tokens of the answers. Spoils its weights."""
+    exact = [_logits(reference, answer) for answer in answers]
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    for name, module in linear_layers(reference):
+        if name != "lm_head":
+            scale = module.weight.abs().max().float() / largest
+            module.weight.copy_((module.weight.float() / scale).to(torch.float8_e4m3fn).float() * scale)
+            module.register_forward_pre_hook(_rounded_inputs)
+    agreed, num_tokens, shortfall, error = 0, 0, 0.0, 0.0
+    for answer, logits in zip(answers, exact, strict=True):
+        rounded = _logits(reference, answer)
+        deviation = logits.std(dim=-1)
+        top = rounded.topk(NUM_LOGPROBS, dim=-1).indices
+        below = logits.max(dim=-1).values - logits.gather(1, top[:, :1])[:, 0]
+        agreed += int((logits.argmax(dim=-1) == top[:, 0]).sum())
+        num_tokens += len(answer.tokens)
+        shortfall = max(shortfall, float((below / deviation).max()))
+        apart = (rounded.log_softmax(dim=-1) - logits.log_softmax(dim=-1)).gather(1, top).abs().amax(dim=-1)
+        error = max(error, float((apart / deviation).max()))
+    return Agreement(len(answers), num_tokens, agreed / num_tokens, shortfall, error)
+
+
+def _rounded_inputs(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    x = inputs[0]
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype),)
+
+
+def is_quantized(bench: Bench) -> bool:
+    return bench.settings.quantization is not None or "quantization_config" in bench.built.checkpoint.stated
+
+
 def check(bench: Bench, reference: Any) -> dict[str, Any]:
     """Compare the engine with a transformers model. Raises WrongAnswers."""
     answers = _ask(bench)
     chosen = answers[:2] + Random(1).sample(answers[2:], min(len(answers) - 2, MAX_COMPARED - 2))
     found = compare(chosen, reference, len(answers))
     note(str(found))
-    judge(found, LIMITS[bench.dtype])
-    return {name: round(value, 4) for name, value in asdict(found).items()}
+    if not rounds_inputs(bench):
+        judge(found, LIMITS[bench.dtype])
+        return {name: round(value, 4) for name, value in asdict(found).items()}
+    usual = as_usual(chosen, reference)
+    note(f"with inputs of 8 bits and a scale per tensor: {usual}")
+    limits = Limits(usual.agreement - 0.05, 1.2 * usual.max_shortfall, 1.2 * usual.max_logprob_error)
+    judge(found, limits)
+    return {name: round(value, 4) for name, value in asdict(found).items()} | {"usual": asdict(usual)}
 
 
 def judge(found: Agreement, limits: Limits) -> None:
@@ -147,14 +198,33 @@ def _logprob_errors(logits: Tensor, answer: Answer) -> Tensor:
 
 
 def reference_of(bench: Bench) -> Any:
-    """A plain transformers model with the same weights."""
+    """A plain transformers model with the same weights: those before they were quantized while loading; of a checkpoint
+    that is quantized, what they stand for."""
     checkpoint = bench.built.checkpoint
-    if bench.settings.load_format == "dummy":
+    if bench.settings.load_format == "dummy" and bench.settings.quantization is not None:
         model = build_skeleton(checkpoint.config, bench.dtype, "eager")
         move_empty(model, bench.built.device)
         fill_with_dummies(model)
+        return model
+    if bench.settings.load_format == "dummy" or is_quantized(bench):
+        model = build_skeleton(checkpoint.config, bench.dtype, "eager")
+        move_empty(model, bench.built.device)
+        _copy_weights(bench.built.runner.model, model)
         return model
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         checkpoint.path, dtype=bench.dtype, attn_implementation="eager", trust_remote_code=False, local_files_only=True
     )
     return loaded.to(bench.built.device).eval()
+
+
+@torch.no_grad()
+def _copy_weights(served: Any, reference: Any) -> None:
+    own = dict(served.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if name in own and own[name].dtype == parameter.dtype:
+            parameter.copy_(own[name])
+    for name, module in linear_layers(reference):
+        method = method_of(served.get_submodule(name))
+        if isinstance(method, QuantizedLinear):
+            columns = slice(None) if method.columns is None else method.columns
+            module.weight[:, columns] = dequantize(method.weight, module.weight.dtype)

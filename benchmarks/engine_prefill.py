@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from baton.sampling import SamplingParams
 from benchmarks.engine_bench import Bench, EngineBenchSettings, drain, note
+from benchmarks.engine_check import is_quantized
 from benchmarks.engine_report import main
 from benchmarks.engine_tables import prefill_table
 
@@ -77,9 +78,9 @@ def measure_even(bench: Bench) -> dict[str, Any] | None:
     """The same with weights as in vLLM's dummy format, which its figures were measured with: at its power limit, a
     GPU's speed depends on the numbers. Run this last: the model is useless afterwards.
 
-    None for a model with its own weights.
+    None for a model with its own or with quantized weights.
     """
-    if bench.settings.load_format != "dummy":
+    if bench.settings.load_format != "dummy" or is_quantized(bench):
         return None
     with torch.inference_mode():
         for weight in bench.built.runner.model.parameters():

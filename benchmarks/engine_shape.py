@@ -26,12 +26,12 @@ class VllmFigures:
     decode_ms: dict[Cell, float]
     prefill_ms: dict[int, float]
     saturated_tokens_per_s: float
-    offline_tokens_per_s: float
+    offline_tokens_per_s: float | None
 
 
 LLAMA_8B = (4096, 14336, 32, 32, 8, 128256)
 VLLM = {
-    LLAMA_8B: VllmFigures(
+    (LLAMA_8B, None): VllmFigures(
         version="0.26.0",
         machine="NVIDIA H200",
         decode_ms={
@@ -46,15 +46,25 @@ VLLM = {
         prefill_ms={512: 14.9, 2048: 49.6, 8192: 210.9, 32768: 1178.0},
         saturated_tokens_per_s=43_300.0,
         offline_tokens_per_s=36_262.0,
-    )
+    ),
+    (LLAMA_8B, "fp8"): VllmFigures(
+        version="0.26.0",
+        machine="NVIDIA H200",
+        decode_ms={(1, 1024): 3.50, (32, 1024): 5.35, (128, 1024): 9.07, (256, 1024): 15.76},
+        prefill_ms={512: 13.3, 2048: 34.6, 8192: 146.8},
+        saturated_tokens_per_s=66_278.0,
+        offline_tokens_per_s=None,
+    ),
 }
-"""By hidden size, intermediate size, layers, heads, KV heads and vocabulary; in bf16 with random weights."""
+"""By dimensions (hidden size, intermediate size, layers, heads, KV heads and vocabulary) and --quantization; in bf16
+with random weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A dense decoder. `read_params`: the weights that a step reads completely, so without the embedding table unless
-    it is also the output layer. `token_params`: those that every token of a prompt is multiplied with."""
+    it is also the output layer; `read_bytes`: of them, as they are stored. `token_params`: those that every token of a
+    prompt is multiplied with."""
 
     dims: tuple[int, ...]
     num_layers: int
@@ -62,6 +72,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     read_params: int
+    read_bytes: int
     token_params: int
     vllm: VllmFigures | None = field(default=None)
 
@@ -71,7 +82,7 @@ class ModelShape:
 
     def step_bytes(self, batch: int, mean_context: float, itemsize: int) -> float:
         """Bytes that a decode step must read: the weights once, and the KV of every sequence."""
-        return self.read_params * itemsize + self.kv_bytes(batch * mean_context, itemsize)
+        return self.read_bytes + self.kv_bytes(batch * mean_context, itemsize)
 
     def prompt_flops(self, num_tokens: int) -> float:
         """Multiplications and additions of a prompt, with causal attention and only its last token's logits."""
@@ -80,9 +91,11 @@ class ModelShape:
         return 2 * self.token_params * num_tokens + attention + 2 * (self.read_params - self.token_params)
 
 
-def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
-    """The shape of the checkpoint's model, built on the meta device. `dtype`: as served; vLLM's figures are for
-    bfloat16."""
+def shape_of(
+    checkpoint: Checkpoint, dtype: str, served: nn.Module | None = None, quantization: str | None = None
+) -> ModelShape:
+    """The shape of the checkpoint's model, built on the meta device. `dtype`: of activations; vLLM's figures are for
+    bfloat16. served: the model as it is served, if it is quantized."""
     config = copy.deepcopy(checkpoint.config)  # transformers writes to it
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -94,6 +107,10 @@ def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
     output = model.get_output_embeddings().weight.numel()
     total = sum(weight.numel() for weight in model.parameters())
     untied_table = 0 if _tied(model) else model.get_input_embeddings().weight.numel()
+    read_bytes = (total - untied_table) * getattr(torch, dtype).itemsize
+    if served is not None:
+        tables = [module.weight.nbytes for module in served.modules() if isinstance(module, nn.Embedding)]
+        read_bytes = sum(weight.nbytes for weight in served.parameters()) - (0 if _tied(model) else sum(tables))
     return ModelShape(
         dims=dims,
         num_layers=layers,
@@ -101,8 +118,9 @@ def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         num_kv_heads=kv_heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
         read_params=total - untied_table,
+        read_bytes=read_bytes,
         token_params=total - untied_table - output,
-        vllm=VLLM.get(dims) if dtype == "bfloat16" else None,
+        vllm=VLLM.get((dims, quantization)) if dtype == "bfloat16" else None,
     )
 
 

@@ -37,6 +37,21 @@ SUBCOMMANDS = {
         "deploy.bench.main:main",
         "deploy.bench.settings:BenchSettings",
     ),
+    "doctor": Subcommand(
+        "check this machine and the transfer path",
+        "deploy.doctor.main:main",
+        "deploy.doctor.settings:DoctorSettings",
+    ),
+    "tune": Subcommand(
+        "read a cluster's metrics and propose what to set",
+        "deploy.tune.main:main",
+        "deploy.tune.settings:TuneSettings",
+    ),
+    "top": Subcommand(
+        "show a router's nodes and latencies in a terminal",
+        "deploy.top.main:main",
+        "deploy.top.settings:TopSettings",
+    ),
     "completion": Subcommand(
         "print a completion script for bash, zsh or fish", "deploy.completion:main", words=("bash", "zsh", "fish")
     ),

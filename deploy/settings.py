@@ -55,8 +55,8 @@ class OwnSettings(Settings):
 
     def router_env(self) -> dict[str, str]:
         """Secrets for the router, which go into its environment because every user can read command lines."""
-        keys = [key.get_secret_value() for key in getattr(self, _SECRET, ())]
-        return {env_name(_SECRET): " ".join(keys)} if keys else {}
+        keys = {name: [key.get_secret_value() for key in getattr(self, name, ())] for name in _SECRETS}
+        return {env_name(name): " ".join(found) for name, found in keys.items() if found}
 
 
 _PER_PROCESS = {"listen", "advertise", "metrics_port", "node_id"}
@@ -71,10 +71,10 @@ def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:
     return {name: field for name, field in settings.model_fields.items() if name not in skipped}
 
 
-_SECRET = "api_key"
+_SECRETS = ("api_key", "admin_api_key")
 _SHARED = ("log_level", "log_format", "drain_timeout")
 _HANDED_ON_TO_NODES = ("device", *_handed_on(NodeSettings), *_SHARED)
-_HANDED_ON_TO_ROUTER = (*(name for name in _handed_on(RouterSettings) if name != _SECRET), *_SHARED)
+_HANDED_ON_TO_ROUTER = (*(name for name in _handed_on(RouterSettings) if name not in _SECRETS), *_SHARED)
 
 _FIELDS: Any = {
     name: (field.annotation, field) for name, field in (_handed_on(NodeSettings) | _handed_on(RouterSettings)).items()

@@ -35,6 +35,7 @@ from engine.prompt_rate import PromptRate
 from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step import Choice, Chunk, LaunchedStep, ModelRunner, SampledToken, StepResult
+from engine.step_counters import StepCounters
 from engine.step_time import StepTime
 from engine.tier import KvTier
 from engine.token_matcher import TokenMatcher
@@ -49,6 +50,7 @@ class InFlight:
 
     chunks: list[Chunk]
     step: LaunchedStep
+    size: StepSize
     decided: float  # when its turn began, by the engine's clock
     launch_s: float  # that its launch took
     leaves_prompts: bool  # unfinished, so that the next step continues them
@@ -86,6 +88,8 @@ class Engine:
         self._num_ahead = 1 if config.async_scheduling else 0
         self._pace = Pace(self._step_time.predict_least)
         self._decided = 0.0  # when the turn of the last plan began
+        self.counters = StepCounters()
+        """Where the time of the steps goes."""
         self.num_preemptions = 0
         """How often sequences were preempted."""
 
@@ -169,6 +173,10 @@ class Engine:
     def num_waiting_up_to(self, due_s: float) -> int:
         """Waiting sequences that are due at that time or earlier."""
         return self._scheduler.num_waiting_up_to(due_s)
+
+    def watch_steps(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called at the end of each step from now on; None: nothing is."""
+        self.counters.watcher = call
 
     # ---- in ----
 
@@ -297,7 +305,9 @@ class Engine:
         self._decided = now
         if not self.has_room:
             return Plan()
+        began = time.perf_counter()
         plan = self._scheduler.schedule(may_preempt=not self._in_flight)
+        self.counters.scheduled(began, launches=bool(plan.chunks))
         for seq in plan.preempted:
             self._runner.forget(seq)
         self.num_preemptions += len(plan.preempted)
@@ -311,12 +321,14 @@ class Engine:
         result = StepResult()
         if plan.chunks:
             self._store(plan.evicted)
-            began = self.clock()
+            began, counted = self.clock(), time.perf_counter()
             step = self._runner.launch(plan.chunks)
             launch_s = self.clock() - began
-            self._pace.launched(StepSize.of(plan.chunks), self._decided, self.clock(), idle=self._oldest_is_done)
+            self.counters.launched(counted, computes=not self.only_launches)
+            size = StepSize.of(plan.chunks)
+            self._pace.launched(size, self._decided, self.clock(), idle=self._oldest_is_done)
             leaves_prompts = not all(chunk.num_logits for chunk in plan.chunks)
-            self._in_flight.append(InFlight(plan.chunks, step, self._decided, launch_s, leaves_prompts))
+            self._in_flight.append(InFlight(plan.chunks, step, size, self._decided, launch_s, leaves_prompts))
         retires = len(self._in_flight) > (self._num_ahead if plan.chunks else 0) and (wait or self._oldest_is_done)
         if retires:
             self._retire(self._in_flight.popleft(), result)
@@ -339,7 +351,8 @@ class Engine:
     def _retire(self, retired: InFlight, result: StepResult) -> None:
         """Wait for a step, and apply its output, except to sequences that have ended since it was launched."""
         waited = retired.step.wait()
-        self._learn_time(retired)
+        ended, num_before = time.perf_counter(), result.num_tokens
+        took_s = self._learn_time(retired)
         if any(chunk.sequence.lacks_prompt_logprobs for chunk in retired.chunks):
             self._report_prompts(retired.step, result)
         for chunk, choices in zip(retired.chunks, waited, strict=True):
@@ -354,18 +367,23 @@ class Engine:
                 self._advance(group, result)
         for _, table in retired.released:
             self.blocks.release(table)
+        goes_on = not self._in_flight and bool(self.num_running)
+        device_s = took_s if self.only_launches else 0.0
+        self.counters.retired(retired.size, result.num_tokens - num_before, device_s, ended, goes_on)
 
-    def _learn_time(self, retired: InFlight) -> None:
-        """Learn how long a step took: on a device of its own from the end of the one before, else with its turn."""
+    def _learn_time(self, retired: InFlight) -> float:
+        """Learn how long a step took: on a device of its own from the end of the one before, else with its turn.
+        Returns how long the device had it, 0 if that is unknown."""
         now = self.clock()
-        took_s = self._pace.retired(now)
+        device_s = took_s = self._pace.retired(now)
         if self.config.target_itl_s is None:
-            return
+            return device_s or 0.0
         if not self.only_launches:
             took_s = now - retired.decided
         self._decodes = StepSize.of(chunk for chunk in retired.chunks if chunk.is_decode)
         if took_s is not None:  # a launch may have computed the step, on a CPU
-            self._step_time.learn(StepSize.of(retired.chunks), max(took_s, retired.launch_s))
+            self._step_time.learn(retired.size, max(took_s, retired.launch_s))
+        return device_s or 0.0
 
     def _report_prompts(self, step: LaunchedStep, result: StepResult) -> None:
         """Report the logprobs of prompts. Each token's are reported once, even if it is computed again."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TRANSPORTS = ("ucx", "ipc", "nixl", "nccl", "memory")
+NIXL_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
+"""What NIXL's Python package is called, by the CUDA that it is built for."""
 
 
 def staging_for(name: str, num_slots: int, slot_bytes: int, device: torch.device | str) -> Staging:

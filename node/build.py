@@ -105,7 +105,6 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
     model, probed = _load(settings, checkpoint, device, limits.max_model_len)
     config = _with_pool(settings, limits, model, probed)
     layer_groups = settings.layer_groups(device.type == "cuda")
-    is_dummy = settings.load_format == "dummy"
     with out_of_memory(_POOL_ADVICE):
         runner = TorchModelRunner(model, config, probed, wake=wake, layer_groups=layer_groups)
     return Built(
@@ -115,12 +114,19 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
         most_prompt_tokens=settings.captured_prompt_tokens,
         layer_groups=layer_groups,
         pool_bytes=runner.pool.as_bytes(),
-        layout=runner.pool.layout(checkpoint.fingerprint(dummy=is_dummy, max_model_len=config.max_model_len)),
+        layout=runner.pool.layout(_fingerprint(settings, checkpoint, config.max_model_len)),
         device=device,
         served_model_name=settings.served_model_name or settings.model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
     )
+
+
+def _fingerprint(settings: NodeSettings, checkpoint: Checkpoint, max_model_len: int) -> str:
+    """Of the weights as they are served."""
+    own = settings.quantization if "quantization_config" not in checkpoint.stated else None
+    is_dummy = settings.load_format == "dummy"
+    return checkpoint.fingerprint(dummy=is_dummy, max_model_len=max_model_len, quantization=own)
 
 
 def _device(name: str) -> torch.device:
@@ -168,7 +174,7 @@ def _load(
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
     with out_of_memory("--model: the weights do not fit the GPU"):
-        model = loader.load_model(checkpoint, dtype, device, settings.load_format)
+        model = loader.load_model(checkpoint, dtype, device, settings.load_format, settings.quantization)
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)
     name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())

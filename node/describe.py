@@ -103,4 +103,4 @@ def describe(
 def count(engine: Engine, num_damaged_pieces: int = 0) -> Counts:
     """For metrics. Engine's thread only."""
     blocks = {state.value: number for state, number in engine.blocks.counts_by_state().items()}
-    return Counts(blocks, engine.num_preemptions, num_damaged_pieces)
+    return Counts(blocks, engine.num_preemptions, num_damaged_pieces, engine.counters.totals())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from baton.messages import Load
+from engine.step_counters import StepTotals
 from node.events import Event, Output, Role
 from node.wakeup import Wakeup
 
@@ -27,11 +28,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Counts:
     """The engine's counters, for metrics. blocks: KV blocks by state. num_damaged_pieces: pieces of KV blocks with
-    wrong checksums."""
+    wrong checksums. steps: None without an engine."""
 
     blocks: Mapping[str, int]
     num_preemptions: int = 0
     num_damaged_pieces: int = 0
+    steps: StepTotals | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
         num_slots=sum(mover.num_slots for mover in movers),
         count_free_slots=lambda: sum(mover.num_free_slots for mover in movers),
         outward=_outward(settings, role),
+        watch_steps=built.engine.watch_steps,
     )
 
 

@@ -12,11 +12,12 @@ from baton.address import HostPort
 from baton.telemetry.admin import read_key
 from engine.checkpoint import local_folder, why_no_checkpoint, why_no_tokenizer, why_no_weights
 from engine.simulated.profile import load_profile
+from kv_transfer import NIXL_PACKAGES
 from node.errors import StartupError
 from node.settings import NodeSettings
 
-_PACKAGES = {"ucx": ("ucxx", "node"), "nixl": ("nixl", "nixl")}
-"""The package that a transport imports, and the extra that installs it."""
+_PACKAGES = {"ucx": (("ucxx",), "node"), "nixl": (NIXL_PACKAGES, "nixl")}
+"""The package that a transport imports, under one of its names, and the extra that installs it."""
 
 
 def check(settings: NodeSettings) -> None:
@@ -24,6 +25,7 @@ def check(settings: NodeSettings) -> None:
     require_free("--listen", settings.listen)
     require_free("--metrics-port", settings.metrics_listen)
     _check_admin_key(settings)
+    _check_profile_dir(settings)
     if settings.engine == "simulated":
         _check_profile(settings)
         return
@@ -55,6 +57,12 @@ def _check_admin_key(settings: NodeSettings) -> None:
         raise StartupError(f"--admin-key-file: {error}") from None
 
 
+def _check_profile_dir(settings: NodeSettings) -> None:
+    folder = settings.profile_dir
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise StartupError(f"--profile-dir: {folder} is no folder that this process may write to")
+
+
 def _check_model(settings: NodeSettings) -> None:
     """A local folder only: a hub's model is checked after its download."""
     folder = local_folder(settings.model)
@@ -81,12 +89,18 @@ def _check_device(settings: NodeSettings) -> None:
 
 
 def _check_transport(settings: NodeSettings) -> None:
-    transport = settings.transport
-    if transport == "nccl" and (settings.device == "cpu" or not num_gpus()):
-        raise StartupError("--transport: nccl moves KV between GPUs, and this node has none")
-    module, extra = _PACKAGES.get(transport, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
-        raise StartupError(f"--transport: {transport} needs the package {module}: pip install 'baton-serve[{extra}]'")
+    if problem := why_no_transport(settings.transport, settings.device):
+        raise StartupError(f"--transport: {problem}")
+
+
+def why_no_transport(transport: str, device: str) -> str | None:
+    """Why a node cannot have that transport, as far as it shows before torch is imported; None: no reason found."""
+    if transport == "nccl" and (device == "cpu" or not num_gpus()):
+        return "nccl moves KV between GPUs, and this node has none"
+    names, extra = _PACKAGES.get(transport, ((), ""))
+    if names and not any(importlib.util.find_spec(name) for name in names):
+        return f"{transport} needs the package {names[0]}: pip install 'baton-serve[{extra}]'"
+    return None
 
 
 def _check_structured_outputs(settings: NodeSettings) -> None:

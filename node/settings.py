@@ -63,6 +63,11 @@ class NodeSettings(ClusterSettings):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = Field(
         "auto", description="of weights and KV cache; auto: float32 on a CPU, else the checkpoint's"
     )
+    quantization: Literal["awq", "compressed-tensors", "fp8", "gptq", "int8"] | None = Field(
+        None,
+        description="fp8, int8: quantize a 16-bit checkpoint's linear layers while it loads, with a scale per row; "
+        "unset, or the checkpoint's own method: as config.json says",
+    )
     engine: Literal["torch", "simulated"] = Field(
         "torch",
         description="what computes: torch; simulated: nothing, steps and transfers only take the time that --profile "
@@ -173,8 +178,11 @@ class NodeSettings(ClusterSettings):
 
     admin_key_file: Path | None = Field(
         None,
-        description="file with the key for /debug/kv, /integrity and AuditKv, sent as 'Authorization: Bearer KEY'; "
-        "unset: they answer only to clients on the node's own machine",
+        description="file with the key for /debug/kv, /debug/profile, /integrity and AuditKv, sent as "
+        "'Authorization: Bearer KEY'; unset: they answer only to clients on the node's own machine",
+    )
+    profile_dir: Path | None = Field(
+        None, description="folder for the traces of POST /debug/profile; unset: that is refused"
     )
     drain_timeout: float = Field(
         30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
@@ -192,6 +200,8 @@ class NodeSettings(ClusterSettings):
             raise ValueError("--time-scale: only goes with --engine simulated")
         if self.engine == "simulated" and "transport" in self.model_fields_set:
             raise ValueError("--transport: a simulated node has none, its KV has no bytes")
+        if self.engine == "simulated" and self.profile_dir is not None:
+            raise ValueError("--profile-dir: a simulated node computes nothing to profile")
         if self.engine == "simulated" and self.verify_transfers:
             raise ValueError("--verify-transfers: a simulated node's KV has no bytes to verify")
         if self.advertise is not None and self.advertise.is_wildcard:

@@ -30,6 +30,7 @@ from node.errors import StartupError
 from node.events import Draining, Role
 from node.handoff_stream import PeerTransport, Post
 from node.loop import Counts, NodeLoop, Turn
+from node.profiling import Profiling, Watch
 from node.sessions import Sessions
 from node.settings import NodeSettings
 from node.status import Health, NodeStatus, admin_pages
@@ -64,7 +65,7 @@ class NodeParts:
     """The parts of a node except its network. `info.address` is filled in once the port is known.
 
     `warm_up` is called on the role's thread, before any request; it may take seconds, and raises ValueError. `count` is
-    called there too, `count_free_slots` on any thread.
+    called there too, `count_free_slots` on any thread. `watch_steps`: see `Engine.watch_steps`; likewise there.
     """
 
     role: Role
@@ -77,6 +78,7 @@ class NodeParts:
     num_slots: int
     count_free_slots: Callable[[], int]
     outward: Outward | None = None
+    watch_steps: Watch = lambda _: None
 
     def close(self) -> None:
         """End all transfers and threads of the transports."""
@@ -122,6 +124,8 @@ class Node:
         self._gate = AdminGate(settings.admin_key_file)
         role = parts.role
         self._books = Books(loop.run_engine_call, lambda: verdict(role.check_integrity), self._take_audit, audit_s)
+        name = settings.name(parts.info.role)
+        self._profiling = Profiling(settings.profile_dir, name, loop.run_engine_call, parts.watch_steps)
         self._why_not: str | None = "starting"
         self._idle = asyncio.Event()
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -135,9 +139,10 @@ class Node:
         self._server = grpc.aio.server(interceptors=[RefuseMalformed()], options=SERVER_OPTIONS)
         port = self._bind(self._settings.listen, trust)
         self.address = self._settings.advertised(port)
-        info = dataclasses.replace(self._parts.info, address=str(self.address))
-        registry = new_registry(info.role.value)
+        registry = new_registry(self._parts.info.role.value)
         self.metrics = self._serve_metrics(registry)
+        metrics_address = str(HostPort(self.address.host, self.metrics.address.port))
+        info = dataclasses.replace(self._parts.info, address=str(self.address), metrics_address=metrics_address)
         self._metrics = NodeMetrics(registry, info.served_model_name)
         self._metrics.set_cache_config(info.layout.block_size, info.num_blocks, info.layout.layers[0].dtype)
         self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
@@ -214,7 +219,8 @@ class Node:
         listen = self._settings.metrics_listen
         try:
             checks = {"/health": lambda: self._why_not}
-            return MetricsServer(listen, registry, checks, admin_pages(self._books), self._gate)
+            actions = {"/debug/profile": self._profiling.answer}
+            return MetricsServer(listen, registry, checks, admin_pages(self._books), self._gate, actions)
         except OSError as error:
             raise StartupError(f"--metrics-port: cannot listen on {listen}: {error.strerror}") from None
 
@@ -235,6 +241,8 @@ class Node:
         if turn.counts is not None:
             counts = turn.counts
             self._metrics.set_counts(counts.blocks, counts.num_preemptions, counts.num_damaged_pieces)
+            if counts.steps is not None:
+                self._metrics.set_steps(counts.steps.seconds, counts.steps.num_steps, counts.steps.num_tokens)
         self._sessions.deliver(turn)
         self._peers.deliver(turn)
 

@@ -40,6 +40,7 @@ from baton.prompt_logprobs import PromptLogprobs
 from baton.telemetry.timeline import Timeline
 from router.actions import Action, Outbox
 from router.attempts import Attempts
+from router.kv_flows import KvFlows
 from router.life import (
     Attempt,
     AttemptState,
@@ -87,6 +88,7 @@ class RouterCore:
     ) -> None:
         self.pool = Pool(with_prefill, policy, draw)
         self.prefix_index = PrefixIndex()
+        self.kv_flows = KvFlows()
         self._holds = first_token == "decode"
         self._requests: dict[str, RequestLife] = {}
         self._deadlines: Deadlines[str] = Deadlines()
@@ -321,6 +323,7 @@ class RouterCore:
         for sample in attempt.samples:
             self._release(life, sample, now)
         self.pool.worked(incarnation)
+        self.kv_flows.add(attempt.prefill, incarnation, adopted.transfer_bytes)
         if not attempt.visited:
             life.timings.adopted(adopted)
             self.pool.handed_over(incarnation, adopted.handoff_s)

@@ -22,6 +22,7 @@ from baton.telemetry.pools import PoolState
 from baton.telemetry.timeline import Timeline
 from router.actions import Emit, ToNode
 from router.core import RouterCore
+from router.kv_flows import KvFlow
 from router.life import AttemptState, RequestEnd, RequestEvent, RoutedRequest
 from router.request_metrics import RequestMetrics
 from router.routed_node import pool_state
@@ -185,6 +186,14 @@ class Dispatcher:
     def pools(self) -> dict[str, PoolState]:
         """The nodes of each role, as of what they said last."""
         return {role.value: pool_state(self._core.pool.role(role)) for role in NodeRole}
+
+    def kv_flows(self) -> list[KvFlow]:
+        """Bytes of KV from node to node, since the start."""
+        return self._core.kv_flows.totals()
+
+    def num_seats(self) -> dict[str, int]:
+        """Of each node in use, by incarnation: the requests that may run there at once."""
+        return {info.incarnation: info.max_num_seqs for info in self._core.nodes()}
 
     def prefix_index(self) -> PrefixIndexState:
         """How much is known of the nodes' prefix caches: prefill nodes first, each role by the nodes' ids."""

@@ -13,6 +13,7 @@ from baton.open_files import max_open_files
 from baton.telemetry.otlp import NoOpenTelemetry, SpanSender
 from router.answer_reader import Parsers
 from router.api_keys import ApiKeys, UnusableKeys
+from router.console.page import paths as console_paths
 from router.discovery.dns import DnsName
 from router.discovery.membership import Membership
 from router.discovery.nodes_file import BadNodesFile, NodesFile
@@ -65,6 +66,7 @@ def make_edge(settings: RouterSettings) -> Edge:
         methods=settings.allowed_methods,
         headers=settings.allowed_headers,
         credentials=settings.allow_credentials,
+        open_paths=console_paths() if settings.console else frozenset(),
     )
     try:
         files = _tls_files(settings)

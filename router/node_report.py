@@ -31,7 +31,7 @@ class NodeLoad:
 class NodeReport:
     """`state`: see LinkState. `problem`: why the node gets no work. `sources`: what wants the node; none: it is going.
     The rest is None while the node is not connected. `model_version`: nodes of one may take over each other's requests.
-    `version`: of its software."""
+    `version`: of its software. `metrics_address`: of its page /metrics."""
 
     address: str
     role: str
@@ -44,6 +44,7 @@ class NodeReport:
     model_version: str | None = None
     fingerprint: str | None = None
     version: str | None = None
+    metrics_address: str | None = None
     load: NodeLoad | None = None
 
 
@@ -80,6 +81,7 @@ def report_node(link: NodeLink, cluster: Cluster, dispatcher: Dispatcher) -> Nod
         model_version=version_of(info).id,
         fingerprint=info.layout.fingerprint,
         version=info.version,
+        metrics_address=info.metrics_address or None,
         load=NodeLoad.of(load) if load else None,
     )
 

@@ -15,6 +15,7 @@ from baton.telemetry import ROUTER, RouterMetrics, new_registry
 from baton.telemetry.timeline_ring import TimelineRing
 from router.admission import Admission
 from router.cluster import Cluster, Readiness
+from router.console.snapshot import Snapshot
 from router.core import RouterCore
 from router.discovery.source import Member
 from router.dispatcher import Dispatcher
@@ -122,6 +123,7 @@ class RouterServer:
             shared.place if shared else None,
             settings.policy,
             DebugRequests(timelines, self.dispatcher),
+            Snapshot(self.cluster, self.dispatcher, metrics, self.models, settings.has_admin_keys),
         )
         self._siblings = status.siblings
         parsers = make_parsers(settings)
@@ -146,6 +148,7 @@ class RouterServer:
             admin,
             self._edge.access,
             self._spans is not None,
+            settings.console,
         )
         self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
         self._told: Readiness | None = None

@@ -102,6 +102,7 @@ class RouterSettings(EdgeSettings, DiscoverySettings, ClusterSettings):
         description="size of the timelines of ended requests that /debug/requests shows, about 4 KB each; the oldest "
         "go first, 0 keeps none",
     )
+    console: bool = Field(True, description="serve the live console, a web page, at /")
     keep_alive_interval: float = Field(
         5.0, gt=0, description="seconds between comments, or pings, on a stream that has nothing to say yet"
     )

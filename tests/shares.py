@@ -14,7 +14,7 @@ CLUSTERS = {
         "test_parameter_failover.py",
     ),
     "house": (
-        *("test_benchmarks.py", "test_grpc_client.py", "test_openai_client.py"),
+        *("test_benchmarks.py", "test_console.py", "test_grpc_client.py", "test_openai_client.py"),
         *("test_parameters.py", "test_parity.py", "test_structured_outputs.py", "test_timelines.py"),
     ),
 }

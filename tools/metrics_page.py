@@ -58,6 +58,7 @@ def node_registry(role: NodeRole) -> CollectorRegistry:
     metrics.watch_slots(1, lambda: 1)
     metrics.set_load(Load())
     metrics.set_counts({"free": 1}, 0)
+    metrics.set_steps({"device": 1.0}, {"decode": 1}, {"decode": 1})
     metrics.received(Prefill(attempt_id, "i", (1, 2), (Sample(0),), SamplingParams(), 1.0))
     for kind in (Started(1, 0.1), Tokens(0, 0, (1,)), End()):
         metrics.sent(Update(attempt_id, kind))

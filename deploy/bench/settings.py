@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from baton.settings import Settings, Sizes
 from deploy.bench.arrivals import Arrival
+from deploy.server_url import check_server_url
 
 Workload = Literal["random", "shared-prefix", "multi-turn", "trace"]
 
@@ -58,14 +58,7 @@ class BenchSettings(Settings):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-        except ValueError:
-            good = False
-        if not good or not url.isascii() or any(character.isspace() for character in url):
-            raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT, not {url!r}")
-        return url.rstrip("/")
+        return check_server_url(url)
 
     @field_validator("seeds")
     @classmethod

@@ -13,8 +13,8 @@ LinearMethod around another.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,8 @@ class LinearMethod(ABC):
     in_features: int
     out_features: int
     dtype: torch.dtype
+    input_dtype: torch.dtype | None = None
+    """The type to which many rows of x are quantized; None: they are not."""
 
     @property
     def tolerance(self) -> Tolerance:
@@ -63,6 +65,10 @@ class LinearMethod(ABC):
             return gated_activation(product(x), activation)
 
         return gated
+
+    def make_mlp(self, activation: Activation, down: LinearMethod) -> Product | None:
+        """The gated product, and `down` of it, as one function; None: nothing is gained by computing them together."""
+        return None
 
     @classmethod
     @abstractmethod
@@ -124,9 +130,9 @@ class Quantization(ABC):
         """Give the module the parameters that the files have for it: names, shapes and dtypes, on the CPU, in untouched
         memory."""
 
-    @abstractmethod
-    def process_weights_after_loading(self, name: str, module: nn.Linear) -> LinearMethod:
-        """The method for the module, whose parameters have been read and are on their device."""
+    def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
+        """The method for the module, whose parameters have been read and are on their device. dtype: the model's."""
+        return UnquantizedLinear(module.weight, module.bias)
 
 
 class Unquantized(Quantization):
@@ -135,34 +141,24 @@ class Unquantized(Quantization):
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: nn.Linear has them."""
 
-    def process_weights_after_loading(self, name: str, module: nn.Linear) -> LinearMethod:
-        return UnquantizedLinear(module.weight, module.bias)
-
-
-QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {}
-"""By the `quant_method` of config.json's `quantization_config`, from which each is made."""
-
-
-def choose_quantization(config: Any) -> Quantization | None:
-    """The quantization of a checkpoint with this configuration (transformers' own); None: an unsupported one."""
-    stated = getattr(config, "quantization_config", None)
-    if stated is None:
-        return Unquantized()
-    make = QUANTIZATIONS.get(stated.get("quant_method"))
-    return None if make is None else make(stated)
-
 
 def create_weights(model: nn.Module, quantization: Quantization) -> None:
     """Give all linear layers the parameters that the checkpoint stores, before anything is read."""
-    for name, module in _linear_layers(model):
+    for name, module in linear_layers(model):
         quantization.create_weights(name, module)
 
 
 @torch.no_grad()
-def process_weights_after_loading(model: nn.Module, quantization: Quantization) -> None:
-    """Attach to each linear layer the method that computes it."""
-    for name, module in _linear_layers(model):
-        attach(module, quantization.process_weights_after_loading(name, module))
+def process_weights_after_loading(
+    model: nn.Module, quantization: Quantization, dtype: torch.dtype, part: nn.Module | None = None
+) -> None:
+    """Attach to each linear layer the method that computes it. part: only to those in it. Layers that have one are left
+    alone."""
+    within = set((part or model).modules())
+    layers = [(name, module) for name, module in linear_layers(model) if module in within]
+    for name, module in layers:
+        if _METHOD not in module.__dict__:
+            attach(module, quantization.process_weights_after_loading(name, module, dtype))
 
 
 def attach(module: nn.Module, method: LinearMethod) -> None:
@@ -229,6 +225,6 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
     return True
 
 
-def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Exactly nn.Linear: subclasses have their own forward."""
     return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]

@@ -442,6 +442,7 @@ class NodeInfo:
     protocol_version: int = PROTOCOL_VERSION
     version: str = ""
     structured_outputs_backend: StructuredBackend = StructuredBackend.GUIDANCE
+    metrics_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

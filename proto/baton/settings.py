@@ -158,7 +158,13 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> N
         options["metavar"] = _metavar(field.annotation)
         if get_origin(field.annotation) is tuple:
             options["action"] = "append"
-    parser.add_argument(flag_name(name), **options)
+    parser.add_argument(flag_name(name), *_short_flags(field), **options)
+
+
+def _short_flags(field: FieldInfo) -> list[str]:
+    """A shorter flag that cannot be a field's name, as pydantic has a method of that name."""
+    extra = field.json_schema_extra
+    return [str(extra["flag"])] if isinstance(extra, dict) and "flag" in extra else []
 
 
 def _help(field: FieldInfo) -> str:

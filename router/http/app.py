@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 import baton
 from baton.errors import BatonError
 from router.api_keys import ApiKeys
+from router.console import page
 from router.http import docs_page, errors, openapi
 from router.http.access import ALIVE, RefuseOrigins, RequireKey
 from router.http.admin import AdminRoutes
@@ -30,7 +31,8 @@ _READABLE_HEADERS = ("x-request-id", "request-id", "retry-after", "traceparent")
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who has access: clients with one of `keys` (None: all clients), and web pages of `origins`."""
+    """Who has access: clients with one of `keys` (None: all clients), and web pages of `origins`. `open_paths` need no
+    key, as those for load balancers."""
 
     keys: ApiKeys | None = None
     protect_metrics: bool = False
@@ -38,12 +40,14 @@ class Access:
     methods: Sequence[str] = ("*",)
     headers: Sequence[str] = ("*",)
     credentials: bool = False
+    open_paths: frozenset[str] = frozenset()
 
     def guard(self, app: ASGIApp) -> ASGIApp:
         """CORS comes outside the keys, because pages ask before they send a key and must be able to read a refusal."""
         app = RefuseOrigins(app, self.origins)
         if self.keys is not None:
-            app = RequireKey(app, self.keys, ALIVE if self.protect_metrics else ALIVE | {"/metrics"})
+            metrics = frozenset[str]() if self.protect_metrics else frozenset({"/metrics"})
+            app = RequireKey(app, self.keys, ALIVE | self.open_paths | metrics)
         if not self.origins:
             return app
         return CORSMiddleware(
@@ -61,6 +65,7 @@ def create_app(
     admin: AdminRoutes,
     access: Access,
     traces: bool = False,
+    console: bool = False,
 ) -> ASGIApp:
     """FastAPI's documentation pages are off, because they fetch scripts from elsewhere and cannot see what the routes
     read; `docs_page` is instead of them. Redirects for missing slashes are off, because they would repeat the host that
@@ -76,6 +81,8 @@ def create_app(
     app.include_router(admin.routes)
     app.include_router(openapi.routes())
     app.include_router(docs_page.routes())
+    if console:
+        app.include_router(page.routes())
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(Exception, errors.on_exception)

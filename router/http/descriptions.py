@@ -30,6 +30,7 @@ OPERATIONS: Mapping[str, str] = {
     "ready": "requests can be answered",
     "load": "the number of prompts in flight, as `server_load`",
     "nodes": "every node: its state, model version and load; which nodes are never paired, and why",
+    "debug_console": "what the console shows: nodes, and running totals of requests, tokens, latencies and KV bytes",
     "debug_requests": "requests that run and the last that have ended, with the stages of their time to first token",
     "debug_request": "the timeline of a request: what happened when, in the router and on its nodes",
     "admin_nodes": "the router's nodes; needs a key of --admin-api-key, as all of /admin",
@@ -41,6 +42,8 @@ OPERATIONS: Mapping[str, str] = {
     "metrics": "Prometheus metrics",
     "openapi": "the API, for programs",
     "docs": "the API, as a page",
+    "console": "the live console, a web page; with --no-console a 404",
+    "console_file": "a file of the console",
 }
 
 FIELDS: Mapping[str, str] = {

@@ -18,18 +18,18 @@ _NODE_KINDS: dict[str, dict[str, Any]] = {
     "load": {"type": ["object", "null"], "properties": _LOAD_OF_NODE, "required": list(_LOAD_OF_NODE)},
 }
 _NODE_FIELDS = [field.name for field in dataclasses.fields(NodeReport)]
-NODE = {
+NODE: dict[str, Any] = {
     "type": "object",
     "properties": {name: _NODE_KINDS.get(name, {"type": ["string", "null"]}) for name in _NODE_FIELDS},
     "required": _NODE_FIELDS,
 }
-ADMIN_NODES = {
+ADMIN_NODES: dict[str, Any] = {
     "type": "object",
     "properties": {"nodes": {"type": "array", "items": NODE}},
     "required": ["nodes"],
 }
 _UNPAIRED = {field.name: {"type": "string"} for field in dataclasses.fields(Unpaired)}
-NODES = {
+NODES: dict[str, Any] = {
     "type": "object",
     "properties": {
         "nodes": {"type": "array", "items": NODE},

@@ -12,6 +12,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import baton
+from router.console.openapi import FILE, SNAPSHOT
+from router.console.page import FOLDER as CONSOLE_FOLDER
+from router.console.snapshot import PATH as SNAPSHOT_PATH
 from router.http.admin import PATH as ADMIN
 from router.http.admin import NodeRequest
 from router.http.anthropic.errors import PATH as MESSAGES
@@ -162,6 +165,7 @@ _TOKENIZER = {
     "required": ["tokenizer_class", "added_tokens_decoder", "model_max_length", "chat_template"],
 }
 _KEPT_ERRORS = {400: _BODY_ERRORS[400], 404: "There is no such response"}
+_NO_CONSOLE = {404: "Without the console (--no-console), and for other names"}
 _NOT_READY = {503: "Not now; the message says why"}
 
 
@@ -209,6 +213,7 @@ def describe() -> dict[str, Any]:
             "/ready": _get("ready", _json(_STATUS), _NOT_READY),
             "/load": _get("load", _json(_LOAD)),
             "/debug/nodes": _get("nodes", _json(NODES)),
+            SNAPSHOT_PATH: _get("debug_console", _json(SNAPSHOT)),
             REQUESTS: {**_get("debug_requests", _json(RECENT), {400: _BODY_ERRORS[400]}), **LIMIT},
             f"{REQUESTS}/{{request_id}}": {
                 **_get("debug_request", _json(TIMELINES), {404: "It is not among those remembered"}),
@@ -231,6 +236,8 @@ def describe() -> dict[str, Any]:
             "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),
             "/openapi.json": _get("openapi", _json({"type": "object"})),
             "/docs": _get("docs", {"text/html": {"schema": {"type": "string"}}}),
+            "/": _get("console", {"text/html": {"schema": {"type": "string"}}}, _NO_CONSOLE),
+            f"{CONSOLE_FOLDER}{{file}}": {**_get("console_file", {"*/*": {}}, _NO_CONSOLE), **FILE},
         },
         "components": {"schemas": {**schemas["$defs"], _OPENAI: _ERROR, _ANTHROPIC: _MESSAGES_ERROR}},
     }

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 HEADER = b"x-request-id"
 _ANTHROPIC_HEADER = b"request-id"
-_QUIET = frozenset({"/health", "/load", "/metrics", "/ping", "/ready"})
+_QUIET = frozenset({"/debug/console", "/debug/requests", "/health", "/load", "/metrics", "/ping", "/ready"})
+"""What programs ask for again and again: the console each second."""
 
 
 class RequestScope:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -14,6 +16,7 @@ from baton.telemetry import RouterMetrics, metrics_page
 from baton.telemetry.timeline_ring import TimelineRing
 from router.admission import Admission
 from router.cluster import Cluster
+from router.console.snapshot import Snapshot
 from router.dispatcher import Dispatcher
 from router.http.debug_requests import DebugRequests
 from router.http.errors import response_to
@@ -24,7 +27,8 @@ from router.workers.siblings import Siblings, WorkerPlace
 
 class StatusRoutes:
     """`place`: as one of several workers, /load and /metrics speak for all, with the help of `siblings`.
-    `policy`: the name of the one in use. `requests`: the pages of their timelines."""
+    `policy`: the name of the one in use. `requests`: the pages of their timelines. `snapshot`: what the console
+    reads."""
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class StatusRoutes:
         place: WorkerPlace | None = None,
         policy: str = "",
         requests: DebugRequests | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         self._cluster = cluster
         self._dispatcher = dispatcher
@@ -44,12 +49,19 @@ class StatusRoutes:
         self._admission = admission
         self._policy = policy
         requests = requests or DebugRequests(TimelineRing(0))
-        answers = {"load": lambda: admission.num_requests, "metrics": lambda: plain_metrics(self._current())}
-        self.siblings = Siblings(place, {**answers, **requests.answers}) if place else None
-        if self.siblings is not None:
-            requests.ask = self.siblings.ask
+        answers: dict[str, Callable[..., Any]] = {
+            "load": lambda: admission.num_requests,
+            "metrics": lambda: plain_metrics(self._current()),
+        }
+        pages: list[DebugRequests | Snapshot] = [requests, *([snapshot] if snapshot else [])]
+        for page in pages:
+            answers |= page.answers
+        self.siblings = Siblings(place, answers) if place else None
         self.routes = APIRouter()
-        self.routes.include_router(requests.routes)
+        for page in pages:
+            if self.siblings is not None:
+                page.ask = self.siblings.ask
+            self.routes.include_router(page.routes)
         self.routes.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         self.routes.add_api_route("/ping", self.health, methods=["GET", "HEAD", "POST"])
         self.routes.add_api_route("/load", self.load, methods=["GET", "HEAD"])

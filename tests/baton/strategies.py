@@ -227,4 +227,5 @@ node_info = st.builds(
     protocol_version=uint32,
     version=text,
     structured_outputs_backend=st.sampled_from(StructuredBackend),
+    metrics_address=text,
 )

@@ -26,7 +26,7 @@ def test_an_unknown_subcommand_exits_with_2_and_the_nearest_name(capsys):
     assert capsys.readouterr().err == "baton: no subcommand 'benhc', did you mean 'bench'?\n"
 
 
-@pytest.mark.parametrize("name", ["up", "router", "prefill", "decode", "bench"])
+@pytest.mark.parametrize("name", ["up", "router", "prefill", "decode", "bench", "top"])
 def test_arguments_reach_the_subcommand(name, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main([name, "--no-such-flag"])
@@ -34,10 +34,10 @@ def test_arguments_reach_the_subcommand(name, capsys):
     assert "--no-such-flag" in capsys.readouterr().err
 
 
-def test_version_and_bench_import_no_torch():
+def test_version_bench_and_top_import_no_torch():
     code = (
         "import sys\nfrom deploy.command import main, load, SUBCOMMANDS\nmain(['version'])\n"
-        "load(SUBCOMMANDS['bench'].entry)\n"
+        "load(SUBCOMMANDS['bench'].entry)\nload(SUBCOMMANDS['top'].entry)\n"
         "print(sorted({'torch', 'transformers', 'numpy', 'router', 'node', 'engine'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

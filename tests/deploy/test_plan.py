@@ -107,9 +107,10 @@ def test_every_setting_of_node_and_router_can_be_given() -> None:
 
 
 def test_keys_are_on_no_command_line() -> None:
-    router = planned(Machine(2, ()), "--api-key", "sk-one", "--api-key", "sk-two")["router"]
+    keys = ("--api-key", "sk-one", "--api-key", "sk-two", "--admin-api-key", "sk-admin")
+    router = planned(Machine(2, ()), *keys)["router"]
     assert not any("api" in argument or "sk-" in argument for argument in router.arguments)
-    assert router.env == {"BATON_API_KEY": "sk-one sk-two"}
+    assert router.env == {"BATON_API_KEY": "sk-one sk-two", "BATON_ADMIN_API_KEY": "sk-admin"}
 
 
 def test_children_do_not_see_our_settings() -> None:

@@ -11,11 +11,17 @@ from baton.setting_names import ALL_NAMES
 from baton.settings import Settings, parse
 from decode_node.settings import DecodeSettings
 from deploy.bench.settings import BenchSettings
+from deploy.doctor.settings import DoctorSettings
 from deploy.settings import UpSettings
+from deploy.top.settings import TopSettings
+from deploy.tune.settings import TuneSettings
 from prefill_node.settings import PrefillSettings
 from router.settings import RouterSettings
 
-COMMANDS: tuple[type[Settings], ...] = (RouterSettings, PrefillSettings, DecodeSettings, UpSettings, BenchSettings)
+COMMANDS: tuple[type[Settings], ...] = (
+    *(RouterSettings, PrefillSettings, DecodeSettings, UpSettings),
+    *(BenchSettings, DoctorSettings, TopSettings, TuneSettings),
+)
 
 
 def test_the_list_has_every_commands_settings_and_no_other() -> None:

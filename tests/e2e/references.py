@@ -47,7 +47,7 @@ def main() -> None:
     eos = list(checkpoint.generation_defaults.eos_token_ids)
     began, references = time.monotonic(), []
     for wanted in _wanted(tokenizer):
-        references.append(_generate(model, eos, *wanted))
+        references.append(generate(model, eos, *wanted))
         print(f"\r{len(references)} prompts, {time.monotonic() - began:.0f} s", end="", flush=True)
     made_with = {"torch": torch.__version__, "transformers": transformers.__version__}
     save(ReferenceFile(checkpoint.fingerprint(), made_with, tuple(references)))
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def _generate(model: Any, eos: list[int], kind: str, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Reference:
+def generate(model: Any, eos: list[int], kind: str, prompt: list[int], max_tokens: int, ignore_eos: bool) -> Reference:
     ids = torch.tensor([prompt])
     config = GenerationConfig(
         do_sample=False,

@@ -120,8 +120,8 @@ async def test_an_answer_matches_and_is_the_same_on_every_way(handed_off: Asker,
         assert choice["finish_reason"] == "stop", choice
         assert matches(choice["text"]), choice["text"]
         assert single["text"] == streamed == choice["text"]
-    (greedy,) = greedy
-    assert greedy["finish_reason"] == "length" or matches(greedy["text"]), greedy["text"]
+    (choice,) = greedy
+    assert choice["finish_reason"] == "length" or matches(choice["text"]), choice["text"]
 
 
 async def test_json_objects_and_free_answers_run_beside_each_other(handed_off: Asker, alone: Asker) -> None:
@@ -131,10 +131,10 @@ async def test_json_objects_and_free_answers_run_beside_each_other(handed_off: A
     asked = [(asker.ask(temperature=0), asker.ask(**wanted)) for asker in (handed_off, alone)]
     answers = await asyncio.gather(*itertools.chain.from_iterable(asked))
     assert answers == [free, guided] * 2
-    (guided,) = guided
-    if guided["finish_reason"] == "stop":
-        assert isinstance(json.loads(guided["text"]), dict)
-    assert guided["text"].startswith("{")
+    (choice,) = guided
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["text"]), dict)
+    assert choice["text"].startswith("{")
 
 
 async def test_parameters_that_forbid_tokens_agree_with_the_grammar(handed_off: Asker, alone: Asker) -> None:

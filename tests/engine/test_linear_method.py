@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.logits_models import MAX_MODEL_LEN, make
 from engine.checkpoint import EMBEDDED
-from engine.model import fast, linear_method
+from engine.model import fast, linear_method, quantization
 from engine.model.attention import IMPLEMENTATION, probe
 from engine.model.errors import UnsupportedModel
 from engine.model.fast.forwards import logits_as_served
@@ -85,7 +85,7 @@ class Int8(Quantization):
         module.weight = nn.Parameter(empty, requires_grad=False)
         module.weight_scale = nn.Parameter(scale, requires_grad=False)
 
-    def process_weights_after_loading(self, name: str, module: nn.Linear) -> LinearMethod:
+    def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
         if name.endswith(self.unquantized):
             return UnquantizedLinear(module.weight, module.bias)
         assert isinstance(module.weight_scale, Tensor)
@@ -135,7 +135,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 def test_a_quantization_is_chosen_at_load_and_fused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setitem(linear_method.QUANTIZATIONS, "int8", lambda stated: made.append(stated) or Int8())
+    monkeypatch.setitem(quantization.QUANTIZATIONS, "int8", lambda stated, _: made.append(stated) or Int8())
     model = loader.load_model(checkpoint, load_format="safetensors")
     assert made == [{"quant_method": "int8"}]
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
@@ -161,7 +161,7 @@ def test_without_a_tolerance_of_its_own_it_stays_with_its_reference(
     class Quantized(Int8):
         kind = Strict
 
-    monkeypatch.setitem(linear_method.QUANTIZATIONS, "int8", lambda _: Quantized())
+    monkeypatch.setitem(quantization.QUANTIZATIONS, "int8", lambda *_: Quantized())
     model = loader.load_model(checkpoint)
     logits, report = fused(model)
     assert report.taken_back is None
@@ -180,7 +180,7 @@ def test_layers_that_differ_in_their_method_are_not_made_one(tmp_path: Path, mon
     class WithoutKeys(Int8):
         unquantized = ("lm_head", "k_proj")
 
-    monkeypatch.setitem(linear_method.QUANTIZATIONS, "int8", lambda _: WithoutKeys())
+    monkeypatch.setitem(quantization.QUANTIZATIONS, "int8", lambda *_: WithoutKeys())
     model = loader.load_model(quantized(tmp_path, WithoutKeys.unquantized), load_format="safetensors")
     logits, report = fused(model)
     assert report.pieces["qkv"].found == 0

@@ -33,6 +33,8 @@ TYPES = {
     torch.int32: "i32",
     torch.int16: "i16",
     torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.bool: "i1",
 }
 

@@ -21,7 +21,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 31
+    assert int(done.stdout) == 44
 
 
 def bf16(*shape: int) -> Tensor:
@@ -93,6 +93,39 @@ def launch_matmuls() -> None:
     many_rows(bf16(2048, 1024), bf16(28672, 1024), "silu", wide, 132)
 
 
+def launch_quantized() -> None:
+    from baton_kernels.quantized_linear import QuantizedWeight
+    from baton_kernels.quantized_linear.dequantize_kernel import dequantize
+    from baton_kernels.quantized_linear.kernel import few_rows
+    from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
+    from baton_kernels.quantized_linear.tiling import choose, choose_four_bits
+    from baton_kernels.rms_norm.kernel import rms_norm
+
+    fp8, scale = torch.float8_e4m3fn, torch.zeros(4096, 1)
+    groups, zeros = torch.zeros(4096, 8, dtype=torch.float16), ints(4096, 8, dtype=torch.uint8)
+    eight = QuantizedWeight(ints(4096, 1024, dtype=torch.int8).view(fp8), scale)
+    integers = QuantizedWeight(ints(4096, 1024, dtype=torch.int8), scale)
+    four = QuantizedWeight(ints(4096, 512, dtype=torch.uint8), groups, None, 128)
+    four_with_zeros = QuantizedWeight(four.values, groups, zeros, 128)
+    for weight in (eight, four, four_with_zeros):
+        dequantize(weight, torch.bfloat16)
+    for num_rows, activation in ((1, None), (1, "silu"), (128, None)):
+        tiling = choose_four_bits(num_rows, 4096, 1024, activation is not None, 256)
+        assert tiling is not None
+        few_rows(bf16(num_rows, 1024), None, four_with_zeros, None, activation, tiling, torch.bfloat16)
+    tiling = choose(8, 4096, 1024, False, 0)
+    assert tiling is not None
+    few_rows(bf16(8, 1024), None, eight, bf16(4096), None, tiling, torch.bfloat16)
+    tiling = choose(32, 4096, 1024, False, 0)
+    assert tiling is not None
+    for weight in (eight, integers):
+        x = quantize_rows(bf16(32, 1024), None, weight.values.dtype)
+        few_rows(*x, weight, None, None, tiling, torch.bfloat16)
+    quantize_rows(bf16(32, 2048), "silu", fp8)
+    quantized = ints(2, 4096, dtype=torch.int8).view(fp8), torch.zeros(2, 1)
+    rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized)
+
+
 def launch_decode() -> None:
     from baton_kernels.paged_attention import PagedBatch
     from baton_kernels.paged_attention.decode import decode_attention
@@ -113,6 +146,7 @@ def main() -> None:
         launch_rope(80, 32, interleaved=True, with_norm=True)
         launch_moves_and_inputs()
         launch_matmuls()
+        launch_quantized()
         launch_decode()
     print(len(names))
 

@@ -219,7 +219,8 @@ async def running(
     """A node on a free port, stopped at the end, and a channel to it. `fields` are those of `make_node`."""
     node, scripted, loop, transport = make_node(side, role, incarnation=incarnation, layout=layout, **fields)
     await node.start()
-    info = dataclasses.replace(info_for(role, incarnation, layout), address=str(node.address))
+    addresses: dict[str, Any] = {"address": str(node.address), "metrics_address": str(node.metrics.address)}
+    info = dataclasses.replace(info_for(role, incarnation, layout), **addresses)
     try:
         async with open_channel(str(node.address), node._settings.trust().tls) as channel:
             yield Running(node, scripted, loop, transport, info, channel)

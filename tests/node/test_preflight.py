@@ -79,7 +79,7 @@ def test_a_pool_beyond_this_machines_memory(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_a_transports_package_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(preflight._PACKAGES, "nixl", ("no_such_package", "nixl"))
+    monkeypatch.setitem(preflight._PACKAGES, "nixl", (("no_such_package",), "nixl"))
     assert told(folder, transport="nixl").endswith("needs the package no_such_package: pip install 'baton-serve[nixl]'")
 
 

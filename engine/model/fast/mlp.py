@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from baton_kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
 from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
-from engine.model.linear_method import LinearMethod, Product, fusable, fuse
+from engine.model.linear_method import LinearMethod, Product, fusable, fuse, method_of
 from engine.model.tolerance import close
 
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
@@ -40,11 +40,15 @@ def _fuse(
     x = target.inputs(next(iter(parts.values())).in_features)
     expected = module(x)
     whole = fuse(parts.values())
-    forward = _forward(whole.make_gated_product(activation), down)
+    method = method_of(down)
+    together = None if method is None else whole.make_mlp(activation, method)
+    forward = together or _forward(whole.make_gated_product(activation), down)
     if not close(forward(x), expected, whole.tolerance):
         return "differs"
     target.patches.set_forward(module, forward)
     target.absorbed.update(parts)
+    if together is not None:
+        target.absorbed.add(down)
     return None
 
 

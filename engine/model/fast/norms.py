@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from baton_kernels.rms_norm import rms_norm
@@ -28,13 +29,16 @@ def fuse_norms(target: Target, tally: Tally) -> None:
         tally.add(name, "computes something else" if found is None else None)
 
 
-def norm_forward(module: nn.Module, norm: RmsNorm) -> Callable[..., Tensor]:
-    """forward(x), or forward(x, residual), which adds x to the residual first, in place."""
+def norm_forward(module: nn.Module, norm: RmsNorm, quantize: torch.dtype | None = None) -> Callable[..., Tensor]:
+    """forward(x), or forward(x, residual), which adds x to the residual first, in place. quantize: the type of its
+    results in which the products over them want them, if not their own."""
     weight, eps, weight_offset, round_once = module.weight, norm.eps, norm.weight_offset, norm.round_once
     assert isinstance(weight, Tensor)
 
     def forward(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return rms_norm(x, weight, eps, residual=residual, weight_offset=weight_offset, round_once=round_once)
+        return rms_norm(
+            x, weight, eps, residual=residual, weight_offset=weight_offset, round_once=round_once, quantize=quantize
+        )
 
     return forward
 

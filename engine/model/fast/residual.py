@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from engine.model.fast.norms import norm_forward
 from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
+from engine.model.linear_method import method_of
 from engine.model.tolerance import close
 
 _PRE_NORM = ("input_layernorm", "post_attention_layernorm")
@@ -91,11 +93,20 @@ def _parts(target: Target, layer: nn.Module, attention: nn.Module) -> _Parts | N
     norms: list[Any] = [getattr(layer, name, None) for name in names]
     if not isinstance(mlp, nn.Module) or any(norm not in target.norms for norm in norms):
         return None
-    forwards = [norm_forward(norm, target.norms[norm]) for norm in norms]
+    inputs = {0: _input_dtype(attention), len(norms) // 2: _input_dtype(mlp)}
+    forwards = [norm_forward(norm, target.norms[norm], inputs.get(place)) for place, norm in enumerate(norms)]
     for in_tuple in (False, True):
         if _agrees(target, layer, attention, mlp, _Parts(forwards, _fake_attention, _fake_mlp(in_tuple), in_tuple)):
             return _Parts(forwards, attention.forward, mlp.forward, in_tuple)
     return None
+
+
+def _input_dtype(module: nn.Module) -> torch.dtype | None:
+    """The type in which a module's first products want their input: that of q, k and v, or of gate and up."""
+    names = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
+    methods = [method for name in names if (method := method_of(getattr(module, name, None))) is not None]
+    dtypes = {method.input_dtype for method in methods}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _agrees(target: Target, layer: nn.Module, attention: nn.Module, mlp: nn.Module, fakes: _Parts) -> bool:

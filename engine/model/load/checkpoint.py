@@ -93,18 +93,23 @@ class Checkpoint:
         UnsupportedModel for a file that is truncated or not safetensors."""
         return read_stored(weight_files(self.path))
 
-    def fingerprint(self, *, dummy: bool = False, max_model_len: int | None = None) -> str:
+    def fingerprint(
+        self, *, dummy: bool = False, max_model_len: int | None = None, quantization: str | None = None
+    ) -> str:
         """A SHA-256, in hex, that tells two models apart; takes milliseconds for any size.
 
         Over config.json (without the version of the library that wrote it) and, per weight file in order of name: its
         size, its safetensors header (names, shapes, offsets), and 64 spans of 4 KiB spread evenly over its data. Two
         fine-tunes of one model differ in nearly every weight, so in nearly every span. dummy: random weights, which
-        follow from config.json. `max_model_len` counts where it decides about RoPE (see `engine.model.rope`).
+        follow from config.json. quantization: what the weights become while they load. `max_model_len` counts where it
+        decides about RoPE (see `engine.model.rope`).
         """
         stated = {k: v for k, v in self.stated.items() if k != "transformers_version" and not k.startswith("_")}
         digest = hashlib.sha256(json.dumps(stated, sort_keys=True).encode())
         if max_model_len is not None:
             digest.update(rope.variant(self.text_config, max_model_len).encode())
+        if quantization is not None:
+            digest.update(quantization.encode())
         if dummy:
             digest.update(b"dummy")
             return digest.hexdigest()

@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.checkpoint import why_no_weights
 from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel
-from engine.model.linear_method import choose_quantization, create_weights, process_weights_after_loading
+from engine.model.linear_method import Quantization, Unquantized, create_weights, process_weights_after_loading
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.load.progress import told
-from engine.model.load.skeleton import build_skeleton, fill_with_dummies, move_empty
+from engine.model.load.progress import Loaded, told
+from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
 from engine.model.load.weights import NotDirect, fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
+from engine.model.quantization import choose_quantization
+from engine.model.quantization.stored import is_unused
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +28,26 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: str = "auto", device: str | torch.device = "cpu", load_format: LoadFormat = "auto"
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    load_format: LoadFormat = "auto",
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """The checkpoint's model class with paged attention, in eval mode, on the device.
 
     dtype: "auto" (the checkpoint's own), "float32", "float16" or "bfloat16"; on a CPU always float32, in which exact
     ties between the two best logits do not occur. load_format: "safetensors" takes the files' tensors as they are,
     straight to the device; "auto" does so, too, but leaves a checkpoint that needs conversion to transformers; "dummy"
-    makes random weights and needs no files but config.json. Code that comes with a checkpoint is never run. Raises
-    UnsupportedModel.
+    makes random weights and needs no files but config.json. quantization: None, the checkpoint's own; else what to
+    make of one that is not quantized. Code that comes with a checkpoint is never run. Raises UnsupportedModel.
     """
     device = torch.device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
     chosen = torch.float32 if device.type == "cpu" else _DTYPES.get(dtype)
     try:
-        return _load(checkpoint, chosen, device, load_format)
+        return _load(checkpoint, chosen, device, load_format, quantization)
     except UnsupportedModel:
         raise
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -51,49 +57,71 @@ def load_model(
 
 
 def _load(
-    checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device, load_format: LoadFormat
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    load_format: LoadFormat,
+    requested: str | None = None,
 ) -> PreTrainedModel:
     """dtype: None for the checkpoint's own."""
     path = checkpoint.path
+    quantization = choose_quantization(checkpoint.config, checkpoint.weights, requested)
     if load_format == "dummy":
         with told(str(path)):
-            return _load_dummy(checkpoint, dtype, device)
+            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device)
     if problem := why_no_weights(path):
         raise UnsupportedModel(f"{path}: {problem}")
     try:
-        return _load_directly(checkpoint, dtype, device)
+        if quantization is None:
+            raise NotDirect("its weights are quantized in a way of their own")
+        return _load_directly(checkpoint, quantization, dtype, device)
     except NotDirect as reason:
         if load_format == "safetensors":
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
         log.info("weights go through transformers: %s", reason)
     with told(str(path)):
-        return _load_through_transformers(checkpoint, dtype, device)
+        model = _load_through_transformers(checkpoint, dtype, device)
+        if quantization is not None and requested is not None:
+            process_weights_after_loading(model, quantization, model.dtype)
+        return model
 
 
-def _load_directly(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    """Raises NotDirect."""
+def _load_directly(
+    checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype | None, device: torch.device
+) -> PreTrainedModel:
+    """Layer after layer, so that a weight is there as it is stored and as it is served for one layer at a time. Raises
+    NotDirect."""
     began = time.monotonic()
     config = checkpoint.config
-    quantization = choose_quantization(config)
-    if quantization is None:
-        raise NotDirect("its weights are quantized")
-    stored = stored_weights(checkpoint)
-    model = build_skeleton(config, dtype or config.dtype or stored_dtype(stored), IMPLEMENTATION)
+    unquantized = isinstance(quantization, Unquantized)
+    stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
+    dtype = dtype or config.dtype or stored_dtype(stored)
+    model = build_skeleton(config, dtype, IMPLEMENTATION)
     create_weights(model, quantization)
-    matched = match(model, stored)
-    move_empty(model, device)
-    num_bytes = fill(matched, str(checkpoint.path))
-    process_weights_after_loading(model, quantization)
+    matched = {id(target): (source, target) for source, target in match(model, stored)}
+    loaded = Loaded(sum(source.num_bytes for source, _ in matched.values()))
+    with told(str(checkpoint.path), loaded):
+        for part in [model] if unquantized else in_parts(model):
+            own = part.state_dict(keep_vars=True).values()
+            move_empty(part, device)
+            fill([matched.pop(id(tensor)) for tensor in own if id(tensor) in matched], loaded)
+            process_weights_after_loading(model, quantization, dtype, part)
     seconds = time.monotonic() - began
-    log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", num_bytes / GIB, seconds, num_bytes / GIB / seconds)
+    rate = loaded.total / GIB / seconds
+    log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", loaded.total / GIB, seconds, rate)
     return model
 
 
-def _load_dummy(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
+def _load_dummy(
+    checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype | None, device: torch.device
+) -> PreTrainedModel:
     config = checkpoint.config
-    model = build_skeleton(config, dtype or config.dtype or torch.bfloat16, IMPLEMENTATION)
+    dtype = dtype or config.dtype or torch.bfloat16
+    model = build_skeleton(config, dtype, IMPLEMENTATION)
+    create_weights(model, quantization)
     move_empty(model, device)
     fill_with_dummies(model)
+    process_weights_after_loading(model, quantization, dtype)
     log.warning("weights are random: --load-format dummy")
     return model
 

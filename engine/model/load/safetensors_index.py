@@ -25,8 +25,9 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
-"""The dtypes that can be read directly; files may have others (F8_E4M3, ...)."""
+"""The dtypes that can be read directly; files may have others (F8_E5M2, ...)."""
 
 
 @dataclass(frozen=True, slots=True)

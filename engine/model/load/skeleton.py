@@ -15,6 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from engine.model.linear_method import linear_layers
+from engine.model.quantization.stored import fill_with_dummies as quantized_dummies
+
 _DUMMY_SEED = 0  # not --seed: nodes of one cluster must have the same weights
 
 
@@ -35,25 +38,35 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTraine
     return skeleton
 
 
-def move_empty(model: PreTrainedModel, device: torch.device) -> None:
-    """Give the state dict's tensors new memory on the device, without their values; other buffers keep their values."""
+def move_empty(model: nn.Module, device: torch.device) -> None:
+    """Give the state dict's tensors new memory on the device, without their values; other buffers keep their values.
+    Tensors that are on the device keep their memory."""
     stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    if device.type == "cpu":  # already there
-        return
-    for parameter in model.parameters():
-        parameter.data = torch.empty_like(parameter, device=device)
-    for buffer in model.buffers():
-        buffer.data = torch.empty_like(buffer, device=device) if id(buffer) in stored else buffer.to(device)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type != device.type:
+            tensor.data = torch.empty_like(tensor, device=device) if id(tensor) in stored else tensor.to(device)
+
+
+def in_parts(model: nn.Module) -> list[nn.Module]:
+    """The model's decoder layers, and then the model, which contains them: what can be loaded one after another, so
+    that only one of them has its weights twice at a time."""
+    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList)), ())
+    return [*layers, model]
 
 
 def fill_with_dummies(model: PreTrainedModel) -> None:
     """Random weights by the model class's own rules (matrices normal, norms one or, where the class adds one, zero),
-    drawn on the model's device; the same every time on one device."""
+    drawn on the model's device; the same every time on one device. Quantized layers get random codes."""
     untouched: list[nn.Module | torch.Tensor] = [*model.modules(), *model.state_dict(keep_vars=True).values()]
     for initialized in untouched:
         vars(initialized).pop("_is_hf_initialized", None)
-    for parameter in model.parameters():
-        parameter.zero_()  # in case the rules leave one out
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(_DUMMY_SEED)
+        quantized = [module for _, module in linear_layers(model) if quantized_dummies(module)]
+        for module in quantized:
+            module._is_hf_initialized = True  # type: ignore[assignment] # transformers' initializers skip it
+        filled = {id(parameter) for module in quantized for parameter in module.parameters()}
+        for parameter in model.parameters():
+            if id(parameter) not in filled:
+                parameter.zero_()  # in case the rules leave one out
         model.initialize_weights()

@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.parallel_read import FileSpan, cut_spans, read_spans
-from engine.model.load.progress import Loaded, told
+from engine.model.load.progress import Loaded
 from engine.model.load.safetensors_index import DTYPES, StoredTensor
 
 _COMPARE_BYTES = 16 << 20
@@ -71,13 +71,9 @@ def match(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> list[tu
     return [(source, targets[key]) for key, source in sources.items()]
 
 
-def fill(matched: list[tuple[StoredTensor, Tensor]], model: str) -> int:
-    """Read all tensors into their targets. Returns the number of bytes. model: its name in the log."""
-    spans = [span for source, target in matched for span in _spans(source, target)]
-    loaded = Loaded(sum(span.num_bytes for span in spans))
-    with told(model, loaded):
-        read_spans(spans, loaded.add)
-    return loaded.total
+def fill(matched: list[tuple[StoredTensor, Tensor]], loaded: Loaded) -> None:
+    """Read the tensors into their targets."""
+    read_spans([span for source, target in matched for span in _spans(source, target)], loaded.add)
 
 
 def _spans(source: StoredTensor, target: Tensor) -> Iterator[FileSpan]:

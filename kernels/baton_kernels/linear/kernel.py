@@ -200,7 +200,7 @@ def few_rows(
         assert activation is None
         assert tiles <= MAX_TILES
         part = torch.empty((tiles, tiling.splits, tiling.out, tiling.rows), dtype=torch.float32, device=x.device)
-        arrived = _arrived(x.device)
+        arrived = arrival_counters(x.device)
     _tile_kernel[(tiles, tiling.splits)](
         x, weight, bias_ptr, out, part, arrived, num_rows, out_features, in_features, x.stride(0), weight.stride(0),
         tiling.rows, tiling.out, tiling.depth, tiling.slices, tiling.splits, tiling.num_stages,
@@ -213,7 +213,7 @@ def few_rows(
 _ARRIVED: dict[torch.device, Tensor] = {}
 
 
-def _arrived(device: torch.device) -> Tensor:
+def arrival_counters(device: torch.device) -> Tensor:
     """[MAX_TILES], int32: how many splits of a tile are done; every launch resets it to zeros.
 
     All matmuls of a device share it, so they must run one after another, on one stream at a time.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from baton_kernels.quantized_linear import with_quantized_rows
+from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS
 from baton_kernels.rms_norm import reference
 
 
@@ -15,6 +18,7 @@ def rms_norm(
     residual: Tensor | None = None,
     weight_offset: float = 0.0,
     round_once: bool = False,
+    quantize: torch.dtype | None = None,
 ) -> Tensor:
     """Return `x / sqrt(mean(x**2) + eps) * (weight + weight_offset)` over the last dimension, contiguous, of x's dtype.
 
@@ -25,6 +29,8 @@ def rms_norm(
     weight_offset: 1.0 for Gemma, whose checkpoints store the weight minus 1.
     round_once: multiply by the weight in fp32 (OLMo 2, gpt-oss; Gemma, as a nonzero offset implies it). Otherwise the
         normalised row is rounded to the dtype first, as in Llama and most others.
+    quantize: float8_e4m3fn or int8: on a GPU, the result of more than a few rows carries itself in that type, for
+        `quantized_linear`.
     """
     n = weight.shape[0]
     round_once = round_once or weight_offset != 0.0
@@ -39,5 +45,11 @@ def rms_norm(
     if x.is_cuda:
         from baton_kernels.rms_norm import kernel
 
-        return kernel.rms_norm(x, weight, eps, residual, weight_offset, round_once)
+        num_rows = x.numel() // n
+        if quantize is None or num_rows <= WEIGHT_ONLY_ROWS:
+            return kernel.rms_norm(x, weight, eps, residual, weight_offset, round_once)
+        values = torch.empty((num_rows, n), dtype=quantize, device=x.device)
+        quantized = values, torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+        out = kernel.rms_norm(x, weight, eps, residual, weight_offset, round_once, quantized)
+        return with_quantized_rows(out, quantized)
     return reference.rms_norm(x, weight, eps, residual, weight_offset, round_once)

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.pdl import launch_options
+from baton_kernels.quantized_linear.quantize_rows_kernel import store_quantized
+from baton_kernels.quantized_linear.weights import LARGEST
 
 TILE = 2048  # elements per program of short rows: 4 warps with two 16-byte accesses per thread
 
@@ -18,6 +20,8 @@ def _rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
+    quantized_ptr,
+    scale_ptr,
     outer_stride,
     inner_stride,
     num_rows,
@@ -30,8 +34,11 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ROUND_ONCE: tl.constexpr,
     FLAT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """LARGEST: what the largest value of a row becomes in its quantized form; 0: there is none."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, N_PADDED)[None, :]
@@ -59,12 +66,24 @@ def _rms_norm_kernel(
         x = x.to(DTYPE).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out_ptr + offset, (x * weight).to(DTYPE), mask=mask)
+    out = (x * weight).to(DTYPE)
+    tl.store(out_ptr + offset, out, mask=mask)
+    if LARGEST:
+        store_quantized(
+            out.to(tl.float32), quantized_ptr + offset, scale_ptr + row, mask, row < num_rows, LARGEST, ROUND
+        )
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, weight_offset: float, round_once: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    weight_offset: float,
+    round_once: bool,
+    quantized: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
+    """quantized: where to write the result's rows as `quantize_rows` would make them, and their scales."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n = x.shape[-1]
     num_rows = x.numel() // n
@@ -78,6 +97,7 @@ def rms_norm(
         x if residual is None else residual,
         weight,
         out,
+        *(quantized or (out, out)),
         outer_stride,
         inner_stride,
         num_rows,
@@ -90,6 +110,8 @@ def rms_norm(
         residual is not None,
         round_once,
         num_inner == 1,
+        0 if quantized is None else LARGEST[quantized[0].dtype],
+        quantized is not None and quantized[0].dtype == torch.int8,
         num_warps=min(16, rows * padded // 512),
         **launch_options(x.device),
     )

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
+from kv_transfer import NIXL_PACKAGES
 from kv_transfer.native import Native, Target
 from kv_transfer.transports.host import net_devices
 from kv_transfer.transports.pair.carrier import Note, OneSidedReceiving
 
-_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _PLACE = struct.Struct("<QI")  # address, device
 
 
@@ -170,7 +170,7 @@ class _Write:
 
 def _load() -> tuple[Any, str]:
     """The package, under its name for the installed CUDA version, and its version."""
-    for name in _PACKAGES:
+    for name in NIXL_PACKAGES:
         with contextlib.suppress(ImportError):
             package = importlib.import_module(name)
             if "NIXL_LOG_LEVEL" not in os.environ:

@@ -13,6 +13,7 @@ from pathlib import Path
 from kv_transfer.transports.host import rdma_devices
 
 SHARED_MEMORY = frozenset({"mm", "posix", "shm", "sm", "sysv", "xpmem"})
+_VERBS = frozenset({"rc_mlx5", "dc_mlx5", "rc_verbs", "ud_verbs", "ud_mlx5"})
 _SHM = Path("/dev/shm")
 _SHM_BYTES = 256 << 20
 """Docker's default is 64 MiB, less than the queues of a few processes need."""
@@ -120,11 +121,17 @@ def _no_shared_memory(machine: Machine, taken: set[str]) -> str | None:
     return f"within one host over TCP, though UCX_TLS={machine.tls} asks for shared memory: {reason}"
 
 
+def no_rdma(machine: Machine) -> str | None:
+    """Why UCX uses none of the machine's RDMA devices, for people; None: it has none, or uses them."""
+    found = _names(machine.resources)
+    return None if found & _VERBS else _no_rdma(machine, found)
+
+
 def _no_rdma(machine: Machine, found: set[str]) -> str | None:
     if not machine.rdma:
         return None
     devices = ", ".join(machine.rdma)
-    if found & {"rc_mlx5", "dc_mlx5", "rc_verbs", "ud_verbs", "ud_mlx5"}:
+    if found & _VERBS:
         reason = "the peer, UCX_TLS or --transfer-interface leaves it out"
     else:
         reason = "this UCX was built without verbs, as PyPI's is: use the system's, or --transport nixl"

@@ -1,4 +1,4 @@
-"""A node's monitoring pages: `/metrics`, checks such as `/health` that give a reason, and admin pages.
+"""A node's monitoring pages: `/metrics`, checks such as `/health` that give a reason, admin pages and admin actions.
 
 Whatever clients send costs a bounded number of connections, bytes and seconds, and little interpreter time, which the
 engine's thread needs: each client address is answered at most RATE times a second after a burst, and otherwise waits.
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
 
@@ -27,16 +28,19 @@ log = logging.getLogger(__name__)
 
 Check = Callable[[], str | None]
 Page = Callable[[], Awaitable[tuple[HTTPStatus, str]]]
+Action = Callable[[bytes], Awaitable[tuple[HTTPStatus, str]]]
+"""Takes the body of a POST."""
 
 MAX_CONNECTIONS = 64
 """A further connection closes the oldest."""
 MAX_HEAD_BYTES = 16 * 1024
+MAX_BODY_BYTES = 4 * 1024
 RATE = 10.0
 BURST = 20
 PATIENCE_S = 5.0
 """A client that would have to wait longer is refused."""
 HEAD_S = 5.0
-"""Timeout for a client to send its request's head."""
+"""Timeout for a client to send its request."""
 ANSWER_S = 90.0
 WRITE_S = 20.0
 _CLOSE_S = 5.0
@@ -72,7 +76,8 @@ class MetricsServer:
 
     `checks`, by path: functions that return None for a 200, or the text of a 503. They run on the server's thread and
     must not block. `pages`, by path: functions that return status and text (JSON if it begins with a brace), or raise a
-    BatonError, which becomes the answer. `gate` controls access to pages. Raises OSError if `listen` is not available.
+    BatonError, which becomes the answer. `actions`, by path: likewise, for POST. `gate` controls access to pages and
+    actions. Raises OSError if `listen` is not available.
     """
 
     def __init__(
@@ -82,10 +87,12 @@ class MetricsServer:
         checks: Mapping[str, Check],
         pages: Mapping[str, Page],
         gate: AdminGate,
+        actions: Mapping[str, Action] = MappingProxyType({}),
     ) -> None:
         self._registry = registry
         self._checks = checks
         self._pages = pages
+        self._actions = actions
         self._gate = gate
         self._pace = Pace(RATE, BURST)
         self._open: dict[asyncio.Task[None], None] = {}  # in order of arrival
@@ -153,9 +160,24 @@ class MetricsServer:
             return _text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text), True
         if request is None:
             return _text(HTTPStatus.BAD_REQUEST, "this is not HTTP"), True
+        if action := self._actions.get(request.path):
+            return await self._act(action, request, reader, host), request.method != "HEAD"
         if request.method not in ("GET", "HEAD"):
             return _text(HTTPStatus.METHOD_NOT_ALLOWED, "GET it", Allow="GET, HEAD"), True
         return await self._answer(request, host), request.method == "GET"
+
+    async def _act(self, action: Action, request: _Request, reader: asyncio.StreamReader, host: str) -> _Answer:
+        if request.method != "POST":
+            return _text(HTTPStatus.METHOD_NOT_ALLOWED, "POST it", Allow="POST")
+        if denied := self._gate.denies(host, request.headers.get("authorization")):
+            return _text(denied.http_status, denied.reason)
+        if "origin" in request.headers:  # a page that the operator's browser has open
+            return _text(HTTPStatus.FORBIDDEN, "not from a web page")
+        async with asyncio.timeout(HEAD_S):
+            body = await _read_body(request, reader)
+        if isinstance(body, HTTPStatus):
+            return _text(body, f"send a body of at most {MAX_BODY_BYTES} bytes, with Content-Length")
+        return await _ask(lambda: action(body))
 
     async def _answer(self, request: _Request, host: str) -> _Answer:
         path = request.path
@@ -169,7 +191,8 @@ class MetricsServer:
             if denied := self._gate.denies(host, request.headers.get("authorization")):
                 return _text(denied.http_status, denied.reason)
             return await _ask(page)
-        return _text(HTTPStatus.NOT_FOUND, "try " + " ".join(["/metrics", *self._checks, *self._pages]))
+        known = ["/metrics", *self._checks, *self._pages, *self._actions]
+        return _text(HTTPStatus.NOT_FOUND, "try " + " ".join(known))
 
 
 async def _ask(page: Page) -> _Answer:
@@ -183,6 +206,16 @@ async def _ask(page: Page) -> _Answer:
     if not text.startswith("{"):
         return _text(status, text)
     return _Answer(status, (text + "\n").encode(), "application/json; charset=utf-8")
+
+
+async def _read_body(request: _Request, reader: asyncio.StreamReader) -> bytes | HTTPStatus:
+    """The body, or why it is not read."""
+    length = request.headers.get("content-length", "0")
+    if "transfer-encoding" in request.headers or not (length.isascii() and length.isdecimal()):
+        return HTTPStatus.LENGTH_REQUIRED
+    if len(length) > 9 or int(length) > MAX_BODY_BYTES:
+        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    return await reader.readexactly(int(length))
 
 
 def _parse(head: bytes) -> _Request | None:

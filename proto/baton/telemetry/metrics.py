@@ -20,6 +20,7 @@ import baton
 from baton.errors import BatonError, RequestCancelled
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Started, Tokens, Update
 from baton.telemetry.pools import PoolMetrics
+from baton.telemetry.steps import StepMetrics
 from baton.telemetry.tally import CounterByModel, HistogramByModel
 from baton.telemetry.timeline_metrics import TimelineMetrics
 from baton.telemetry.vllm_names import vllm_metrics
@@ -193,6 +194,7 @@ class NodeMetrics:
         self._preemptions = counter("num_preemptions", "Sequences that lost their KV blocks to others, to begin anew.")
         self._damaged = counter("kv_transfer_damaged_blocks", "KV blocks that came with a wrong checksum.")
         self._num_preemptions = self._num_damaged = 0
+        self._steps = StepMetrics(registry, names, values)
         self._prompt_tokens = counter("node_prompt_tokens", "Prompt tokens received.")
         self._generation_tokens = counter("node_generation_tokens", "Tokens generated.")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -258,6 +260,10 @@ class NodeMetrics:
         self._preemptions.inc(num_preemptions - self._num_preemptions)
         self._damaged.inc(num_damaged - self._num_damaged)
         self._num_preemptions, self._num_damaged = num_preemptions, num_damaged
+
+    def set_steps(self, seconds: Mapping[str, float], steps: Mapping[str, int], tokens: Mapping[str, int]) -> None:
+        """Totals since the start: seconds by phase, steps by kind, tokens by kind."""
+        self._steps.set(seconds, steps, tokens)
 
     def set_cache_config(self, block_size: int, num_blocks: int, dtype: str) -> None:
         """What the KV pool of the node is made of."""

@@ -42,6 +42,7 @@ def write_node_info(info: NodeInfo) -> common_pb2.NodeInfo:
         vocab_size=info.vocab_size,
         version=info.version,
         structured_outputs_backend=info.structured_outputs_backend.value,
+        metrics_address=info.metrics_address,
     )
 
 
@@ -72,6 +73,7 @@ def read_node_info(wire: common_pb2.NodeInfo) -> NodeInfo:
         protocol_version=wire.protocol_version,
         version=values.read_text(wire.version, "version"),
         structured_outputs_backend=_read_backend(wire.structured_outputs_backend),
+        metrics_address=wire.metrics_address,
     )
 
 

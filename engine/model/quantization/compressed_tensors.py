@@ -1,0 +1,171 @@
+"""compressed-tensors, the format of vLLM's LLM Compressor: fp8, int8 and 4-bit weights by groups of layers.
+
+config.json's `quantization_config` has `config_groups`, each with its targets and the scheme of their weights:
+https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baton_kernels.quantized_linear import QuantizedWeight, pack_halves, packed_columns
+from engine.model.errors import UnsupportedModel
+from engine.model.linear_method import LinearMethod, Quantization
+from engine.model.load.safetensors_index import StoredTensor
+from engine.model.quantization.linear import install
+from engine.model.quantization.stored import per_row, replace_weight, scale_shape, stored_parameter, unpack_words
+
+_VALUES = {("float", 8): torch.float8_e4m3fn, ("int", 8): torch.int8}
+_STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How a layer's weight is stored. packed: 4-bit (or 8-bit) codes in words of 32 bits. group: columns with one
+    scale, rows: rows with one; 0: all."""
+
+    type: str
+    bits: int
+    packed: bool
+    symmetric: bool
+    per_tensor: bool
+    group: int
+    rows: int
+
+    @classmethod
+    def read(cls, weights: Mapping[str, Any], form: str) -> _Scheme:
+        """Raises UnsupportedModel."""
+        kind, bits = str(weights.get("type", "int")), int(weights.get("num_bits", 8))
+        strategy = str(weights.get("strategy") or ("group" if (weights.get("group_size") or -1) > 0 else "tensor"))
+        known = (kind, bits) in (("float", 8), ("int", 8), ("int", 4)) and strategy in _STRATEGIES
+        if not known or (bits == 4 and form != "pack-quantized"):
+            raise UnsupportedModel(
+                f"compressed-tensors: {form} weights of {bits} bits, {kind}, by {strategy} cannot be run"
+            )
+        block = weights.get("block_structure") or (128, 128)
+        group = {"group": int(weights.get("group_size") or 0), "block": int(block[1])}.get(strategy, 0)
+        rows = int(block[0]) if strategy == "block" else 1
+        packed, symmetric = form == "pack-quantized", bool(weights.get("symmetric", True))
+        return cls(kind, bits, packed, symmetric, strategy == "tensor", group, rows)
+
+
+class CompressedTensors(Quantization):
+    """weight: float8_e4m3fn or int8, [out_features, in_features]; or weight_packed, int32, [out_features, in_features *
+    bits / 32], codes from the lowest bits on, each the value plus half of their number, and weight_shape. weight_scale:
+    [1], [out_features, 1], or by groups or blocks. weight_zero_point: of asymmetric weights, packed along the rows."""
+
+    def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
+        """Raises UnsupportedModel."""
+        for name in ("sparsity_config", "transform_config"):
+            if (stated.get(name) or {}).get("format" if name == "sparsity_config" else "config_groups") not in (
+                None,
+                "dense",
+                {},
+            ):
+                raise UnsupportedModel(f"compressed-tensors with a {name} cannot be run")
+        if stated.get("quantization_status", "compressed") not in ("compressed", "frozen"):
+            raise UnsupportedModel(f"compressed-tensors: its status is {stated['quantization_status']}, not compressed")
+        self._ignored = list(stated.get("ignore") or ())
+        self._stored = stored
+        groups = (stated.get("config_groups") or {}).values()
+        self._groups = [
+            (
+                list(group.get("targets") or ()),
+                _Scheme.read(group["weights"], str(group.get("format") or stated.get("format"))),
+            )
+            for group in groups
+            if group.get("weights")
+        ]
+
+    def create_weights(self, name: str, module: nn.Linear) -> None:
+        scheme = self._scheme(name)
+        if scheme is None:
+            return
+        rows, columns = module.out_features, module.in_features
+        if scheme.group and (columns % scheme.group):
+            raise UnsupportedModel(f"{name}: groups of {scheme.group} do not divide its {columns} columns")
+        scales: tuple[int, ...] = (-(-rows // scheme.rows), columns // scheme.group if scheme.group else 1)
+        if scheme.per_tensor:
+            scales = scale_shape(f"{name}.weight_scale", self._stored, rows)
+        parameters = {"weight_scale": torch.empty(scales, dtype=torch.float32)}
+        codes = 32 // scheme.bits
+        if scheme.packed:
+            parameters["weight_packed"] = torch.empty(rows, -(-columns // codes), dtype=torch.int32)
+            parameters["weight_shape"] = torch.tensor([rows, columns])
+        else:
+            parameters["weight"] = torch.empty(rows, columns, dtype=_VALUES[scheme.type, scheme.bits])
+        if not scheme.symmetric or f"{name}.weight_zero_point" in self._stored:
+            zeros = (-(-rows // codes), *scales[1:]) if scheme.packed and not scheme.symmetric else scales
+            dtype = torch.int32 if scheme.packed and not scheme.symmetric else torch.int8
+            parameters["weight_zero_point"] = torch.zeros(zeros, dtype=dtype)
+        if f"{name}.weight_g_idx" in self._stored:
+            parameters["weight_g_idx"] = torch.empty(columns, dtype=torch.int32)
+        replace_weight(module, **parameters)
+
+    def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
+        scheme = self._scheme(name)
+        if scheme is None:
+            return super().process_weights_after_loading(name, module, dtype)
+        scale = stored_parameter(module, "weight_scale")
+        if scheme.per_tensor:
+            scale = per_row(scale, module.out_features)
+        zero = None if scheme.symmetric else stored_parameter(module, "weight_zero_point")
+        if not scheme.packed:
+            if zero is not None and scheme.per_tensor:
+                zero = zero.reshape(1, 1).expand(module.out_features, 1).contiguous()
+            weight = QuantizedWeight(stored_parameter(module, "weight"), scale, zero, scheme.group, scheme.rows)
+            return install(module, weight, dtype)
+        columns = self._sorted_columns(name, module, scheme.group)
+        return install(module, _unpacked(module, scheme, scale, zero, columns), dtype, columns)
+
+    def _sorted_columns(self, name: str, module: nn.Linear, group: int) -> Tensor | None:
+        """The order in which the columns of each group are adjacent, if they are not (`actorder`)."""
+        if not hasattr(module, "weight_g_idx") or not group:
+            return None
+        groups = stored_parameter(module, "weight_g_idx").long()
+        own = torch.arange(groups.numel(), device=groups.device) // group
+        if torch.equal(groups, own) or (groups < 0).any():
+            return None
+        if not torch.equal(groups.sort().values, own):
+            raise UnsupportedModel(f"{name}: groups of unequal sizes (weight_g_idx) cannot be run")
+        return groups.argsort(stable=True)
+
+    def _scheme(self, name: str) -> _Scheme | None:
+        if _matches(name, self._ignored):
+            return None
+        return next((scheme for targets, scheme in self._groups if _matches(name, targets)), None)
+
+
+def _unpacked(
+    module: nn.Linear, scheme: _Scheme, scale: Tensor, zero: Tensor | None, columns: Tensor | None
+) -> QuantizedWeight:
+    shape = stored_parameter(module, "weight_shape").tolist()
+    if shape != [module.out_features, module.in_features]:
+        raise UnsupportedModel(f"a packed weight of {shape} for a layer of {[module.out_features, module.in_features]}")
+    codes = unpack_words(stored_parameter(module, "weight_packed"), scheme.bits, 1)[:, : module.in_features]
+    if columns is not None:
+        codes = codes.index_select(1, columns)
+    if zero is not None:
+        zero = unpack_words(zero, scheme.bits, 0)[: module.out_features].contiguous()
+    if scheme.bits == 4:
+        values = pack_halves(codes, packed_columns(codes.shape[1], scheme.group))
+        return QuantizedWeight(values, scale, zero, scheme.group)
+    centred = None if zero is None else (zero.int() - 128).to(torch.int8)
+    return QuantizedWeight((codes.int() - 128).to(torch.int8), scale, centred, scheme.group)
+
+
+def _matches(name: str, targets: Iterable[str]) -> bool:
+    """Targets are the class's name, a module's name, or a pattern after `re:`."""
+    for target in targets:
+        if target.startswith("re:"):
+            if re.match(target[3:], name):
+                return True
+        elif target in ("Linear", name):
+            return True
+    return False

@@ -1,0 +1,62 @@
+"""FP8 (e4m3) weights with a scale per tensor, or per block of 128 x 128 (DeepSeek-V3), as transformers' and vLLM's
+`fp8` have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton_kernels.quantized_linear import QuantizedWeight
+from engine.model.errors import UnsupportedModel
+from engine.model.linear_method import LinearMethod, Quantization
+from engine.model.load.safetensors_index import StoredTensor
+from engine.model.quantization.linear import install
+from engine.model.quantization.stored import (
+    QuantizedLayers,
+    per_row,
+    replace_weight,
+    scale_shape,
+    stored_parameter,
+)
+
+
+class Fp8(Quantization):
+    """weight: float8_e4m3fn, [out_features, in_features]; weight_scale_inv or weight_scale: one number, or
+    [out_features / block, in_features / block], by which the weight is multiplied."""
+
+    def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
+        """Raises UnsupportedModel."""
+        block = stated.get("weight_block_size")
+        if block is not None and (len(block) != 2 or block[0] != block[1]):
+            raise UnsupportedModel(f"fp8 with weight_block_size {block}: only square blocks can be run")
+        self._block = int(block[0]) if block else 0
+        self._stored = stored
+        unquantized = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
+        suffixes = (".weight_scale_inv", ".weight_scale")
+        self._layers = QuantizedLayers(stored, suffixes, unquantized)
+
+    def create_weights(self, name: str, module: nn.Linear) -> None:
+        if name not in self._layers:
+            return
+        rows, columns = module.out_features, module.in_features
+        if self._block and columns % self._block:
+            raise UnsupportedModel(f"{name}: fp8 blocks of {self._block} do not divide its {columns} columns")
+        scale = "weight_scale" if f"{name}.weight_scale" in self._stored else "weight_scale_inv"
+        weight = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        if self._block:
+            blocks: tuple[int, ...] = (-(-rows // self._block), columns // self._block)
+        else:
+            blocks = scale_shape(f"{name}.{scale}", self._stored, rows)
+        replace_weight(module, **{"weight": weight, scale: torch.empty(blocks, dtype=torch.float32)})
+
+    def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
+        if name not in self._layers:
+            return super().process_weights_after_loading(name, module, dtype)
+        scale = stored_parameter(module, "weight_scale" if hasattr(module, "weight_scale") else "weight_scale_inv")
+        weight = stored_parameter(module, "weight")
+        if self._block:
+            return install(module, QuantizedWeight(weight, scale, None, self._block, self._block), dtype)
+        return install(module, QuantizedWeight(weight, per_row(scale, weight.shape[0])), dtype)

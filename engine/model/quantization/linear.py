@@ -1,0 +1,131 @@
+"""The linear method of all quantized formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton_kernels.gated_activation import Activation
+from baton_kernels.quantized_linear import QuantizedWeight, activated_linear, dequantize, gated_linear, linear
+from baton_kernels.quantized_linear.tiling import MAX_ROWS
+from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear, concatenate_tensors
+from engine.model.tolerance import Tolerance, rounding
+
+_ROUNDED_INPUTS = Tolerance(product=0.08, logits=0.5)
+
+
+class QuantizedLinear(LinearMethod):
+    """bias: [out_features]. columns: the order of x's columns in the weight, [in_features], int64; None: their own
+    (GPTQ with `desc_act` sorts columns by group)."""
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, columns: Tensor | None = None
+    ) -> None:
+        self.weight, self.bias, self.dtype, self.columns = weight, bias, dtype, columns
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.input_dtype = weight.values.dtype if weight.by_rows and columns is None else None
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """Weights of 8 bits may be multiplied by inputs of 8 bits."""
+        return rounding(self.dtype) if self.weight.four_bits else _ROUNDED_INPUTS
+
+    def reference(self, x: Tensor) -> Tensor:
+        return F.linear(self._ordered(x), dequantize(self.weight, self.dtype), self.bias)
+
+    def make_product(self) -> Product:
+        weight, bias, columns = self.weight, self.bias, self.columns
+
+        def product(x: Tensor) -> Tensor:
+            return linear(x if columns is None else x.index_select(-1, columns), weight, bias)
+
+        return product
+
+    def make_gated_product(self, activation: Activation) -> Product:
+        """The activation is part of the kernel for few rows."""
+        weight, bias, columns = self.weight, self.bias, self.columns
+
+        def gated(x: Tensor) -> Tensor:
+            return gated_linear(x if columns is None else x.index_select(-1, columns), weight, activation, bias)
+
+        return gated
+
+    def make_mlp(self, activation: Activation, down: LinearMethod) -> Product | None:
+        """With many rows, the activation and the quantization of its results are one kernel."""
+        if not isinstance(down, QuantizedLinear) or not (self.weight.by_rows and down.weight.by_rows):
+            return None
+        weight, bias = down.weight, down.bias
+        gate_up, gated = self.make_product(), self.make_gated_product(activation)
+
+        def mlp(x: Tensor) -> Tensor:
+            if x.numel() // x.shape[-1] > MAX_ROWS:
+                return activated_linear(gate_up(x), activation, weight, bias)
+            return linear(gated(x), weight, bias)
+
+        return mlp
+
+    @classmethod
+    def can_concatenate(cls, parts: Sequence[Self]) -> bool:
+        """Blocks of rows with one scale must not cross a seam."""
+        first = parts[0]
+        return len({part._form for part in parts}) == 1 and all(
+            part.weight.out_features % part.weight.scale_rows == 0 and _same(part.columns, first.columns)
+            for part in parts
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        weights, first = [part.weight for part in parts], parts[0]
+        biases = [part.bias for part in parts if part.bias is not None]
+        zeros = [weight.zero for weight in weights if weight.zero is not None]
+        whole = QuantizedWeight(
+            concatenate_tensors([weight.values for weight in weights]),
+            concatenate_tensors([weight.scale for weight in weights]),
+            concatenate_tensors(zeros) if zeros else None,
+            first.weight.group,
+            first.weight.scale_rows,
+        )
+        return cls(whole, concatenate_tensors(biases) if biases else None, first.dtype, first.columns)
+
+    @property
+    def _form(self) -> tuple[object, ...]:
+        weight = self.weight
+        stored = (weight.values.dtype, weight.scale.dtype, weight.group, weight.scale_rows, weight.zero is None)
+        return (*stored, self.in_features, self.dtype, self.bias is None)
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x if self.columns is None else x.index_select(-1, self.columns)
+
+
+def install(
+    module: nn.Linear, weight: QuantizedWeight, dtype: torch.dtype, columns: Tensor | None = None
+) -> LinearMethod:
+    """The method for the module, whose stored parameters give way to the weight's tensors; the bias stays.
+
+    dtype: of x and the results. columns: see `QuantizedLinear`.
+    """
+    for name in [name for name, _ in module.named_parameters(recurse=False) if name != "bias"]:
+        delattr(module, name)
+    if not weight.values.is_cuda:
+        whole = dequantize(weight, dtype)
+        if columns is not None:
+            whole = torch.empty_like(whole).index_copy_(1, columns, whole)
+        module.weight = _parameter(whole)
+        return UnquantizedLinear(module.weight, module.bias)
+    module.weight, module.weight_scale = _parameter(weight.values), _parameter(weight.scale)
+    zero = None if weight.zero is None else _parameter(weight.zero)
+    module.register_parameter("weight_zero_point", zero)
+    own = QuantizedWeight(module.weight, module.weight_scale, zero, weight.group, weight.scale_rows)
+    return QuantizedLinear(own, module.bias, dtype, columns)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

@@ -1,0 +1,110 @@
+"""What files hold for a quantized layer: parameters in place of `weight`, and codes packed into words of 32 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.errors import UnsupportedModel
+from engine.model.load.safetensors_index import StoredTensor
+
+_UNUSED = (
+    ".input_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    ".input_zero_point",
+)
+"""Scales that calibration found for activations and KV caches: ours are found per token, while serving."""
+
+
+def is_unused(name: str) -> bool:
+    """Whether the tensor is one that no layer needs."""
+    return name.endswith(_UNUSED)
+
+
+def replace_weight(module: nn.Linear, **parameters: Tensor) -> None:
+    """Give the module these parameters, on the CPU in untouched memory, for its weight."""
+    del module.weight
+    for name, tensor in parameters.items():
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def stored_parameter(module: nn.Linear, name: str) -> Tensor:
+    """A parameter that `replace_weight` made."""
+    tensor = getattr(module, name)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach()
+
+
+def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Codes of `bits` bits, uint8, from int32 words along `dim`, which becomes `32 / bits` times as long. The lowest
+    bits are the first code's; or, with `order`, those of code `order[0]` of each word, and so on."""
+    num_codes = 32 // bits
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    last = words.movedim(dim, -1)
+    codes = ((last.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8)
+    if order is not None:
+        positions = torch.empty(num_codes, dtype=torch.long, device=words.device)
+        positions[torch.tensor(order, device=words.device)] = torch.arange(num_codes, device=words.device)
+        codes = codes.index_select(-1, positions)
+    return codes.flatten(-2).movedim(-1, dim)
+
+
+def scale_shape(name: str, stored: Mapping[str, StoredTensor], num_rows: int) -> tuple[int, ...]:
+    """As the files have it, of a scale per tensor or per row: one number or [num_rows], with or without more dimensions
+    of 1. Raises UnsupportedModel."""
+    shape = stored[name].shape if name in stored else ()
+    if math.prod(shape) not in (1, num_rows):
+        raise UnsupportedModel(f"{name} is {shape}: neither one scale nor one for each of {num_rows} rows")
+    return shape
+
+
+def per_row(scale: Tensor, num_rows: int) -> Tensor:
+    """[num_rows, 1] of a scale per tensor or per row."""
+    return scale.float().reshape(-1, 1).expand(num_rows, 1).contiguous()
+
+
+class QuantizedLayers:
+    """The layers that files hold quantized: those with a tensor of such a name; without files, all but the last one and
+    the listed ones."""
+
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], suffixes: str | tuple[str, ...], unquantized: Sequence[str] | None
+    ) -> None:
+        suffixes = (suffixes,) if isinstance(suffixes, str) else suffixes
+        self._known = bool(stored)
+        self._names = {name.removesuffix(suffix) for name in stored for suffix in suffixes if name.endswith(suffix)}
+        self._unquantized = ["lm_head", *(unquantized or ())]
+
+    def __contains__(self, name: str) -> bool:
+        if self._known:
+            return name in self._names
+        return not any(f".{part}." in f".{name}." for part in self._unquantized)
+
+
+def fill_with_dummies(module: nn.Linear) -> bool:
+    """Random values for the parameters of any format, for weights about as large as a real model's. False: the module's
+    weight is not quantized."""
+    parameters = dict(module.named_parameters(recurse=False))
+    weight = parameters.get("weight")
+    if weight is not None and weight.dtype not in (torch.float8_e4m3fn, torch.int8):
+        return False
+    scale = 0.004 if weight is None else 2e-4
+    for name, parameter in parameters.items():
+        if name == "weight_shape":
+            parameter.copy_(torch.tensor([module.out_features, module.in_features]))
+        elif parameter.dtype == torch.float8_e4m3fn:
+            parameter.copy_(torch.randn(parameter.shape, device=parameter.device) * 100)
+        elif parameter.dtype == torch.int8:
+            parameter.random_(-127, 128)
+        elif parameter.dtype == torch.int32:
+            parameter.random_(-(2**31), 2**31)
+        else:
+            parameter.fill_(0.0 if name == "bias" else scale)
+    return True

@@ -1,0 +1,75 @@
+"""Where the time of the steps goes: running totals, kept always.
+
+    end of step N -- gap -- schedule -- launch --> step N+1 computes (device) --> output
+
+What they cost a step is a handful of additions and four readings of a clock: about a microsecond.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.pace import StepSize
+
+PHASES = ("schedule", "launch", "device", "output", "gap")
+KINDS = ("prompt", "decode", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Totals since the start. seconds: by phase. num_steps: by what was in them. num_tokens: computed, of prompts and
+    of decodes."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    num_steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    num_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("prompt", "decode"), 0))
+
+
+class StepCounters:
+    """Engine's thread only. `watcher` is called at the end of each step, while it is set.
+
+    schedule, launch and output are the host's: deciding the step, building its inputs and launching it, applying what
+    it chose. device: while it computes, as far as its beginning and end are known. gap: the device idles between two
+    steps, although there is work.
+    """
+
+    def __init__(self) -> None:
+        self._totals = StepTotals()
+        self._idle_since: float | None = None  # None: the device is busy, or there is no work
+        self.watcher: Callable[[], None] | None = None
+
+    def scheduled(self, began: float, launches: bool) -> None:
+        """began: of `time.perf_counter`, as all times here. launches: there is a step."""
+        if launches:
+            self._totals.seconds["schedule"] += time.perf_counter() - began
+        else:
+            self._idle_since = None  # what ran has ended, or waits: the device idles for lack of work
+
+    def launched(self, began: float, computes: bool) -> None:
+        """computes: the launch takes as long as the step itself, as on a CPU."""
+        now, seconds = time.perf_counter(), self._totals.seconds
+        seconds["device" if computes else "launch"] += now - began
+        if self._idle_since is not None:
+            seconds["gap"] += began - self._idle_since
+            self._idle_since = None
+
+    def retired(self, size: StepSize, num_tokens: int, device_s: float, began: float, goes_on: bool) -> None:
+        """device_s: that the device took for it, as far as it is known and was not counted at the launch. began: the
+        end of the step. goes_on: there is work, and nothing is launched yet."""
+        totals, num_prompt_tokens = self._totals, size.num_prompt_tokens
+        totals.seconds["device"] += device_s
+        totals.seconds["output"] += time.perf_counter() - began
+        totals.num_tokens["prompt"] += num_prompt_tokens
+        totals.num_tokens["decode"] += num_tokens - num_prompt_tokens
+        kind = "decode" if not num_prompt_tokens else "mixed" if num_tokens > num_prompt_tokens else "prompt"
+        totals.num_steps[kind] += 1
+        self._idle_since = began if goes_on else None
+        if self.watcher is not None:
+            self.watcher()
+
+    def totals(self) -> StepTotals:
+        """A copy."""
+        totals = self._totals
+        return StepTotals(dict(totals.seconds), dict(totals.num_steps), dict(totals.num_tokens))

@@ -1,0 +1,162 @@
+"""Matmuls with quantized weights: fp8 and int8 with a scale per row, or per group of columns; 4 bits in groups.
+
+On a GPU, few rows of x are multiplied as they are, by values that a kernel converts in registers. For more rows of x, a
+weight with 8 bits and a scale per row is multiplied in its own type, by x quantized with a scale per row; other weights
+are converted to x's dtype as a whole, in memory, and left to cuBLAS. On a CPU, x is never quantized.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton_kernels.gated_activation import Activation, gated_activation
+from baton_kernels.linear.tiling import Tiling
+from baton_kernels.quantized_linear import reference
+from baton_kernels.quantized_linear.tiling import MAX_ROWS, WEIGHT_ONLY_ROWS, choose, choose_four_bits
+from baton_kernels.quantized_linear.weights import QuantizedWeight, pack_halves, packed_columns, unpack_halves
+
+__all__ = [
+    "QuantizedRows",
+    "QuantizedWeight",
+    "activated_linear",
+    "dequantize",
+    "gated_linear",
+    "linear",
+    "pack_halves",
+    "packed_columns",
+    "quantized_rows",
+    "unpack_halves",
+    "with_quantized_rows",
+]
+
+
+QuantizedRows = tuple[Tensor, Tensor]
+"""[num_rows, n] of fp8 or int8, and a scale for each, [num_rows, 1], fp32."""
+_QUANTIZED = "baton_quantized_rows"
+
+
+def with_quantized_rows(x: Tensor, quantized: QuantizedRows) -> Tensor:
+    """x, with its own rows quantized: the products that take this very tensor need not quantize it again. A kernel that
+    has the rows in registers anyway, such as a norm's, makes them for less than one that has to read them."""
+    setattr(x, _QUANTIZED, quantized)
+    return x
+
+
+def quantized_rows(x: Tensor) -> QuantizedRows | None:
+    """What `with_quantized_rows` has put there."""
+    found: QuantizedRows | None = x.__dict__.get(_QUANTIZED)
+    return found
+
+
+def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`, [..., out_features], of x's dtype.
+
+    x: [..., in_features], the last dimension contiguous. bias: [out_features]. The same shapes give the same bits each
+    time; another number of rows may round differently. Calls on one device must run on one stream at a time: they share
+    counters.
+    """
+    assert x.shape[-1] == weight.in_features
+    if not x.is_cuda:
+        return reference.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    tiling = _tiling(rows, weight, gated=False)
+    return _linear(rows, quantized_rows(x), weight, bias, tiling).view(*x.shape[:-1], -1)
+
+
+def gated_linear(x: Tensor, weight: QuantizedWeight, activation: Activation, bias: Tensor | None = None) -> Tensor:
+    """Return `gated_activation(linear(x, weight, bias), activation)`, [..., intermediate_size].
+
+    weight: [2 * intermediate_size, in_features], the gate's rows, then up's.
+    """
+    assert x.shape[-1] == weight.in_features
+    assert weight.out_features % 2 == 0
+    if not x.is_cuda:
+        return reference.gated_linear(x, weight, activation, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    tiling = _tiling(rows, weight, gated=True)
+    if tiling is None:
+        out = gated_activation(_linear(rows, quantized_rows(x), weight, bias, None), activation)
+    else:
+        out = _few_rows(rows, quantized_rows(x), weight, bias, activation, tiling)
+    return out.view(*x.shape[:-1], -1)
+
+
+def activated_linear(
+    gate_up: Tensor, activation: Activation, weight: QuantizedWeight, bias: Tensor | None = None
+) -> Tensor:
+    """Return `linear(gated_activation(gate_up, activation), weight, bias)`.
+
+    gate_up: [..., 2 * in_features], contiguous. Where x is quantized, the activation is part of that kernel.
+    """
+    assert gate_up.shape[-1] == 2 * weight.in_features
+    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    if not gate_up.is_cuda or rows.shape[0] <= MAX_ROWS or not weight.by_rows:
+        return linear(gated_activation(gate_up, activation), weight, bias)
+    from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
+
+    values, scale = quantize_rows(rows, activation, weight.values.dtype)
+    return _quantized_product(values, scale, weight, bias, gate_up.dtype).view(*gate_up.shape[:-1], -1)
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """[out_features, in_features]: what the weight stands for, each product of value and scale rounded to `dtype`."""
+    if not weight.values.is_cuda:
+        return reference.dequantize(weight, dtype)
+    from baton_kernels.quantized_linear.dequantize_kernel import dequantize as kernel
+
+    return kernel(weight, dtype)
+
+
+def _tiling(x: Tensor, weight: QuantizedWeight, gated: bool) -> Tiling | None:
+    chosen = choose_four_bits if weight.four_bits else choose
+    depth = weight.packed_columns if weight.four_bits else weight.group
+    return chosen(x.shape[0], weight.out_features, weight.in_features, gated, depth) if x.shape[0] else None
+
+
+def _linear(
+    x: Tensor, quantized: QuantizedRows | None, weight: QuantizedWeight, bias: Tensor | None, tiling: Tiling | None
+) -> Tensor:
+    if tiling is not None:
+        return _few_rows(x, quantized, weight, bias, None, tiling)
+    if not weight.by_rows or not x.shape[0]:
+        return F.linear(x, dequantize(weight, x.dtype), bias)
+    return _quantized_product(*_in_type_of(weight, x, quantized), weight, bias, x.dtype)
+
+
+def _in_type_of(weight: QuantizedWeight, x: Tensor, quantized: QuantizedRows | None) -> QuantizedRows:
+    """x in the weight's type, which may have been made already."""
+    if quantized is not None and quantized[0].dtype == weight.values.dtype:
+        return quantized
+    from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
+
+    return quantize_rows(x, None, weight.values.dtype)
+
+
+def _quantized_product(
+    values: Tensor, scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Of many quantized rows: values of the weight's dtype, with a scale each."""
+    if values.dtype == torch.int8:
+        out = (torch._int_mm(values, weight.values.t()) * scale * weight.scale.t()).to(dtype)
+    else:
+        out = torch._scaled_mm(values, weight.values.t(), scale, weight.scale.t(), out_dtype=dtype, use_fast_accum=True)
+    return out if bias is None else out + bias
+
+
+def _few_rows(
+    x: Tensor,
+    quantized: QuantizedRows | None,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    activation: Activation | None,
+    tiling: Tiling,
+) -> Tensor:
+    from baton_kernels.quantized_linear import kernel
+
+    in_groups = weight.group and weight.values.dtype == torch.int8
+    if weight.four_bits or in_groups or weight.zero is not None or x.shape[0] <= WEIGHT_ONLY_ROWS:
+        return kernel.few_rows(x, None, weight, bias, activation, tiling, x.dtype)
+    values, scale = _in_type_of(weight, x, quantized)
+    return kernel.few_rows(values, scale, weight, bias, activation, tiling, x.dtype)

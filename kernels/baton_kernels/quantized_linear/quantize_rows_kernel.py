@@ -1,0 +1,70 @@
+"""Rows quantized with one scale each, optionally after a gated activation, as a Triton kernel."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.linear.kernel import gated
+from baton_kernels.pdl import launch_options
+from baton_kernels.quantized_linear.weights import LARGEST
+
+
+@triton.jit
+def store_quantized(x, out_ptrs, scale_ptrs, mask, row_mask, LARGEST: tl.constexpr, ROUND: tl.constexpr):
+    """x: [rows, columns], fp32, zeros where masked. Codes have no NaN: a row's scale carries it on."""
+    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-12)[:, None]
+    has_nan = tl.max(tl.where(x == x, 0, 1), 1)[:, None] > 0
+    tl.store(scale_ptrs, tl.where(has_nan, float("nan"), largest / LARGEST), mask=row_mask)
+    quantized = tl.minimum(tl.maximum(x * (LARGEST / largest), -LARGEST), LARGEST)
+    if ROUND:
+        quantized = tl.where(quantized < 0, quantized - 0.5, quantized + 0.5)  # the cast cuts
+    tl.store(out_ptrs, quantized.to(out_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    N: tl.constexpr,
+    N_PADDED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROUND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
+    column = tl.arange(0, N_PADDED)[None, :]
+    mask = column < N
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        up = tl.load(x_ptr + row * x_stride + N + column, mask=mask, other=0.0).to(tl.float32)
+        x = gated(x, up, ACTIVATION, DTYPE).to(DTYPE).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    store_quantized(x, out_ptr + row * N + column, scale_ptr + row, mask, row >= 0, LARGEST, ROUND)
+
+
+def quantize_rows(x: Tensor, activation: str | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[num_rows, n] of `dtype`, float8_e4m3fn or int8, and [num_rows, 1] of fp32. x: [num_rows, n], contiguous rows, or
+    [num_rows, 2 * n] with an activation."""
+    num_rows = x.shape[0]
+    n = x.shape[1] if activation is None else x.shape[1] // 2
+    out = torch.empty((num_rows, n), dtype=dtype, device=x.device)
+    scale = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    if num_rows:
+        padded = triton.next_power_of_2(n)
+        _quantize_rows_kernel[(num_rows,)](
+            x, out, scale, x.stride(0), n, padded, LARGEST[dtype], dtype == torch.int8, activation,
+            num_warps=max(1, min(16, padded // 1024)), **launch_options(x.device),
+        )  # fmt: skip
+    return out, scale

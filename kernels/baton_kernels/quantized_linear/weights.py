@@ -1,0 +1,72 @@
+"""Quantized weights as the kernels read them, and what they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127}
+"""The largest value that a row is scaled to."""
+PACKED_COLUMNS = 256
+"""Columns within which 4-bit codes are packed, if all of a row have one scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """`(value - zero) * scale`, for [out_features, in_features] values.
+
+    values: [out_features, in_features] of float8_e4m3fn or int8; or [out_features, in_features / 2] of uint8, which
+        `pack_halves` made of codes from 0 to 15.
+    scale: [out_features / scale_rows, in_features / group]; one column if group is 0. fp32, or a 16-bit dtype.
+    zero: [out_features, in_features / group], of uint8 (4-bit codes) or int8, or None: 8 for 4-bit codes, else 0.
+    group: columns with one scale; 0: all. scale_rows: rows with one scale.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    group: int = 0
+    scale_rows: int = 1
+
+    @property
+    def four_bits(self) -> bool:
+        return self.values.dtype == torch.uint8
+
+    @property
+    def out_features(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.values.shape[1] * (2 if self.four_bits else 1)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether values of 8 bits have one scale per row, so that their products with quantized rows can be summed."""
+        return not (self.four_bits or self.group or self.scale_rows > 1 or self.zero is not None)
+
+    @property
+    def packed_columns(self) -> int:
+        return packed_columns(self.in_features, self.group)
+
+
+def packed_columns(in_features: int, group: int) -> int:
+    """Columns within which 4-bit codes are packed: two groups, so that a byte's halves belong to neighbours; one, if
+    their number is odd."""
+    pair = 2 * group or PACKED_COLUMNS
+    return pair if in_features % pair == 0 else group or in_features
+
+
+def pack_halves(codes: Tensor, columns: int) -> Tensor:
+    """[out_features, in_features / 2], uint8, of [out_features, in_features] codes from 0 to 15: of each `columns`
+    columns, byte b has the code of column b in its low half and that of column `columns / 2 + b` in its high half."""
+    low, high = codes.to(torch.uint8).reshape(codes.shape[0], -1, 2, columns // 2).unbind(2)
+    return (low | high << 4).flatten(1).contiguous()
+
+
+def unpack_halves(packed: Tensor, columns: int) -> Tensor:
+    """The codes that `pack_halves` packed."""
+    halves = packed.view(packed.shape[0], -1, columns // 2)
+    return torch.cat([halves & 15, halves >> 4], dim=2).flatten(1)

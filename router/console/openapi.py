@@ -1,0 +1,53 @@
+"""The console's paths in the OpenAPI document."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from baton.telemetry.pools import BOTTLENECKS
+from router.http.node_openapi import NODE, NODES
+from router.kv_flows import KvFlow
+from router.life import AttemptState
+
+_COUNT = {"type": "integer", "minimum": 0}
+_TEXT = {"type": "string"}
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_HISTOGRAM = _object(
+    {"bounds": {"type": "array", "items": {"type": "number"}}, "counts": {"type": "array", "items": _COUNT}}
+)
+_FLOW = {field.name: _TEXT if field.type == "str" else _COUNT for field in dataclasses.fields(KvFlow)}
+_WORK = _object(
+    {
+        "requests": _object({state.value: _COUNT for state in AttemptState}),
+        "num_ended": {"type": "object", "additionalProperties": _COUNT},
+        "num_prompt_tokens": _COUNT,
+        "num_generation_tokens": _COUNT,
+        "first_token_s": _HISTOGRAM,
+        "inter_token_s": _HISTOGRAM,
+        "flows": {"type": "array", "items": _object(_FLOW)},
+    }
+)
+_NODE = _object({**NODE["properties"], "num_seats": {"type": ["integer", "null"]}})
+SNAPSHOT = _object(
+    {
+        "version": _TEXT,
+        "at": {"type": "number"},
+        "is_ready": {"type": "boolean"},
+        "status": _TEXT,
+        "has_admin": {"type": "boolean"},
+        "models": {"type": "array", "items": _TEXT},
+        "bottleneck": {"enum": list(BOTTLENECKS)},
+        "num_workers": _COUNT,
+        "num_workers_answered": _COUNT,
+        **NODES["properties"],
+        "nodes": {"type": "array", "items": _NODE},
+        "work": _WORK,
+    }
+)
+FILE = {"parameters": [{"name": "file", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]}

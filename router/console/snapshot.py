@@ -1,0 +1,82 @@
+"""`/debug/console`: the fleet and the work of this moment, in one small answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+import baton
+from baton.errors import NodeUnavailable
+from baton.telemetry import RouterMetrics
+from baton.telemetry.pools import bottleneck
+from router.cluster import Cluster
+from router.console.work import add_up, work_of
+from router.dispatcher import Dispatcher
+from router.http.debug_requests import Ask
+from router.models import Models
+from router.node_report import report_nodes
+
+PATH = "/debug/console"
+QUESTION = "work"
+
+
+class Snapshot:
+    """`has_admin`: there are keys with which operators may change the fleet. `answers`, `ask`: as in DebugRequests."""
+
+    def __init__(
+        self, cluster: Cluster, dispatcher: Dispatcher, metrics: RouterMetrics, models: Models, has_admin: bool
+    ) -> None:
+        self._cluster = cluster
+        self._dispatcher = dispatcher
+        self._models = models
+        self._has_admin = has_admin
+        self.ask: Ask = self._ask_own
+        self.answers: dict[str, Callable[[], Any]] = {QUESTION: lambda: work_of(metrics, dispatcher)}
+        self.routes = APIRouter()
+        self.routes.add_api_route(PATH, self.now, methods=["GET", "HEAD"])
+
+    async def now(self) -> JSONResponse:
+        """Nodes as this process sees them, which all do alike; the work is that of all processes."""
+        told = await self.ask(QUESTION)
+        works = [work for work in told.values() if work is not None]
+        pools = self._dispatcher.pools()
+        readiness = self._cluster.readiness()
+        report = dataclasses.asdict(report_nodes(self._cluster, self._dispatcher))
+        seats = self._dispatcher.num_seats()
+        nodes = [{**node, "num_seats": seats.get(node["incarnation"])} for node in report.pop("nodes")]
+        snapshot = {
+            "version": baton.__version__,
+            "at": round(time.time(), 3),
+            "is_ready": readiness.ready,
+            "status": readiness.status,
+            "has_admin": self._has_admin,
+            "models": self._model_names(),
+            "bottleneck": bottleneck(pools["prefill"], pools["decode"]),
+            "num_workers": len(told),
+            "num_workers_answered": len(works),
+            "nodes": sorted(nodes, key=_order),
+            **report,
+            "work": add_up(works),
+        }
+        return JSONResponse(snapshot, headers={"cache-control": "no-store"})
+
+    def _model_names(self) -> list[str]:
+        try:
+            return [model.name for model in self._models.served()]
+        except NodeUnavailable:
+            return []
+
+    async def _ask_own(self, question: str) -> dict[int, Any]:
+        return {0: self.answers[question]()}
+
+
+def _order(node: dict[str, Any]) -> tuple[bool, list[tuple[int, str]]]:
+    """Prefill nodes first, each role by name, in which node-10 comes after node-9."""
+    parts = re.split(r"(\d+)", node["node_id"] or node["address"])
+    return node["role"] != "prefill", [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

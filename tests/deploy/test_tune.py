@@ -1,0 +1,404 @@
+"""`baton tune`: each rule can fire and not fire; figures come from pages as processes write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from rich.console import Console
+
+from baton.address import HostPort
+from baton.messages import Load, NodeRole
+from baton.telemetry import ROUTER, AdminGate, MetricsServer, NodeMetrics, RouterMetrics, new_registry
+from baton.telemetry.pools import PoolState
+from deploy.tune import main, report, rules, sources
+from deploy.tune.figures import Figures, Pool, figures
+from deploy.tune.pages import Page, Window, windows
+from deploy.tune.rules import Goals, propose
+from deploy.tune.settings import TuneSettings
+
+QUIET = {"prefill": 0.0, "decode": 0.0, "none": 1.0}
+GOOD = Figures(
+    seconds=30.0,
+    num_requests=1000,
+    prefill=Pool(2, 0.2, 1.0, 0.4, 0.3, 0.55, 0.02, 4096.0, 1.0, 0.0, 0.2),
+    decode=Pool(2, 0.0, 80.0, 0.5, 0.5, 0.7, 0.02, 300.0, 0.001, 0.0, 0.2),
+    bottleneck=QUIET,
+    ttft_s=0.2,
+    ttft_p90_s=0.25,
+    stages={"prefill": 0.15, "queue": 0.02, "transfer": 0.01, "network": 0.02},
+    itl_p50_s=0.01,
+    itl_p99_s=0.025,
+    hits=0.3,
+)
+
+
+def limited(name: str) -> dict[str, float]:
+    return QUIET | {"none": 0.1, name: 0.9}
+
+
+def changed(*, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **fields: Any) -> Figures:
+    pools: dict[str, Any] = {
+        "prefill": dataclasses.replace(GOOD.prefill, **prefill or {}),
+        "decode": dataclasses.replace(GOOD.decode, **decode or {}),
+    }
+    return dataclasses.replace(GOOD, **pools, **fields)
+
+
+def test_nothing_to_change():
+    assert propose(GOOD, Goals()) == []
+    assert propose(GOOD, Goals(ttft_s=0.3, itl_s=0.03)) == []
+
+
+BUSY_PREFILL: dict[str, Any] = {"num_nodes": 2, "device": 1.0, "waiting": 6.0, "running": 2.0}
+IDLE_DECODE: dict[str, Any] = {"num_nodes": 4, "device": 0.3, "kv_blocks": 0.2, "seats": 0.2}
+STALLS: dict[str, Any] = {"prompt_steps": 0.1, "tokens_per_step": 1900.0}
+
+FIRES: list[tuple[rules.Rule, Figures, Goals, str, str]] = [
+    (
+        rules.ratio,
+        changed(prefill=BUSY_PREFILL, decode=IDLE_DECODE, bottleneck=limited("prefill")),
+        Goals(),
+        "P:D ratio",
+        "4:2 instead of 2:4",
+    ),
+    (
+        rules.grow,
+        changed(prefill=BUSY_PREFILL, decode={"seats": 0.95}, bottleneck=limited("prefill")),
+        Goals(),
+        "prefill nodes",
+        "3 instead of 2",
+    ),
+    (
+        rules.grow,
+        changed(decode={"kv_blocks": 0.97, "waiting": 4.0, "device": None}, bottleneck=limited("decode")),
+        Goals(),
+        "decode nodes",
+        "3 instead of 2",
+    ),
+    (
+        rules.first_token,
+        changed(stages={"queue": 0.1, "prefill": 0.1}, ttft_p90_s=0.9),
+        Goals(ttft_s=0.5),
+        "prefill nodes",
+        "3 instead of 2",
+    ),
+    (
+        rules.shrink,
+        changed(prefill={"device": 0.1, "kv_blocks": 0.1, "seats": 0.1, "waiting": 0.0}),
+        Goals(),
+        "prefill nodes",
+        "1 instead of 2",
+    ),
+    (
+        rules.prefill_step,
+        changed(prefill={"tokens_per_step": 600.0, "waiting": 5.0}, stages={"queue": 0.12, "prefill": 0.08}),
+        Goals(),
+        "--max-num-batched-tokens",
+        "2048 on prefill nodes",
+    ),
+    (
+        rules.decode_step,
+        changed(decode=STALLS, itl_p99_s=0.1),
+        Goals(),
+        "--max-num-batched-tokens",
+        "512 on decode nodes",
+    ),
+    (rules.target_itl, changed(decode=STALLS, itl_p99_s=0.1), Goals(), "--target-itl", "25 on decode nodes"),
+    (
+        rules.target_itl,
+        changed(decode=STALLS, itl_p99_s=0.035),
+        Goals(itl_s=0.03),
+        "--target-itl",
+        "30 on decode nodes",
+    ),
+    (
+        rules.preemptions,
+        changed(decode={"preemptions": 0.05}),
+        Goals(),
+        "--max-num-seqs, --gpu-memory-utilization",
+        "lower the first, or raise the second",
+    ),
+    (
+        rules.pool_size,
+        changed(decode={"kv_blocks": 0.96, "seats": 0.3, "waiting": 3.0}),
+        Goals(),
+        "--gpu-memory-utilization",
+        "raise it on decode nodes, to 0.95 at most",
+    ),
+    (
+        rules.seats,
+        changed(decode={"kv_blocks": 0.3, "seats": 1.0, "waiting": 3.0}),
+        Goals(),
+        "--max-num-seqs",
+        "double it on decode nodes",
+    ),
+    (
+        rules.transfer,
+        changed(stages={"transfer": 0.1, "prefill": 0.1}),
+        Goals(),
+        "the link",
+        "run baton doctor --peer between a prefill and a decode node",
+    ),
+    (
+        rules.transfer,
+        changed(stages={"reserve": 0.1, "prefill": 0.1}, decode={"slots": 0.97}),
+        Goals(),
+        "--kv-slots",
+        "double it on both roles",
+    ),
+    (
+        rules.host,
+        changed(decode={"gap": 0.3}),
+        Goals(),
+        "CPU",
+        "more or faster cores for each node, nothing else on them; see POST /debug/profile",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "found", "goals", "setting", "change"), FIRES)
+def test_a_rule_fires(rule, found, goals, setting, change):
+    proposal = rule(found, goals)
+    assert proposal is not None
+    assert (proposal.setting, proposal.change) == (setting, change)
+    assert any(character.isdigit() for character in proposal.why), "the figures used"
+    assert proposal in propose(found, goals)
+
+
+QUIET_CASES: list[tuple[rules.Rule, Figures, Goals]] = [
+    (rules.ratio, changed(prefill=BUSY_PREFILL, decode=IDLE_DECODE), Goals()),  # nothing limits
+    (rules.ratio, changed(prefill=BUSY_PREFILL, decode={"seats": 0.95}, bottleneck=limited("prefill")), Goals()),
+    (rules.ratio, changed(prefill={"device": None}, bottleneck=limited("prefill")), Goals()),  # without nodes' pages
+    (rules.grow, changed(bottleneck=QUIET | {"none": 0.7, "prefill": 0.3}), Goals()),  # a burst
+    (rules.grow, changed(prefill=BUSY_PREFILL, decode=IDLE_DECODE, bottleneck=limited("prefill")), Goals()),
+    (rules.first_token, changed(stages={"queue": 0.1}, ttft_p90_s=0.4), Goals(ttft_s=0.5)),
+    (rules.first_token, changed(stages={"prefill": 0.19}, ttft_p90_s=0.9), Goals(ttft_s=0.5)),  # not by waiting
+    (rules.shrink, changed(prefill={"num_nodes": 1, "device": 0.1, "kv_blocks": 0.1, "seats": 0.1}), Goals()),
+    (rules.shrink, changed(prefill={"device": 0.1, "kv_blocks": 0.9, "seats": 0.1}), Goals()),
+    (rules.shrink, changed(prefill={"device": 0.1, "kv_blocks": 0.1, "seats": 0.1}, num_requests=0), Goals()),
+    (rules.prefill_step, changed(prefill={"tokens_per_step": 8000.0, "waiting": 5.0}, stages={"queue": 0.1}), Goals()),
+    (rules.prefill_step, changed(prefill={"tokens_per_step": 600.0, "waiting": 0.0}, stages={"queue": 0.1}), Goals()),
+    (rules.prefill_step, changed(prefill={"tokens_per_step": 600.0, "waiting": 5.0}, stages={"queue": 0.01}), Goals()),
+    (rules.decode_step, changed(decode={"prompt_steps": 0.0}, itl_p99_s=0.1), Goals()),  # not because of prompts
+    (rules.decode_step, changed(decode=STALLS | {"tokens_per_step": 200.0}, itl_p99_s=0.1), Goals()),
+    (rules.target_itl, changed(decode=STALLS, itl_p99_s=0.035), Goals()),
+    (rules.target_itl, changed(decode=STALLS, itl_p99_s=0.1), Goals(itl_s=0.2)),
+    (rules.preemptions, changed(decode={"preemptions": 0.005}), Goals()),
+    (rules.pool_size, changed(decode={"kv_blocks": 0.96, "seats": 0.8, "waiting": 3.0}), Goals()),
+    (rules.pool_size, changed(decode={"kv_blocks": 0.96, "seats": 0.3}), Goals()),
+    (rules.seats, changed(decode={"kv_blocks": 0.8, "seats": 1.0, "waiting": 3.0}), Goals()),
+    (rules.seats, changed(decode={"kv_blocks": 0.3, "seats": 1.0, "waiting": 3.0}), Goals(itl_s=0.015)),
+    (rules.transfer, changed(stages={"reserve": 0.1, "prefill": 0.1}), Goals()),
+    (rules.host, changed(decode={"gap": 0.1}), Goals()),
+    (rules.host, changed(decode={"gap": None}, prefill={"gap": None}), Goals()),
+]
+
+
+@pytest.mark.parametrize(("rule", "found", "goals"), QUIET_CASES)
+def test_a_rule_does_not_fire(rule, found, goals):
+    assert rule(found, goals) is None
+
+
+def test_every_rule_has_a_case_of_either_kind():
+    assert {case[0] for case in FIRES} == {case[0] for case in QUIET_CASES} == set(rules.RULES)
+
+
+def test_the_best_split_makes_the_busier_pool_least_busy():
+    assert rules.best_split(1.0, 3.0, 4) == 1
+    assert rules.best_split(3.0, 3.0, 6) == 3
+    assert rules.best_split(0.1, 5.0, 2) == 1
+
+
+def test_what_waits_is_work_too():
+    pool = {"num_nodes": 2, "device": 1.0, "running": 4.0}
+    loads = [
+        rules.load_of(changed(prefill=pool | {"waiting": waiting}), "prefill", Goals()) for waiting in (0.0, 2.0, 100.0)
+    ]
+    assert loads == [2.0, 3.0, 4.0]
+    assert rules.load_of(changed(prefill={"device": None}), "prefill", Goals()) is None
+
+
+def test_a_decode_node_is_busy_when_it_has_no_room_or_is_as_slow_as_promised():
+    found = changed(decode={"device": 1.0, "kv_blocks": 0.1, "seats": 0.2})
+    assert rules.busy(found, "decode", Goals()) == 0.2
+    assert rules.busy(found, "decode", Goals(itl_s=0.02)) == 0.5
+
+
+# ---- figures ----
+
+
+def router_pages() -> list[Page]:
+    """Before and after a run."""
+    registry = new_registry(ROUTER)
+    metrics = RouterMetrics(registry)
+    pages = []
+    for number in (0, 10):
+        for role in ("prefill", "decode"):
+            metrics.nodes.labels(role, "up").set(2)
+        metrics.pools.set({"prefill": PoolState(2, 4, 2, 8, 10, 100), "decode": PoolState(2, 0, 6, 8, 30, 100)})
+        for _ in range(number):
+            metrics.ended("m", 1.0, None, "stop")
+            metrics.first_token_s.labels("m").observe(0.5)
+            metrics.prompt_tokens.labels("m").inc(100)
+            metrics.timelines._of_model("m")["queue"].observe(0.4)
+            metrics.timelines._hits.labels("m", "prefill_node").inc(25)
+            metrics.inter_token_s.of("m").observe(0.009, times=99)
+            metrics.inter_token_s.of("m").observe(0.09)
+        pages.append(Page.parse(generate_latest(registry).decode()))
+    return pages
+
+
+def node_pages(role: NodeRole, on_gpu: bool = True) -> list[Page]:
+    registry = new_registry(role.value)
+    metrics = NodeMetrics(registry, "m")
+    metrics.watch_slots(4, lambda: 3)
+    pages = []
+    for number in (1, 3):
+        metrics.set_load(Load(num_waiting=1, num_running=2, num_blocks_free=6, num_blocks_total=8))
+        seconds = {"device": 4.0 * number, "gap": 1.0 * number, "launch": 0.5 * number if on_gpu else 0.0}
+        metrics.set_steps(seconds, {"prompt": 1 * number, "decode": 9 * number}, {"prompt": 512 * number})
+        metrics.set_counts({"free": 1}, number)
+        pages.append(Page.parse(generate_latest(registry).decode()))
+    return pages
+
+
+def test_figures_are_what_happened_between_two_pages():
+    found = figures(
+        [
+            Window(router_pages(), 10.0),
+            *(Window(node_pages(role), 10.0) for role in (NodeRole.DECODE, NodeRole.PREFILL)),
+        ]
+    )
+    assert (found.seconds, found.num_requests, found.ttft_s, found.ttft_p90_s) == (10.0, 10, 0.5, 0.5)
+    assert found.stages == {"queue": pytest.approx(0.4)}
+    assert (found.itl_p50_s, found.itl_p99_s, found.hits) == (0.01, 0.01, 0.25)
+    assert found.bottleneck == {"prefill": 1.0, "decode": 0.0, "none": 0.0}
+    assert (found.prefill.num_nodes, found.prefill.waiting, found.prefill.kv_blocks, found.decode.seats) == (
+        *(2, 4.0, 0.1),
+        0.75,
+    )
+    decode = found.decode
+    assert (decode.device, decode.gap, decode.tokens_per_step, decode.prompt_steps) == (0.8, 0.2, 512.0, 0.1)
+    assert (decode.slots, decode.preemptions) == (0.25, None)  # no attempt ended
+
+
+def test_one_page_stands_for_all_since_the_start():
+    found = figures(windows([router_pages()[-1], node_pages(NodeRole.DECODE)[-1]]))
+    assert (found.seconds, found.num_requests, found.decode.device) == (None, 10, None)
+    assert found.decode.tokens_per_step == 512.0
+
+
+def test_a_device_that_is_the_host_does_not_wait_for_it():
+    found = figures([Window(router_pages(), 10.0), Window(node_pages(NodeRole.DECODE, on_gpu=False), 10.0)])
+    assert found.decode.gap is None
+
+
+def test_pages_are_told_apart_by_process_and_put_in_order():
+    one, other = node_pages(NodeRole.DECODE), node_pages(NodeRole.DECODE)
+    found = windows([one[1], other[0], other[1], one[0]])
+    assert sorted(len(window.pages) for window in found) == [2, 2]
+
+
+@pytest.mark.parametrize("text", ["<html>", "up 1\n", 'x{a="\n'])
+def test_what_is_no_page_is_refused(text):
+    with pytest.raises(ValueError, match="it is not"):
+        Page.parse(text)
+
+
+# ---- the command ----
+
+
+def saved(tmp_path: Path) -> list[str]:
+    registry = new_registry(ROUTER)
+    metrics = RouterMetrics(registry)
+    metrics.pools.set({"prefill": PoolState(1, 9, 1, 8, 10, 100), "decode": PoolState(1, 0, 6, 8, 30, 100)})
+    metrics.nodes.labels("prefill", "up").set(1)
+    metrics.ended("m", 1.0, None, "stop")
+    (tmp_path / "router.txt").write_bytes(generate_latest(registry))
+    return ["--metrics", str(tmp_path / "router.txt")]
+
+
+def test_saved_pages_become_proposals(tmp_path, capsys):
+    main.main(saved(tmp_path))
+    out = capsys.readouterr().out
+    assert "1 requests ended since the start" in out
+    assert "prefill nodes: 2 instead of 1" in out
+    main.main([*saved(tmp_path), "--json"])
+    stated = json.loads(capsys.readouterr().out)
+    assert stated["proposals"][0]["setting"] == "prefill nodes"
+    assert stated["figures"]["bottleneck"]["prefill"] == 1.0
+
+
+def test_without_a_request_nothing_is_proposed(capsys):
+    report.print_report(Figures(), [], {"http://a": "gone"}, Console(width=100))
+    out = capsys.readouterr().out
+    assert "no request ended" in out
+    assert "not read: http://a: gone" in out
+    assert report.NOTHING in out
+
+
+@pytest.mark.parametrize("content", [None, "garbage {", ""])
+def test_what_cannot_be_read_ends_with_1(tmp_path, capsys, content):
+    path = tmp_path / "page"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--metrics", str(path)])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"baton tune: --metrics: {path}: ")
+
+
+def test_pages_of_nodes_alone_are_not_enough(tmp_path, capsys):
+    path = tmp_path / "node"
+    path.write_bytes(generate_latest(new_registry("decode")))
+    with pytest.raises(SystemExit):
+        main.main(["--metrics", str(path)])
+    assert "no page of a router" in capsys.readouterr().err
+
+
+def test_processes_are_watched(monkeypatch):
+    """A real page each for a router and a node, and a node that is gone."""
+    router_registry, node_registry = new_registry(ROUTER), new_registry("decode")
+    router, node = RouterMetrics(router_registry), NodeMetrics(node_registry, "m")
+    local, gate = HostPort("127.0.0.1", 0), AdminGate()
+    servers = [MetricsServer(local, registry, {}, {}, gate) for registry in (router_registry, node_registry)]
+    gone = HostPort("127.0.0.1", 1)
+    monkeypatch.setattr(sources, "NUM_LOOKS", 2)
+    looks: list[float] = []
+
+    def wait(_: float) -> None:
+        router.ended("m", 1.0, None, "stop")
+        node.set_steps({"device": float(len(looks))}, {"decode": 1}, {})
+
+    settings = TuneSettings(url=f"http://{servers[0].address}", duration=0.1, node_metrics=(servers[1].address, gone))
+    try:
+        watched = sources.watch(settings, looks.append, wait)
+    finally:
+        for server in servers:
+            server.close()
+    assert [(window.role, len(window.pages)) for window in watched.windows] == [("router", 3), ("decode", 3)]
+    assert list(watched.missing) == [f"http://{gone}/metrics"]
+    found = figures(watched.windows)
+    assert (found.num_requests, len(looks)) == (2, 3)
+
+
+def test_nodes_are_those_that_the_router_names(monkeypatch):
+    nodes = [{"metrics_address": "10.0.0.1:10001", "state": "up"}, {"state": "connecting"}]
+    monkeypatch.setattr(sources, "fetch", lambda *_: json.dumps({"nodes": nodes}))
+    assert sources.named_nodes("http://r", {}) == [HostPort("10.0.0.1", 10001)]
+    monkeypatch.setattr(sources, "fetch", lambda *_: "[]")
+    with pytest.raises(sources.Unreadable, match="does not list nodes"):
+        sources.named_nodes("http://r", {})
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:0", "a:1"])
+def test_a_url_that_is_none(url, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--url", url])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("baton tune: --url: must be")

@@ -1,0 +1,218 @@
+"""Published formats: each one's weights are exactly what it stands for, and what cannot be run is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from baton_kernels.quantized_linear import QuantizedWeight, dequantize, linear, pack_halves
+from engine.checkpoint import EMBEDDED
+from engine.model import fast
+from engine.model.attention import probe
+from engine.model.errors import UnsupportedModel
+from engine.model.fast.forwards import logits_as_served
+from engine.model.fast.patches import Target
+from engine.model.linear_method import UnquantizedLinear, method_of
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.load.loader import load_model
+from engine.model.quantization.linear import QuantizedLinear, install
+from tools.quantize import FORMATS, write
+
+torch.set_num_threads(1)
+
+TINY = EMBEDDED["baton-tiny"]
+
+
+def linear_weights(model: Any) -> dict[str, Tensor]:
+    return {name: module.weight for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_format_has_exactly_the_values_that_it_stands_for(form: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path / "q", form)
+    write(TINY, tmp_path / "plain", form, dequantized=True)
+    model = load_model(Checkpoint.open(tmp_path / "q"), load_format="safetensors")
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    original = load_file(TINY / "model.safetensors")
+    weights = linear_weights(model)
+    for name, weight in weights.items():
+        if name == "lm_head":  # tied to the embeddings
+            continue
+        assert torch.equal(weight, expected[f"{name}.weight"]), name
+        assert type(method_of(model.get_submodule(name))) is UnquantizedLinear
+        error = (weight - original[f"{name}.weight"].float()).norm() / original[f"{name}.weight"].float().norm()
+        assert 0.001 < error < (0.04 if "8" in form else 0.3), name
+    assert len(weights) == 5 * 7 + 1
+
+
+@pytest.mark.parametrize(("method", "values"), [("fp8", 2.0**-4), ("int8", 0.501 / 127)])
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_a_plain_checkpoint_is_quantized_while_it_loads(load_format: Any, method: str, values: float) -> None:
+    checkpoint = Checkpoint.find("baton-tiny")
+    plain = linear_weights(load_model(checkpoint, load_format=load_format))
+    model = load_model(checkpoint, load_format=load_format, quantization=method)
+    for name, weight in linear_weights(model).items():
+        largest = plain[name].abs().amax(1, keepdim=True)
+        relative = (weight - plain[name]).abs() / largest
+        assert float(relative.max()) <= values, name
+        assert (name == "lm_head") == (not relative.any()), name
+
+
+def test_random_weights_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    for form in ("fp8-block", "compressed-w4a16-asym", "awq", "gptq-desc-act", "compressed-int8"):
+        write(TINY, tmp_path / form, form)
+        (tmp_path / form / "model.safetensors").unlink()
+        checkpoint = Checkpoint.open(tmp_path / form)
+        one, other = (linear_weights(load_model(checkpoint, load_format="dummy")) for _ in range(2))
+        for name, weight in one.items():
+            assert torch.equal(weight, other[name])
+            assert 0.005 < weight.std() < 0.1, (form, name)
+
+
+def test_a_layer_without_codes_in_the_files_stays_as_it_is(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "awq")
+    file = tmp_path / "model.safetensors"
+    tensors, plain = load_file(file), load_file(TINY / "model.safetensors")
+    layer = "model.layers.2.mlp.down_proj"
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(layer)}
+    tensors[f"{layer}.weight"] = plain[f"{layer}.weight"]
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(())  # for a KV cache of 8 bits
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = load_model(Checkpoint.open(tmp_path), load_format="safetensors")
+    assert torch.equal(model.get_submodule(layer).weight, plain[f"{layer}.weight"].float())
+
+
+def test_targets_and_exceptions_of_compressed_tensors(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "compressed-int8")
+    config = json.loads((tmp_path / "config.json").read_text())
+    stated = config["quantization_config"]
+    stated["ignore"] = ["re:.*down_proj", "model.layers.0.mlp.up_proj", "lm_head"]
+    stated["config_groups"]["group_0"]["targets"] = ["re:.*proj$"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = load_file(TINY / "model.safetensors")
+    kept = load_file(tmp_path / "model.safetensors")
+    ignored = [name for name in plain if "down_proj" in name or name == "model.layers.0.mlp.up_proj.weight"]
+    for name in ignored:
+        kept[name] = plain[name]
+        del kept[f"{name}_scale"]
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = linear_weights(load_model(Checkpoint.open(tmp_path), load_format="safetensors"))
+    for name, weight in weights.items():
+        same = torch.equal(weight, plain.get(f"{name}.weight", weight).float())
+        assert same == (f"{name}.weight" in ignored or name == "lm_head"), name
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "reason"),
+    [
+        ("awq", {"bits": 3}, "AWQ with 3 bits"),
+        ("awq", {"version": "gemv"}, "version gemv"),
+        ("gptq", {"bits": 2}, "GPTQ with 2 bits"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
+        ("gptq", {"dynamic": {"-:.*": {}}}, "dynamic"),
+        ("gptq", {"group_size": 96}, "groups of 96"),
+        ("fp8-block", {"weight_block_size": [64, 128]}, "square"),
+        ("compressed-int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ("compressed-int8", {"transform_config": {"config_groups": {"r1": {}}}}, "transform_config"),
+        ("compressed-int8", {"quantization_status": "calibration"}, "calibration"),
+        ("compressed-w4a16", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(form: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    write(TINY, tmp_path, form)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=reason):
+        load_model(Checkpoint.open(tmp_path))
+
+
+def test_a_request_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "gptq")
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(UnsupportedModel, match="quantized already, by gptq"):
+        load_model(checkpoint, quantization="fp8")
+    assert load_model(checkpoint, quantization="gptq")
+    with pytest.raises(UnsupportedModel, match="awq: the checkpoint is not quantized"):
+        load_model(Checkpoint.find("baton-tiny"), quantization="awq")
+
+
+def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
+    write(TINY, tmp_path, "gptq-desc-act")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.g_idx"][:] = 0
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match="g_idx"):
+        load_model(Checkpoint.open(tmp_path))
+
+
+# ---- as on a GPU, where weights stay quantized ----
+
+
+def quantized_method(rows: int, columns: Tensor | None = None, group: int = 64) -> QuantizedLinear:
+    scale, zero = torch.rand(rows, 256 // group) + 0.5, torch.randint(0, 16, (rows, 256 // group), dtype=torch.uint8)
+    values = pack_halves(torch.randint(0, 16, (rows, 256)), 128)
+    return QuantizedLinear(QuantizedWeight(values, scale, zero, group), None, torch.float32, columns)
+
+
+def test_methods_of_one_form_become_one_and_share_its_memory() -> None:
+    torch.manual_seed(0)
+    columns = torch.randperm(256)
+    parts = [quantized_method(rows, columns) for rows in (64, 32)]
+    x = torch.randn(3, 256)
+    expected = torch.cat([part.reference(x) for part in parts], 1)
+    assert QuantizedLinear.can_concatenate(parts)
+    whole = QuantizedLinear.concatenate(parts)
+    assert torch.allclose(whole.make_product()(x), expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(expected[:, :64], linear(x[:, columns], parts[0].weight))
+    assert parts[1].weight.values.untyped_storage().data_ptr() == whole.weight.values.untyped_storage().data_ptr()
+    assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64, columns.flip(0))])
+    assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64)])
+    assert not QuantizedLinear.can_concatenate([parts[0], quantized_method(64, columns, 128)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+def test_on_a_gpu_weights_stay_quantized_and_logits_agree(form: str, tmp_path: Path) -> None:
+    """Within what rounding to bf16, and inputs of 8 bits, can change."""
+    write(TINY, tmp_path / "q", form)
+    write(TINY, tmp_path / "plain", form, dequantized=True)
+    logits = []
+    for folder in ("q", "plain"):
+        model = load_model(Checkpoint.open(tmp_path / folder), "bfloat16", "cuda", "safetensors")
+        probed = probe(model, 128)
+        report = fast.apply(model, probed, 128)
+        assert report.taken_back is None
+        assert not any(tally.refused for tally in report.pieces.values()), str(report)
+        with torch.inference_mode():
+            logits.append(logits_as_served(Target(model, probed.layers, 128), probed.kv))
+        if folder == "q":
+            method = method_of(model.get_submodule("model.layers.0.mlp.down_proj"))
+            assert isinstance(method, QuantizedLinear)
+    difference = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
+    assert difference.median() < 0.05
+
+
+@pytest.mark.gpu
+def test_install_keeps_one_copy_on_a_gpu() -> None:
+    module = torch.nn.Linear(256, 128, bias=False, device="cuda", dtype=torch.bfloat16)
+    weight = QuantizedWeight(torch.randn(128, 256, device="cuda").to(torch.float8_e4m3fn), torch.rand(128, 1).cuda())
+    method = install(module, weight, torch.bfloat16)
+    assert {name for name, _ in module.named_parameters()} == {"weight", "weight_scale"}
+    assert isinstance(method, QuantizedLinear)
+    assert method.weight.values is module.weight
+    x = torch.randn(4, 256, device="cuda", dtype=torch.bfloat16)
+    expected = x.float() @ dequantize(weight, torch.float32).T
+    assert torch.allclose(method.make_product()(x).float(), expected, atol=2e-2 * float(expected.abs().max()))
+
+
+def test_what_the_weights_become_tells_models_apart() -> None:
+    """Nodes share KV only if their fingerprints are equal."""
+    checkpoint = Checkpoint.find("baton-tiny")
+    assert len({checkpoint.fingerprint(quantization=method) for method in (None, "fp8", "int8")}) == 3
