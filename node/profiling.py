@@ -76,13 +76,14 @@ class Wanted:
 
 
 class Recording:
-    """One profile. All but `ended` and `num_steps` is the engine's thread's. watch: sets what is called at the end of
-    each step."""
+    """One profile. `begin` and `end` are for the engine's thread. `error`: what the profiler raised at its end. watch:
+    sets what is called at the end of each step."""
 
     def __init__(self, trace: Trace, steps: int, watch: Watch) -> None:
         self.trace = trace
         self.num_steps = 0
         self.ended: Future[None] = Future()
+        self.error: Exception | None = None
         self._steps = steps
         self._watch = watch
         self._is_on = False
@@ -93,7 +94,7 @@ class Recording:
         self._watch(self._stepped)
 
     def end(self) -> None:
-        """Stop the profiler. Idempotent; what the profiler raises is the result of `ended`."""
+        """Stop the profiler. Idempotent."""
         if not self._is_on:
             return
         self._is_on = False
@@ -101,9 +102,8 @@ class Recording:
         try:
             self.trace.stop()
         except Exception as error:  # noqa: BLE001 - a profiler must not end the engine
-            self.ended.set_exception(error)
-        else:
-            self.ended.set_result(None)
+            self.error = error
+        self.ended.set_result(None)
 
     def _stepped(self) -> None:
         self.num_steps += 1
@@ -152,7 +152,8 @@ class Profiling:
             await self._on_engine(recording.begin)
             await asyncio.wait({asyncio.wrap_future(recording.ended)}, timeout=wanted.timeout_s)
             await self._on_engine(recording.end)
-            recording.ended.result(0)
+            if recording.error is not None:
+                raise recording.error
         except BatonError:
             raise
         except Exception as error:

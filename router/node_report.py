@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from baton.messages import Load
 from router.cluster import Cluster
+from router.discovery.membership import Wanted
 from router.dispatcher import Dispatcher
 from router.nodes import NodeLink
 from router.versions import version_of
@@ -67,7 +68,10 @@ class NodesReport:
 
 
 def report_node(link: NodeLink, cluster: Cluster, dispatcher: Dispatcher) -> NodeReport:
-    wanted = cluster.membership.wanted().get(link.address)
+    return _report(link, cluster.membership.wanted().get(link.address), dispatcher)
+
+
+def _report(link: NodeLink, wanted: Wanted | None, dispatcher: Dispatcher) -> NodeReport:
     sources = wanted.sources if wanted else ()
     report = NodeReport(str(link.address), link.role.value, link.state.value, link.problem, sources)
     if (info := link.info) is None:
@@ -87,8 +91,9 @@ def report_node(link: NodeLink, cluster: Cluster, dispatcher: Dispatcher) -> Nod
 
 
 def report_nodes(cluster: Cluster, dispatcher: Dispatcher) -> NodesReport:
+    wanted = cluster.membership.wanted()
     return NodesReport(
-        tuple(report_node(link, cluster, dispatcher) for link in cluster.links),
+        tuple(_report(link, wanted.get(link.address), dispatcher) for link in cluster.links),
         tuple(Unpaired(p.node_id, d.node_id, reason) for p, d, reason in dispatcher.misfits()),
         tuple(cluster.membership.problems()),
     )

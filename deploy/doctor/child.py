@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, TypeVar
 
@@ -21,15 +21,13 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """Runs `function(*args)`, which must be importable by name, in a new process. `environment`: variables to set
-    there."""
+    """Runs `function(*args)`, which must be importable by name, in a new process."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=_run, args=(theirs, function, args), daemon=True)
-        with _variables(environment or {}):
-            self._process.start()
+        self._process.start()
         theirs.close()
 
     def result(self, timeout_s: float) -> Any:
@@ -77,17 +75,3 @@ def _death(code: int | None) -> str:
     if code is not None and code < 0:
         return f"the process died of {signal.Signals(-code).name}"
     return f"the process ended with exit code {code}"
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

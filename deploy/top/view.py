@@ -13,7 +13,7 @@ from rich.text import Text
 from deploy.top.history import History
 from deploy.top.source import Snapshot
 
-_STYLES = {"up": "green", "draining": "yellow", "connecting": "dim", "lost": "red", "incompatible": "yellow"}
+_STYLES = {"up": "green", "draining": "yellow", "connecting": "dim", "down": "red", "incompatible": "yellow"}
 _FULL = 0.9
 
 
@@ -69,7 +69,7 @@ def _nodes(snapshot: Snapshot, kv_rates: dict[str, float]) -> Table:
 def state_of(node: dict[str, Any], unpaired: list[dict[str, str]]) -> tuple[str, str]:
     """One of _STYLES, as in the console, and why it is not up."""
     if node["state"] == "connecting":
-        return "connecting" if node["problem"] == "not reached yet" else "lost", node["problem"] or ""
+        return "connecting" if node["problem"] == "not reached yet" else "down", node["problem"] or ""
     if node["problem"]:
         return "draining", node["problem"]
     name = node["node_id"]

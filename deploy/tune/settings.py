@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, ClassVar
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
 from baton.settings import ConnectAddresses, Settings
+from deploy.server_url import check_server_url
 
 
 def _paths(value: object) -> object:
@@ -44,11 +44,4 @@ class TuneSettings(Settings):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-        except ValueError:
-            good = False
-        if not good:
-            raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT, not {url!r}")
-        return url.rstrip("/").removesuffix("/v1")
+        return check_server_url(url).removesuffix("/v1")

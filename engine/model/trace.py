@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import functools
+import gzip
+import shutil
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 
 class TorchTrace:
     """Records operators of the thread that calls `start` and `stop`, and kernels of all GPUs. `write` may be called on
-    any thread, after `stop`. The first one takes seconds to make."""
+    any thread, after `stop`. The first one is made slowly: it loads CUPTI, if there is a GPU.
+
+    `torch.profiler.profile` is this one with a schedule around it, whose first start imports torch.distributed for its
+    metadata: 5 s, on the engine's thread (torch 2.13).
+    """
 
     def __init__(self) -> None:
         _load()
         self._profile = _new()
 
     def start(self) -> None:
-        self._profile.start()
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        self._profile.stop()
+        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def write(self, path: Path) -> None:
-        """Compressed, if its name ends in .gz."""
-        self._profile.export_chrome_trace(str(path))
+        """Compressed."""
+        plain = path.with_suffix("")
+        try:
+            self._profile.export_chrome_trace(str(plain))  # type: ignore[no-untyped-call]
+            with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=5) as target:
+                shutil.copyfileobj(source, target)
+        finally:
+            plain.unlink(missing_ok=True)
 
 
 def _new() -> profile:
-    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return profile(activities=[ProfilerActivity.CPU, *gpu])
+    return profile(use_device="cuda" if torch.cuda.is_available() else None)
 
 
 @functools.cache
 def _load() -> None:
-    """Have the profiler load what it needs on this thread: its first start imports for 5 s (torch 2.13)."""
-    first = _new()
-    first.start()
-    first.stop()
+    """Have the profiler load what it needs, on this thread."""
+    with _new():
+        pass

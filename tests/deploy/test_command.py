@@ -26,7 +26,7 @@ def test_an_unknown_subcommand_exits_with_2_and_the_nearest_name(capsys):
     assert capsys.readouterr().err == "baton: no subcommand 'benhc', did you mean 'bench'?\n"
 
 
-@pytest.mark.parametrize("name", ["up", "router", "prefill", "decode", "bench", "top"])
+@pytest.mark.parametrize("name", ["up", "router", "prefill", "decode", "bench", "doctor", "tune", "top"])
 def test_arguments_reach_the_subcommand(name, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main([name, "--no-such-flag"])
@@ -44,6 +44,16 @@ def test_version_bench_and_top_import_no_torch():
     version, imported = ran.stdout.splitlines()
     assert version.startswith("baton ")
     assert imported == "[]"
+
+
+def test_doctor_and_tune_import_no_torch():
+    code = (
+        "import sys\nfrom deploy.command import load, SUBCOMMANDS\n"
+        "for name in ('doctor', 'tune'): load(SUBCOMMANDS[name].entry)\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'ucxx'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "[]\n"
 
 
 def completed(tmp_path: Path, *words: str) -> set[str]:

@@ -100,10 +100,11 @@ def test_a_transport_that_crawls_is_warned_of(hub, monkeypatch):
     deliver = hub._deliver
 
     def throttled(transfer):
-        time.sleep(0.05)  # 2 MiB each: 40 MB/s
+        time.sleep(0.01)  # 2 MiB each: 0.2 GB/s at most
         deliver(transfer)
 
     monkeypatch.setattr(hub, "_deliver", throttled)
+    monkeypatch.setattr(ends, "_copy_s", lambda *_: 1e-3)  # 8 GB/s, whatever else this machine does
     with listening() as listener:
         found = probe(listener.address)
     assert found["transfer"].verdict == "warning"
@@ -204,6 +205,19 @@ def test_what_a_stranger_asks_for_is_checked(transport, num_blocks):
         with pytest.raises(TestFailed, match="the other end says: "):
             control.hear()
         control.close()
+
+
+@pytest.mark.parametrize(
+    "findings", [None, [], [{"check": "x"}], [dict.fromkeys(("check", "verdict", "found", "do"), "x")]]
+)
+def test_a_report_of_something_else_is_not_taken(findings):
+    with listening() as listener:
+        control = dial(listener.address, "report", None, WAIT_S)
+        control.say(findings=findings)
+        with pytest.raises(TestFailed, match="hung up"):
+            control.hear()
+        control.close()
+        assert not listener.reported
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00[]", b"\x01\x00\x00\x00{", b"\x08"])

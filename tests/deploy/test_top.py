@@ -183,7 +183,7 @@ def test_each_state_of_a_node_and_why() -> None:
     shown["unpaired"] = [{"prefill": "p", "decode": "odd", "reason": "LayoutMismatch"}]
     shown["problems"] = ["--nodes-file: gone"]
     text = rendered(shown)
-    states = {"drains": "draining", "stops": "draining", "gone:1": "lost", "new:1": "connecting", "odd": "incompatible"}
+    states = {"drains": "draining", "stops": "draining", "gone:1": "down", "new:1": "connecting", "odd": "incompatible"}
     for name, state in {**states, "p": "incompatible", "d": "up"}.items():
         assert row_of(text, name)[2] == state
     for why in ("silent for 5 s", "never with p: LayoutMismatch", "never with odd", "--nodes-file: gone"):

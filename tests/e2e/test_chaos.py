@@ -1,4 +1,4 @@
-"""Ten minutes of chaos, one and a quarter of them in CI: nothing hangs, nothing is wrong, nothing is left held.
+"""Ten minutes of chaos, one of them in CI: nothing hangs, nothing is wrong, nothing is left held.
 
 `python -m pytest -m full -s tests/e2e/test_chaos.py` runs the ten and prints a report, which is in docs/chaos.md.
 """
@@ -22,7 +22,7 @@ FLAGS = ("--max-num-batched-tokens=64", "--num-gpu-blocks-override=512", "--asyn
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("seed", "seconds"), [(1, 75.0), pytest.param(2, 600.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("seed", "seconds"), [(1, 60.0), pytest.param(2, 600.0, marks=pytest.mark.full)])
 async def test_every_request_ends_once_and_right_amid_chaos(cluster: Cluster, seed: int, seconds: float) -> None:
     async with AsyncExitStack() as stack:
         nodes, links = list[Node](), dict[str, Link]()

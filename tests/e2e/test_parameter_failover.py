@@ -13,7 +13,7 @@ from tests.e2e.parameters import BASE, FULL_NUMBERS, PARAMETERS, SEARCHES, Strea
 from tests.e2e.scenes import Fragile
 from tests.summary import compared_parameter
 
-LONG = 110
+LONG = 90
 """Tokens of an answer during which a node is lost."""
 
 

@@ -16,6 +16,8 @@ from tests.router.conftest import Router, says
 from tests.router.fake_node import FakeCluster
 from tests.router.http_shapes import CHAT
 
+SHARES = pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.full)])
+"""CI sends half of a test's cases, `-m full` all."""
 CASE_S = 20.0
 """What one case may take on a busy machine; one that hangs takes for ever."""
 

@@ -16,7 +16,7 @@ from baton.channels import CHANNEL_OPTIONS
 from baton.v1 import common_pb2
 from baton.v1 import generation_pb2 as pb
 from tests.fuzz.mutations import wrong_wire
-from tests.fuzz.served import CASE_S, answers_as_ever, no_mistakes, serving, some_at_once
+from tests.fuzz.served import CASE_S, SHARES, answers_as_ever, no_mistakes, serving, some_at_once
 
 NUM_MESSAGES = 350
 OURS = frozenset((grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE))
@@ -54,8 +54,9 @@ METHODS: dict[str, tuple[Message, ...]] = {
 }
 
 
+@SHARES
 @pytest.mark.parametrize("method", METHODS)
-async def test_messages(method: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages(share: int, method: str, caplog: pytest.LogCaptureFixture) -> None:
     codes, wrong = Counter[str](), dict[str, str]()
     async with serving() as router, grpc.aio.insecure_channel(router.grpc, options=CHANNEL_OPTIONS) as channel:
         # bytes as they are; one answer is a stream too
@@ -74,7 +75,7 @@ async def test_messages(method: str, caplog: pytest.LogCaptureFixture) -> None:
             if code in OURS:
                 wrong.setdefault(f"{code.name} {details[:60]}", f"case {number}: {details} {sent[:200]!r}")
 
-        await some_at_once(one, NUM_MESSAGES)
+        await some_at_once(one, NUM_MESSAGES // share)
         async with httpx.AsyncClient(base_url=router.http, timeout=CASE_S) as client:
             await answers_as_ever(client)
         await router.idle()

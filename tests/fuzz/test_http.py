@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.fuzz.mutations import wrong_bytes, wrong_json
-from tests.fuzz.served import AT_ONCE, BODIES, CASE_S, answers_as_ever, no_mistakes, serving, some_at_once
+from tests.fuzz.served import AT_ONCE, BODIES, CASE_S, SHARES, answers_as_ever, no_mistakes, serving, some_at_once
 
 ALLOWED = frozenset((200, 400, 404, 405, 408, 411, 413, 414, 415, 422, 429, 431, 501, 504, 505))
 """What may be said of a request; 500 and 503 would be ours."""
@@ -24,7 +24,6 @@ NUM_BODIES = {
     "/tokenize": 300,
     "/detokenize": 300,
 }
-"""With `-m full`; CI sends half as many."""
 NUM_RAW = 900
 ANSWER_S = 0.05
 """For an answer to begin. What is no whole request gets none before the client ends it."""
@@ -47,7 +46,7 @@ REQUESTS = (
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.full)])
+@SHARES
 async def test_bodies(share: int, path: str, caplog: pytest.LogCaptureFixture) -> None:
     statuses = Counter[int]()
     limits = httpx.Limits(max_connections=AT_ONCE)
@@ -72,7 +71,8 @@ async def test_bodies(share: int, path: str, caplog: pytest.LogCaptureFixture) -
     no_mistakes(caplog)
 
 
-async def test_bytes(caplog: pytest.LogCaptureFixture) -> None:
+@SHARES
+async def test_bytes(share: int, caplog: pytest.LogCaptureFixture) -> None:
     statuses = Counter[int]()
     async with serving() as router, httpx.AsyncClient(base_url=router.http, timeout=CASE_S) as client:
         address = router.server.http_address
@@ -90,7 +90,7 @@ async def test_bytes(caplog: pytest.LogCaptureFixture) -> None:
             statuses.update(found)
             assert set(found) <= {*ALLOWED, 100, 426}, f"case {number}: {sent!r}: {got[:300]!r}"
 
-        await some_at_once(one, NUM_RAW)
+        await some_at_once(one, NUM_RAW // share)
         await answers_as_ever(client)
         await router.idle()
     assert min(statuses[200], statuses[400]) > 20

@@ -63,7 +63,7 @@ async def crowd(router: Router, count: int, on_end: Callable[[Counter[str]], Non
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("count", [2_500, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [1_500, pytest.param(10_000, marks=pytest.mark.full)])
 async def test_many_at_once(count: int) -> None:
     """The nodes hold all answers until the refused have heard so, so that all others, a fifth, are there at the same
     time. Of Python's memory less than a block is kept for each request, which has hundreds while it lives. (Resident

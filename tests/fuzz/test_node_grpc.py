@@ -40,7 +40,7 @@ from decode_node.server import DECODE_SIDE
 from node.events import FromPeer, FromRouter
 from prefill_node.server import PREFILL_SIDE
 from tests.fuzz.mutations import wrong_wire
-from tests.fuzz.served import CASE_S, no_mistakes, some_at_once
+from tests.fuzz.served import CASE_S, SHARES, no_mistakes, some_at_once
 from tests.node.scripted import LAYOUT, RouterStream, Running, running
 
 NUM_STREAMS = 400
@@ -88,10 +88,11 @@ def wires(number: int, method: str) -> list[Message]:
     return [wire.write_router_message(message) for message in routers(number + 2)]
 
 
+@SHARES
 @pytest.mark.parametrize(
     ("service", "method"), [("PrefillNode", "Session"), ("DecodeNode", "Session"), ("DecodeNode", "Handoff")]
 )
-async def test_streams(service: str, method: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_streams(share: int, service: str, method: str, caplog: pytest.LogCaptureFixture) -> None:
     codes, wrong = Counter[str](), dict[str, str]()
     side, role = (PREFILL_SIDE, NodeRole.PREFILL) if service == "PrefillNode" else (DECODE_SIDE, NodeRole.DECODE)
     async with running(side, role) as node:
@@ -105,7 +106,7 @@ async def test_streams(service: str, method: str, caplog: pytest.LogCaptureFixtu
             if code in OURS and details != WRITE_AFTER_END:
                 wrong.setdefault(f"{code.name} {details[:60]}", f"case {number}: {details} {sent!r}"[:400])
 
-        await some_at_once(one, NUM_STREAMS)
+        await some_at_once(one, NUM_STREAMS // share)
         assert not node.node.failure.done()
         assert any(isinstance(event, FromPeer | FromRouter) for event in node.role.events), "nothing got through"
         await _is_well(node, role)

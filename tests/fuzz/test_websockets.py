@@ -13,7 +13,16 @@ import httpx
 import pytest
 
 from tests.fuzz.mutations import wrong_bytes, wrong_json
-from tests.fuzz.served import CASE_S, CHAT_BODY, RESPONSE_BODY, answers_as_ever, no_mistakes, serving, some_at_once
+from tests.fuzz.served import (
+    CASE_S,
+    CHAT_BODY,
+    RESPONSE_BODY,
+    SHARES,
+    answers_as_ever,
+    no_mistakes,
+    serving,
+    some_at_once,
+)
 
 websockets = pytest.importorskip("websockets", reason="the router needs it to serve them")
 
@@ -49,8 +58,9 @@ FRAMES = (
 )
 
 
+@SHARES
 @pytest.mark.parametrize("path", BODIES)
-async def test_messages(path: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages(share: int, path: str, caplog: pytest.LogCaptureFixture) -> None:
     ends = Counter[str]()
     async with serving() as router, httpx.AsyncClient(base_url=router.http, timeout=CASE_S) as client:
         url = f"ws://{router.server.http_address}{path}"
@@ -63,10 +73,10 @@ async def test_messages(path: str, caplog: pytest.LogCaptureFixture) -> None:
                     pass
                 ends[end] += 1
 
-        await some_at_once(one, NUM_MESSAGES)
+        await some_at_once(one, NUM_MESSAGES // share)
         await answers_as_ever(client)
         await router.idle()
-    assert ends["error"] > 50
+    assert ends["error"] > 50 / share
     no_mistakes(caplog)
 
 
@@ -81,7 +91,8 @@ def _end(message: str) -> str:
     return content["type"] if content.get("type") in ENDS else ""
 
 
-async def test_frames(caplog: pytest.LogCaptureFixture) -> None:
+@SHARES
+async def test_frames(share: int, caplog: pytest.LogCaptureFixture) -> None:
     closed = Counter[bool]()
     async with serving() as router, httpx.AsyncClient(base_url=router.http, timeout=CASE_S) as client:
         address = router.server.http_address
@@ -98,7 +109,7 @@ async def test_frames(caplog: pytest.LogCaptureFixture) -> None:
                 closed[await _is_closed(reader)] += 1
                 writer.transport.abort()
 
-        await some_at_once(one, NUM_RAW)
+        await some_at_once(one, NUM_RAW // share)
         await answers_as_ever(client)
         await router.idle()
     assert min(closed.values()) > 10

@@ -30,7 +30,7 @@ def test_a_word_is_forbidden_at_the_beginning_and_within_a_text() -> None:
     assert bad_words_token_ids(["dog"], with_marked_spaces(), 6) == (first,)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(st.lists(st.text(min_size=1, max_size=8).filter(str.strip), max_size=4))
 def test_the_sequences_are_those_of_vllm(words: list[str]) -> None:
     tokenizer, expected = tiny_tokenizer(), list[tuple[int, ...]]()

@@ -17,7 +17,11 @@ def test_the_time_of_a_token_is_found(s_per_token: float, sizes: list[int]) -> N
     assert learned.predict(500) == pytest.approx(s_per_token * 500)
 
 
-@given(st.floats(0.001, 0.02), st.floats(1e-6, 1e-4), st.lists(st.sampled_from([20, 60, 1000, 4000]), min_size=120))
+@given(
+    st.floats(0.001, 0.02),
+    st.floats(1e-6, 1e-4),
+    st.lists(st.sampled_from([20, 60, 1000, 4000]), min_size=120, max_size=150),
+)
 def test_a_constant_is_told_from_the_price_of_a_token(constant_s: float, s_per_token: float, sizes: list[int]) -> None:
     learned = PrefillTime()
     for size in [20, 4000, *sizes]:

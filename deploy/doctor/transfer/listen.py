@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from baton.address import HostPort
 from baton.cluster_secret import ClusterSecret
 from deploy.doctor.child import Child, ChildFailed
-from deploy.doctor.finding import Finding
+from deploy.doctor.finding import Finding, Verdict
 from deploy.doctor.transfer.control import Control, TestFailed, admit
 from deploy.doctor.transfer.streams import answer_clock, answer_stream
 from kv_transfer.transports.host import boot_id
@@ -115,6 +115,9 @@ def serve_transfer(connection: socket.socket, timeout_s: float, host: Host) -> N
 def _findings(message: dict[str, Any]) -> list[Finding]:
     names = [field.name for field in dataclasses.fields(Finding)]
     try:
-        return [Finding(*(str(stated[name]) for name in names)) for stated in message["findings"]]  # type: ignore[arg-type]
+        found = [Finding(*(str(stated[name]) for name in names)) for stated in message["findings"]]  # type: ignore[arg-type]
     except (LookupError, TypeError):
         raise TestFailed("the peer reports no findings") from None
+    if any(finding.verdict not in get_args(Verdict) for finding in found):
+        raise TestFailed("the peer reports a verdict that is not known here")
+    return found

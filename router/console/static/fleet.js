@@ -63,7 +63,7 @@ function layout(nodes, available) {
     const area = wide ? (width - between) / 2 : width;
     const columns = Math.max(1, Math.min(Math.floor(area / (CARD.least + CARD.gap)), Math.ceil(members.length / 6) || 1,
       wide ? 8 : 2), wide ? 1 : Math.min(2, members.length));
-    const cardWidth = Math.min(CARD.most, (area - (columns - 1) * CARD.gap) / columns);
+    const cardWidth = Math.min(wide ? CARD.most : area, (area - (columns - 1) * CARD.gap) / columns);
     const shift = wide && role === "prefill" ? area - columns * (cardWidth + CARD.gap) + CARD.gap : 0;
     members.forEach((node, i) => {
       const x = left + shift + (i % columns) * (cardWidth + CARD.gap);

@@ -57,7 +57,7 @@ export class FleetTable {
 
 const headRow = (names) => h("tr", {}, ...names.map((name) => h("th", { scope: "col" }, name)));
 
-const problemOf = (node) => `${MARKS[node.shown]} ${node.role} node ${node.name} ${node.shown === "lost" ? "is lost: " : ""}${node.reason}`;
+const problemOf = (node) => `${MARKS[node.shown]} ${node.role} node ${node.name} ${node.shown === "down" ? "is down: " : ""}${node.reason}`;
 
 function drawRow(row, node) {
   const load = node.load;

@@ -10,12 +10,13 @@ import { bytes, clock, count } from "./format.js";
 import { History } from "./history.js";
 import { KeysDialog } from "./keys_dialog.js";
 import { describe } from "./nodes.js";
-import { Plot, pointsOf, showLatencies } from "./plots.js";
+import { Plot, Points, showLatencies } from "./plots.js";
 import { showRequests } from "./requests.js";
 import { legend } from "./stages.js";
 
 const EVERY_MS = 1000;
-const REQUESTS = 25; // in the table; the plot has more
+const REQUESTS = 25;
+const AT_FIRST = 200; // so that the plot is not empty
 
 const history = new History();
 const fleet = new Fleet(byId("fleet-picture"));
@@ -23,6 +24,7 @@ const plots = {
   ttft: new Plot(byId("plot-ttft"), "ttft", "Time to first token"),
   itl: new Plot(byId("plot-itl"), "itl", "Inter-token latency"),
 };
+const points = new Points();
 const chat = new Chat();
 const keysDialog = new KeysDialog(() => refresh());
 const table = new FleetTable({ changed: refresh, failed: notice, askKeys: () => keysDialog.open() });
@@ -35,7 +37,7 @@ async function refresh() {
   if (running) return;
   running = true;
   try {
-    const [snapshot, { requests }] = await Promise.all([getJson("debug/console"), getJson("debug/requests?limit=100")]);
+    const [snapshot, { requests }] = await Promise.all([getJson("debug/console"), getJson(`debug/requests?limit=${points.isEmpty ? AT_FIRST : REQUESTS}`)]);
     history.add(snapshot);
     show(snapshot, requests);
     notice(null);
@@ -56,7 +58,7 @@ function show(snapshot, requests) {
   showPipeline(snapshot.work.requests);
   fleet.show(nodes, rates);
   table.show(nodes, snapshot);
-  plots.ttft.show(history, pointsOf(requests, snapshot.at));
+  plots.ttft.show(history, points.take(requests, snapshot.at));
   plots.itl.show(history);
   showLatencies(history);
   showRequests(requests.slice(0, REQUESTS), openDetails);

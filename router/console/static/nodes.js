@@ -25,9 +25,9 @@ export function describe(snapshot, rates) {
   });
 }
 
-// One of up, draining, connecting, lost, incompatible; and why it is not up.
+// One of up, draining, connecting, down, incompatible; and why it is not up.
 function stateOf(node, misfits) {
-  if (node.state === "connecting") return [node.problem === "not reached yet" ? "connecting" : "lost", node.problem];
+  if (node.state === "connecting") return [node.problem === "not reached yet" ? "connecting" : "down", node.problem];
   if (node.problem) return ["draining", node.problem];
   if (misfits) return ["incompatible", misfits.join("; ")];
   return ["up", null];
@@ -37,4 +37,4 @@ function append(map, key, text) {
   map.set(key, [...(map.get(key) ?? []), text]);
 }
 
-export const MARKS = { up: "●", draining: "◐", connecting: "○", lost: "✕", incompatible: "▲" };
+export const MARKS = { up: "●", draining: "◐", connecting: "○", down: "✕", incompatible: "▲" };

@@ -5,6 +5,7 @@ import { seconds } from "./format.js";
 import { SPAN_S } from "./history.js";
 
 const HEIGHT = 170;
+const MAX_POINTS = 1000;
 const EDGE = { left: 58, right: 62, top: 10, bottom: 24 };
 const SPANS = [[60, "1 min"], [150, "2.5 min"], [SPAN_S, "5 min"]];
 const LINES = [["median", 0.5], ["p99", 0.99]];
@@ -108,9 +109,25 @@ export function showLatencies(history) {
   });
 }
 
-// One point for each request that has its first token: [seconds before now, value, key].
-export function pointsOf(requests, now) {
-  return requests.filter((request) => request.first_token_s).map((request) => [
-    new Date(request.received_at).getTime() / 1000 - now, request.first_token_s, request.request_id,
-  ]);
+// The first tokens of single requests, as many as fit into the plot's time, and no more than MAX_POINTS.
+export class Points {
+  constructor() {
+    this.known = new Map(); // request id -> [time, value]
+  }
+
+  get isEmpty() {
+    return this.known.size === 0;
+  }
+
+  // [[seconds before now, value, request id], ...]
+  take(requests, now) {
+    for (const request of requests) {
+      if (!request.first_token_s) continue;
+      this.known.set(request.request_id, [new Date(request.received_at).getTime() / 1000, request.first_token_s]);
+    }
+    for (const [id, [at]] of this.known) {
+      if (at < now - SPAN_S || this.known.size > MAX_POINTS) this.known.delete(id);
+    }
+    return [...this.known].map(([id, [at, value]]) => [at - now, value, id]);
+  }
 }

@@ -43,6 +43,6 @@ export function stageTable(stages, total) {
     return h("tr", {}, h("th", { scope: "row" }, swatch, name), h("td", { class: "number" }, seconds(duration)),
       h("td", { class: "number" }, share), h("td", { class: "muted" }, STAGES[name] ?? ""));
   });
-  const head = ["stage", "time", "share", "what happens"].map((name) => h("th", { scope: "col" }, name));
+  const head = ["stage", "time", "share", "what happens"].map((name, i) => h("th", { scope: "col", class: i % 3 ? "number" : null }, name));
   return h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...rows));
 }
