@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from baton.block_hash import BlockHash
 from baton.errors import InvalidRequest
 from baton.layout import num_blocks_for
 from baton.sampling import FinishReason
@@ -90,6 +91,8 @@ class Engine:
         self._decided = 0.0  # when the turn of the last plan began
         self.counters = StepCounters()
         """Where the time of the steps goes."""
+        self.on_sealed: Callable[[Sequence, list[BlockHash], int], None] | None = None
+        """Is called with a sequence, the hashes of its blocks so far, and the first of them that is new."""
         self.num_preemptions = 0
         """How often sequences were preempted."""
 
@@ -580,6 +583,8 @@ class Engine:
         names = seq.block_hashes(end, self.config.block_size)
         for i in range(first, end):
             self.blocks.seal(table[i], names[i])
+        if self.on_sealed is not None:
+            self.on_sealed(seq, names, first)
 
     def _require_possible(self, seq: Sequence) -> None:
         limit = self.config.max_model_len

@@ -10,10 +10,12 @@ of prompts, parts and peers in the abstract methods at the end.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from baton.audit import KvAudit, KvSlot
+from baton.block_hash import BlockHash
 from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, RequestCancelled
 from baton.messages import Abort, AttemptId, End, Load, Migrate, NodeRole, Prefill
 from baton.sampling import SamplingParams
@@ -47,6 +49,14 @@ if TYPE_CHECKING:
     from node.grammars import Grammars  # imports numpy, which a simulated node does without
 
 
+class BlockFollower(Protocol):
+    """Is told of all changes of the prefix cache, on the engine's thread: see `node.kv_events.KvEvents`."""
+
+    def sealed(self, tokens: Seq[int], cache_salt: str, hashes: Seq[BlockHash], first: int) -> None: ...
+
+    def turned(self, changes: Mapping[BlockHash, bool]) -> None: ...
+
+
 class RoleCore(ABC):
     """Implements `node.events.Role`. Owned by the engine's thread, and owner of the engine.
 
@@ -78,6 +88,13 @@ class RoleCore(ABC):
         self._outbox = Outbox()
         self._stopping = False
         self._plan = Plan()
+        self._kv_events: BlockFollower | None = None
+
+    def follow_blocks(self, follower: BlockFollower) -> None:
+        """Tell it of all blocks that enter or leave the prefix cache. Before the first turn."""
+        self._kv_events = follower
+        self.engine.blocks.record_changes(True)
+        self.engine.on_sealed = lambda seq, hashes, first: follower.sealed(seq.tokens, seq.cache_salt, hashes, first)
 
     # ---- the loop ----
 
@@ -120,7 +137,10 @@ class RoleCore(ABC):
     # ---- what the prefix cache holds ----
 
     def _tell_changed_blocks(self) -> None:
-        if changes := self.engine.blocks.take_changes():
+        changes = self.engine.blocks.take_changes()
+        if self._kv_events is not None:
+            self._kv_events.turned(changes)
+        if changes and self._outbox.epochs:
             self._outbox.add(BlocksChanged(changes))
 
     def _tell_held_blocks(self, epoch: int) -> None:
@@ -160,7 +180,7 @@ class RoleCore(ABC):
         self.engine.blocks.now = now
         match event:
             case SessionOpened(epoch):
-                if not self._outbox.epochs:
+                if not self._outbox.epochs and self._kv_events is None:
                     self.engine.blocks.record_changes(True)
                 self._outbox.epochs.add(epoch)
                 self._tell_held_blocks(epoch)
@@ -168,7 +188,7 @@ class RoleCore(ABC):
                 self._tell_held_blocks(epoch)
             case SessionLost(epoch):
                 self._outbox.epochs.discard(epoch)
-                if not self._outbox.epochs:
+                if not self._outbox.epochs and self._kv_events is None:
                     self.engine.blocks.record_changes(False)
                 for attempt_id in [attempt_id for attempt_id in self._attempts() if attempt_id.router_epoch == epoch]:
                     self._end_attempt(attempt_id, RequestCancelled("the router's stream ended"))

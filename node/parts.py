@@ -19,7 +19,7 @@ from node.describe import ServedModel, count, describe, new_incarnation
 from node.handoff_stream import PeerTransport
 from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
-from node.shell import NodeParts, Outward
+from node.shell import Closeable, NodeParts, Outward
 from node.slots import slot_sizes
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
             mover.warm_up()
 
     return NodeParts(
+        kv_events=_follow_blocks(settings, role.core, built.layout.block_size),
         role=role.core,
         warm_up=warm_up,
         transport=role.mover,
@@ -97,6 +98,26 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
         outward=_outward(settings, role),
         watch_steps=built.engine.watch_steps,
     )
+
+
+def _follow_blocks(settings: NodeSettings, core: RoleCore, block_size: int) -> Closeable | None:
+    """Raises ValueError."""
+    stated = settings.kv_events_config
+    if stated is None:
+        return None
+    try:
+        from node.kv_events import KvEventPublisher, KvEvents, KvEventsConfig
+    except ImportError as error:
+        raise ValueError(
+            f"--kv-events-config: {error.name} is not installed: pip install baton-serve[kv-events]"
+        ) from None
+    config = KvEventsConfig.parse(stated)
+    if not config.publishes:
+        return None
+    model = settings.served_model_name or settings.model
+    publisher = KvEventPublisher(config, f"kv@{settings.name(core.role)}@{model}")
+    core.follow_blocks(KvEvents(publisher, block_size))
+    return publisher
 
 
 def _outward(settings: NodeSettings, role: RoleParts) -> Outward | None:

@@ -170,6 +170,11 @@ class NodeSettings(ClusterSettings):
         description="of a prefill node: groups of layers in which the KV of a prompt's last chunk travels while it is "
         "computed; 1: in one go; unset: 4 with a GPU, else 1",
     )
+    kv_events_config: str | None = Field(
+        None,
+        description="JSON in vLLM's form: publish over ZMQ which blocks the prefix cache gains and loses, as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}; needs the extra kv-events (docs/kv_events.md)',
+    )
     verify_transfers: bool = Field(
         False,
         description="have checksums with KV blocks that travel, and fail those that came damaged; enough on one of two "

@@ -60,6 +60,10 @@ class Outward:
     endpoints: tuple[TransportEndpoint, ...]
 
 
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class NodeParts:
     """The parts of a node except its network. `info.address` is filled in once the port is known.
@@ -79,9 +83,12 @@ class NodeParts:
     count_free_slots: Callable[[], int]
     outward: Outward | None = None
     watch_steps: Watch = lambda _: None
+    kv_events: Closeable | None = None
 
     def close(self) -> None:
-        """End all transfers and threads of the transports."""
+        """End all transfers and threads of the transports, and the publisher of KV events."""
+        if self.kv_events is not None:
+            self.kv_events.close()
         self.transport.close()
         if self.outward is not None:
             self.outward.transport.close()

@@ -184,8 +184,9 @@ class Dispatcher:
         return self._core.live_timelines_of(client_id, time.monotonic())
 
     def pools(self) -> dict[str, PoolState]:
-        """The nodes of each role, as of what they said last."""
-        return {role.value: pool_state(self._core.pool.role(role)) for role in NodeRole}
+        """The nodes of each role, as of what they said last. What waits here waits for room on decode nodes."""
+        withheld = {NodeRole.DECODE: self.num_requests_by_state()[AttemptState.UNPLACED.value]}
+        return {role.value: pool_state(self._core.pool.role(role), withheld.get(role, 0)) for role in NodeRole}
 
     def kv_flows(self) -> list[KvFlow]:
         """Bytes of KV from node to node, since the start."""

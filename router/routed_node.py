@@ -119,7 +119,7 @@ class Node:
         )
 
 
-def pool_state(nodes: Iterable[Node]) -> PoolState:
+def pool_state(nodes: Iterable[Node], num_withheld: int) -> PoolState:
     """The sums over the nodes."""
     loads = [(node.load, node.info.max_num_seqs) for node in nodes]
     return PoolState(
@@ -129,6 +129,7 @@ def pool_state(nodes: Iterable[Node]) -> PoolState:
         sum(num_seats for _, num_seats in loads),
         sum(load.num_blocks_total - load.num_blocks_free for load, _ in loads),
         sum(load.num_blocks_total for load, _ in loads),
+        num_withheld if loads else 0,
     )
 
 

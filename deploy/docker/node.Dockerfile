@@ -22,7 +22,7 @@ COPY constraints.txt ./
 RUN python3 -m venv /opt/baton && /opt/baton/bin/pip install --no-cache-dir -c constraints.txt setuptools
 COPY . .
 RUN PIP_EXTRA_INDEX_URL=${TORCH_INDEX} /opt/baton/bin/pip install --no-cache-dir --no-build-isolation -c constraints.txt \
-        '.[node,otlp]' \
+        '.[node,otlp,kv-events]' \
     && /opt/baton/bin/pip uninstall --yes pip
 
 FROM ${BASE}

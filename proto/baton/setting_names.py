@@ -67,6 +67,7 @@ ALL_NAMES = frozenset(
         "interval",
         "keep_alive_interval",
         "kv_cache_memory_bytes",
+        "kv_events_config",
         "kv_layer_groups",
         "kv_link_bandwidth",
         "kv_slot_blocks",

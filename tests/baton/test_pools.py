@@ -29,6 +29,7 @@ def waiting(pool: PoolState, number: int) -> PoolState:
         (waiting(IDLE, 9), waiting(FULL, 1), "decode"),
         (waiting(IDLE, 9), waiting(SEATED, 1), "decode"),
         (waiting(IDLE, 9), waiting(IDLE, 1), "prefill"),
+        (waiting(IDLE, 9), dataclasses.replace(IDLE, num_withheld=1), "decode"),
         (ABSENT, waiting(IDLE, 1), "none"),
         (ABSENT, waiting(IDLE, 2), "decode"),
         (ABSENT, ABSENT, "none"),

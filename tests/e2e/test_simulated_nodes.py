@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from engine.simulated.profile import load_profile
 from tests.e2e.client import Answer, Client
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import PATIENCE_S, Cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,3 +54,39 @@ def check(answer: Answer) -> None:
     assert not SPECIAL & set(answer.tokens[0])
     step_s = load_profile("h200-8b").step.constant_us * 1e-6 / 0.5
     assert answer.timings["total_ms"] / 1e3 > 59 * step_s
+
+
+async def test_kv_events_say_what_a_node_holds(tmp_path: Path) -> None:
+    """Over ZMQ, in vLLM's form: blocks of the prompt, and on the decode node those of the answer after them."""
+    with Cluster(tmp_path) as cluster, zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"")
+        socket.bind("tcp://127.0.0.1:*")
+        config = {"enable_kv_cache_events": True, "endpoint": socket.getsockopt_string(zmq.LAST_ENDPOINT)}
+        flags = (*FLAGS, f"--kv-events-config={json.dumps(config)}", "--served-model-name=big")
+        # a socket takes connections, and says what it subscribes to, only while it is polled
+        reading = asyncio.create_task(asyncio.to_thread(read_until, socket, len(PROMPT) + 48))
+        prefill, decode = (cluster.node(role, f"{role}-0", *flags) for role in ("prefill", "decode"))
+        router = cluster.router([prefill], [decode])
+        await asyncio.to_thread(router.wait_ready)
+        async with Client(router) as client:
+            answer = await client.complete(PROMPT, model="big", max_tokens=60, ignore_eos=True, cache_salt="s")
+        held = await reading
+    tokens = [*PROMPT, *answer.tokens[0]]
+    assert held == {"kv@prefill-0@big": PROMPT[:688], "kv@decode-0@big": tokens[: len(held["kv@decode-0@big"])]}
+
+
+def read_until(socket: zmq.Socket[bytes], num_tokens: int) -> dict[str, list[int]]:
+    """The tokens of one chain of blocks by topic, once one of them is so long."""
+    held: dict[str, list[int]] = {}
+    lasts: dict[str, Any] = {}
+    while max(map(len, held.values()), default=0) < num_tokens:
+        assert socket.poll(int(PATIENCE_S * 1e3)), held
+        topic, _, payload = socket.recv_multipart()
+        name = topic.decode()
+        for kind, hashes, parent, block_tokens, size, *_, keys in msgspec.msgpack.decode(payload)[1]:
+            assert (kind, size) == ("BlockStored", 16)
+            assert parent == lasts.get(name)
+            assert (keys is None) == (parent is not None)
+            held.setdefault(name, []).extend(block_tokens)
+            lasts[name] = hashes[-1]
+    return held

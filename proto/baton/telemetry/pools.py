@@ -18,7 +18,7 @@ BOTTLENECKS: tuple[Bottleneck, ...] = ("prefill", "decode", "none")
 @dataclass(frozen=True, slots=True)
 class PoolState:
     """The sums over a pool's nodes, as of their last reports, whichever routers their requests come from. `num_seats`:
-    requests that may run at once."""
+    requests that may run at once. `num_withheld`: requests that this router keeps until a node of the pool has room."""
 
     num_nodes: int = 0
     num_waiting: int = 0
@@ -26,6 +26,7 @@ class PoolState:
     num_seats: int = 0
     num_blocks_used: int = 0
     num_blocks: int = 0
+    num_withheld: int = 0
 
     @property
     def kv_blocks(self) -> float:
@@ -44,13 +45,14 @@ class PoolState:
 def bottleneck(prefill: PoolState, decode: PoolState) -> Bottleneck:
     """Which pool to grow, by rules, in this order:
 
-    - decode, if it is full and requests wait for it: handoffs that it has no room for, or prompts of its own. Prompts
-      then wait on prefill nodes as well, but more of those would not help.
+    - decode, if requests wait for room on it at the router; or if it is full and requests wait for it: handoffs that it
+      has no room for, or prompts of its own. Prompts then wait on prefill nodes as well, but more of those would not
+      help.
     - prefill, if at least one prompt waits there for each node, behind the one that is computed.
     - decode, if there are no prefill nodes and at least one prompt waits for each decode node.
     - none.
     """
-    if decode.num_waiting and decode.is_full:
+    if decode.num_withheld or (decode.num_waiting and decode.is_full):
         return "decode"
     if prefill.num_nodes and prefill.num_waiting >= prefill.num_nodes:
         return "prefill"
