@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,16 +46,17 @@ class Outcome:
 
 async def run_load(planned: Sequence[PlannedRequest], send: Send, on_end: Callable[[Outcome], None]) -> list[Outcome]:
     """Outcomes in the order of `planned`, one of each request. `on_end` is called with each as it ends."""
-    loop = asyncio.get_running_loop()
-    began = loop.time()
+    began = time.perf_counter()
 
     async def one(request: PlannedRequest) -> Outcome:
-        await asyncio.sleep(began + request.at - loop.time())
-        sent = loop.time()
+        await asyncio.sleep(began + request.at - time.perf_counter())
+        sent = time.perf_counter()
         try:
             answer = await send(request.body)
         except RequestFailed as error:
-            outcome = Outcome(request.at, sent - began, loop.time() - began, error=error.kind, detail=str(error))
+            outcome = Outcome(
+                request.at, sent - began, time.perf_counter() - began, error=error.kind, detail=str(error)
+            )
         else:
             outcome = _outcome(request, answer, began)
         on_end(outcome)

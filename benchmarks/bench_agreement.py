@@ -1,0 +1,185 @@
+"""Whether `baton bench` measures what other tools measure: `python -m benchmarks.bench_agreement`.
+
+One server, simulated nodes behind a router, whose times do not depend on this machine's speed; the same load from each
+tool in turn, several times. Tools that are not installed in this environment are named by the path of their command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from baton.address import HostPort
+from baton.settings import Settings, parse
+from benchmarks.tables import Table
+from deploy.ports import HeldPort
+from engine.checkpoint import EMBEDDED
+
+MODEL = "baton-tiny"
+INPUT_TOKENS, OUTPUT_TOKENS = 207, 64
+FIGURES = ("requests/s", "output tokens/s", "TTFT mean", "TTFT p50", "ITL mean", "latency mean")
+TIMEOUT_S = 300.0
+READY_S = 60.0
+
+Measured = dict[str, float]
+
+
+class AgreementSettings(Settings):
+    """Measures one server with baton bench, AIPerf and GuideLLM."""
+
+    prog: ClassVar[str] = "benchmarks.bench_agreement"
+
+    aiperf: Path | None = Field(None, description="the command of AIPerf; unset: it is left out")
+    guidellm: Path | None = Field(None, description="the command of GuideLLM; unset: it is left out")
+    num_prompts: int = Field(80, ge=10, description="requests of each run")
+    request_rate: float = Field(4.0, gt=0, description="of all, sent at equal intervals")
+    rounds: int = Field(3, ge=1, description="runs of each tool, in turn")
+
+
+def main() -> None:
+    settings = parse(AgreementSettings)
+    tools: dict[str, Callable[[str, Path], Measured]] = {"baton bench": lambda *a: baton_bench(settings, *a)}
+    if settings.aiperf:
+        tools["AIPerf"] = lambda *a: aiperf(settings, *a)
+    if settings.guidellm:
+        tools["GuideLLM"] = lambda *a: guidellm(settings, *a)
+    found: dict[str, list[Measured]] = {name: [] for name in tools}
+    with tempfile.TemporaryDirectory() as folder, cluster() as url:
+        for number in range(settings.rounds):
+            for name, run in tools.items():
+                out = Path(folder) / f"{name.replace(' ', '-')}-{number}"
+                out.mkdir()
+                found[name].append(run(url, out))
+                print(name, found[name][-1], file=sys.stderr, flush=True)
+    print(table(found).markdown())
+    print(json.dumps({"benchmark": "bench_agreement", "rounds": found}))
+
+
+def table(found: Mapping[str, list[Measured]]) -> Table:
+    """Medians over the rounds, and how far the others are from baton bench."""
+    medians = {
+        name: {figure: statistics.median(run[figure] for run in runs) for figure in FIGURES}
+        for name, runs in found.items()
+    }
+    own = medians["baton bench"]
+    rows = []
+    for figure in FIGURES:
+        cells = [f"{own[figure]:.2f}"]
+        for name in list(medians)[1:]:
+            value = medians[name][figure]
+            cells.append(f"{value:.2f} ({value / own[figure] - 1:+.1%})")
+        rows.append([figure, *cells])
+    return Table(["ms, if nothing else is said", *medians], rows)
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[str]:
+    """Simulated nodes, whose steps take five times as long as an H200's with an 8B model: its URL."""
+    ports = [HeldPort(HostPort("127.0.0.1", 0)) for _ in range(2)]
+    http, grpc = (port.address for port in ports)
+    flags = ["--prefill=1", "--decode=1", "--engine=simulated", "--profile=h200-8b", "--time-scale=0.2"]
+    command = [sys.executable, "-m", "deploy.up", f"--model={MODEL}", *flags, f"--http={http}", f"--grpc={grpc}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_ready(f"http://{http}/ready")
+            yield f"http://{http}"
+        finally:
+            process.terminate()
+    for port in ports:
+        port.close()
+
+
+def wait_ready(url: str) -> None:
+    """Raises TimeoutError."""
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1.0) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"{url}: the cluster is not ready within {READY_S:g} s")
+
+
+def call(command: list[str], out: Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=out)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+
+
+def baton_bench(settings: AgreementSettings, url: str, out: Path) -> Measured:
+    trace, result = out / "trace.jsonl", out / "result.json"
+    request = {"input_length": INPUT_TOKENS, "output_length": OUTPUT_TOKENS}
+    lines = [
+        {"timestamp": round(i * 1e3 / settings.request_rate), **request, "hash_ids": [i]}
+        for i in range(settings.num_prompts)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [f"--url={url}", "--workload=trace", f"--trace-file={trace}", "--seeds=1", "--ignore-eos", "--no-progress"]
+    call([sys.executable, "-m", "deploy.command", "bench", *flags, f"--result-file={result}"], Path.cwd())
+    (run,) = json.loads(result.read_text())["runs"].values()
+    return {
+        "requests/s": run["requests_per_s"],
+        "output tokens/s": run["output_tokens_per_s"],
+        "TTFT mean": run["ttft_ms"]["mean"],
+        "TTFT p50": run["ttft_ms"]["p50"],
+        "ITL mean": run["tpot_ms"]["mean"],
+        "latency mean": run["e2e_ms"]["mean"],
+    }
+
+
+def aiperf(settings: AgreementSettings, url: str, out: Path) -> Measured:
+    """Its inter-token latency is what baton bench and vLLM call TPOT: of a request, from its first token on."""
+    load = [f"--request-rate={settings.request_rate}", "--arrival-pattern=constant"]
+    load += [f"--request-count={settings.num_prompts}", "--warmup-request-count=3"]
+    load += [f"--isl={INPUT_TOKENS}", "--isl-stddev=0", f"--osl={OUTPUT_TOKENS}", "--osl-stddev=0"]
+    server = [f"--model={MODEL}", f"--url={url}", "--endpoint-type=completions", "--streaming"]
+    server += ["--extra-inputs", "ignore_eos:true", f"--tokenizer={EMBEDDED[MODEL]}", "--use-server-token-count"]
+    call([str(settings.aiperf), "profile", *server, *load, "--ui=none", f"--artifact-dir={out}"], out)
+    told = json.loads((out / "profile_export_aiperf.json").read_text())
+    return {
+        "requests/s": told["request_throughput"]["avg"],
+        "output tokens/s": told["output_token_throughput"]["avg"],
+        "TTFT mean": told["time_to_first_token"]["avg"],
+        "TTFT p50": told["time_to_first_token"]["p50"],
+        "ITL mean": told["inter_token_latency"]["avg"],
+        "latency mean": told["request_latency"]["avg"],
+    }
+
+
+def guidellm(settings: AgreementSettings, url: str, out: Path) -> Measured:
+    result = out / "result.json"
+    command = [
+        *(str(settings.guidellm), "run", "--disable-progress"),
+        *("--backend", f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions"),
+        *("--profile", f"kind=constant,rate={settings.request_rate}"),
+        *("--constraint", f"kind=max_requests,count={settings.num_prompts}"),
+        *("--tokenizer", f"kind=hf_auto,model={EMBEDDED[MODEL]}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens={INPUT_TOKENS},output_tokens={OUTPUT_TOKENS}"),
+        *("--output", f"kind=json,path={result}"),
+    ]
+    call(command, out)
+    metrics: dict[str, Any] = json.loads(result.read_text())["benchmarks"][0]["metrics"]
+    told = {name: value["successful"] for name, value in metrics.items() if "successful" in value}
+    return {
+        "requests/s": told["requests_per_second"]["mean"],
+        "output tokens/s": told["output_tokens_per_second"]["mean"],
+        "TTFT mean": told["time_to_first_token_ms"]["mean"],
+        "TTFT p50": told["time_to_first_token_ms"]["median"],
+        "ITL mean": told["inter_token_latency_ms"]["mean"],
+        "latency mean": told["request_latency"]["mean"] * 1e3,
+    }
+
+
+if __name__ == "__main__":
+    main()
