@@ -21,8 +21,9 @@ class LayerKv:
     head_dim_v]`, of `dtype`.
 
     head_dim_v 0: only K (MLA's latent). sliding_window: how far back attention looks; None: no limit. state_bytes: the
-    layer stores a state of this fixed size instead, and nothing per token (recurrent layers). Raises ValueError for a
-    dtype whose name does not give its size.
+    layer stores a state of this fixed size instead, and nothing per token (recurrent layers). scale_dtype: of the
+    scale that each token has for each head of its K, and of its V; empty: no scales. Raises ValueError for a dtype
+    whose name does not give its size.
     """
 
     num_kv_heads: int
@@ -31,13 +32,18 @@ class LayerKv:
     dtype: str
     sliding_window: int | None = None
     state_bytes: int = 0
+    scale_dtype: str = ""
 
     def __post_init__(self) -> None:
         dtype_bytes(self.dtype)
+        if self.scale_dtype:
+            dtype_bytes(self.scale_dtype)
 
     def head_bytes(self, block_size: int) -> int:
-        """Bytes of one head's K and V of `block_size` tokens."""
-        return block_size * (self.head_dim_k + self.head_dim_v) * dtype_bytes(self.dtype)
+        """Bytes of one head's K and V of `block_size` tokens, with their scales."""
+        scale_bytes = dtype_bytes(self.scale_dtype) if self.scale_dtype else 0
+        widths = [width for width in (self.head_dim_k, self.head_dim_v) if width]
+        return block_size * sum(width * dtype_bytes(self.dtype) + scale_bytes for width in widths)
 
 
 class KvSlice(NamedTuple):
@@ -69,8 +75,9 @@ class KvLayout:
 
     layers: of the whole model. block_size: tokens per block. fingerprint: covers the model's configuration and weights,
     since caches of two fine-tunes of the same shape must never mix. ranks: what each rank's pool holds; a block there
-    is, layer by layer, K then V of these heads, `[heads held, block_size, head_dim]` each, contiguous. Any two ranks
-    hold the same slice or disjoint ones, and together they hold everything; empty: one rank holds everything.
+    is, layer by layer, K then V of these heads, `[heads held, block_size, head_dim]` each, contiguous. With scales, a
+    head's `[block_size, head_dim]` is followed by the scales of its `block_size` tokens. Any two ranks hold the same
+    slice or disjoint ones, and together they hold everything; empty: one rank holds everything.
 
     Raises ValueError for layers and ranks that violate this.
     """
@@ -109,8 +116,11 @@ class KvLayout:
     def has_equal_runs(self) -> bool:
         """Whether a head's K and V each have the same number of bytes in every layer, so that the heads of a block can
         be divided among ranks."""
-        shapes = {(layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v, layer.dtype) for layer in self.layers}
-        return len(shapes) == 1 and all(v in (0, k) for _, k, v, _ in shapes)
+        shapes = {
+            (layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v, layer.dtype, layer.scale_dtype)
+            for layer in self.layers
+        }
+        return len(shapes) == 1 and all(v in (0, k) for _, k, v, *_ in shapes)
 
     def num_bytes(self, what: KvSlice) -> int:
         """Bytes of a slice of one block. A layer with fewer heads contributes those that it has."""

@@ -145,6 +145,7 @@ layer_kv = st.builds(
     dtype,
     st.none() | st.integers(1, 2**32 - 1),
     st.integers(0, 2**64 - 1),
+    st.sampled_from(["", "float8_e8m0fnu"]),
 )
 
 

@@ -139,20 +139,22 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LayerKv(_message.Message):
-    __slots__ = ("num_kv_heads", "head_dim_k", "head_dim_v", "dtype", "sliding_window", "state_bytes")
+    __slots__ = ("num_kv_heads", "head_dim_k", "head_dim_v", "dtype", "sliding_window", "state_bytes", "scale_dtype")
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_K_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_V_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCALE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
     dtype: str
     sliding_window: int
     state_bytes: int
-    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim_k: _Optional[int] = ..., head_dim_v: _Optional[int] = ..., dtype: _Optional[str] = ..., sliding_window: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
+    scale_dtype: str
+    def __init__(self, num_kv_heads: _Optional[int] = ..., head_dim_k: _Optional[int] = ..., head_dim_v: _Optional[int] = ..., dtype: _Optional[str] = ..., sliding_window: _Optional[int] = ..., state_bytes: _Optional[int] = ..., scale_dtype: _Optional[str] = ...) -> None: ...
 
 class KvSlice(_message.Message):
     __slots__ = ("layer_start", "layer_end", "head_start", "head_end")

@@ -355,6 +355,7 @@ def write_layout(layout: KvLayout) -> common_pb2.KvLayout:
                 dtype=layer.dtype,
                 sliding_window=layer.sliding_window or 0,
                 state_bytes=layer.state_bytes,
+                scale_dtype=layer.scale_dtype,
             )
             for layer in layout.layers
         ],
@@ -383,8 +384,15 @@ def read_layout(wire: common_pb2.KvLayout) -> KvLayout:
 
 def _read_layer(wire: common_pb2.LayerKv) -> LayerKv:
     """Raises ValueError or InvalidRequest."""
-    shape = wire.num_kv_heads, wire.head_dim_k, wire.head_dim_v
-    return LayerKv(*shape, read_text(wire.dtype, "dtype"), wire.sliding_window or None, wire.state_bytes)
+    return LayerKv(
+        num_kv_heads=wire.num_kv_heads,
+        head_dim_k=wire.head_dim_k,
+        head_dim_v=wire.head_dim_v,
+        dtype=read_text(wire.dtype, "dtype"),
+        sliding_window=wire.sliding_window or None,
+        state_bytes=wire.state_bytes,
+        scale_dtype=read_text(wire.scale_dtype, "scale_dtype"),
+    )
 
 
 def write_endpoints(endpoints: Iterable[TransportEndpoint]) -> list[common_pb2.TransportEndpoint]:

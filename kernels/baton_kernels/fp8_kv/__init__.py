@@ -1,0 +1,55 @@
+"""Keys and values in 8 bits: float8_e4m3fn, with a scale for each token and head of K, and of V.
+
+Scales are powers of two (float8_e8m0fnu, as in the OCP Microscaling Formats specification 1.0), the smallest with which
+the largest magnitude fits, so no calibration is needed, and what a token stores depends on that token alone: not on the
+chunks of its prompt, nor on what shares its block. A power of two costs e4m3 no precision, and dequantizing is exact in
+bfloat16, wherever it happens.
+
+In a cache, a head's `[block_size, head_dim]` elements are followed by its `block_size` scales, one byte each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPE = torch.float8_e4m3fn
+SCALE_DTYPE = torch.float8_e8m0fnu
+_LARGEST_SCALE = 247
+"""Of the largest fp32, as e8m0: a float's exponent less the 8 of 448."""
+_BEYOND_448 = 0x1FFFFF
+"""Added to a float's bits, carries into its exponent exactly if its mantissa is above that of 448, 1.75."""
+
+
+def is_quantized(cache: Tensor) -> bool:
+    """Whether a cache of keys or values has scales."""
+    return cache.dtype == DTYPE
+
+
+def head_bytes(block_size: int, head_dim: int) -> int:
+    """Bytes of one head's elements and scales in one block: the stride of heads in a quantized cache."""
+    return block_size * (head_dim + 1)
+
+
+def scales_of(cache: Tensor) -> Tensor:
+    """The scales of a quantized cache [num_blocks, num_kv_heads, block_size, head_dim], as e8m0 bytes: a view
+    [num_blocks, num_kv_heads, block_size], uint8, of the same memory."""
+    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    strides = (cache.stride(0), cache.stride(1), 1)
+    offset = cache.storage_offset() + block_size * head_dim
+    return cache.view(torch.uint8).as_strided((num_blocks, num_kv_heads, block_size), strides, offset)
+
+
+def quantize(heads: Tensor) -> tuple[Tensor, Tensor]:
+    """heads: [..., head_dim], floating. Returns float8_e4m3fn of the same shape, and the scales [...], uint8."""
+    exact = heads.float()
+    peak = exact.abs().amax(-1)
+    scales = (((peak.view(torch.int32) + _BEYOND_448) >> 23) - 8).clamp(1, _LARGEST_SCALE)
+    inverse = ((254 - scales) << 23).view(torch.float32)
+    return (exact * inverse[..., None]).to(DTYPE), scales.to(torch.uint8)
+
+
+def dequantize(elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `quantize` stored, in `dtype`: exact in float32, and but for the tiniest numbers in bfloat16."""
+    factors = (scales.int() << 23).view(torch.float32)
+    return (elements.float() * factors[..., None]).to(dtype)
