@@ -58,9 +58,14 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        found = getattr(torch, self.built.layout.layers[0].dtype)
-        assert isinstance(found, torch.dtype)
+        """Of activations."""
+        found: torch.dtype = self.built.runner.model.dtype
         return found
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token's KV."""
+        return self.built.layout.block_bytes / self.built.layout.block_size
 
     def prompt(self, length: int) -> tuple[int, ...]:
         """Random tokens, the same in every run."""
@@ -117,7 +122,13 @@ def open_bench(settings: EngineBenchSettings) -> tuple[Bench, float]:
             built=built,
             engine=Engine(built.engine.config, runner),
             runner=runner,
-            shape=shape_of(built.checkpoint, built.layout.layers[0].dtype, built.runner.model, settings.quantization),
+            shape=shape_of(
+                built.checkpoint,
+                built.runner.model.dtype,
+                built.runner.model,
+                settings.quantization,
+                settings.kv_cache_dtype,
+            ),
             ceilings=bounds,
             numbers=count(),
         ),

@@ -29,6 +29,7 @@ ANSWER_TOKENS = 16
 NUM_LOGPROBS = 5
 MAX_SEQUENCES = 256
 MAX_COMPARED = 32
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 SHORT_TOKENS = (1, 200)
 LONG_TOKENS = (1000, 2500)  # more than one chunk
 
@@ -73,23 +74,31 @@ class Agreement:
 
 
 def rounds_inputs(bench: Bench) -> bool:
-    """Whether many rows of inputs are rounded to 8 bits: what that changes depends on the model and its depth, so there
-    are no fixed limits."""
+    """Whether many rows of inputs are rounded to 8 bits."""
     methods = map(method_of, bench.built.runner.model.modules())
     return any(isinstance(method, QuantizedLinear) and not method.weight.four_bits for method in methods)
 
 
+def rounds_kv(bench: Bench) -> bool:
+    return bool(bench.built.layout.layers[0].scale_dtype)
+
+
 @torch.inference_mode()
-def as_usual(answers: list[Answer], reference: Any) -> Agreement:
-    """The reference with fp8 as vLLM makes it online, a scale per weight and one per row of inputs, compared with
-    itself, at the tokens of the answers. Spoils its weights."""
+def as_usual(answers: list[Answer], reference: Any, *, weights: bool, kv: bool) -> Agreement:
+    """The reference with fp8 as vLLM has it, compared with itself, at the tokens of the answers. Spoils its weights.
+
+    What 8 bits change depends on the model and its depth, so there are no fixed limits. weights: quantized online, a
+    scale per weight, and one per row of inputs. kv: a scale per layer for its keys, and one for its values; here the
+    keys before they are rotated, which does not change their lengths.
+    """
     exact = [_logits(reference, answer) for answer in answers]
-    largest = torch.finfo(torch.float8_e4m3fn).max
     for name, module in linear_layers(reference):
-        if name != "lm_head":
-            scale = module.weight.abs().max().float() / largest
+        if weights and name != "lm_head":
+            scale = module.weight.abs().max().float() / LARGEST_FP8
             module.weight.copy_((module.weight.float() / scale).to(torch.float8_e4m3fn).float() * scale)
             module.register_forward_pre_hook(_rounded_inputs)
+        if kv and name.endswith(("k_proj", "v_proj")):
+            module.register_forward_hook(_rounded_output)
     agreed, num_tokens, shortfall, error = 0, 0, 0.0, 0.0
     for answer, logits in zip(answers, exact, strict=True):
         rounded = _logits(reference, answer)
@@ -105,9 +114,16 @@ def as_usual(answers: list[Answer], reference: Any) -> Agreement:
 
 
 def _rounded_inputs(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    x = inputs[0]
-    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    return (((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype),)
+    return (_rounded(inputs[0], inputs[0].abs().amax(-1, keepdim=True)),)
+
+
+def _rounded_output(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return _rounded(output, output.abs().max())
+
+
+def _rounded(x: Tensor, peak: Tensor) -> Tensor:
+    scale = peak.float().clamp(min=1e-12) / LARGEST_FP8
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
 def is_quantized(bench: Bench) -> bool:
@@ -120,11 +136,12 @@ def check(bench: Bench, reference: Any) -> dict[str, Any]:
     chosen = answers[:2] + Random(1).sample(answers[2:], min(len(answers) - 2, MAX_COMPARED - 2))
     found = compare(chosen, reference, len(answers))
     note(str(found))
-    if not rounds_inputs(bench):
+    weights, kv = rounds_inputs(bench), rounds_kv(bench)
+    if not weights and not kv:
         judge(found, LIMITS[bench.dtype])
         return {name: round(value, 4) for name, value in asdict(found).items()}
-    usual = as_usual(chosen, reference)
-    note(f"with inputs of 8 bits and a scale per tensor: {usual}")
+    usual = as_usual(chosen, reference, weights=weights, kv=kv)
+    note(f"with 8 bits and a scale per tensor: {usual}")
     limits = Limits(usual.agreement - 0.05, 1.2 * usual.max_shortfall, 1.2 * usual.max_logprob_error)
     judge(found, limits)
     return {name: round(value, 4) for name, value in asdict(found).items()} | {"usual": asdict(usual)}

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, field_validator
 
 from baton.sampling import SamplingParams
+from baton_kernels.fp8_kv import quantize
 from benchmarks.engine_bench import Bench, EngineBenchSettings, drain, note, step
 from benchmarks.engine_report import main
 from benchmarks.engine_shape import Cell
@@ -32,7 +33,7 @@ QUICK_CELLS = "1x20,3x40"
 QUICK_STEPS = 24
 WARM_STEPS = 20
 TRACED_STEPS = 12
-FILL_BLOCKS = 1024  # at a time: some torch operations count elements in 32 bits
+FILL_BLOCKS = 256  # at a time: some torch operations count elements in 32 bits
 GREEDY = "greedy"
 SAMPLINGS = {
     GREEDY: SamplingParams(temperature=0.0, ignore_eos=True),
@@ -98,11 +99,17 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 def fill_pool(bench: Bench) -> None:
     """Fill all blocks with normally distributed random KV."""
-    pool = bench.built.pool_bytes.view(bench.dtype)
+    pool = bench.runner.pool
     with torch.inference_mode():
-        for start in range(0, len(pool), FILL_BLOCKS):
-            pool[start : start + FILL_BLOCKS].normal_()
-    if pool.is_cuda:
+        for start in range(0, pool.num_blocks, FILL_BLOCKS):
+            part = pool.tensor[start : start + FILL_BLOCKS]
+            if not pool.layers[0].scale_dtype:
+                part.normal_()
+                continue
+            shape = (*part.shape[:-1], pool.block_size, pool.layers[0].head_dim_k)
+            elements, scales = quantize(torch.randn(shape, dtype=bench.dtype, device=part.device))
+            part.copy_(torch.cat((elements.view(torch.uint8).flatten(-2), scales), dim=-1))
+    if pool.tensor.is_cuda:
         torch.cuda.synchronize()
 
 
@@ -164,8 +171,7 @@ def _mean_context(running: list[Sequence], num_steps: int) -> float:
 def _judged(bench: Bench, measured: Measured) -> dict[str, Any]:
     """The entry of the JSON line, with the floor and vLLM's figure. The mean is compared, as it determines
     throughput."""
-    itemsize = bench.dtype.itemsize
-    read = bench.shape.step_bytes(measured.batch, measured.mean_context, itemsize)
+    read = bench.shape.step_bytes(measured.batch, measured.mean_context, bench.token_bytes)
     floor_ms = read / bench.ceilings.read_bytes_per_s * 1e3
     mean_ms = statistics.fmean(measured.step_s) * 1e3
     vllm = bench.shape.vllm

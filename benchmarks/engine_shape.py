@@ -31,7 +31,7 @@ class VllmFigures:
 
 LLAMA_8B = (4096, 14336, 32, 32, 8, 128256)
 VLLM = {
-    (LLAMA_8B, None): VllmFigures(
+    (LLAMA_8B, None, "auto"): VllmFigures(
         version="0.26.0",
         machine="NVIDIA H200",
         decode_ms={
@@ -47,7 +47,7 @@ VLLM = {
         saturated_tokens_per_s=43_300.0,
         offline_tokens_per_s=36_262.0,
     ),
-    (LLAMA_8B, "fp8"): VllmFigures(
+    (LLAMA_8B, "fp8", "auto"): VllmFigures(
         version="0.26.0",
         machine="NVIDIA H200",
         decode_ms={(1, 1024): 3.50, (32, 1024): 5.35, (128, 1024): 9.07, (256, 1024): 15.76},
@@ -55,9 +55,17 @@ VLLM = {
         saturated_tokens_per_s=66_278.0,
         offline_tokens_per_s=None,
     ),
+    (LLAMA_8B, "fp8", "fp8"): VllmFigures(
+        version="0.26.0",
+        machine="NVIDIA H200",
+        decode_ms={(32, 1024): 5.19, (256, 1024): 13.64, (32, 8192): 10.20},
+        prefill_ms={},
+        saturated_tokens_per_s=66_324.0,
+        offline_tokens_per_s=None,
+    ),
 }
-"""By dimensions (hidden size, intermediate size, layers, heads, KV heads and vocabulary) and --quantization; in bf16
-with random weights."""
+"""By dimensions (hidden size, intermediate size, layers, heads, KV heads and vocabulary), --quantization and
+--kv-cache-dtype; in bf16 with random weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +84,9 @@ class ModelShape:
     token_params: int
     vllm: VllmFigures | None = field(default=None)
 
-    def kv_bytes(self, num_tokens: float, itemsize: int) -> float:
-        """Bytes of the keys and values of `num_tokens` tokens."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize * num_tokens
-
-    def step_bytes(self, batch: int, mean_context: float, itemsize: int) -> float:
-        """Bytes that a decode step must read: the weights once, and the KV of every sequence."""
-        return self.read_bytes + self.kv_bytes(batch * mean_context, itemsize)
+    def step_bytes(self, batch: int, mean_context: float, token_bytes: float) -> float:
+        """Bytes that a decode step must read: the weights once, and the KV of every sequence, of `token_bytes` each."""
+        return self.read_bytes + batch * mean_context * token_bytes
 
     def prompt_flops(self, num_tokens: int) -> float:
         """Multiplications and additions of a prompt, with causal attention and only its last token's logits."""
@@ -92,7 +96,11 @@ class ModelShape:
 
 
 def shape_of(
-    checkpoint: Checkpoint, dtype: str, served: nn.Module | None = None, quantization: str | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    served: nn.Module | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> ModelShape:
     """The shape of the checkpoint's model, built on the meta device. `dtype`: of activations; vLLM's figures are for
     bfloat16. served: the model as it is served, if it is quantized."""
@@ -107,7 +115,7 @@ def shape_of(
     output = model.get_output_embeddings().weight.numel()
     total = sum(weight.numel() for weight in model.parameters())
     untied_table = 0 if _tied(model) else model.get_input_embeddings().weight.numel()
-    read_bytes = (total - untied_table) * getattr(torch, dtype).itemsize
+    read_bytes = (total - untied_table) * dtype.itemsize
     if served is not None:
         tables = [module.weight.nbytes for module in served.modules() if isinstance(module, nn.Embedding)]
         read_bytes = sum(weight.nbytes for weight in served.parameters()) - (0 if _tied(model) else sum(tables))
@@ -120,7 +128,7 @@ def shape_of(
         read_params=total - untied_table,
         read_bytes=read_bytes,
         token_params=total - untied_table - output,
-        vllm=VLLM.get((dims, quantization)) if dtype == "bfloat16" else None,
+        vllm=VLLM.get((dims, quantization, kv_cache_dtype)) if dtype == torch.bfloat16 else None,
     )
 
 

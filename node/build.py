@@ -26,6 +26,7 @@ from engine.engine import Engine
 from engine.model import fast
 from engine.model.attention import Probe, probe
 from engine.model.graphs import decode_capture_sizes, step_padding
+from engine.model.kv_pool import quantized
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
@@ -177,6 +178,9 @@ def _load(
         model = loader.load_model(checkpoint, dtype, device, settings.load_format, settings.quantization)
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)
+    if settings.kv_cache_dtype != "auto":
+        _require_fp8(device)
+        probed = dataclasses.replace(probed, kv=quantized(probed.kv))
     name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())
     log.info(
         "model loaded model=%s device=%s dtype=%s threads=%d weights_gib=%.2f seconds=%.2f",
@@ -190,14 +194,22 @@ def _load(
     return model, probed
 
 
+def _require_fp8(device: torch.device) -> None:
+    """Raise ValueError if Triton has no float8_e4m3fn there."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"--kv-cache-dtype: fp8 needs a GPU of compute capability 8.9 or more, which {name} has not")
+
+
 def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> EngineConfig:
     """`limits` with the pool's size: the one that is set, or what fits into memory."""
     began = time.monotonic()
     num_blocks = pool_size.num_blocks(settings, limits, model, probed)
     log.info(
-        "kv pool kv_blocks=%d kv_gib=%.2f max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d seconds=%.2f",
+        "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d seconds=%.2f",
         num_blocks,
         num_blocks * KvLayout(probed.kv, settings.block_size, "").block_bytes / GIB,
+        probed.kv[0].dtype,
         limits.max_model_len,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,

@@ -63,6 +63,11 @@ class NodeSettings(ClusterSettings):
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = Field(
         "auto", description="of weights and KV cache; auto: float32 on a CPU, else the checkpoint's"
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
+        "auto",
+        description="of the KV cache; auto: that of --dtype; fp8: 8 bits, with a scale for each token and head, which "
+        "halves what is stored and sent",
+    )
     quantization: Literal["awq", "compressed-tensors", "fp8", "gptq", "int8"] | None = Field(
         None,
         description="fp8, int8: quantize a 16-bit checkpoint's linear layers while it loads, with a scale per row; "

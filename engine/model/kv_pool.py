@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from baton.layout import KvLayout, LayerKv
+from baton_kernels import fp8_kv
 from baton_kernels.block_copy import copy_blocks
+from baton_kernels.fp8_kv import elements_of, head_bytes
 from engine.model.errors import UnsupportedModel
 
 
@@ -27,11 +29,18 @@ def require_served(layers: Sequence[LayerKv], model: str) -> None:
         raise UnsupportedModel(f"{model}: layers' KV differ in shape: {told}")
 
 
+def quantized(layers: tuple[LayerKv, ...]) -> tuple[LayerKv, ...]:
+    """The layers with their KV in 8 bits, see `baton_kernels.fp8_kv`."""
+    dtype, scale_dtype = (str(x).removeprefix("torch.") for x in (fp8_kv.DTYPE, fp8_kv.SCALE_DTYPE))
+    return tuple(dataclasses.replace(layer, dtype=dtype, scale_dtype=scale_dtype) for layer in layers)
+
+
 class KvPool:
     """All KV blocks of a node's rank, in one tensor that this object owns.
 
     layers: the KV of each layer that the rank holds; `require_served` must accept them. tensor: [num_blocks,
-    num_layers, 2, num_kv_heads, block_size, head_dim]. Block-major: a block is one contiguous piece to copy, send or
+    num_layers, 2, num_kv_heads, block_size, head_dim]; of quantized layers [num_blocks, num_layers, 2, num_kv_heads,
+    bytes of a head's elements and scales], uint8. Block-major: a block is one contiguous piece to copy, send or
     checksum. Heads come before slots, so that a rank's heads are one slice. It starts as zeros. Reused blocks keep old
     KV in slots not yet written; on a CPU the runner clears a block before a chunk fills a part of it, since the
     reference attention needs finite values there.
@@ -42,13 +51,22 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         one = layers[0]
-        dims = (num_blocks, len(layers), 2, one.num_kv_heads, block_size, one.head_dim_k)
-        self.tensor = torch.zeros(dims, dtype=getattr(torch, one.dtype), device=device)
+        dims: tuple[int, ...] = (num_blocks, len(layers), 2, one.num_kv_heads)
+        dtype: torch.dtype = getattr(torch, one.dtype)
+        if one.scale_dtype:
+            dims, dtype = (*dims, head_bytes(block_size, one.head_dim_k)), torch.uint8
+        else:
+            dims = (*dims, block_size, one.head_dim_k)
+        self.tensor = torch.zeros(dims, dtype=dtype, device=device)
         assert self.as_bytes().shape[1] == self.layout("").block_bytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer: views [num_blocks, num_kv_heads, block_size, head_dim]."""
-        return self.tensor[:, index, 0], self.tensor[:, index, 1]
+        keys, values = self.tensor[:, index].unbind(1)
+        one = self.layers[0]
+        if one.scale_dtype:
+            keys, values = (elements_of(x, self.block_size, one.head_dim_k) for x in (keys, values))
+        return keys, values
 
     def as_bytes(self) -> Tensor:
         """The same memory as [num_blocks, block_bytes], uint8."""

@@ -81,7 +81,7 @@ class TorchModelRunner:
             text.num_attention_heads,
             layer.num_kv_heads,
             layer.head_dim_k,
-            self.pool.tensor.dtype,
+            self.model.dtype,
             self.model.device,
             longest,
         )

@@ -66,6 +66,7 @@ ALL_NAMES = frozenset(
         "json_output",
         "interval",
         "keep_alive_interval",
+        "kv_cache_dtype",
         "kv_cache_memory_bytes",
         "kv_events_config",
         "kv_layer_groups",

@@ -182,25 +182,25 @@ def test_cells_that_are_none(text: str) -> None:
 
 
 def test_what_a_step_reads_and_a_prompt_computes(folder: Path) -> None:
-    shape = shape_of(Checkpoint.open(folder), "float32")
+    shape = shape_of(Checkpoint.open(folder), torch.float32)
     layer = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48 + 2 * 32
     assert shape.read_params == 2 * layer + 32 + 300 * 32
-    assert shape.step_bytes(5, 10, 4) == shape.read_params * 4 + 5 * 10 * (2 * 2 * 2 * 8 * 4)
+    assert shape.step_bytes(5, 10, 2 * 2 * 2 * 8 * 4) == shape.read_params * 4 + 5 * 10 * (2 * 2 * 2 * 8 * 4)
     assert shape.prompt_flops(3) == 2 * 3 * (2 * layer + 32) + 2 * 300 * 32 + 4 * 2 * 4 * 8 * (1 + 2 + 3)
     assert shape.vllm is None
 
 
 def test_vllm_is_compared_with_its_own_shape() -> None:
     models = Path(__file__).parents[2] / "benchmarks" / "models"
-    llama = shape_of(Checkpoint.open(models / "llama-3.1-8b"), "bfloat16")
+    llama = shape_of(Checkpoint.open(models / "llama-3.1-8b"), torch.bfloat16)
     assert llama.read_params * 2 == pytest.approx(15.01e9, rel=1e-3)
     assert llama.vllm is not None
     defaults = engine_all.AllBenchSettings()
     cells = engine_decode.parse_cells(defaults.cells)
     assert set(cells) == set(llama.vllm.decode_ms)
     assert engine_prefill.parse_lengths(defaults.lengths) == list(llama.vllm.prefill_ms)
-    assert shape_of(Checkpoint.open(models / "llama-3.1-8b"), "float16").vllm is None
-    assert shape_of(Checkpoint.open(models / "qwen3-8b"), "bfloat16").vllm is None
+    assert shape_of(Checkpoint.open(models / "llama-3.1-8b"), torch.float16).vllm is None
+    assert shape_of(Checkpoint.open(models / "qwen3-8b"), torch.bfloat16).vllm is None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

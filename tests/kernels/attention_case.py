@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from baton_kernels.fp8_kv import dequantize, elements_of, head_bytes, quantize
 from baton_kernels.kv_write import kv_write
 from baton_kernels.paged_attention import PagedBatch
 
@@ -19,7 +20,8 @@ BATCHES = {  # (new tokens, context with them)
 
 
 class Case:
-    """Everything unused is NaN. `tails`: what is in the slots after a sequence's end in its last block.
+    """Everything unused is NaN. `tails`: what is in the slots after a sequence's end in its last block. quantized: the
+    pool has keys and values of 8 bits, and `keys` and `values` are what it can hold.
 
     The pool has two layers, the block tables more rows than sequences, in another order.
     """
@@ -34,19 +36,31 @@ class Case:
         block_size: int,
         dtype: torch.dtype = torch.float32,
         tails: float = math.nan,
+        *,
+        quantized: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(7)
         widths = [-(-context // block_size) for _, context in lens]
         order = (torch.randperm(sum(widths), generator=generator) + 1).tolist()
         tables = [[order.pop() for _ in range(width)] + [0] * 3 for width in widths]
-        pool = torch.full((sum(widths) + 1, 2, 2, kv_heads, block_size, dim), math.nan, device=device, dtype=dtype)
+        num_blocks = sum(widths) + 1
+        pool = torch.full((num_blocks, 2, 2, kv_heads, block_size, dim), math.nan, device=device, dtype=dtype)
+        stored = pool
+        if quantized:
+            pool = torch.full((num_blocks, 2, 2, kv_heads, head_bytes(block_size, dim)), 255, dtype=torch.uint8)
+            pool = pool.to(device)
+            stored = elements_of(pool, block_size, dim)
 
         def random(num_tokens: int, num_heads: int) -> Tensor:
             return torch.randn(num_tokens, num_heads, dim, generator=generator).to(device, dtype)
 
-        self.key_cache, self.value_cache = pool[:, 1, 0], pool[:, 1, 1]
-        self.keys = [random(context, kv_heads) for _, context in lens]
-        self.values = [random(context, kv_heads) for _, context in lens]
+        def cached(num_tokens: int) -> Tensor:
+            heads = random(num_tokens, kv_heads)
+            return dequantize(*quantize(heads), dtype) if quantized else heads
+
+        self.key_cache, self.value_cache = stored[:, 1, 0], stored[:, 1, 1]
+        self.keys = [cached(context) for _, context in lens]
+        self.values = [cached(context) for _, context in lens]
         # The new tokens' query, key and value are views of one projection's output.
         fused = random(sum(n for n, _ in lens), heads + 2 * kv_heads)
         self.query = fused[:, :heads]
@@ -55,7 +69,7 @@ class Case:
         for (n, context), table, keys, values in zip(lens, tables, self.keys, self.values, strict=True):
             if context:  # 0 pads a graph
                 self.key[first : first + n], self.value[first : first + n] = keys[-n:], values[-n:]
-                pool[table[-4], 1] = tails
+                pool[table[-4], 1] = tails if not quantized else 255 if math.isnan(tails) else 0
             first += n
             slots = torch.tensor([table[p // block_size] * block_size + p % block_size for p in range(context)])
             kv_write(keys, values, self.key_cache, self.value_cache, slots.to(device, torch.int64))

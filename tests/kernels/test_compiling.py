@@ -9,6 +9,8 @@ import sys
 import torch
 from torch import Tensor
 
+from baton_kernels.fp8_kv import elements_of, head_bytes
+
 
 def test_small_kernels_compile_for_hopper() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -21,7 +23,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 44
+    assert int(done.stdout) == 53
 
 
 def bf16(*shape: int) -> Tensor:
@@ -43,13 +45,22 @@ def launch_norms_and_gates() -> None:
         gated_activation(bf16(2, 2 * 1100), activation)
 
 
-def launch_rope(dim: int, rotary_dim: int, interleaved: bool, with_norm: bool) -> None:
+def caches(kv_heads: int, dim: int, quantized: bool) -> tuple[Tensor, Tensor]:
+    """Of the second layer of two."""
+    if quantized:
+        pool = elements_of(ints(3, 2, 2, kv_heads, head_bytes(16, dim), dtype=torch.uint8), 16, dim)
+    else:
+        pool = bf16(3, 2, 2, kv_heads, 16, dim)
+    return pool[:, 1, 0], pool[:, 1, 1]
+
+
+def launch_rope(dim: int, rotary_dim: int, interleaved: bool, with_norm: bool, quantized: bool = False) -> None:
     from baton_kernels.kv_write.kernel import kv_write
     from baton_kernels.kv_write.reference import HeadNorm
     from baton_kernels.kv_write.rope_kernel import rope_kv_write
 
     query, key, value = (t.unflatten(1, (-1, dim)) for t in bf16(2, 48 * dim).split([32 * dim, 8 * dim, 8 * dim], 1))
-    keys, values = bf16(3, 2, 2, 8, 16, dim)[:, 1].unbind(1)
+    keys, values = caches(8, dim, quantized)
     norm = HeadNorm(bf16(dim), bf16(dim), 1e-6, 0.0, False) if with_norm else None
     table = bf16(2, rotary_dim)
     rope_kv_write(query, key, value, table, table, keys, values, ints(2), interleaved, norm)
@@ -126,14 +137,19 @@ def launch_quantized() -> None:
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized)
 
 
-def launch_decode() -> None:
+def launch_attention(quantized: bool) -> None:
     from baton_kernels.paged_attention import PagedBatch
     from baton_kernels.paged_attention.decode import decode_attention
+    from baton_kernels.paged_attention.gather import gather
+    from baton_kernels.paged_attention.prefill import prefill_attention
     from baton_kernels.paged_attention.tile import scoring
 
-    batch = PagedBatch.build([[1]], [1], [3], 16, torch.device("cpu"))
-    keys, values = bf16(3, 2, 2, 2, 16, 128)[:, 1].unbind(1)
-    decode_attention(bf16(1, 8, 128), keys, values, batch, bf16(1, 8, 128), scoring(0.1, None, None), None)
+    batch = PagedBatch.build([[1], [2]], [1, 3], [3, 4], 16, torch.device("cpu"))
+    keys, values = caches(2, 128, quantized)
+    query, out, how = bf16(4, 8, 128), bf16(4, 8, 128), scoring(0.1, None, None)
+    decode_attention(query, keys, values, batch, out, how, None)
+    prefill_attention(query, keys, values, batch, range(1, 2), out, how, None)
+    gather(keys, values, batch, 1, 0, 4, bf16(4, 2, 128), bf16(4, 2, 128))
 
 
 def main() -> None:
@@ -144,10 +160,12 @@ def main() -> None:
         launch_rope(128, 128, interleaved=False, with_norm=False)
         launch_rope(128, 128, interleaved=False, with_norm=True)
         launch_rope(80, 32, interleaved=True, with_norm=True)
+        launch_rope(128, 96, interleaved=False, with_norm=True, quantized=True)
         launch_moves_and_inputs()
         launch_matmuls()
         launch_quantized()
-        launch_decode()
+        launch_attention(quantized=False)
+        launch_attention(quantized=True)
     print(len(names))
 
 

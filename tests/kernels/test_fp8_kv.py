@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.fp8_kv import dequantize, head_bytes, quantize, scales_of
+from baton_kernels.fp8_kv import dequantize, elements_of, head_bytes, quantize, scales_of
 
 
 def test_each_head_gets_the_smallest_scale_that_fits() -> None:
@@ -43,5 +43,6 @@ def test_scales_lie_behind_the_elements_of_their_head() -> None:
     num_blocks, num_layers, num_kv_heads, block_size, head_dim = 3, 2, 2, 4, 8
     memory = torch.arange(num_blocks * num_layers * 2 * num_kv_heads * head_bytes(block_size, head_dim)) % 251
     pool = memory.to(torch.uint8).view(num_blocks, num_layers, 2, num_kv_heads, head_bytes(block_size, head_dim))
-    values = pool[:, 1, 1, :, : block_size * head_dim].view(torch.float8_e4m3fn).unflatten(-1, (block_size, head_dim))
+    values = elements_of(pool[:, 1, 1], block_size, head_dim)
+    assert torch.equal(values.view(torch.uint8).flatten(-2), pool[:, 1, 1, :, : block_size * head_dim])
     assert torch.equal(scales_of(values), pool[:, 1, 1, :, block_size * head_dim :])

@@ -66,6 +66,15 @@ def test_plain(kind: str, heads: int, kv_heads: int, dim: int, device: str, dtyp
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("kind", SMALL)
+def test_quantized_cache(kind: str, device: str, dtype: torch.dtype) -> None:
+    case = Case(SMALL[kind], 6, 2, 48, device, 16, dtype, quantized=True)
+    check(case)
+    if device != "cpu" or kind == "mixed":
+        check(case, window=33, softcap=5.0, sinks=torch.linspace(-1, 1, 6, device=device))
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_window_softcap_and_sinks(every: bool, kind: str, device: str, dtype: torch.dtype) -> None:
     case = Case(SMALL[kind], 4, 2, 16, device, 8, dtype)
@@ -98,9 +107,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def test_shapes_of_models(heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
     sinks = torch.linspace(-1, 1, heads, device="cuda")
     for lens in (*BATCHES.values(), [(1, 5000), (1, 100), (600, 2600), (3, 4000)]):
-        case = Case(sorted(lens), heads, kv_heads, dim, "cuda", block_size, dtype)
-        check(case)
-        check(case, window=70, softcap=5.0, sinks=sinks)
+        for quantized in (False, True):
+            case = Case(sorted(lens), heads, kv_heads, dim, "cuda", block_size, dtype, quantized=quantized)
+            check(case)
+            check(case, window=70, softcap=5.0, sinks=sinks)
 
 
 @GPU
@@ -167,7 +177,7 @@ def test_shares_cover_each_context_once(
         batch.num_tokens, batch.host_context_lens = len(contexts) + 8, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "tune", lambda *_: decode.Tuning(programs, 16, 1, 1))
-        plan = decode._plan(batch, torch.empty(3, 2, 16, 16), 4, window)
+        plan = decode._plan(batch, torch.empty(1, 4, 16), torch.empty(3, 2, 16, 16), window)
     wanted = programs // 2
     shares = [share for share in plan.shares.tolist() if share[0] >= 0]
     merges = [merge[:3] for merge in plan.merges.tolist() if merge[0] >= 0]
@@ -204,7 +214,7 @@ def test_empty_places_beside_prompts_leave_the_shares_to_the_others() -> None:
         )
         batch.context_lens, batch.host_context_lens = torch.tensor(contexts, dtype=torch.int32), []
         batch.num_tokens += 8
-        plan = decode._plan(batch, torch.empty(3, 2, 16, 16), 4, None)
+        plan = decode._plan(batch, torch.empty(1, 4, 16), torch.empty(3, 2, 16, 16), None)
         return max(end - start for seq, start, end, _ in plan.shares.tolist() if seq >= 0)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -224,16 +234,17 @@ def test_bounds_for_lengths(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(plan.num_splits > 1 for plan in case.batch.plans.values() if isinstance(plan, prefill.Plan))
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(
     ("query_len", "context"),
     [(32, 32), (21, 21), (16, 64), (32, 101), (19, 60), (3, 35)],
     ids=str,
 )
-def test_long_chunk_in_small(query_len: int, context: int, fresh: bool) -> None:
+def test_long_chunk_in_small(query_len: int, context: int, fresh: bool, quantized: bool) -> None:
     """Squares and rectangles with torch in cuDNN's place."""
     shapes = contiguous.Shapes(square=16, rows=8, few=20, widths=(48, 16))
-    case = Case([(query_len, context)], 4, 2, 16, "cpu", 8)
+    case = Case([(query_len, context)], 4, 2, 16, "cpu", 8, quantized=quantized)
     key, value = (case.key, case.value) if fresh else (None, None)
     out = contiguous.contiguous_attention(
         case.query, key, value, case.key_cache, case.value_cache, case.batch, 0, 0.3, shapes
@@ -271,7 +282,8 @@ def test_long_chunks() -> None:
     for lens in ([(4096, 4096)], [(2048, 8192)], [(1, 77), (4300, 4400), (9, 50), (1100, 13000), (5, 5)]):
         assert any(contiguous.pays(*chunk) for chunk in lens)
         for heads, kv_heads, dim in ((4, 2, 128), (3, 1, 64)):
-            check(Case(lens, heads, kv_heads, dim, "cuda", 16, torch.bfloat16))
+            for quantized in (False, True):
+                check(Case(lens, heads, kv_heads, dim, "cuda", 16, torch.bfloat16, quantized=quantized))
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton_kernels.fp8_kv import DTYPE, dequantize, elements_of, head_bytes, quantize, scales_of
 from baton_kernels.kv_write import kv_write, reference, rope_kv_write
 from baton_kernels.kv_write.reference import HeadNorm
 
 torch.set_num_threads(1)
+
+F32 = torch.float32
 
 PLACES = [
     pytest.param("cpu", torch.float32),
@@ -38,6 +41,8 @@ class Case:
         block_size: int = 4,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        *,
+        quantized: bool = False,
     ) -> None:
         self.generator = torch.Generator().manual_seed(dim + num_tokens)
         width = (heads + 2 * kv_heads) * dim
@@ -47,7 +52,12 @@ class Case:
         self.key = self.fused[:, q:k].view(num_tokens, kv_heads, dim)
         self.value = self.fused[:, k:].view(num_tokens, kv_heads, dim)
         num_blocks = 2 + num_tokens // block_size
-        self.pool = torch.full((num_blocks, 2, 2, kv_heads, block_size, dim), float("nan"), dtype=dtype, device=device)
+        if quantized:
+            pool = torch.full((num_blocks, 2, 2, kv_heads, head_bytes(block_size, dim)), 255, dtype=torch.uint8)
+            self.pool = elements_of(pool.to(device), block_size, dim)
+        else:
+            dims = (num_blocks, 2, 2, kv_heads, block_size, dim)
+            self.pool = torch.full(dims, float("nan"), dtype=dtype, device=device)
         slots = torch.randperm((num_blocks - 1) * block_size, generator=self.generator)[:num_tokens] + block_size
         self.slots = slots.to(device)
         angles = self.random(num_tokens, (rotary_dim or dim) // 2).to(device) * 3
@@ -67,6 +77,17 @@ class Case:
         """Keys and values at the slots: [num_tokens, kv_heads, dim]."""
         blocks, offsets = self.slots // self.pool.shape[4], self.slots % self.pool.shape[4]
         return self.pool[blocks, 1, 0, :, offsets], self.pool[blocks, 1, 1, :, offsets]
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """What a quantized pool holds at the slots, in fp32."""
+        blocks, offsets = self.slots // self.pool.shape[4], self.slots % self.pool.shape[4]
+        keys, values = (
+            dequantize(
+                cache.view(torch.uint8)[blocks, :, offsets].view(DTYPE), scales_of(cache)[blocks, :, offsets], F32
+            )
+            for cache in (self.pool[:, 1, 0], self.pool[:, 1, 1])
+        )
+        return keys, values
 
 
 def modeling(family: str) -> ModuleType:
@@ -197,6 +218,46 @@ def test_kv_write_kernel(
             c.key = c.key.permute(2, 0, 1).contiguous().permute(1, 2, 0)
         write(c.key, c.value, *c.tensors()[5:])
     torch.testing.assert_close(case.pool, expected.pool, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("kv_heads", "dim", "block_size"), [(1, 64, 1), (3, 80, 4), (8, 128, 16)])
+def test_kv_write_kernel_into_a_quantized_cache(
+    kv_heads: int, dim: int, block_size: int, device: str, dtype: torch.dtype
+) -> None:
+    from baton_kernels.kv_write import kernel
+
+    shape: dict[str, Any] = {"num_tokens": 5, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
+    expected, case = (Case(**shape, device=device, dtype=dtype, quantized=True) for _ in range(2))
+    reference.kv_write(expected.key, expected.value, *expected.tensors()[5:])
+    kernel.kv_write(case.key, case.value, *case.tensors()[5:])
+    assert torch.equal(case.pool.view(torch.uint8), expected.pool.view(torch.uint8))
+    assert torch.equal(scales_of(case.pool[:, 1, 0]), scales_of(expected.pool[:, 1, 0]))
+    assert torch.equal(scales_of(case.pool[:, 1, 1]), scales_of(expected.pool[:, 1, 1]))
+    assert bool((case.pool[:, 0].view(torch.uint8) == 255).all())
+    keys, values = case.stored()
+    torch.testing.assert_close(keys, dequantize(*quantize(case.key), torch.float32), atol=0, rtol=0)
+    torch.testing.assert_close(values, dequantize(*quantize(case.value), torch.float32), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("dim", "rotary_dim", "interleaved"), [(64, 64, False), (80, 32, True), (128, 96, False)])
+def test_kernel_into_a_quantized_cache(
+    dim: int, rotary_dim: int, interleaved: bool, device: str, dtype: torch.dtype
+) -> None:
+    """What it stores is what it leaves in the key, quantized."""
+    from baton_kernels.kv_write import rope_kernel
+
+    for with_norm in (False, True):
+        case = Case(num_tokens=3, dim=dim, rotary_dim=rotary_dim, device=device, dtype=dtype, quantized=True)
+        if interleaved:
+            case.cos, case.sin = pairs(case.cos), pairs(case.sin)
+        norm = HeadNorm(case.norm[0], case.norm[1], 1e-5, 0.0, round_once=False) if with_norm else None
+        rope_kernel.rope_kv_write(*case.tensors(), interleaved, norm)
+        keys, values = case.stored()
+        torch.testing.assert_close(keys, dequantize(*quantize(case.key), torch.float32), atol=0, rtol=0)
+        torch.testing.assert_close(values, dequantize(*quantize(case.value), torch.float32), atol=0, rtol=0)
+        assert bool((case.pool[:, 0].view(torch.uint8) == 255).all())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

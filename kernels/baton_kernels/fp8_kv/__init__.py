@@ -31,6 +31,11 @@ def head_bytes(block_size: int, head_dim: int) -> int:
     return block_size * (head_dim + 1)
 
 
+def elements_of(memory: Tensor, block_size: int, head_dim: int) -> Tensor:
+    """The elements in memory [..., head_bytes], uint8, of quantized heads: a view [..., block_size, head_dim]."""
+    return memory[..., : block_size * head_dim].view(DTYPE).unflatten(-1, (block_size, head_dim))
+
+
 def scales_of(cache: Tensor) -> Tensor:
     """The scales of a quantized cache [num_blocks, num_kv_heads, block_size, head_dim], as e8m0 bytes: a view
     [num_blocks, num_kv_heads, block_size], uint8, of the same memory."""

@@ -9,6 +9,25 @@ import triton.language as tl
 
 
 @triton.jit
+def is_quantized(cache_ptr):
+    """Whether a cache has scales; known when a kernel is compiled."""
+    return cache_ptr.dtype.element_ty == tl.float8e4nv
+
+
+@triton.jit
+def head_stride(cache_ptr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Elements from one head of a block to the next; known when a kernel is compiled."""
+    return BLOCK_SIZE * (HEAD_DIM + 1 if is_quantized(cache_ptr) else HEAD_DIM)
+
+
+@triton.jit
+def load_factors(cache_ptr, places, offsets, mask, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The factors, fp32, of tokens at `offsets` of their blocks. cache_ptr: of the head; places: of the blocks."""
+    scale_ptr = cache_ptr.to(tl.pointer_type(tl.uint8)) + BLOCK_SIZE * HEAD_DIM
+    return factor_of(tl.load(scale_ptr + places + offsets, mask=mask, other=0))
+
+
+@triton.jit
 def scale_for(peak):
     """The scale, as int32 of an e8m0 byte, for heads whose largest magnitude is `peak`, fp32."""
     scale = ((peak.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from baton_kernels.fp8_kv import head_bytes, is_quantized
 from baton_kernels.kv_write import reference
 from baton_kernels.kv_write.reference import HeadNorm
 
@@ -15,7 +16,7 @@ def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
     key, value: [num_tokens, num_kv_heads, head_dim], any strides.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], of the same dtype and strides; changed in
-        place.
+        place. Of the dtype of key and value, or quantized (see `baton_kernels.fp8_kv`).
     slot_mapping: [num_tokens], int64, contiguous. Slots are unique, except those of the null block 0.
     """
     _check(key, value, key_cache, value_cache, slot_mapping)
@@ -81,5 +82,7 @@ def _check(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, s
     assert key_cache.shape == value_cache.shape
     assert key_cache.stride() == value_cache.stride()
     assert key_cache.stride(3) == 1
+    if is_quantized(key_cache):
+        assert key_cache.stride(1) == head_bytes(*key_cache.shape[2:])
     assert slot_mapping.shape == key.shape[:1]
     assert slot_mapping.is_contiguous()

@@ -6,7 +6,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.fp8_kv.kernel import inverse_of, is_quantized, scale_for
 from baton_kernels.pdl import launch_options
+
+
+@triton.jit
+def store_quantized(
+    cache_ptr, place, offset, elements, mask, head_mask, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Store rows, each all of one head of a token, and their scales. elements: [rows, dims]; place: [rows, 1], offsets
+    of their heads in the cache; offset: of the token in its block; head_mask: [rows, 1]."""
+    x = elements.to(tl.float32)
+    scale = scale_for(tl.max(tl.abs(x), axis=1))[:, None]
+    dim = tl.arange(0, elements.shape[1])[None, :]
+    stored = (x * inverse_of(scale)).to(cache_ptr.dtype.element_ty)
+    tl.store(cache_ptr + place + offset * HEAD_DIM + dim, stored, mask=mask)
+    store_scale(cache_ptr, place, offset, scale, head_mask, BLOCK_SIZE, HEAD_DIM)
+
+
+@triton.jit
+def store_scale(cache_ptr, place, offset, scale, head_mask, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Store the scales, [rows, 1] int32, behind the elements of the rows' heads."""
+    scale_ptr = cache_ptr.to(tl.pointer_type(tl.uint8))
+    tl.store(scale_ptr + place + BLOCK_SIZE * HEAD_DIM + offset, scale.to(tl.uint8), mask=head_mask)
 
 
 @triton.jit
@@ -39,16 +61,22 @@ def _kv_write_kernel(
     head = tl.arange(0, NUM_HEADS_PADDED)[:, None]
     dim = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = (head < NUM_HEADS) & (dim < HEAD_DIM)
-    key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim * key_dim_stride, mask=mask)
-    value = tl.load(
-        value_ptr + token * value_token_stride + head * value_head_stride + dim * value_dim_stride, mask=mask
-    )
-    place = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
-    place += head * cache_head_stride + dim
+    key_offsets = token * key_token_stride + head * key_head_stride + dim * key_dim_stride
+    value_offsets = token * value_token_stride + head * value_head_stride + dim * value_dim_stride
+    key = tl.load(key_ptr + key_offsets, mask=mask, other=0.0)
+    value = tl.load(value_ptr + value_offsets, mask=mask, other=0.0)
+    place = (slot // BLOCK_SIZE) * cache_block_stride + head * cache_head_stride
+    offset = slot % BLOCK_SIZE
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(key_cache_ptr + place, key, mask=mask)
-    tl.store(value_cache_ptr + place, value, mask=mask)
+    if is_quantized(key_cache_ptr):
+        known = head < NUM_HEADS
+        store_quantized(key_cache_ptr, place, offset, key, mask, known, BLOCK_SIZE, HEAD_DIM)
+        store_quantized(value_cache_ptr, place, offset, value, mask, known, BLOCK_SIZE, HEAD_DIM)
+    else:
+        place += offset * cache_slot_stride + dim
+        tl.store(key_cache_ptr + place, key, mask=mask)
+        tl.store(value_cache_ptr + place, value, mask=mask)
 
 
 def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

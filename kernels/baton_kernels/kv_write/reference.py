@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton_kernels.fp8_kv import is_quantized, quantize, scales_of
+
 
 class HeadNorm(NamedTuple):
     """RMS norm of each head of query and key; weights are [head_dim]. The other fields are those of `rms_norm`; an
@@ -22,8 +24,13 @@ class HeadNorm(NamedTuple):
 def kv_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     block_size = key_cache.shape[2]
     blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[blocks, :, offsets] = key
-    value_cache[blocks, :, offsets] = value
+    for heads, cache in ((key, key_cache), (value, value_cache)):
+        if is_quantized(cache):
+            elements, scales = quantize(heads)
+            cache.view(torch.uint8)[blocks, :, offsets] = elements.view(torch.uint8)
+            scales_of(cache)[blocks, :, offsets] = scales
+        else:
+            cache[blocks, :, offsets] = heads
 
 
 def rope_kv_write(

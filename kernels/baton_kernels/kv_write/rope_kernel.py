@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.fp8_kv.kernel import inverse_of, is_quantized, scale_for
+from baton_kernels.kv_write.kernel import store_quantized, store_scale
 from baton_kernels.kv_write.reference import HeadNorm
 from baton_kernels.pdl import launch_options
 
@@ -209,16 +211,31 @@ def _rope_kv_write_kernel(
             ROUND_ONCE,
         )
         slot = tl.load(slot_ptr + token)
-        place = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * cache_slot_stride
-        place += head * cache_head_stride
-        tl.store(key_cache_ptr + place + first, a, mask=pair_mask)
-        tl.store(key_cache_ptr + place + second, b, mask=pair_mask)
+        home = (slot // BLOCK_SIZE) * cache_block_stride + head * cache_head_stride
+        offset = slot % BLOCK_SIZE
+        place = home + offset * cache_slot_stride
+        head_mask = head < NUM_KV_HEADS
+        if is_quantized(key_cache_ptr):
+            peak = tl.maximum(tl.max(tl.abs(a.to(tl.float32)), axis=1), tl.max(tl.abs(b.to(tl.float32)), axis=1))
+            if ROTARY_DIM < HEAD_DIM:
+                peak = tl.maximum(peak, tl.max(tl.abs(rest.to(tl.float32)), axis=1))
+            scale = scale_for(peak)[:, None]
+            store_scale(key_cache_ptr, home, offset, scale, head_mask, BLOCK_SIZE, HEAD_DIM)
+            a, b = a.to(tl.float32) * inverse_of(scale), b.to(tl.float32) * inverse_of(scale)
+            rest = rest.to(tl.float32) * inverse_of(scale)
+        stored: tl.constexpr = key_cache_ptr.dtype.element_ty
+        tl.store(key_cache_ptr + place + first, a.to(stored), mask=pair_mask)
+        tl.store(key_cache_ptr + place + second, b.to(stored), mask=pair_mask)
         if ROTARY_DIM < HEAD_DIM:
-            tl.store(key_cache_ptr + place + beyond, rest, mask=rest_mask)
+            tl.store(key_cache_ptr + place + beyond, rest.to(stored), mask=rest_mask)
         dim = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-        mask = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
-        value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=mask)
-        tl.store(value_cache_ptr + place + dim, value, mask=mask)
+        mask = head_mask & (dim < HEAD_DIM)
+        value_offsets = token * value_token_stride + head * value_head_stride + dim
+        value = tl.load(value_ptr + value_offsets, mask=mask, other=0.0)
+        if is_quantized(key_cache_ptr):
+            store_quantized(value_cache_ptr, home, offset, value, mask, head_mask, BLOCK_SIZE, HEAD_DIM)
+        else:
+            tl.store(value_cache_ptr + place + dim, value, mask=mask)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton_kernels.fp8_kv import head_bytes, is_quantized
 from baton_kernels.paged_attention import reference
 from baton_kernels.paged_attention.batch import PagedBatch
 
@@ -29,12 +30,12 @@ def paged_attention(
     query: [num_tokens, num_heads, head_dim], any strides; `num_heads / num_kv_heads` consecutive heads share one KV
         head.
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim] views, each [num_kv_heads, block_size,
-        head_dim] piece contiguous; they already hold the new tokens' KV.
+        head_dim] piece contiguous, or quantized (see `baton_kernels.fp8_kv`); they already hold the new tokens' KV.
     sliding_window: a token sees itself and the `sliding_window - 1` before it. softcap: scores become
     `softcap * tanh(score / softcap)`. sinks: [num_heads], a score per head that takes part in the softmax but has no
     value (gpt-oss).
-    key, value: [num_tokens, num_kv_heads, head_dim], those of the new tokens (also in the cache), for kernels that are
-        faster on contiguous memory.
+    key, value: [num_tokens, num_kv_heads, head_dim], those of the new tokens (also in the cache, there possibly
+        quantized), for kernels that are faster on contiguous memory.
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     assert query.shape[0] == batch.num_tokens
@@ -42,7 +43,8 @@ def paged_attention(
     assert query.shape[2] == head_dim
     assert key_cache.shape == value_cache.shape
     assert key_cache.stride() == value_cache.stride()
-    assert key_cache.stride()[1:] == (block_size * head_dim, head_dim, 1)
+    head_stride = head_bytes(block_size, head_dim) if is_quantized(key_cache) else block_size * head_dim
+    assert key_cache.stride()[1:] == (head_stride, head_dim, 1)
     if query.is_cuda:
         from baton_kernels.paged_attention import kernel
 

@@ -95,7 +95,7 @@ def contiguous_attention(
     out, lse = _attend(query[:size], key, value, scale, is_causal=True)
     rows = shapes.rows_of(num_tokens)
     for start, width in _rectangles(wide, shapes):
-        keys = key_cache.new_empty((width, 2, *key.shape[1:]))
+        keys = query.new_empty((width, 2, *key.shape[1:]))
         key, value = keys[:, 0], keys[:, 1]
         gather(key_cache, value_cache, batch, seq, start, width, key, value)
         for first in range(0, num_tokens, rows):

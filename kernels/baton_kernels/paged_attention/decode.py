@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.fp8_kv.kernel import head_stride
 from baton_kernels.paged_attention.batch import PagedBatch
 from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile, num_sms
 from baton_kernels.pdl import launch_options
@@ -132,7 +133,7 @@ def _decode_kernel(
         out = tl.zeros([TILE_ROWS, HEAD_DIM_PADDED], tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         peak = tl.full([TILE_ROWS], NOTHING, tl.float32)
-        head_offset = head * BLOCK_SIZE * HEAD_DIM
+        head_offset = head * head_stride(key_ptr, BLOCK_SIZE, HEAD_DIM)
         for first in range(start, end, TILE_KEYS):
             out, total, peak = attend_tile(
                 out, total, peak, query, row, key_ptr + head_offset, value_ptr + head_offset,
@@ -243,7 +244,7 @@ def decode_attention(
     """Attend the batch's first `num_decodes` tokens. See `paged_attention`; `out`: like query, contiguous."""
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     num_heads = query.shape[1]
-    plan = _plan(batch, key_cache, num_heads, scoring.window)
+    plan = _plan(batch, query, key_cache, scoring.window)
     tuning, tile_rows, dim_padded = plan.tuning, plan.tile_rows, plan.dim_padded
     sinks_or_any = query if sinks is None else sinks
     pdl = launch_options(query.device)
@@ -268,9 +269,9 @@ def decode_attention(
     )  # fmt: skip
 
 
-def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: int | None) -> Plan:
+def _plan(batch: PagedBatch, query: Tensor, key_cache: Tensor, sliding_window: int | None) -> Plan:
     """The plan of the step, made by the first layer of a kind for all layers of that kind."""
-    num_kv_heads, _, head_dim = key_cache.shape[1:]
+    num_heads, num_kv_heads, head_dim = query.shape[1], key_cache.shape[1], key_cache.shape[3]
     device, num_seqs = key_cache.device, batch.num_decodes
     # A CUDA graph has its own plan: one made before its capture may be freed by the time it is replayed.
     capturing = key_cache.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -278,7 +279,7 @@ def _plan(batch: PagedBatch, key_cache: Tensor, num_heads: int, sliding_window: 
     if key not in batch.plans:
         # Beside prompts, a CUDA graph has places for more sequences than there usually are.
         is_bound = not batch.host_context_lens and batch.num_tokens > num_seqs
-        tuning = tune(num_seqs, num_kv_heads, head_dim, key_cache.dtype, num_sms(device), is_bound)
+        tuning = tune(num_seqs, num_kv_heads, head_dim, query.dtype, num_sms(device), is_bound)
         wanted = max(1, tuning.num_programs // num_kv_heads)
         num_shares = wanted if num_seqs < wanted and not is_bound else num_seqs + wanted
         plan = Plan(

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.fp8_kv.kernel import head_stride, is_quantized, load_factors
 from baton_kernels.paged_attention.batch import PagedBatch
 
 TILE_TOKENS = 32
@@ -41,12 +42,18 @@ def _gather_kernel(
     position = start + row
     table = table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride
     block = tl.load(table + position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-    slot = (head * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
-    offsets = (block * block_stride + slot)[:, None] + dim
+    offset = position % BLOCK_SIZE
+    place = block * block_stride + head * head_stride(key_ptr, BLOCK_SIZE, HEAD_DIM)
+    offsets = (place + offset * HEAD_DIM)[:, None] + dim
     out_offsets = (row.to(tl.int64) * out_stride + head * HEAD_DIM)[:, None] + dim
     out_mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)
-    tl.store(out_key_ptr + out_offsets, tl.load(key_ptr + offsets, mask=mask, other=0.0), mask=out_mask)
-    tl.store(out_value_ptr + out_offsets, tl.load(value_ptr + offsets, mask=mask, other=0.0), mask=out_mask)
+    key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
+    value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
+    if is_quantized(key_ptr):
+        key = key.to(tl.float32) * load_factors(key_ptr, place, offset, there, BLOCK_SIZE, HEAD_DIM)[:, None]
+        value = value.to(tl.float32) * load_factors(value_ptr, place, offset, there, BLOCK_SIZE, HEAD_DIM)[:, None]
+    tl.store(out_key_ptr + out_offsets, key.to(out_key_ptr.dtype.element_ty), mask=out_mask)
+    tl.store(out_value_ptr + out_offsets, value.to(out_value_ptr.dtype.element_ty), mask=out_mask)
 
 
 def gather(
@@ -60,7 +67,7 @@ def gather(
     value: Tensor,
 ) -> None:
     """Copy sequence `seq`'s keys and values at positions [start, start + num_tokens) to the first rows of key and
-    value, and zero their other rows.
+    value, in their dtype, and zero their other rows.
 
     key, value: [num_rows, num_kv_heads, head_dim], a row's heads contiguous, of equal strides.
     """

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.fp8_kv.kernel import head_stride
 from baton_kernels.paged_attention.batch import PagedBatch
 from baton_kernels.paged_attention.merge import merge_splits_kernel
 from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile, num_sms
@@ -97,8 +98,8 @@ def _prefill_kernel(
         total = tl.zeros([TILE_ROWS], tl.float32)
         peak = tl.full([TILE_ROWS], NOTHING, tl.float32)
         table = table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride
-        key_head = key_ptr + head * BLOCK_SIZE * HEAD_DIM
-        value_head = value_ptr + head * BLOCK_SIZE * HEAD_DIM
+        key_head = key_ptr + head * head_stride(key_ptr, BLOCK_SIZE, HEAD_DIM)
+        value_head = value_ptr + head * head_stride(key_ptr, BLOCK_SIZE, HEAD_DIM)
         for first in range(start, middle, TILE_KEYS):
             out, total, peak = attend_tile(
                 out, total, peak, query, positions, key_head, value_head, table, block_stride, first, visible_from, end,
@@ -167,7 +168,7 @@ def prefill_attention(
     """
     num_kv_heads, block_size, head_dim = key_cache.shape[1:]
     group = query.shape[1] // num_kv_heads
-    plan = _plan(batch, key_cache, seqs, group, scoring.window)
+    plan = _plan(batch, query, key_cache, seqs, scoring.window)
     tuning, num_splits, dim_padded = plan.tuning, plan.num_splits, plan.dim_padded
     grid = (num_kv_heads, plan.max_tiles, len(seqs) * num_splits)
     parts = lse = out
@@ -195,14 +196,15 @@ def prefill_attention(
         )  # fmt: skip
 
 
-def _plan(batch: PagedBatch, key_cache: Tensor, seqs: range, group: int, sliding_window: int | None) -> Plan:
+def _plan(batch: PagedBatch, query: Tensor, key_cache: Tensor, seqs: range, sliding_window: int | None) -> Plan:
     num_kv_heads, _, head_dim = key_cache.shape[1:]
+    group = query.shape[1] // num_kv_heads
     key = ("prefill", num_kv_heads, group, head_dim, sliding_window, seqs)
     if key not in batch.plans:
         sms = num_sms(key_cache.device)
         lengths = batch.query_lens[seqs.start : seqs.stop]
         num_rows = min(sum(lengths), batch.num_tokens - batch.num_decodes) * group  # a graph's are upper bounds
-        tuning = tune(max(lengths) * group, num_rows * num_kv_heads, head_dim, key_cache.dtype, sms)
+        tuning = tune(max(lengths) * group, num_rows * num_kv_heads, head_dim, query.dtype, sms)
         max_tiles = triton.cdiv(max(lengths) * group, tuning.tile_rows)
         num_splits = min(MAX_SPLITS, 2 * sms // (triton.cdiv(num_rows, tuning.tile_rows) * num_kv_heads))
         if batch.host_context_lens:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton_kernels.fp8_kv import dequantize, elements_of, is_quantized
 from baton_kernels.paged_attention.batch import PagedBatch
 
 CPU_TILE_BYTES = 1 << 20  # of keys; the L2 cache of a server core
@@ -59,7 +60,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's tiles, and buffers for the keys and values of one tile: [max_pieces, block_size * head_dim] each.
+    """A step's tiles, and buffers for the keys and values of one tile: [max_pieces, block_size * head_dim] each, or
+    [max_pieces, bytes of a piece], if they are quantized.
 
     New memory for each tile would cost more in page faults than the copy into it.
     """
@@ -83,8 +85,8 @@ def paged_attention(
     plan = _plan(batch, key_cache)
     for tile in plan.tiles:
         query_len = tile.tokens.shape[1]
-        key = _gather(key_cache, tile.pieces, plan.keys)
-        value = _gather(value_cache, tile.pieces, plan.values)
+        key = _gather(key_cache, tile.pieces, plan.keys, query.dtype)
+        value = _gather(value_cache, tile.pieces, plan.values, query.dtype)
         for first in range(0, query_len, QUERY_RUN):
             end = min(first + QUERY_RUN, query_len)
             num_keys = tile.max_context - (query_len - end)
@@ -126,18 +128,23 @@ def _attend_in_steps(
     return scores.softmax(dim=-1)[..., : k.shape[2]].to(q.dtype) @ v
 
 
-def _gather(cache: Tensor, pieces: Tensor, room: Tensor) -> Tensor:
+def _gather(cache: Tensor, pieces: Tensor, room: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values in the order of their positions: [num_seqs, num_kv_heads, max_blocks * block_size, head_dim].
 
-    Copies whole [block_size, head_dim] pieces, as rows of the memory around the cache's view of one layer, into `room`,
-    which the next tile overwrites.
+    Copies whole [block_size, head_dim] pieces, with their scales if they are quantized, as rows of the memory around
+    the cache's view of one layer, into `room`, which the next tile overwrites.
     """
     block_size, head_dim = cache.shape[2:]
-    row = block_size * head_dim
+    row = cache.stride(1)
     num_rows = (cache.shape[0] - 1) * (cache.stride(0) // row) + cache.shape[1]
-    rows = cache.as_strided((num_rows, row), (row, 1))
+    quantized = is_quantized(cache)
+    memory = cache.view(torch.uint8) if quantized else cache
+    rows = memory.as_strided((num_rows, row), (row, 1))
     gathered = room[: pieces.numel()]
     torch.index_select(rows, 0, pieces.view(-1), out=gathered)
+    if quantized:
+        scales = gathered[:, block_size * head_dim :]
+        gathered = dequantize(elements_of(gathered, block_size, head_dim), scales, dtype)
     return gathered.view(*pieces.shape[:2], -1, head_dim)
 
 
@@ -151,7 +158,8 @@ def _plan(batch: PagedBatch, cache: Tensor) -> Plan:
         groups = _groups(batch, contexts, max_blocks=limit_bytes // block_bytes)
         tiles = [_tile(batch, tables, contexts, seqs, cache) for seqs in groups]
         most = max((tile.pieces.numel() for tile in tiles), default=0)
-        room = cache.new_empty((2, most, cache.shape[2] * cache.shape[3]))
+        dtype = torch.uint8 if is_quantized(cache) else cache.dtype
+        room = torch.empty((2, most, cache.stride(1)), dtype=dtype, device=cache.device)
         batch.plans[key] = Plan(tiles, room[0], room[1])
     plan: Plan = batch.plans[key]
     return plan
@@ -180,7 +188,7 @@ def _tile(batch: PagedBatch, tables: Tables, contexts: list[int], seqs: list[int
     steps = np.arange(query_len)
     first_tokens = np.cumsum([0, *batch.query_lens])[seqs]
     first_positions = np.array([contexts[i] - query_len for i in seqs])
-    row = cache.stride(2) * block_size
+    row = cache.stride(1)
     indexes = (
         first_tokens[:, None] + steps,
         first_positions[:, None] + steps,

@@ -1,5 +1,8 @@
 """Shared by the paged attention kernels: one step of an online softmax over a tile of keys read through a block table.
 
+Of a quantized cache, the elements are multiplied as they are, exact in a wider dtype; a key's factor then multiplies its
+scores, and a value's its weights.
+
 Scores are in base 2. Without softcap they are `q.k * score_scale` with `score_scale = scale * log2(e)`; with it,
 `cap * tanh(q.k * score_scale)` with `score_scale = scale / softcap` and `cap = softcap * log2(e)`.
 """
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from baton_kernels.fp8_kv.kernel import is_quantized, load_factors
 
 LOG2_E = math.log2(math.e)
 NOTHING = tl.constexpr(-1.0e30)  # the peak of no scores: finite, as inf - inf is a NaN
@@ -54,7 +59,8 @@ def attend_tile(
         block = tl.load(table_ptr + key_index // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     else:
         block = tl.load(table_ptr + key_index // BLOCK_SIZE).to(tl.int64)
-    offsets = (block * block_stride + (key_index % BLOCK_SIZE) * HEAD_DIM)[:, None] + dim
+    offset = key_index % BLOCK_SIZE
+    offsets = (block * block_stride + offset * HEAD_DIM)[:, None] + dim
     load_mask = dim < HEAD_DIM
     if MASKED:  # an unused slot may hold anything, including a NaN, which survives a weight of zero
         load_mask = load_mask & there[:, None]
@@ -62,7 +68,9 @@ def attend_tile(
         key = tl.load(key_ptr + offsets, mask=load_mask, other=0.0)
     else:
         key = tl.load(key_ptr + offsets)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * score_scale
+    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * score_scale
+    if is_quantized(key_ptr):
+        scores *= load_factors(key_ptr, block * block_stride, offset, there, BLOCK_SIZE, HEAD_DIM)[None, :]
     if HAS_CAP:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
     if MASKED:
@@ -82,6 +90,11 @@ def attend_tile(
         value = tl.load(value_ptr + offsets, mask=load_mask, other=0.0)
     else:
         value = tl.load(value_ptr + offsets)
+    if is_quantized(value_ptr):
+        # A weight times a factor, which is a power of two, may be too small for fp16, but is as exact in bf16.
+        weights *= load_factors(value_ptr, block * block_stride, offset, there, BLOCK_SIZE, HEAD_DIM)[None, :]
+        product: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.bfloat16
+        value = value.to(product)
     out = tl.dot(weights.to(value.dtype), value, out * decay[:, None], input_precision="ieee")
     return out, total, new_peak
 
