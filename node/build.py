@@ -206,7 +206,8 @@ def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedMo
     began = time.monotonic()
     num_blocks = pool_size.num_blocks(settings, limits, model, probed)
     log.info(
-        "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d seconds=%.2f",
+        "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d "
+        "seconds=%.2f",
         num_blocks,
         num_blocks * KvLayout(probed.kv, settings.block_size, "").block_bytes / GIB,
         probed.kv[0].dtype,

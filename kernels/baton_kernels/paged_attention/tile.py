@@ -1,7 +1,7 @@
 """Shared by the paged attention kernels: one step of an online softmax over a tile of keys read through a block table.
 
-Of a quantized cache, the elements are multiplied as they are, exact in a wider dtype; a key's factor then multiplies its
-scores, and a value's its weights.
+Of a quantized cache, the elements are multiplied as they are, exact in a wider dtype; a key's factor then multiplies
+its scores, and a value's its weights.
 
 Scores are in base 2. Without softcap they are `q.k * score_scale` with `score_scale = scale * log2(e)`; with it,
 `cap * tanh(q.k * score_scale)` with `score_scale = scale / softcap` and `cap = softcap * log2(e)`.
