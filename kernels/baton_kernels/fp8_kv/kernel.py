@@ -9,15 +9,12 @@ import triton.language as tl
 
 
 @triton.jit
-def is_quantized(cache_ptr):
-    """Whether a cache has scales; known when a kernel is compiled."""
-    return cache_ptr.dtype.element_ty == tl.float8e4nv
-
-
-@triton.jit
 def head_stride(cache_ptr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Elements from one head of a block to the next; known when a kernel is compiled."""
-    return BLOCK_SIZE * (HEAD_DIM + 1 if is_quantized(cache_ptr) else HEAD_DIM)
+    """Elements from one head of a block to the next."""
+    stride = BLOCK_SIZE * HEAD_DIM
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        stride += BLOCK_SIZE
+    return stride
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.fp8_kv.kernel import inverse_of, is_quantized, scale_for
+from baton_kernels.fp8_kv.kernel import inverse_of, scale_for
 from baton_kernels.pdl import launch_options
 
 
@@ -69,7 +69,7 @@ def _kv_write_kernel(
     offset = slot % BLOCK_SIZE
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if is_quantized(key_cache_ptr):
+    if key_cache_ptr.dtype.element_ty == tl.float8e4nv:
         known = head < NUM_HEADS
         store_quantized(key_cache_ptr, place, offset, key, mask, known, BLOCK_SIZE, HEAD_DIM)
         store_quantized(value_cache_ptr, place, offset, value, mask, known, BLOCK_SIZE, HEAD_DIM)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.fp8_kv.kernel import inverse_of, is_quantized, scale_for
+from baton_kernels.fp8_kv.kernel import inverse_of, scale_for
 from baton_kernels.kv_write.kernel import store_quantized, store_scale
 from baton_kernels.kv_write.reference import HeadNorm
 from baton_kernels.pdl import launch_options
@@ -215,7 +215,7 @@ def _rope_kv_write_kernel(
         offset = slot % BLOCK_SIZE
         place = home + offset * cache_slot_stride
         head_mask = head < NUM_KV_HEADS
-        if is_quantized(key_cache_ptr):
+        if key_cache_ptr.dtype.element_ty == tl.float8e4nv:
             peak = tl.maximum(tl.max(tl.abs(a.to(tl.float32)), axis=1), tl.max(tl.abs(b.to(tl.float32)), axis=1))
             if ROTARY_DIM < HEAD_DIM:
                 peak = tl.maximum(peak, tl.max(tl.abs(rest.to(tl.float32)), axis=1))
@@ -232,7 +232,7 @@ def _rope_kv_write_kernel(
         mask = head_mask & (dim < HEAD_DIM)
         value_offsets = token * value_token_stride + head * value_head_stride + dim
         value = tl.load(value_ptr + value_offsets, mask=mask, other=0.0)
-        if is_quantized(key_cache_ptr):
+        if key_cache_ptr.dtype.element_ty == tl.float8e4nv:
             store_quantized(value_cache_ptr, home, offset, value, mask, head_mask, BLOCK_SIZE, HEAD_DIM)
         else:
             tl.store(value_cache_ptr + place + dim, value, mask=mask)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.fp8_kv.kernel import head_stride, is_quantized, load_factors
+from baton_kernels.fp8_kv.kernel import head_stride, load_factors
 from baton_kernels.paged_attention.batch import PagedBatch
 
 TILE_TOKENS = 32
@@ -49,7 +49,7 @@ def _gather_kernel(
     out_mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)
     key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
     value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
-    if is_quantized(key_ptr):
+    if key_ptr.dtype.element_ty == tl.float8e4nv:
         key = key.to(tl.float32) * load_factors(key_ptr, place, offset, there, BLOCK_SIZE, HEAD_DIM)[:, None]
         value = value.to(tl.float32) * load_factors(value_ptr, place, offset, there, BLOCK_SIZE, HEAD_DIM)[:, None]
     tl.store(out_key_ptr + out_offsets, key.to(out_key_ptr.dtype.element_ty), mask=out_mask)

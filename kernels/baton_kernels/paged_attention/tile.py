@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.fp8_kv.kernel import is_quantized, load_factors
+from baton_kernels.fp8_kv.kernel import load_factors
 
 LOG2_E = math.log2(math.e)
 NOTHING = tl.constexpr(-1.0e30)  # the peak of no scores: finite, as inf - inf is a NaN
@@ -69,7 +69,7 @@ def attend_tile(
     else:
         key = tl.load(key_ptr + offsets)
     scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * score_scale
-    if is_quantized(key_ptr):
+    if key_ptr.dtype.element_ty == tl.float8e4nv:
         scores *= load_factors(key_ptr, block * block_stride, offset, there, BLOCK_SIZE, HEAD_DIM)[None, :]
     if HAS_CAP:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
@@ -90,7 +90,7 @@ def attend_tile(
         value = tl.load(value_ptr + offsets, mask=load_mask, other=0.0)
     else:
         value = tl.load(value_ptr + offsets)
-    if is_quantized(value_ptr):
+    if value_ptr.dtype.element_ty == tl.float8e4nv:
         # A weight times a factor, which is a power of two, may be too small for fp16, but is as exact in bf16.
         weights *= load_factors(value_ptr, block * block_stride, offset, there, BLOCK_SIZE, HEAD_DIM)[None, :]
         product: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.bfloat16
