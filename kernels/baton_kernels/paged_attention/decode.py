@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_kernels.fp8_kv import is_quantized
 from baton_kernels.fp8_kv.kernel import head_stride
 from baton_kernels.paged_attention.batch import PagedBatch
 from baton_kernels.paged_attention.tile import NOTHING, Scoring, add_sink, attend_tile, num_sms
@@ -205,6 +206,11 @@ def _merge_shares_kernel(
             tl.store(out_ptr + offsets, (out / total).to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+DIRECT_PROGRAMS = 8
+"""Of `decode_fp8`, per SM."""
+DIRECT_HEAD_DIMS = (64, 128)
+
+
 class Tuning(NamedTuple):
     """How decode attention is laid out on the GPU. All contexts are split over about `num_programs` programs."""
 
@@ -220,7 +226,8 @@ class Plan(NamedTuple):
     shares: [num_shares, 4]: sequence, first key, end, and the sequence's number of shares; sequence -1 if unused.
     merges: [num_merges, 4], for each sequence with several shares: the sequence, its first share, their number; or -1.
     parts: [num_shares, num_heads, head_dim], fp32, and lse: [num_shares, num_heads], their log-sum-exp in base 2.
-    tile_rows, dim_padded: the shape of a program's tile of query heads.
+    tile_rows, dim_padded: the shape of a program's tile of query heads. direct: whether the kernel of `decode_fp8`
+    serves these layers.
     """
 
     tuning: Tuning
@@ -230,6 +237,7 @@ class Plan(NamedTuple):
     lse: Tensor
     tile_rows: int
     dim_padded: int
+    direct: bool
 
 
 def decode_attention(
@@ -248,17 +256,26 @@ def decode_attention(
     tuning, tile_rows, dim_padded = plan.tuning, plan.tile_rows, plan.dim_padded
     sinks_or_any = query if sinks is None else sinks
     pdl = launch_options(query.device)
-    _decode_kernel[(num_kv_heads, plan.shares.shape[0])](
+    arguments = (
         query, key_cache, value_cache, out, plan.parts, plan.lse,
         batch.block_tables, batch.rows, batch.context_lens, plan.shares, sinks_or_any,
         scoring.score_scale, scoring.cap, scoring.window or 0,
         query.stride(0), query.stride(1), key_cache.stride(0), batch.block_tables.stride(0),
-        num_heads // num_kv_heads, head_dim, block_size, tile_rows, tuning.tile_keys, dim_padded,
-        scoring.window is not None, scoring.has_cap, sinks is not None,
-        # Not launched early: programs placed where the previous kernel leaves room are spread unevenly, and stay there.
-        # 32 sequences of 1024 then take 48 us instead of 39, those of 8192 296 instead of 248.
-        PDL=pdl["PDL"], num_warps=tuning.num_warps * tile_rows // 16, num_stages=tuning.num_stages,
+        num_heads // num_kv_heads, head_dim, block_size,
     )  # fmt: skip
+    features = scoring.window is not None, scoring.has_cap, sinks is not None
+    grid = num_kv_heads, plan.shares.shape[0]
+    # Not launched early: programs placed where the previous kernel leaves room are spread unevenly, and stay there.
+    # 32 sequences of 1024 then take 48 us instead of 39, those of 8192 296 instead of 248.
+    if plan.direct:
+        from baton_kernels.paged_attention.decode_fp8 import decode_kernel
+
+        decode_kernel[grid](*arguments, *features, PDL=pdl["PDL"], num_warps=1)
+    else:
+        _decode_kernel[grid](
+            *arguments, tile_rows, tuning.tile_keys, dim_padded, *features,
+            PDL=pdl["PDL"], num_warps=tuning.num_warps * tile_rows // 16, num_stages=tuning.num_stages,
+        )  # fmt: skip
     num_merges = plan.merges.shape[0]
     # Where most sequences have one share, most programs have nothing to merge, and starting many would cost more time.
     heads_at_once = num_heads if num_merges <= 16 else num_kv_heads
@@ -279,7 +296,11 @@ def _plan(batch: PagedBatch, query: Tensor, key_cache: Tensor, sliding_window: i
     if key not in batch.plans:
         # Beside prompts, a CUDA graph has places for more sequences than there usually are.
         is_bound = not batch.host_context_lens and batch.num_tokens > num_seqs
-        tuning = tune(num_seqs, num_kv_heads, head_dim, query.dtype, num_sms(device), is_bound)
+        direct = _is_direct(query, key_cache)
+        if direct:
+            tuning = Tuning(DIRECT_PROGRAMS * num_sms(device), tile_keys=16, num_warps=1, num_stages=1)
+        else:
+            tuning = tune(num_seqs, num_kv_heads, head_dim, query.dtype, num_sms(device), is_bound)
         wanted = max(1, tuning.num_programs // num_kv_heads)
         num_shares = wanted if num_seqs < wanted and not is_bound else num_seqs + wanted
         plan = Plan(
@@ -290,6 +311,7 @@ def _plan(batch: PagedBatch, query: Tensor, key_cache: Tensor, sliding_window: i
             torch.empty(num_shares, num_heads, dtype=torch.float32, device=device),
             tile_rows=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
             dim_padded=max(16, triton.next_power_of_2(head_dim)),
+            direct=direct,
         )
         _share_out_kernel[(1,)](
             batch.context_lens,
@@ -308,6 +330,13 @@ def _plan(batch: PagedBatch, query: Tensor, key_cache: Tensor, sliding_window: i
         batch.plans[key] = plan
     found: Plan = batch.plans[key]
     return found
+
+
+def _is_direct(query: Tensor, key_cache: Tensor) -> bool:
+    """Whether the kernel of `decode_fp8` can do it. Gluon has no interpreter."""
+    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    fits = head_dim in DIRECT_HEAD_DIMS and block_size % 16 == 0 and query.shape[1] <= 16 * num_kv_heads
+    return fits and query.is_cuda and is_quantized(key_cache) and query.dtype != torch.float32
 
 
 def tune(
