@@ -99,7 +99,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 def fill_pool(bench: Bench) -> None:
     """Fill all blocks with normally distributed random KV."""
-    pool = bench.runner.pool
+    pool = bench.built.runner.pool
     with torch.inference_mode():
         for start in range(0, pool.num_blocks, FILL_BLOCKS):
             part = pool.tensor[start : start + FILL_BLOCKS]

@@ -252,9 +252,9 @@ def test_a_norm_quantizes_its_rows_as_they_would_be_afterwards(dtype: torch.dtyp
     with poisoned():
         plain = kernel.rms_norm(x, weight, 1e-5, residual.clone(), 0.0, False)
         out = kernel.rms_norm(x, weight, 1e-5, residual.clone(), 0.0, False, quantized)
-    values, scale = quantize_rows(plain, None, dtype)
+    values, scale = quantize_rows(out, None, dtype)
     rows = torch.arange(11) != 4
-    assert torch.equal(out[rows], plain[rows])
+    torch.testing.assert_close(out[rows], plain[rows], atol=1e-6, rtol=1e-6)  # compiled apart, they may round apart
     assert torch.equal(quantized[1][rows], scale[rows])
     assert torch.equal(quantized[0][rows].float(), values[rows].float())
     assert quantized[1].isnan().sum() == (device == "cuda")

@@ -298,7 +298,7 @@ def _plan(batch: PagedBatch, query: Tensor, key_cache: Tensor, sliding_window: i
         is_bound = not batch.host_context_lens and batch.num_tokens > num_seqs
         direct = _is_direct(query, key_cache)
         if direct:
-            tuning = Tuning(DIRECT_PROGRAMS * num_sms(device), tile_keys=16, num_warps=1, num_stages=1)
+            tuning = Tuning(DIRECT_PROGRAMS * num_sms(device), tile_keys=32, num_warps=1, num_stages=1)
         else:
             tuning = tune(num_seqs, num_kv_heads, head_dim, query.dtype, num_sms(device), is_bound)
         wanted = max(1, tuning.num_programs // num_kv_heads)

@@ -18,7 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-TILE_KEYS = 16
+TILE_KEYS = 32
+"""Of a turn: two halves, each within one block."""
 NOTHING = gl.constexpr(-1.0e30)
 
 _PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]))
@@ -30,7 +31,7 @@ _PLAIN = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [1, 1], [1, 0]))
 
 
 def _layout(registers: list[list[int]], lanes: list[list[int]], words: int) -> gl.constexpr:
-    return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, [], [], [TILE_KEYS, words]))
+    return gl.constexpr(gl.DistributedLinearLayout(registers, lanes, [], [], [16, words]))
 
 
 # Of tiles of 16 tokens, in words of 4 elements. Of keys, a thread has 4 adjacent words, or several such runs; 8 lanes
@@ -39,6 +40,9 @@ _KEY_64 = _layout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4,
 _KEY_128 = _layout([[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], 32)
 _VALUE_64 = _layout([[0, 1], [1, 0], [8, 0]], [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], 16)
 _VALUE_128 = _layout([[0, 1], [0, 2], [1, 0], [8, 0]], [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]], 32)
+
+# The scales of 16 tokens in words of 2, such that a thread gets those of the columns that it has of a product.
+_SCALES = gl.constexpr(gl.DistributedLinearLayout([[4]], [[1], [2], [0], [0], [0]], [], [], [8]))
 
 _TO_FP16 = gl.constexpr("""
 {
@@ -77,11 +81,11 @@ def _key_operand(words, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def _value_operand(words, HEAD_DIM: gl.constexpr):
-    """[16, HEAD_DIM], bf16. Column `8 * i + lane` is element i of the lane's adjacent ones."""
+    """[16, HEAD_DIM], fp16. Column `8 * i + lane` is element i of the lane's adjacent ones."""
     a, b, c, d = _elements(words)
     split = gl.join(gl.join(a, b), gl.join(c, d)).permute([0, 1, 3, 2]).reshape([16, 8, HEAD_DIM // 8])
-    columns = split.permute([0, 2, 1]).reshape([16, HEAD_DIM]).to(gl.float32)
-    return gl.convert_layout(columns, _RIGHT, assert_trivial=True).to(gl.bfloat16)
+    columns = split.permute([0, 2, 1]).reshape([16, HEAD_DIM])
+    return gl.convert_layout(columns, _RIGHT, assert_trivial=True)
 
 
 @gluon.jit
@@ -93,36 +97,54 @@ def _normalised(query):
 
 
 @gluon.jit
-def _factor(scale):
-    return (scale.to(gl.int32) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _block_of(table_ptr, first, end, BLOCK_SIZE: gl.constexpr):
     return gl.load(table_ptr + first // BLOCK_SIZE, mask=first < end, other=0).to(gl.int64)
 
 
 @gluon.jit
-def _load_tile(key_ptr, value_ptr, block, block_stride, first, end, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Keys and values [first, first + 16), which lie in one block, in words, and their scales; zeros from `end` on."""
-    KEY: gl.constexpr = _KEY_128 if HEAD_DIM == 128 else _KEY_64
-    VALUE: gl.constexpr = _VALUE_128 if HEAD_DIM == 128 else _VALUE_64
+def _load_keys(head_ptr, block, block_stride, first, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Keys [first, first + 16), in words."""
+    LAYOUT: gl.constexpr = _KEY_128 if HEAD_DIM == 128 else _KEY_64
     WORDS: gl.constexpr = HEAD_DIM // 4
     start = (block * block_stride + (first % BLOCK_SIZE) * HEAD_DIM) // 4
-    key_row = gl.arange(0, 16, layout=gl.SliceLayout(1, KEY))[:, None]
-    key_word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, KEY))[None, :]
-    key_words = key_ptr.to(gl.pointer_type(gl.int32)) + start
-    key = gl.load(key_words + key_row * WORDS + key_word, mask=key_row + first < end, other=0)
-    value_row = gl.arange(0, 16, layout=gl.SliceLayout(1, VALUE))[:, None]
-    value_word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, VALUE))[None, :]
-    value_words = value_ptr.to(gl.pointer_type(gl.int32)) + start
-    value = gl.load(value_words + value_row * WORDS + value_word, mask=value_row + first < end, other=0)
-    column = gl.arange(0, 16, layout=_KEYS)
-    scales = block * block_stride + BLOCK_SIZE * HEAD_DIM + first % BLOCK_SIZE + column
-    there = column + first < end
-    key_scale = gl.load(key_ptr.to(gl.pointer_type(gl.uint8)) + scales, mask=there, other=0)
-    value_scale = gl.load(value_ptr.to(gl.pointer_type(gl.uint8)) + scales, mask=there, other=0)
-    return key, value, key_scale, value_scale
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.load(head_ptr.to(gl.pointer_type(gl.int32)) + start + row * WORDS + word)
+
+
+@gluon.jit
+def _load_values(head_ptr, block, block_stride, first, end, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Values [first, first + 16), in words; zeros from `end` on, where there may be a NaN, which survives a weight of
+    zero."""
+    LAYOUT: gl.constexpr = _VALUE_128 if HEAD_DIM == 128 else _VALUE_64
+    WORDS: gl.constexpr = HEAD_DIM // 4
+    start = (block * block_stride + (first % BLOCK_SIZE) * HEAD_DIM) // 4
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    words = head_ptr.to(gl.pointer_type(gl.int32)) + start + row * WORDS + word
+    return gl.load(words, mask=first + row < end, other=0)
+
+
+@gluon.jit
+def _load_scales(head_ptr, block, block_stride, first, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The scales of tokens [first, first + 16), in words of 2."""
+    start = block * block_stride + BLOCK_SIZE * HEAD_DIM + first % BLOCK_SIZE
+    words = head_ptr.to(gl.pointer_type(gl.int16)) + start // 2
+    return gl.load(words + gl.arange(0, 8, layout=_SCALES))
+
+
+@gluon.jit
+def _exponents(scales):
+    """[16], int32, of scales in words of 2."""
+    words = scales.to(gl.int32)
+    exponents = gl.join(words & 0xFF, (words >> 8) & 0xFF).reshape([16])
+    return gl.convert_layout(exponents, _KEYS, assert_trivial=True)
+
+
+@gluon.jit
+def _factor(exponent):
+    """2 ** (exponent - 127), fp32; 0 for an exponent of 0 or less."""
+    return (gl.maximum(exponent, 0) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit(do_not_specialize=["window", "table_stride"])
@@ -168,10 +190,17 @@ def decode_kernel(
         keys = key_ptr + head_start
         values = value_ptr + head_start
         block = _block_of(table, start, end, BLOCK_SIZE)
-        key, value, key_scale, value_scale = _load_tile(
-            keys, values, block, block_stride, start, end, HEAD_DIM, BLOCK_SIZE
-        )
-        block = _block_of(table, start + 16, end, BLOCK_SIZE)
+        other_block = _block_of(table, start + 16, end, BLOCK_SIZE)
+        key = _load_keys(keys, block, block_stride, start, HEAD_DIM, BLOCK_SIZE)
+        other_key = _load_keys(keys, other_block, block_stride, start + 16, HEAD_DIM, BLOCK_SIZE)
+        key_scale = _load_scales(keys, block, block_stride, start, HEAD_DIM, BLOCK_SIZE)
+        other_key_scale = _load_scales(keys, other_block, block_stride, start + 16, HEAD_DIM, BLOCK_SIZE)
+        value = _load_values(values, block, block_stride, start, end, HEAD_DIM, BLOCK_SIZE)
+        other_value = _load_values(values, other_block, block_stride, start + 16, end, HEAD_DIM, BLOCK_SIZE)
+        value_scale = _load_scales(values, block, block_stride, start, HEAD_DIM, BLOCK_SIZE)
+        other_value_scale = _load_scales(values, other_block, block_stride, start + 16, HEAD_DIM, BLOCK_SIZE)
+        block = _block_of(table, start + 32, end, BLOCK_SIZE)
+        other_block = _block_of(table, start + 48, end, BLOCK_SIZE)
 
         visible_from = 0
         if HAS_WINDOW:
@@ -188,45 +217,66 @@ def decode_kernel(
         out = gl.zeros([16, HEAD_DIM], gl.float32, _PRODUCT)
         total = gl.zeros([16], gl.float32, _ROWS)
         peak = gl.full([16], NOTHING, gl.float32, _ROWS)
-        column = gl.arange(0, 16, layout=_KEYS)[None, :]
-        for first in range(start, end, 16):
-            next_key, next_value, next_key_scale, next_value_scale = _load_tile(
-                keys, values, block, block_stride, first + 16, end, HEAD_DIM, BLOCK_SIZE
-            )
-            block = _block_of(table, first + 32, end, BLOCK_SIZE)
+        column = gl.arange(0, 16, layout=_KEYS)
+        unit = 1
+        for first in range(start, end, 32):
             scores = mma_v2(query, _key_operand(key, HEAD_DIM), gl.zeros([16, 16], gl.float32, _PRODUCT))
-            scores = scores * query_factor * _factor(key_scale)[None, :]
+            others = mma_v2(query, _key_operand(other_key, HEAD_DIM), gl.zeros([16, 16], gl.float32, _PRODUCT))
+            scores = scores * query_factor * _factor(_exponents(key_scale))[None, :]
+            others = others * query_factor * _factor(_exponents(other_key_scale))[None, :]
+            # The next turn's loads go into the registers that have just been read, and take as long as this turn.
+            following = first + 32
+            key = _load_keys(keys, block, block_stride, following, HEAD_DIM, BLOCK_SIZE)
+            other_key = _load_keys(keys, other_block, block_stride, following + 16, HEAD_DIM, BLOCK_SIZE)
+            key_scale = _load_scales(keys, block, block_stride, following, HEAD_DIM, BLOCK_SIZE)
+            other_key_scale = _load_scales(keys, other_block, block_stride, following + 16, HEAD_DIM, BLOCK_SIZE)
             if HAS_CAP:
                 scores = cap * (2.0 / (1.0 + gl.exp2(scores * -2.8853900817779268)) - 1.0)
-            seen = first + column < end
+                others = cap * (2.0 / (1.0 + gl.exp2(others * -2.8853900817779268)) - 1.0)
+            in_share = first + column < end
+            others_in_share = first + 16 + column < end
             if HAS_WINDOW:
-                seen = seen & (first + column >= visible_from)
+                in_share = in_share & (first + column >= visible_from)
+                others_in_share = others_in_share & (first + 16 + column >= visible_from)
+            seen, others_seen = in_share[None, :], others_in_share[None, :]
             scores = gl.where(seen, scores, NOTHING)
-            new_peak = gl.maximum(peak, gl.max(scores, 1))
+            others = gl.where(others_seen, others, NOTHING)
+            new_peak = gl.maximum(peak, gl.max(gl.maximum(scores, others), 1))
             weights = gl.where(seen, gl.exp2(scores - new_peak[:, None]), 0.0)
+            other_weights = gl.where(others_seen, gl.exp2(others - new_peak[:, None]), 0.0)
             decay = gl.exp2(peak - new_peak)
-            total = total * decay + gl.sum(weights, 1)
+            total = total * decay + gl.sum(weights + other_weights, 1)
             peak = new_peak
-            # A weight times a factor, which is a power of two, may be too small for fp16, but is as exact in bf16.
-            weights = weights * _factor(value_scale)[None, :]
-            left = gl.convert_layout(weights.to(gl.bfloat16), _LEFT)
+            exponent = gl.where(in_share, _exponents(value_scale), 0)
+            other_exponent = gl.where(others_in_share, _exponents(other_value_scale), 0)
+            new_unit = gl.maximum(unit, gl.max(gl.maximum(exponent, other_exponent), 0))
+            decay = decay * _factor(127 + unit - new_unit)
+            unit = new_unit
+            weights = weights * _factor(127 + exponent - unit)[None, :]
+            other_weights = other_weights * _factor(127 + other_exponent - unit)[None, :]
+            left = gl.convert_layout(weights.to(gl.float16), _LEFT)
             out = mma_v2(left, _value_operand(value, HEAD_DIM), out * decay[:, None])
-
-            key, value, key_scale, value_scale = next_key, next_value, next_key_scale, next_value_scale
+            left = gl.convert_layout(other_weights.to(gl.float16), _LEFT)
+            out = mma_v2(left, _value_operand(other_value, HEAD_DIM), out)
+            value = _load_values(values, block, block_stride, following, end, HEAD_DIM, BLOCK_SIZE)
+            other_value = _load_values(values, other_block, block_stride, following + 16, end, HEAD_DIM, BLOCK_SIZE)
+            value_scale = _load_scales(values, block, block_stride, following, HEAD_DIM, BLOCK_SIZE)
+            other_value_scale = _load_scales(values, other_block, block_stride, following + 16, HEAD_DIM, BLOCK_SIZE)
+            block = _block_of(table, following + 32, end, BLOCK_SIZE)
+            other_block = _block_of(table, following + 48, end, BLOCK_SIZE)
         if PDL:
             gdc_launch_dependents()
 
         query_head = head * GROUP + gl.arange(0, 16, layout=_ROWS)
         real = gl.arange(0, 16, layout=_ROWS) < GROUP
-        if HAS_SINKS:
-            if num_shares == 1:
-                sink = gl.load(sink_ptr + query_head, mask=real, other=0.0).to(gl.float32) * 1.4426950408889634
-                new_peak = gl.maximum(peak, sink)
-                decay = gl.exp2(peak - new_peak)
-                out = out * decay[:, None]
-                total = total * decay + gl.exp2(sink - new_peak)
-                peak = new_peak
-        out = out / gl.maximum(total, 1e-30)[:, None]
+        if HAS_SINKS and num_shares == 1:
+            sink = gl.load(sink_ptr + query_head, mask=real, other=0.0).to(gl.float32) * 1.4426950408889634
+            new_peak = gl.maximum(peak, sink)
+            decay = gl.exp2(peak - new_peak)
+            out = out * decay[:, None]
+            total = total * decay + gl.exp2(sink - new_peak)
+            peak = new_peak
+        out = out * (_factor(unit) / gl.maximum(total, 1e-30))[:, None]
         out = out.reshape([16, HEAD_DIM // 8, 8]).permute([0, 2, 1]).reshape([16, HEAD_DIM])
         out = gl.convert_layout(out, _PLAIN)
         if num_shares == 1:
