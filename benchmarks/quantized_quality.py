@@ -2,7 +2,9 @@
 
 Writes a checkpoint in each published format (`tools.quantize`), and asks for: the share of held-out tasks with a right
 greedy answer, perplexity of held-out stories, and how far logits are from those of the unquantized weights. All in fp32
-on a CPU, where nodes compute exactly what the stored weights stand for: the loader's weights are compared first.
+on a CPU, where nodes compute exactly what the stored weights stand for: the loader's weights are compared first. Then
+the same for the unquantized weights over a KV cache of 8 bits, with which nodes answer as the model asked here does
+(`tests/e2e/test_quantized_parity.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from random import Random
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,8 +32,10 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from tools import tiny_tasks as tasks
 from tools.quantize import FORMATS, write
+from tools.rounded_kv import ROUNDED_KV
 from tools.tiny.training.evaluate import heldout, score
 
+KV = "kv-fp8"
 ROWS = (
     "recall, 500 tokens",
     "sum of two numbers",
@@ -50,6 +54,14 @@ class QualitySettings(Settings):
 
     num_prompts: int = Field(50, ge=1, description=f"of each of {len(ROWS)} tasks")
     num_stories: int = Field(64, ge=1, description="whose perplexity is measured")
+    formats: str = Field(",".join((*FORMATS, KV)), description="comma-separated, of weights; kv-fp8: of the KV cache")
+
+    @field_validator("formats")
+    @classmethod
+    def _check_formats(cls, formats: str) -> str:
+        if unknown := set(formats.split(",")) - {*FORMATS, KV}:
+            raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
+        return formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +89,9 @@ def main() -> None:
     expected = [_logits(original, story) for story in stories]
     found = [_measure("none", original, tokenizer, settings, stories, expected)]
     print(found[-1], flush=True)
-    for form in FORMATS:
+    for form in settings.formats.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            model = _served(source, Path(folder), form)
+            model = _plain(source, ROUNDED_KV) if form == KV else _served(source, Path(folder), form)
         found.append(_measure(form, model, tokenizer, settings, stories, expected))
         print(found[-1], flush=True)
     print(table(found).markdown())
@@ -95,9 +107,11 @@ def table(found: Sequence[Quality]) -> Table:
     return Table(columns, rows)
 
 
-def _plain(folder: Path) -> Any:
+def _plain(folder: Path, attention: str = "sdpa") -> Any:
     auto: Any = AutoModelForCausalLM
-    return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return auto.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention, local_files_only=True
+    ).eval()
 
 
 def _served(source: Path, folder: Path, form: str) -> Any:
