@@ -103,13 +103,13 @@ def _block_of(table_ptr, first, end, BLOCK_SIZE: gl.constexpr):
 
 @gluon.jit
 def _load_keys(head_ptr, block, block_stride, first, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Keys [first, first + 16), in words."""
+    """Keys [first, first + 16), in words. Read once, so they need not stay in a cache: without saying so, 2% slower."""
     LAYOUT: gl.constexpr = _KEY_128 if HEAD_DIM == 128 else _KEY_64
     WORDS: gl.constexpr = HEAD_DIM // 4
     start = (block * block_stride + (first % BLOCK_SIZE) * HEAD_DIM) // 4
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.load(head_ptr.to(gl.pointer_type(gl.int32)) + start + row * WORDS + word)
+    return gl.load(head_ptr.to(gl.pointer_type(gl.int32)) + start + row * WORDS + word, eviction_policy="evict_first")
 
 
 @gluon.jit
@@ -122,7 +122,7 @@ def _load_values(head_ptr, block, block_stride, first, end, HEAD_DIM: gl.constex
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     words = head_ptr.to(gl.pointer_type(gl.int32)) + start + row * WORDS + word
-    return gl.load(words, mask=first + row < end, other=0)
+    return gl.load(words, mask=first + row < end, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit

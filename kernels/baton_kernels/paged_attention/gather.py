@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.fp8_kv.kernel import head_stride, load_factors
+from baton_kernels.fp8_kv.kernel import dequantized, head_stride, load_factors
 from baton_kernels.paged_attention.batch import PagedBatch
 
 TILE_TOKENS = 32
@@ -50,8 +50,10 @@ def _gather_kernel(
     key = tl.load(key_ptr + offsets, mask=mask, other=0.0)
     value = tl.load(value_ptr + offsets, mask=mask, other=0.0)
     if key_ptr.dtype.element_ty == tl.float8e4nv:
-        key = key.to(tl.float32) * load_factors(key_ptr, place, offset, there, BLOCK_SIZE, HEAD_DIM)[:, None]
-        value = value.to(tl.float32) * load_factors(value_ptr, place, offset, there, BLOCK_SIZE, HEAD_DIM)[:, None]
+        key_factors = load_factors(key_ptr, place, offset, there, BLOCK_SIZE, HEAD_DIM)
+        value_factors = load_factors(value_ptr, place, offset, there, BLOCK_SIZE, HEAD_DIM)
+        key = dequantized(key, key_factors[:, None], out_key_ptr.dtype.element_ty)
+        value = dequantized(value, value_factors[:, None], out_value_ptr.dtype.element_ty)
     tl.store(out_key_ptr + out_offsets, key.to(out_key_ptr.dtype.element_ty), mask=out_mask)
     tl.store(out_value_ptr + out_offsets, value.to(out_value_ptr.dtype.element_ty), mask=out_mask)
 

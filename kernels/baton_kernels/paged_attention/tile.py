@@ -1,8 +1,5 @@
 """Shared by the paged attention kernels: one step of an online softmax over a tile of keys read through a block table.
 
-Of a quantized cache, the elements are multiplied as they are, exact in a wider dtype; a key's factor then multiplies
-its scores, and a value's its weights.
-
 Scores are in base 2. Without softcap they are `q.k * score_scale` with `score_scale = scale * log2(e)`; with it,
 `cap * tanh(q.k * score_scale)` with `score_scale = scale / softcap` and `cap = softcap * log2(e)`.
 """
@@ -19,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton_kernels.fp8_kv.kernel import load_factors
+from baton_kernels.fp8_kv.kernel import dequantized, load_factors
 
 LOG2_E = math.log2(math.e)
 NOTHING = tl.constexpr(-1.0e30)  # the peak of no scores: finite, as inf - inf is a NaN
@@ -68,9 +65,10 @@ def attend_tile(
         key = tl.load(key_ptr + offsets, mask=load_mask, other=0.0)
     else:
         key = tl.load(key_ptr + offsets)
-    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * score_scale
     if key_ptr.dtype.element_ty == tl.float8e4nv:
-        scores *= load_factors(key_ptr, block * block_stride, offset, there, BLOCK_SIZE, HEAD_DIM)[None, :]
+        factors = load_factors(key_ptr, block * block_stride, offset, there, BLOCK_SIZE, HEAD_DIM)
+        key = dequantized(key, factors[:, None], query.dtype)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * score_scale
     if HAS_CAP:
         scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
     if MASKED:
@@ -91,10 +89,8 @@ def attend_tile(
     else:
         value = tl.load(value_ptr + offsets)
     if value_ptr.dtype.element_ty == tl.float8e4nv:
-        # A weight times a factor, which is a power of two, may be too small for fp16, but is as exact in bf16.
-        weights *= load_factors(value_ptr, block * block_stride, offset, there, BLOCK_SIZE, HEAD_DIM)[None, :]
-        product: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.bfloat16
-        value = value.to(product)
+        factors = load_factors(value_ptr, block * block_stride, offset, there, BLOCK_SIZE, HEAD_DIM)
+        value = dequantized(value, factors[:, None], query.dtype)
     out = tl.dot(weights.to(value.dtype), value, out * decay[:, None], input_precision="ieee")
     return out, total, new_peak
 
