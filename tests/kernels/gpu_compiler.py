@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -67,7 +68,8 @@ def _compile(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         elif _is_aligned(value) and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             attributes[i,] = [["tt.divisibility", 16]]
     options = {name: value for name, value in kwargs.items() if name not in own}
-    triton.compile(ASTSource(function, signature, constants, attributes), target=HOPPER, options=options)
+    source = GluonASTSource if function.is_gluon() else ASTSource
+    triton.compile(source(function, signature, constants, attributes), target=HOPPER, options=options)
 
 
 def _kind(value: object, do_not_specialize: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 53
+    assert int(done.stdout) == 59
 
 
 def bf16(*shape: int) -> Tensor:
@@ -138,7 +139,7 @@ def launch_quantized() -> None:
 
 
 def launch_attention(quantized: bool) -> None:
-    from baton_kernels.paged_attention import PagedBatch
+    from baton_kernels.paged_attention import PagedBatch, decode
     from baton_kernels.paged_attention.decode import decode_attention
     from baton_kernels.paged_attention.gather import gather
     from baton_kernels.paged_attention.prefill import prefill_attention
@@ -148,8 +149,22 @@ def launch_attention(quantized: bool) -> None:
     keys, values = caches(2, 128, quantized)
     query, out, how = bf16(4, 8, 128), bf16(4, 8, 128), scoring(0.1, None, None)
     decode_attention(query, keys, values, batch, out, how, None)
+    if quantized:
+        for dim in decode.DIRECT_HEAD_DIMS:
+            launch_direct_decode(dim)
     prefill_attention(query, keys, values, batch, range(1, 2), out, how, None)
     gather(keys, values, batch, 1, 0, 4, bf16(4, 2, 128), bf16(4, 2, 128))
+
+
+def launch_direct_decode(dim: int) -> None:
+    from baton_kernels.paged_attention import PagedBatch, decode
+    from baton_kernels.paged_attention.tile import scoring
+
+    batch = PagedBatch.build([[1]], [1], [3], 16, torch.device("cpu"))
+    keys, values = caches(2, dim, quantized=True)
+    query, out = bf16(1, 8, dim), bf16(1, 8, dim)
+    with patch.object(decode, "_is_direct", lambda query, cache: True):
+        decode.decode_attention(query, keys, values, batch, out, scoring(0.1, 5, 2.0), bf16(8))
 
 
 def main() -> None:
