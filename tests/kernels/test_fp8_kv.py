@@ -39,6 +39,13 @@ def test_what_is_stored_is_exact_in_bfloat16_and_stays_when_stored_again() -> No
     assert again.dtype == torch.float8_e4m3fn
 
 
+def test_a_single_head_has_scales_too() -> None:
+    """torch gives a dimension of size 1 any stride."""
+    memory = torch.arange(3 * 36, dtype=torch.uint8).view(3, 1, 36)
+    assert torch.equal(scales_of(elements_of(memory, 4, 8)), memory[..., 32:])
+    assert torch.equal(scales_of(elements_of(memory.transpose(0, 1).transpose(0, 1), 4, 8)), memory[..., 32:])
+
+
 def test_scales_lie_behind_the_elements_of_their_head() -> None:
     num_blocks, num_layers, num_kv_heads, block_size, head_dim = 3, 2, 2, 4, 8
     memory = torch.arange(num_blocks * num_layers * 2 * num_kv_heads * head_bytes(block_size, head_dim)) % 251

@@ -37,6 +37,13 @@ def test_plain(kind: str, heads: int, kv_heads: int, dim: int, device: str) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 32), (6, 1, 8)])
+def test_quantized_cache(heads: int, kv_heads: int, dim: int, device: str) -> None:
+    case = Case(BATCHES["mixed"], heads, kv_heads, dim, device, block_size=16, quantized=True)
+    check(case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_window_softcap_and_sinks(kind: str, device: str) -> None:
     case = Case(BATCHES[kind], 8, 2, 32, device, block_size=8)

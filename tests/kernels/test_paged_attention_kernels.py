@@ -67,6 +67,7 @@ def test_plain(kind: str, heads: int, kv_heads: int, dim: int, device: str, dtyp
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("kind", SMALL)
 def test_quantized_cache(kind: str, device: str, dtype: torch.dtype) -> None:
+    check(Case(SMALL[kind], 3, 1, 48, device, 16, dtype, quantized=True))
     case = Case(SMALL[kind], 6, 2, 48, device, 16, dtype, quantized=True)
     check(case)
     if device != "cpu" or kind == "mixed":

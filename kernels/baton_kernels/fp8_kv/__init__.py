@@ -31,6 +31,13 @@ def head_bytes(block_size: int, head_dim: int) -> int:
     return block_size * (head_dim + 1)
 
 
+def head_stride(cache: Tensor) -> int:
+    """Elements from one head's piece of a block to the next, of a cache [num_blocks, num_kv_heads, block_size,
+    head_dim]. torch may give a single head any stride."""
+    block_size, head_dim = cache.shape[2:]
+    return head_bytes(block_size, head_dim) if is_quantized(cache) else block_size * head_dim
+
+
 def elements_of(memory: Tensor, block_size: int, head_dim: int) -> Tensor:
     """The elements in memory [..., head_bytes], uint8, of quantized heads: a view [..., block_size, head_dim]."""
     return memory[..., : block_size * head_dim].view(DTYPE).unflatten(-1, (block_size, head_dim))
@@ -40,7 +47,7 @@ def scales_of(cache: Tensor) -> Tensor:
     """The scales of a quantized cache [num_blocks, num_kv_heads, block_size, head_dim], as e8m0 bytes: a view
     [num_blocks, num_kv_heads, block_size], uint8, of the same memory."""
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
-    strides = (cache.stride(0), cache.stride(1), 1)
+    strides = (cache.stride(0), head_stride(cache), 1)
     offset = cache.storage_offset() + block_size * head_dim
     return cache.view(torch.uint8).as_strided((num_blocks, num_kv_heads, block_size), strides, offset)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_kernels.fp8_kv import head_bytes, is_quantized
+from baton_kernels.fp8_kv import head_stride
 from baton_kernels.paged_attention import reference
 from baton_kernels.paged_attention.batch import PagedBatch
 
@@ -37,14 +37,14 @@ def paged_attention(
     key, value: [num_tokens, num_kv_heads, head_dim], those of the new tokens (also in the cache, there possibly
         quantized), for kernels that are faster on contiguous memory.
     """
-    num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+    num_kv_heads, _, head_dim = key_cache.shape[1:]
     assert query.shape[0] == batch.num_tokens
     assert query.shape[1] % num_kv_heads == 0
     assert query.shape[2] == head_dim
     assert key_cache.shape == value_cache.shape
     assert key_cache.stride() == value_cache.stride()
-    head_stride = head_bytes(block_size, head_dim) if is_quantized(key_cache) else block_size * head_dim
-    assert key_cache.stride()[1:] == (head_stride, head_dim, 1)
+    assert key_cache.stride()[2:] == (head_dim, 1)
+    assert num_kv_heads == 1 or key_cache.stride(1) == head_stride(key_cache)
     if query.is_cuda:
         from baton_kernels.paged_attention import kernel
 

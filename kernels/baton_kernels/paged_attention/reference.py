@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton_kernels.fp8_kv import dequantize, elements_of, is_quantized
+from baton_kernels.fp8_kv import dequantize, elements_of, head_stride, is_quantized
 from baton_kernels.paged_attention.batch import PagedBatch
 
 CPU_TILE_BYTES = 1 << 20  # of keys; the L2 cache of a server core
@@ -135,7 +135,7 @@ def _gather(cache: Tensor, pieces: Tensor, room: Tensor, dtype: torch.dtype) -> 
     the cache's view of one layer, into `room`, which the next tile overwrites.
     """
     block_size, head_dim = cache.shape[2:]
-    row = cache.stride(1)
+    row = head_stride(cache)
     num_rows = (cache.shape[0] - 1) * (cache.stride(0) // row) + cache.shape[1]
     quantized = is_quantized(cache)
     memory = cache.view(torch.uint8) if quantized else cache
@@ -159,7 +159,7 @@ def _plan(batch: PagedBatch, cache: Tensor) -> Plan:
         tiles = [_tile(batch, tables, contexts, seqs, cache) for seqs in groups]
         most = max((tile.pieces.numel() for tile in tiles), default=0)
         dtype = torch.uint8 if is_quantized(cache) else cache.dtype
-        room = torch.empty((2, most, cache.stride(1)), dtype=dtype, device=cache.device)
+        room = torch.empty((2, most, head_stride(cache)), dtype=dtype, device=cache.device)
         batch.plans[key] = Plan(tiles, room[0], room[1])
     plan: Plan = batch.plans[key]
     return plan
@@ -188,7 +188,7 @@ def _tile(batch: PagedBatch, tables: Tables, contexts: list[int], seqs: list[int
     steps = np.arange(query_len)
     first_tokens = np.cumsum([0, *batch.query_lens])[seqs]
     first_positions = np.array([contexts[i] - query_len for i in seqs])
-    row = cache.stride(1)
+    row = head_stride(cache)
     indexes = (
         first_tokens[:, None] + steps,
         first_positions[:, None] + steps,

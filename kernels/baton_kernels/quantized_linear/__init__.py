@@ -153,8 +153,10 @@ def _few_rows(
     activation: Activation | None,
     tiling: Tiling,
 ) -> Tensor:
-    from baton_kernels.quantized_linear import kernel
+    from baton_kernels.quantized_linear import four_bits_kernel, kernel
 
+    if activation is None and four_bits_kernel.can_do(x, weight):
+        return four_bits_kernel.few_rows(x, weight, bias)
     in_groups = weight.group and weight.values.dtype == torch.int8
     if weight.four_bits or in_groups or weight.zero is not None or x.shape[0] <= WEIGHT_ONLY_ROWS:
         return kernel.few_rows(x, None, weight, bias, activation, tiling, x.dtype)
