@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from baton.audit import KvSlot
-from baton.layout import KvLayout, KvSlice
+from baton.layout import KvLayout, KvSlice, LayerKv, as_quantized
 from kv_transfer.copies import Copies, NoCopies
 from kv_transfer.parts import part_blocks_for
 from kv_transfer.slices import Rows, rows_of
@@ -16,6 +17,16 @@ from kv_transfer.transport import Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Sent:
+    """A node's KV as it is sent to a peer. layout: the node's, with the layers that are sent; `rows` of its slices,
+    found once."""
+
+    def __init__(self, layout: KvLayout) -> None:
+        self.layout = layout
+        self.digest = layout.digest()
+        self.rows: dict[KvSlice, Rows] = {}
 
 
 class KvMover:
@@ -47,9 +58,9 @@ class KvMover:
         """The most whole blocks in a part; a part of smaller pieces may have more blocks, within as many bytes."""
         assert self.part_blocks > 0, "a slot is too small for a block"
         self._staging = staging
-        self._copies = _copies(staging, pool_bytes, self.part_blocks, spin_wait)
-        self._digest = layout.digest()
-        self._rows: dict[KvSlice, Rows] = {}
+        self._copies = _copies(staging, pool_bytes, layout, self.part_blocks, spin_wait)
+        self._own = Sent(layout)
+        self._converted: dict[tuple[LayerKv, ...], Sent] = {}
         self._lock = threading.RLock()  # guards the slots' states and owners
 
     def slots(self) -> list[KvSlot]:
@@ -69,15 +80,27 @@ class KvMover:
     def _free_slots(self) -> None:
         """Free the slots that nothing uses any more."""
 
-    def _rows_of(self, what: KvSlice) -> Rows:
-        if (rows := self._rows.get(what)) is None:
-            rows = self._rows[what] = rows_of(self.layout, self.rank, what)
+    def _sent(self, layers: tuple[LayerKv, ...] | None) -> Sent:
+        """What is sent with layers like these; None: with those of the pool."""
+        if layers is None or layers is self.layout.layers:
+            return self._own
+        if (sent := self._converted.get(layers)) is None:
+            sent = self._converted[layers] = Sent(dataclasses.replace(self.layout, layers=layers))
+        return sent
+
+    def _rows_of(self, what: KvSlice, sent: Sent) -> Rows:
+        if (rows := sent.rows.get(what)) is None:
+            rows = sent.rows[what] = rows_of(self.layout, self.rank, what, sent.layout)
         return rows
 
     def _usual_rows(self) -> set[Rows]:
-        """The rows of whole blocks, and of one layer: the GPU kernels of parts do not depend on the size."""
+        """The rows of whole blocks, and of one layer, as they are and as they may be converted: the GPU kernels of
+        parts do not depend on the size."""
         one_layer = self.held._replace(layer_end=self.held.layer_start + 1)
-        return {self._rows_of(self.held), self._rows_of(one_layer)}
+        quantized = self._sent(tuple(as_quantized(layer) for layer in self.layout.layers))
+        can_convert = self.layout.converts(quantized.layout)
+        kinds = (self._own, quantized) if can_convert else (self._own,)
+        return {self._rows_of(what, sent) for what in (self.held, one_layer) for sent in kinds}
 
     def _check_slots(self, held: Collection[int], in_flight: Collection[int]) -> None:
         """Assert that each slot is free or owned by one part. The caller holds the lock."""
@@ -88,11 +111,11 @@ class KvMover:
         assert staging.num_free + len(held) + len(in_flight) == staging.num_slots, "a slot has no owner"
 
 
-def _copies(staging: Slots, pool_bytes: Tensor | None, part_blocks: int, spin_wait: bool) -> Copies:
+def _copies(staging: Slots, pool_bytes: Tensor | None, layout: KvLayout, part_blocks: int, spin_wait: bool) -> Copies:
     if pool_bytes is None:
         return NoCopies(part_blocks)
     from kv_transfer.slot_copies import SlotCopies  # imports torch
     from kv_transfer.staging import Staging
 
     assert isinstance(staging, Staging), "a pool needs slots with memory"
-    return SlotCopies(staging, pool_bytes, part_blocks, spin_wait)
+    return SlotCopies(staging, pool_bytes, layout, part_blocks, spin_wait)

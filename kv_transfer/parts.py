@@ -5,7 +5,8 @@
 
 A part carries the same slice (layers and heads) of each of its blocks, from one rank to another: block by block, then
 layer by layer, K then V, head by head. A piece is a range of a block that is contiguous at the sender. `PartPlanner`
-computes a request's parts; both sides derive them from numbers that both know. The header repeats the contents of tag
+computes a request's parts; both sides derive them from numbers that both know. Between a quantized pool and one that is
+not, parts are quantized: the side whose pool is not converts. The header repeats the contents of tag
 and plan, since transports match by tag alone and check nothing.
 """
 
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.errors import LayoutMismatch, TransferError
-from baton.layout import KvLayout, KvSlice, layer_groups_of
+from baton.layout import KvLayout, KvSlice, LayerKv, layer_groups_of
 from kv_transfer.slices import RankPair, pair_ranks, rows_of
 from kv_transfer.transport import MAX_HEADER_BYTES, TAG_BITS
 
@@ -69,7 +70,8 @@ def part_blocks_for(slot_bytes: int, block_bytes: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The contents of a part: from rank `source` to rank `target`, the slice `what` (`num_bytes` per block) of each of
-    the blocks [first, first + num_blocks) of a request's table."""
+    the blocks [first, first + num_blocks) of a request's table. layers: of the model as they are sent, which say what a
+    byte means."""
 
     first: int
     num_blocks: int
@@ -77,6 +79,7 @@ class Piece:
     target: int
     what: KvSlice
     num_bytes: int
+    layers: tuple[LayerKv, ...] = field(repr=False)
 
     @property
     def end_layer(self) -> int:
@@ -94,11 +97,14 @@ class _Round(NamedTuple):
 class PartPlanner:
     """Plans the parts of requests between two nodes of compatible layouts, whose slots hold `part_blocks` of their
     ranks' blocks. Parts come in rounds of one part per pair of ranks, in the order of `pairs`, so a part's number alone
-    identifies its pair."""
+    identifies its pair. own: that of both which belongs to this node."""
 
-    def __init__(self, sender: KvLayout, receiver: KvLayout, part_blocks: int) -> None:
+    def __init__(self, sender: KvLayout, receiver: KvLayout, part_blocks: int, own: KvLayout | None = None) -> None:
         self.pairs = pair_ranks(sender, receiver)
         self._ends = sender, receiver
+        self._sent = sender.sent(receiver)
+        # A node knows its own layers by identity.
+        self._layers = own.layers if own and own.layers == self._sent.layers else self._sent.layers
         self._part_blocks = part_blocks
         self._rounds: dict[int, list[_Round]] = {}  # by number of groups
 
@@ -115,7 +121,7 @@ class PartPlanner:
 
     def _pieces(self, first: int, end: int, num_groups: int) -> list[Piece]:
         return [
-            Piece(at, min(most, end - at), pair.source, pair.target, what, num_bytes)
+            Piece(at, min(most, end - at), pair.source, pair.target, what, num_bytes, self._layers)
             for most, slices in self._rounds_of(num_groups)
             for at in range(first, end, most)
             for pair, (what, num_bytes) in zip(self.pairs, slices, strict=True)
@@ -133,10 +139,10 @@ class PartPlanner:
             start, end = layer_groups_of(pair.what.num_layers, num_groups)[group]
             at = pair.what.layer_start
             what = pair.what._replace(layer_start=at + start, layer_end=at + end)
-            num_bytes = self._ends[0].num_bytes(what)
+            num_bytes = self._sent.num_bytes(what)
             for layout, rank in zip(self._ends, (pair.source, pair.target), strict=True):
                 fitting = self._part_blocks * layout.num_bytes(layout.ranks[rank]) // num_bytes
-                most = min(most, fitting, MAX_PIECES // rows_of(layout, rank, what).num)
+                most = min(most, fitting, MAX_PIECES // rows_of(layout, rank, what, self._sent).num)
             slices.append((what, num_bytes))
         return _Round(most, tuple(slices))
 

@@ -88,7 +88,7 @@ class SenderRanks(_Ranks[KvSender]):
 
     def planner(self, receiver: KvLayout, part_blocks: int) -> PartPlanner:
         """The planner for parts to a node of that layout."""
-        return PartPlanner(self.layout, receiver, part_blocks)
+        return PartPlanner(self.layout, receiver, part_blocks, self.layout)
 
     @property
     def num_free_slots(self) -> int:
@@ -106,7 +106,7 @@ class SenderRanks(_Ranks[KvSender]):
     def send(self, peer: str, lease: int, part: int, piece: Piece, blocks: Sequence[int], checked: bool) -> bool:
         """Send a piece of these blocks as that part. See KvSender."""
         name = rank_name(peer, piece.target)
-        return self.ranks[piece.source].send(name, lease, part, blocks, piece.what, checked)
+        return self.ranks[piece.source].send(name, lease, part, blocks, piece.what, checked, piece.layers)
 
     def drain(self, peer: str, lease: int, part: int, planner: PartPlanner) -> bool:
         """See KvSender. planner: the one for that peer."""
@@ -123,7 +123,7 @@ class ReceiverRanks(_Ranks[KvReceiver]):
 
     def planner(self, sender: KvLayout, part_blocks: int) -> PartPlanner:
         """The planner for parts from a node of that layout."""
-        return PartPlanner(sender, self.layout, part_blocks)
+        return PartPlanner(sender, self.layout, part_blocks, self.layout)
 
     @property
     def num_free_slots(self) -> int:
@@ -151,7 +151,7 @@ class ReceiverRanks(_Ranks[KvReceiver]):
         """Expect a piece of these blocks as that part. is_last: the lease's last part for that rank. See KvReceiver."""
         name = rank_name(peer, piece.source)
         mover = self.ranks[piece.target]
-        return mover.expect(name, lease, part, blocks, piece.what, not_before[piece.target], is_last)
+        return mover.expect(name, lease, part, blocks, piece.what, not_before[piece.target], is_last, piece.layers)
 
     def withdraw(self, lease: int) -> None:
         """See KvReceiver."""

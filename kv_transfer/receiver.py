@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferError
-from baton.layout import KvLayout, KvSlice
+from baton.layout import KvLayout, KvSlice, LayerKv
 from kv_transfer.copies import Mark, Move
 from kv_transfer.mover import KvMover
 from kv_transfer.parts import CHECKSUM_BYTES, PartHeader, tag_of
@@ -61,7 +61,8 @@ ReceiverEvent = PartLanded | PartUnused | PartRefused | PartFailed | PeerDisconn
 
 class _Plan(NamedTuple):
     """An expected part: it goes to `what` of its blocks, `num_bytes` in all. land: launches the scatter. header: the
-    header of that part without checksums, from a sender whose pool holds `what` in one piece per block."""
+    header of that part without checksums, from a sender whose pool holds `what` in one piece per block. digest: of the
+    layout as it is sent."""
 
     peer: str
     lease: int
@@ -71,6 +72,7 @@ class _Plan(NamedTuple):
     num_bytes: int
     land: Move
     header: bytes
+    digest: bytes
     withdrawn: bool = False
 
     @property
@@ -134,8 +136,10 @@ class KvReceiver(KvMover):
         what: KvSlice | None = None,
         not_before: Mark = None,
         is_last: bool = False,
+        layers: tuple[LayerKv, ...] | None = None,
     ) -> bool:
-        """Post a receive for a part, before the peer may send it. False: no slot is free.
+        """Post a receive for a part, before the peer may send it. layers: the model's as they are sent; None: as they
+        are in the pool. False: no slot is free.
 
         is_last: now all parts of the lease are expected. From then on the engine is woken when the last missing part
         lands; until then, for each part that lands and each slot that becomes free.
@@ -150,8 +154,9 @@ class KvReceiver(KvMover):
         """
         tag = tag_of(lease, part)
         what = what or self.held
-        rows = self._rows_of(what)
-        piece_bytes = rows.num * rows.row_bytes
+        sent = self._sent(layers)
+        rows = self._rows_of(what, sent)
+        piece_bytes = rows.num * rows.sent_bytes
         with self._lock:
             self._partial.add(lease)
             self._free_slots()
@@ -164,8 +169,8 @@ class KvReceiver(KvMover):
                 self._partial.remove(lease)
             land = self._copies.scatter(slot, blocks, rows, not_before)
             num_blocks, num_bytes = len(blocks), len(blocks) * piece_bytes
-            header = PartHeader(lease, part, num_blocks, what, num_blocks, piece_bytes, self._digest).pack()
-            self._plans[slot] = _Plan(peer, lease, part, num_blocks, what, num_bytes, land, header)
+            header = PartHeader(lease, part, num_blocks, what, num_blocks, piece_bytes, sent.digest)
+            self._plans[slot] = _Plan(peer, lease, part, num_blocks, what, num_bytes, land, header.pack(), sent.digest)
             self._staging.lend(slot)
         self.transport.expect(peer, tag, slot, self._staging.slot_bytes)
         return True
@@ -200,7 +205,7 @@ class KvReceiver(KvMover):
             for rows in self._usual_rows():
                 self._copies.scatter(0, [0], rows, None)()
                 self._copies.synchronize()
-                block_checksums(self._staging.memory(0)[: rows.row_bytes].view(1, rows.row_bytes))
+                block_checksums(self._staging.memory(0)[: rows.sent_bytes].view(1, rows.sent_bytes))
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -274,7 +279,7 @@ class KvReceiver(KvMover):
         header = PartHeader.parse(data)
         if header.drain or plan.withdrawn:
             return False
-        header.require(plan.lease, plan.part, plan.num_blocks, plan.what, plan.num_bytes, self._digest)
+        header.require(plan.lease, plan.part, plan.num_blocks, plan.what, plan.num_bytes, plan.digest)
         self._check(self._staging.memory(slot), header)
         return True
 

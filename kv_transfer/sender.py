@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferError
-from baton.layout import KvLayout, KvSlice
+from baton.layout import KvLayout, KvSlice, LayerKv
 from kv_transfer.mover import KvMover
 from kv_transfer.native import DONE, Native, Target
 from kv_transfer.parts import PartHeader, tag_of
@@ -96,20 +96,23 @@ class KvSender(KvMover):
         blocks: Sequence[int],
         what: KvSlice | None = None,
         checked: bool = False,
+        layers: tuple[LayerKv, ...] | None = None,
     ) -> bool:
         """Copy `what` of the blocks, or all that this rank holds, into a slot and send it. checked: with checksums.
-        False: no slot is free, and nothing was done.
+        layers: the model's as they are sent; None: as they are in the pool. False: no slot is free, and nothing was
+        done.
 
         Each True leads to exactly one PartSent or PartFailed. Raises TransferError for more blocks or bytes than a slot
         holds, or a lease or part that does not fit in a tag.
         """
         what = what or self.held
-        rows = self._rows_of(what)
+        sent = self._sent(layers)
+        rows = self._rows_of(what, sent)
         num_rows = len(blocks) * rows.num
-        if num_rows * rows.row_bytes > self.part_blocks * self.block_bytes or num_rows > self._copies.most_pieces:
-            told = f"{num_rows} x {rows.row_bytes} bytes"
+        if num_rows * rows.sent_bytes > self.part_blocks * self.block_bytes or num_rows > self._copies.most_pieces:
+            told = f"{num_rows} x {rows.sent_bytes} bytes"
             raise TransferError(f"a part of {told}, where {self.part_blocks} blocks at most fit")
-        header = PartHeader(lease, part, len(blocks), what, num_rows, rows.row_bytes, self._digest, checked)
+        header = PartHeader(lease, part, len(blocks), what, num_rows, rows.sent_bytes, sent.digest, checked)
         if (out := self._take(peer, header)) is None:
             return False
         sums_at = header.checksums_at if checked else None
@@ -138,7 +141,7 @@ class KvSender(KvMover):
 
     def drain(self, peer: str, lease: int, part: int) -> bool:
         """Use up the credit of a part that is not needed, by an empty part. False: no slot is free."""
-        out = self._take(peer, PartHeader(lease, part, 0, self.held, 0, 0, self._digest, drain=True))
+        out = self._take(peer, PartHeader(lease, part, 0, self.held, 0, 0, self._own.digest, drain=True))
         if out is not None:
             self._push(out)
         return out is not None
@@ -163,7 +166,7 @@ class KvSender(KvMover):
     def warm_up(self) -> None:
         if self._staging.on_gpu:
             for rows in self._usual_rows():
-                header = PartHeader(0, 0, 1, self.held, 1, rows.row_bytes, self._digest, checked=True)
+                header = PartHeader(0, 0, 1, self.held, 1, rows.sent_bytes, self._own.digest, checked=True)
                 self._copies.gather(0, [0], rows, header.checksums_at)
                 self._copies.synchronize()
 

@@ -10,13 +10,19 @@ from baton.layout import KvLayout, KvSlice
 
 class Rows(NamedTuple):
     """A slice in one rank's pool, viewed as `per_block` rows per block: the bytes [offset, offset + row_bytes) of the
-    rows [first, first + num) of a block. In that order they are the slice's bytes."""
+    rows [first, first + num) of a block. In that order they are the slice's bytes; sent, each has `sent_bytes`."""
 
     per_block: int
     first: int
     num: int
     offset: int
     row_bytes: int
+    sent_bytes: int
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether they are sent in another form than the pool has."""
+        return self.sent_bytes != self.row_bytes
 
     def of(self, blocks: Sequence[int]) -> Sequence[int]:
         """The pool's rows that hold the slice of these blocks."""
@@ -26,16 +32,17 @@ class Rows(NamedTuple):
         return [row for first in firsts for row in range(first, first + self.num)]
 
 
-def rows_of(layout: KvLayout, rank: int, what: KvSlice) -> Rows:
+def rows_of(layout: KvLayout, rank: int, what: KvSlice, sent: KvLayout) -> Rows:
     """`what` in that rank's pool, which holds all of it: one row per block if it has all heads that the rank holds,
-    else one for each layer's K and V. The second case requires `layout.has_equal_runs`."""
+    else one for each layer's K and V. The second case requires `layout.has_equal_runs`. sent: the layout as it is
+    sent."""
     held = layout.ranks[rank]
     assert what.overlap(held) == what
     block_bytes = layout.num_bytes(held)
     before = what.layer_start - held.layer_start
     if what[2:] == held[2:]:
         offset = layout.num_bytes(held._replace(layer_end=what.layer_start))
-        return Rows(per_block=1, first=0, num=1, offset=offset, row_bytes=layout.num_bytes(what))
+        return Rows(1, first=0, num=1, offset=offset, row_bytes=layout.num_bytes(what), sent_bytes=sent.num_bytes(what))
     assert layout.has_equal_runs
     runs = 2 if layout.layers[0].head_dim_v else 1
     per_block = held.num_layers * runs
@@ -46,6 +53,7 @@ def rows_of(layout: KvLayout, rank: int, what: KvSlice) -> Rows:
         num=what.num_layers * runs,
         offset=(what.head_start - held.head_start) * head_bytes,
         row_bytes=what.num_heads * head_bytes,
+        sent_bytes=sent.num_bytes(what) // (what.num_layers * runs),
     )
 
 

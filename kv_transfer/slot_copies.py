@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.layout import KvLayout
 from baton_kernels.block_checksum import block_checksums
 from baton_kernels.block_copy import Move, PoolMoves
 from baton_kernels.event_thread import EventThread
+from baton_kernels.fp8_kv.moves import QuantizingMoves
 from kv_transfer.copies import Mark
 from kv_transfer.native import DONE, Native, OnDevice, Target
 from kv_transfer.parts import MAX_PIECES
@@ -26,18 +28,24 @@ class SlotCopies:
     """Gathers blocks into slots, or scatters slots into blocks, on a stream of its own; on a CPU at once. One thread at
     a time, and one copy at a time per slot, since each slot has a single set of ids and one event.
 
-    pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device. A copy does not wait for steps under way;
-    steps launched after a gather wait for it, those launched after `make_stream_wait` wait for a scatter. The Native
-    that a copy returns is over when the copy is; it belongs to the slot, and is invalid once the slot has another copy.
+    pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device, of that layout. Rows that are sent in another
+    size than they have are quantized by a gather, and dequantized by a scatter.
+
+    A copy does not wait for steps under way; steps launched after a gather wait for it, those launched after
+    `make_stream_wait` wait for a scatter. The Native that a copy returns is over when the copy is; it belongs to the
+    slot, and is invalid once the slot has another copy.
     spin_wait: `when_done`'s thread spins until a copy is done, some 0.1 ms, instead of sleeping, since a wake-up takes
     as long again and the part waits for it.
     """
 
-    def __init__(self, staging: Staging, pool_bytes: Tensor, part_blocks: int, spin_wait: bool) -> None:
+    def __init__(
+        self, staging: Staging, pool_bytes: Tensor, layout: KvLayout, part_blocks: int, spin_wait: bool
+    ) -> None:
         self.most_pieces = max(part_blocks, MAX_PIECES)
         self._staging = staging
         self._pool = pool_bytes
-        self._views: dict[int, tuple[Tensor, PoolMoves]] = {}  # by rows of a block
+        self._layout = layout
+        self._views: dict[tuple[int, bool], tuple[Tensor, PoolMoves | QuantizingMoves]] = {}  # by rows of a block
         device = self._device = staging.device
         on_gpu = device.type == "cuda"
         ids = torch.empty((staging.num_slots, self.most_pieces), dtype=torch.int64, pin_memory=on_gpu)
@@ -70,8 +78,12 @@ class SlotCopies:
         moves.gather(self._ids[slot], num_rows, rows.offset, rows.row_bytes, memory, self._stream)()
         if checksums_at is not None:
             with torch.cuda.stream(self._stream):
-                pieces = pool[:, rows.offset : rows.offset + rows.row_bytes]
-                sums = block_checksums(pieces, self._ids[slot][:num_rows])
+                if rows.is_converted:
+                    sent = memory[: num_rows * rows.sent_bytes].view(num_rows, rows.sent_bytes)
+                    sums = block_checksums(sent, None)
+                else:
+                    pieces = pool[:, rows.offset : rows.offset + rows.row_bytes]
+                    sums = block_checksums(pieces, self._ids[slot][:num_rows])
                 memory[checksums_at:][: sums.nbytes].view(torch.int64).copy_(sums)
         if placed is not None:
             placed.signal(self._stream)
@@ -115,15 +127,22 @@ class SlotCopies:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _take_rows(self, slot: int, blocks: Sequence[int], rows: Rows) -> tuple[Tensor, PoolMoves, int]:
+    def _take_rows(
+        self, slot: int, blocks: Sequence[int], rows: Rows
+    ) -> tuple[Tensor, PoolMoves | QuantizingMoves, int]:
         """Write the ids of these rows into the slot's entry. Returns the pool viewed as such rows, its moves, and the
         number of ids."""
         ids = rows.of(blocks)
         self._numbers[slot][: len(ids)] = ids
-        if (view := self._views.get(rows.per_block)) is None:
+        key = rows.per_block, rows.is_converted
+        if (view := self._views.get(key)) is None:
             pool = self._pool.view(len(self._pool) * rows.per_block, -1)
-            view = self._views[rows.per_block] = pool, PoolMoves(pool)
+            view = self._views[key] = pool, self._quantizing(pool) if rows.is_converted else PoolMoves(pool)
         return *view, len(ids)
+
+    def _quantizing(self, pool: Tensor) -> QuantizingMoves:
+        layer = self._layout.layers[0]
+        return QuantizingMoves(pool, getattr(torch, layer.dtype), self._layout.block_size, layer.head_dim_k)
 
     def _scatter(self, slot: int, move: Move, not_before: Mark) -> None:
         if not_before is not None:

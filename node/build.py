@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from baton.layout import KvLayout, num_blocks_for
+from baton.layout import QUANTIZED_TOKENS, KvLayout, as_quantized, num_blocks_for
 from baton.messages import GenerationDefaults
 from engine.checkpoint import EMBEDDED, has_tokenizer
 from engine.config import EngineConfig
@@ -26,7 +26,6 @@ from engine.engine import Engine
 from engine.model import fast
 from engine.model.attention import Probe, probe
 from engine.model.graphs import decode_capture_sizes, step_padding
-from engine.model.kv_pool import quantized
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
@@ -97,6 +96,8 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
     if not sys.stderr.isatty():
         disable_progress_bar()  # not useful in a log file
     device = _device(settings.device)
+    if settings.kv_cache_dtype != "auto":
+        _require_fp8(device, settings.block_size)
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
     torch.manual_seed(settings.seed)
@@ -179,8 +180,7 @@ def _load(
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)
     if settings.kv_cache_dtype != "auto":
-        _require_fp8(device)
-        probed = dataclasses.replace(probed, kv=quantized(probed.kv))
+        probed = dataclasses.replace(probed, kv=tuple(map(as_quantized, probed.kv)))
     name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())
     log.info(
         "model loaded model=%s device=%s dtype=%s threads=%d weights_gib=%.2f seconds=%.2f",
@@ -194,8 +194,10 @@ def _load(
     return model, probed
 
 
-def _require_fp8(device: torch.device) -> None:
-    """Raise ValueError if Triton has no float8_e4m3fn there."""
+def _require_fp8(device: torch.device, block_size: int) -> None:
+    """Raise ValueError if KV cannot be quantized there: Triton needs float8_e4m3fn, and pieces of blocks a size."""
+    if block_size % QUANTIZED_TOKENS:
+        raise ValueError(f"--block-size: must be a multiple of {QUANTIZED_TOKENS} with --kv-cache-dtype fp8")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"--kv-cache-dtype: fp8 needs a GPU of compute capability 8.9 or more, which {name} has not")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from baton.layout import KvLayout, LayerKv
-from baton_kernels import fp8_kv
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.fp8_kv import elements_of, head_bytes
 from engine.model.errors import UnsupportedModel
@@ -27,12 +26,6 @@ def require_served(layers: Sequence[LayerKv], model: str) -> None:
     if len(shapes := {dataclasses.replace(layer, sliding_window=None) for layer in layers}) != 1:
         told = sorted((layer.num_kv_heads, layer.head_dim_k, layer.dtype) for layer in shapes)
         raise UnsupportedModel(f"{model}: layers' KV differ in shape: {told}")
-
-
-def quantized(layers: tuple[LayerKv, ...]) -> tuple[LayerKv, ...]:
-    """The layers with their KV in 8 bits, see `baton_kernels.fp8_kv`."""
-    dtype, scale_dtype = (str(x).removeprefix("torch.") for x in (fp8_kv.DTYPE, fp8_kv.SCALE_DTYPE))
-    return tuple(dataclasses.replace(layer, dtype=dtype, scale_dtype=scale_dtype) for layer in layers)
 
 
 class KvPool:

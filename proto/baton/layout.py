@@ -13,6 +13,11 @@ from baton.errors import LayoutMismatch
 MAX_LAYERS = 2048
 MAX_KV_HEADS = 2**16 - 1
 MAX_RANKS = 64
+QUANTIZED = ("float8_e4m3fn", "float8_e8m0fnu")
+"""dtype and scale_dtype of quantized KV, into which that of the other dtypes below can be converted."""
+QUANTIZED_TOKENS = 8
+"""Blocks of quantized KV have a multiple of so many tokens, so that pieces of blocks are whole words for checksums."""
+_CONVERTIBLE = {("float32", ""), ("float16", ""), ("bfloat16", "")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +43,11 @@ class LayerKv:
         dtype_bytes(self.dtype)
         if self.scale_dtype:
             dtype_bytes(self.scale_dtype)
+
+    @property
+    def form(self) -> tuple[str, str]:
+        """How a number is stored: dtype and scale_dtype."""
+        return self.dtype, self.scale_dtype
 
     def head_bytes(self, block_size: int) -> int:
         """Bytes of one head's K and V of `block_size` tokens, with their scales."""
@@ -132,7 +142,8 @@ class KvLayout:
 
     def require_compatible(self, other: KvLayout, who: str) -> None:
         """Raise LayoutMismatch unless blocks of `other`, the layout of node `who`, hold the same as these, regardless
-        of how either divides them among ranks. The text gives the first difference as `field mine != theirs`."""
+        of how either divides them among ranks, and of whether one of them is quantized. The text gives the first
+        difference as `field mine != theirs`."""
 
         def require(field: str, mine: object, theirs: object, where: str = "") -> None:
             if mine != theirs:
@@ -140,15 +151,31 @@ class KvLayout:
 
         for field in ("num_layers", "block_size", "fingerprint"):
             require(field, getattr(self, field), getattr(other, field))
-        for index, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
+        for index, (mine, layer) in enumerate(zip(self.layers, other.layers, strict=True)):
+            theirs = layer
+            if self.converts(other):
+                theirs = dataclasses.replace(layer, dtype=mine.dtype, scale_dtype=mine.scale_dtype)
             if mine != theirs:
                 for part in dataclasses.fields(LayerKv):
                     require(part.name, getattr(mine, part.name), getattr(theirs, part.name), f" of layer {index}")
         if not self.has_equal_runs and any(rank.num_heads < self.num_kv_heads for rank in self.ranks + other.ranks):
             raise LayoutMismatch(f"ranks divide heads of layers that differ, here or at {who}", "ranks")
 
+    def sent(self, other: KvLayout) -> KvLayout:
+        """This layout with its layers as they are sent between it and `other`, which must be compatible: quantized, if
+        either is."""
+        narrow = next((layout for layout in (self, other) if layout.layers[0].form == QUANTIZED), self)
+        return dataclasses.replace(self, layers=narrow.layers)
+
+    def converts(self, other: KvLayout) -> bool:
+        """Whether one of them is quantized, and all layers of the other can be."""
+        forms = {layer.form for layer in self.layers}, {layer.form for layer in other.layers}
+        one_is = {QUANTIZED} in forms and forms[0] != forms[1] and all(len(kinds) == 1 for kinds in forms)
+        can_be = (forms[0] | forms[1]) - {QUANTIZED} <= _CONVERTIBLE and self.has_equal_runs
+        return one_is and can_be and self.block_size % QUANTIZED_TOKENS == 0
+
     def digest(self) -> bytes:
-        """16 bytes for the header of every part; equal for compatible layouts."""
+        """16 bytes for the header of every part; equal for compatible layouts as they are sent."""
         return hashlib.sha256(repr((self.layers, self.block_size, self.fingerprint)).encode()).digest()[:16]
 
 
@@ -162,6 +189,12 @@ def _require_division(whole: KvSlice, ranks: tuple[KvSlice, ...]) -> None:
         raise ValueError(f"ranks hold parts of the same: {sorted(held)}")
     if sum(rank.num_layers * rank.num_heads for rank in held) != whole.num_layers * whole.num_heads:
         raise ValueError(f"ranks do not hold the whole model: {sorted(held)}")
+
+
+def as_quantized(layer: LayerKv) -> LayerKv:
+    """The layer with its KV in 8 bits, see `baton_kernels.fp8_kv`."""
+    dtype, scale_dtype = QUANTIZED
+    return dataclasses.replace(layer, dtype=dtype, scale_dtype=scale_dtype)
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.errors import LayoutMismatch
-from baton.layout import KvLayout, KvSlice, LayerKv, dtype_bytes, layer_groups_of, num_blocks_for
+from baton.layout import KvLayout, KvSlice, LayerKv, as_quantized, dtype_bytes, layer_groups_of, num_blocks_for
 
 LAYOUT = KvLayout((LayerKv(2, 32, 32, "float32"),) * 4, 16, "fingerprint")
 
@@ -52,6 +52,31 @@ def test_a_difference_in_a_layer_is_named(field: str, value: object) -> None:
         LAYOUT.require_compatible(other, "the node")
     assert refused.value.field == field
     assert LAYOUT.digest() != other.digest()
+
+
+QUANTIZED = dataclasses.replace(LAYOUT, layers=tuple(map(as_quantized, LAYOUT.layers)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_one_of_two_nodes_may_be_quantized(dtype: str) -> None:
+    layers = tuple(dataclasses.replace(layer, dtype=dtype) for layer in LAYOUT.layers)
+    plain = dataclasses.replace(LAYOUT, layers=layers)
+    for mine, theirs in ((plain, QUANTIZED), (QUANTIZED, plain)):
+        mine.require_compatible(theirs, "the node")
+        assert mine.sent(theirs).layers == QUANTIZED.layers
+        assert mine.sent(theirs).digest() == QUANTIZED.digest() != plain.digest()
+    assert plain.sent(plain) == plain
+    assert QUANTIZED.block_bytes < plain.block_bytes
+
+
+def test_quantized_layers_differ_from_others_in_nothing_else() -> None:
+    wider = dataclasses.replace(LAYOUT, layers=tuple(dataclasses.replace(x, head_dim_k=64) for x in LAYOUT.layers))
+    integers = dataclasses.replace(LAYOUT, layers=tuple(dataclasses.replace(x, dtype="int8") for x in LAYOUT.layers))
+    partly = dataclasses.replace(LAYOUT, layers=(as_quantized(LAYER), *LAYOUT.layers[1:]))
+    for other, field in ((wider, "head_dim_k"), (integers, "dtype"), (partly, "dtype")):
+        with pytest.raises(LayoutMismatch) as refused:
+            QUANTIZED.require_compatible(other, "the node")
+        assert refused.value.field == field
 
 
 HEADS = (KvSlice(0, 4, 0, 1), KvSlice(0, 4, 1, 2))

@@ -7,6 +7,7 @@ CI runs one format; `-m full` runs all of them.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ TINY = EMBEDDED["baton-tiny"]
 IN_CI = "gptq-desc-act"
 NUM_PROMPTS = {True: 6, False: 40}
 """By whether it runs in CI."""
+NUM_MIXED = 30
+LEAST_AGREEMENT = 0.7
 MOST_PROMPT_TOKENS = 400
 KV_NEAR_TIE = 1e-2
 """Of logits: where a key lies between two values of 8 bits, the last bit of fp32 decides."""
@@ -61,16 +64,41 @@ async def test_a_quantized_checkpoint(form: str, tmp_path: Path, record_property
 
 async def test_a_kv_cache_of_8_bits(tmp_path: Path, record_property: Any) -> None:
     wanted = await asyncio.to_thread(expected, TINY, NUM_PROMPTS[True], ROUNDED_KV)
-    answers = await ask(tmp_path, wanted, f"--model={TINY}", "--kv-cache-dtype=fp8")
+    answers = await ask(tmp_path, wanted, f"--model={TINY}", dtypes={"prefill": "fp8", "decode": "fp8"})
     compare(answers, wanted, KV_NEAR_TIE, record_property)
     assert differs(wanted), "the KV is as exact as before"
 
 
-async def ask(folder: Path, wanted: list[reference_file.Reference], *flags: str) -> list[Answer]:
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("fp8", "auto"), ("auto", "fp8"), pytest.param("fp8", "fp8", marks=pytest.mark.full)],
+)
+async def test_nodes_with_different_kv_caches(prefill: str, decode: str, tmp_path: Path) -> None:
+    """Of each answer, the tokens up to the first other one count as those in fp32."""
+    known = reference_file.load().of_kind("text")
+    wanted = [r for r in known if len(r.prompt) <= MOST_PROMPT_TOKENS][:NUM_MIXED]
+    dtypes = {"prefill": prefill, "decode": decode}
+    answers = await ask(tmp_path, wanted, f"--model={TINY}", dtypes=dtypes)
+    same, total = 0, 0
+    for answer, reference in zip(answers, wanted, strict=True):
+        assert answer.status == 200, answer.error
+        difference = reference.difference(answer.tokens[0])
+        total += len(reference.output)
+        same += len(reference.output) if difference is None else difference.index
+    print(f"KV cache {prefill} -> {decode}: {same / total:.1%} of {total} greedy tokens as in fp32")
+    assert same / total > LEAST_AGREEMENT
+
+
+async def ask(
+    folder: Path, wanted: list[reference_file.Reference], *flags: str, dtypes: Mapping[str, str] = {}
+) -> list[Answer]:
     (folder / "logs").mkdir()
     flags = *flags, "--served-model-name=tiny", "--cpu-threads=1"
     with Cluster(folder / "logs") as cluster:
-        prefill, decode = cluster.node("prefill", "prefill", *flags), cluster.node("decode", "decode", *flags)
+        prefill, decode = (
+            cluster.node(role, role, *flags, f"--kv-cache-dtype={dtypes.get(role, 'auto')}")
+            for role in ("prefill", "decode")
+        )
         router = cluster.router([prefill], [decode], "--first-token=prefill")
         router.wait_nodes(1, 1)
         async with Client(router) as client:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.layout import KvLayout
+from baton.layout import KvLayout, as_quantized
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.attention import probe
-from engine.model.kv_pool import KvPool, quantized
+from engine.model.kv_pool import KvPool
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.runner import TorchModelRunner
@@ -69,7 +69,7 @@ def make_engine(folder: Path, device: str = "cpu", **sizes: Any) -> tuple[Engine
     config = EngineConfig(vocab_size=tiny_models.VOCAB_SIZE, eos_token_ids=(tiny_models.EOS,), **plain)
     model = load_model(Checkpoint.open(folder), device=torch.device(device))
     probed = probe(model, config.max_model_len)
-    runner = TorchModelRunner(model, config, dataclasses.replace(probed, kv=quantized(probed.kv)))
+    runner = TorchModelRunner(model, config, dataclasses.replace(probed, kv=tuple(map(as_quantized, probed.kv))))
     return Engine(config, runner), runner.pool
 
 

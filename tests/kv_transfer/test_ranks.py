@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferError
-from baton.layout import KvLayout, KvSlice, LayerKv
+from baton.layout import KvLayout, KvSlice, LayerKv, as_quantized
 from baton.messages import Route
+from baton_kernels.fp8_kv import dequantize, elements_of, quantize
 from kv_transfer.parts import PartPlanner, slot_bytes_for
 from kv_transfer.ranks import ReceiverRanks, SenderRanks, peer_of, rank_name
 from kv_transfer.receiver import KvReceiver, PartLanded, PartRefused, PartUnused, PeerDisconnected
@@ -22,7 +23,8 @@ from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 
 NUM_BLOCKS, PART_BLOCKS, NUM_SLOTS = 7, 2, 40
 LAYERS = (LayerKv(4, 2, 2, "float32"),) * 3
-BLOCK_SIZE = 2
+BLOCK_SIZE, HEAD_DIM = 2, 2
+QUANTIZED_BLOCK_SIZE = 8
 LEASE = 5
 
 ONE = ()
@@ -36,8 +38,11 @@ class End:
     layers, K and V, heads, block_size, head_dim]."""
 
     def __init__(self, hub: MemoryHub, name: str, ranks: tuple[KvSlice, ...], whole: Tensor) -> None:
+        """whole: of bytes, [..., heads, bytes of a head's piece], if the pool is quantized."""
         self.name = name
-        self.layout = KvLayout(LAYERS, BLOCK_SIZE, "f", ranks)
+        quantized = whole.dtype == torch.uint8
+        block_size = whole.shape[-1] // (HEAD_DIM + 1) if quantized else whole.shape[-2]
+        self.layout = KvLayout(tuple(map(as_quantized, LAYERS)) if quantized else LAYERS, block_size, "f", ranks)
         self.pools = [
             whole[:, held.layer_start : held.layer_end, :, held.head_start : held.head_end].contiguous()
             for held in self.layout.ranks
@@ -57,13 +62,28 @@ class End:
         self.movers.connect(other.name, [Route(m, t, other.transports[t].info()) for m, t in ranks], 1.0)
 
 
+def as_bytes(heads: Tensor) -> Tensor:
+    """[..., block_size, head_dim] as a quantized pool has it, [..., bytes of a head's piece]."""
+    elements, scales = quantize(heads)
+    return torch.cat((elements.view(torch.uint8).flatten(-2), scales), dim=-1)
+
+
 class Pair:
-    def __init__(self, p: tuple[KvSlice, ...], d: tuple[KvSlice, ...]) -> None:
+    def __init__(
+        self,
+        p: tuple[KvSlice, ...],
+        d: tuple[KvSlice, ...],
+        forms: tuple[bool, bool] = (False, False),
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        """forms: whether the pools are quantized."""
         self.hub = MemoryHub()
-        shape = (NUM_BLOCKS, len(LAYERS), 2, 4, BLOCK_SIZE, 2)
-        self.whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        shape = (NUM_BLOCKS, len(LAYERS), 2, 4, block_size, HEAD_DIM)
+        exact = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        self.whole = as_bytes(exact) if forms[0] else exact
         self.p = End(self.hub, "p", p, self.whole)
-        self.d = End(self.hub, "d", d, torch.zeros(shape))
+        nothing = torch.zeros(shape)
+        self.d = End(self.hub, "d", d, as_bytes(nothing) * 0 if forms[1] else nothing)
         self.p.connect(self.d)
         self.d.connect(self.p)
         self.planner = self.p.movers.planner(self.d.layout, PART_BLOCKS)
@@ -119,6 +139,32 @@ def test_each_rank_gets_what_it_holds(
     num_bytes = len(sources) * sum(map(pair.d.layout.num_bytes, pair.d.layout.ranks))
     assert sum(event.num_bytes for event in landed) == num_bytes
     pair.d.movers.check_integrity()
+    assert pair.d.movers.num_free_slots == pair.d.movers.num_slots
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize(("p", "d"), [(ONE, ONE), (BY_HEADS, ONE), (ONE, BY_BOTH), (BY_LAYERS, BY_HEADS)])
+@pytest.mark.parametrize("forms", [(False, True), (True, False), (True, True)])
+def test_a_pool_that_is_not_quantized_converts(
+    forms: tuple[bool, bool], p: tuple[KvSlice, ...], d: tuple[KvSlice, ...], num_groups: int, checked: bool
+) -> None:
+    pair = Pair(p, d, forms, QUANTIZED_BLOCK_SIZE)
+    pair.p.layout.require_compatible(pair.d.layout, "d")
+    pair.d.layout.require_compatible(pair.p.layout, "p")
+    sources, targets = [6, 1, 3, 2, 5], [2, 4, 1, 6, 3]
+    landed = pair.move(sources, targets, num_groups, checked)
+    assert {type(event) for event in landed} == {PartLanded}
+    sent = pair.whole if forms[0] else as_bytes(pair.whole)
+    want = torch.zeros_like(sent)
+    want[targets] = sent[sources]
+    if not forms[1]:
+        elements = elements_of(want, QUANTIZED_BLOCK_SIZE, HEAD_DIM)
+        want = dequantize(elements, want[..., QUANTIZED_BLOCK_SIZE * HEAD_DIM :], torch.float32)
+    for held, pool in zip(pair.d.layout.ranks, pair.d.pools, strict=True):
+        assert torch.equal(pool, want[:, held.layer_start : held.layer_end, :, held.head_start : held.head_end])
+    narrow = pair.p.layout.sent(pair.d.layout)
+    assert sum(event.num_bytes for event in landed) == len(sources) * narrow.block_bytes
     assert pair.d.movers.num_free_slots == pair.d.movers.num_slots
 
 

@@ -80,6 +80,7 @@ def test_what_cannot_work_is_named_by_its_flag(checkpoint, fields, text):
         ({}, "has no tokenizer"),
         ({"num_gpu_blocks_override": 3}, "--num-gpu-blocks-override must be at least 16"),
         ({"max_model_len": 1000}, "--max-model-len: 1000 is beyond"),
+        ({"kv_cache_dtype": "fp8", "block_size": 12}, "--block-size: must be a multiple of 8 with"),
     ],
 )
 def test_it_is_told_before_weights_load(checkpoint, tmp_path, monkeypatch, fields, text):

@@ -46,7 +46,7 @@ class LateCopies(SlotCopies):
     """Waits, as on a GPU, for work of the device that is not to come after a copy, and for no other."""
 
     def __init__(self, model: FakeModel, rank: int, staging: Staging, part_blocks: int) -> None:
-        super().__init__(staging, model.rank_bytes(rank), part_blocks, spin_wait=False)
+        super().__init__(staging, model.rank_bytes(rank), model.layout, part_blocks, spin_wait=False)
         self._model = model
 
     def mark(self) -> Mark:

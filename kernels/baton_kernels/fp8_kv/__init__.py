@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 DTYPE = torch.float8_e4m3fn
-SCALE_DTYPE = torch.float8_e8m0fnu
 _LARGEST_SCALE = 247
 """Of the largest fp32, as e8m0: a float's exponent less the 8 of 448."""
 _BEYOND_448 = 0x1FFFFF
@@ -40,7 +39,9 @@ def head_stride(cache: Tensor) -> int:
 
 def elements_of(memory: Tensor, block_size: int, head_dim: int) -> Tensor:
     """The elements in memory [..., head_bytes], uint8, of quantized heads: a view [..., block_size, head_dim]."""
-    return memory[..., : block_size * head_dim].view(DTYPE).unflatten(-1, (block_size, head_dim))
+    elements = memory[..., : block_size * head_dim].view(DTYPE)
+    found: Tensor = elements.unflatten(-1, (block_size, head_dim))  # type: ignore[no-untyped-call]
+    return found
 
 
 def scales_of(cache: Tensor) -> Tensor:
