@@ -21,7 +21,7 @@ import torch
 from pydantic import Field, field_validator
 
 import kv_transfer
-from baton.layout import KvLayout, LayerKv, num_blocks_for
+from baton.layout import KvLayout, LayerKv, as_quantized, num_blocks_for
 from baton.settings import Settings, Sizes, parse
 from benchmarks.kv_transfer_ends import RECEIVER, SENDER, End, EndOptions, TransferFailed, two_ends
 from benchmarks.tables import Table
@@ -52,6 +52,7 @@ class TransferSettings(Settings):
     kv_slot_blocks: int | None = Field(None, ge=1, description="as for a node: KV blocks in a slot")
     layer_groups: int = Field(1, ge=1, description="groups of layers to send one after the other, as of a last chunk")
     verify_transfers: bool = Field(False, description="with checksums")
+    kv_cache_dtype: Literal["auto", "fp8"] = Field("auto", description="of both pools, as for a node")
     quick: bool = Field(False, description="small blocks and few, to see that it works")
 
     @field_validator("transports")
@@ -103,6 +104,8 @@ def _one_transport(settings: TransferSettings, transport: str) -> list[Measured]
 def _options(settings: TransferSettings, transport: str, most_blocks: int) -> EndOptions:
     on_gpu = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     layout = QUICK if settings.quick else LLAMA_8B
+    if settings.kv_cache_dtype != "auto":
+        layout = dataclasses.replace(layout, layers=tuple(map(as_quantized, layout.layers)))
     told = {name: getattr(settings, name) for name in ("kv_link_bandwidth", "kv_slots", "kv_slot_blocks")}
     slots = slot_sizes(NodeSettings(model="none", **told), layout.block_bytes, on_gpu)
     return EndOptions(

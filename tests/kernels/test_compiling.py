@@ -24,7 +24,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 61
+    assert int(done.stdout) == 63
 
 
 def bf16(*shape: int) -> Tensor:
@@ -72,6 +72,7 @@ def launch_rope(dim: int, rotary_dim: int, interleaved: bool, with_norm: bool, q
 def launch_moves_and_inputs() -> None:
     from baton_kernels.block_checksum.kernel import block_checksums
     from baton_kernels.block_copy.kernel import copy_blocks, gather_blocks
+    from baton_kernels.fp8_kv.move_kernel import move
     from baton_kernels.host_copy.kernel import host_copy
     from baton_kernels.step_inputs.kernel import step_inputs, update_block_tables
     from baton_kernels.token_mask.kernel import apply_token_masks
@@ -79,6 +80,8 @@ def launch_moves_and_inputs() -> None:
     copy_blocks(bf16(4, 4096), ints(2), ints(2))
     gather_blocks(ints(4, 4098, dtype=torch.uint8), ints(2), ints(2, 4098, dtype=torch.uint8))
     gather_blocks(ints(4, 4096, dtype=torch.uint8)[:, 1024:2048], ints(2), ints(2, 1024, dtype=torch.uint8))
+    for gathers in (True, False):
+        move(gathers, ints(2), bf16(4, 3 * 16 * 128), ints(2, 3, head_bytes(16, 128), dtype=torch.uint8), 16, 128)
     block_checksums(ints(4, 4096, dtype=torch.uint8)[:, 1024:2048], ints(2))
     block_checksums(ints(4, 1000, dtype=torch.uint8), None)
     rows, tables = ints(3, dtype=torch.int32), ints(3, 40, dtype=torch.int32)
