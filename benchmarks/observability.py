@@ -7,8 +7,9 @@ Two clusters of the same settings stand beside each other and are loaded in turn
           read each second, the console open
 
 A round sends the same prompts to both, first one at a time and then many at once; which cluster goes first alternates.
-The answers of both must be equal, and those of `on` must have been seen by all that watch. `--control` has both off: how
-far two equal clusters are apart on this machine. Needs the extras `otlp` and `kv-events`.
+The answers of both must be equal, and all that watch must have seen those of `on`. `--watch` has some of it on, to see
+what costs; with `--watch=` nothing is, to see how far two equal clusters are apart on this machine. Needs the extras
+`otlp` and `kv-events`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from baton.settings import Settings, parse
 from benchmarks.checks import TINY, check_recall
@@ -41,7 +42,8 @@ EXPORT_S = 1.0
 """How long spans wait for others to be sent with them: the SDK's default, 5 s, is longer than a turn may be."""
 SETTLE_S = 2.5
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-OFF = "--log-level=warning --no-console --max-timeline-bytes=0"
+PARTS = ("traces", "log", "events", "pages")
+OFF = {"log": "--log-level=warning", "pages": "--no-console --max-timeline-bytes=0"}
 
 
 class ObservabilitySettings(Settings):
@@ -57,7 +59,14 @@ class ObservabilitySettings(Settings):
     input_len: int = Field(128, ge=1, description="tokens of each prompt")
     output_len: int = Field(32, ge=2, description="tokens of each answer of those that are sent together")
     seed: int = Field(0, description="of the prompts")
-    control: bool = Field(False, description="have both clusters off")
+    watch: tuple[str, ...] = Field(PARTS, description="what is on, of traces, log, events and pages; empty: nothing")
+
+    @field_validator("watch")
+    @classmethod
+    def _known(cls, watch: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := set(watch) - set(PARTS):
+            raise ValueError(f"must be of {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
+        return watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +80,15 @@ class Turn:
 
 
 class Side:
-    """A cluster, and whoever watches it; `observers`: None for the one that is not watched."""
+    """A cluster, and the parts by which it is watched."""
 
-    def __init__(self, settings: ObservabilitySettings, at: Addresses, observers: Observers | None) -> None:
+    def __init__(
+        self, settings: ObservabilitySettings, at: Addresses, observers: Observers, watch: Sequence[str]
+    ) -> None:
         self._settings = settings
         self._at = at
         self._observers = observers
+        self._watch = watch
         self.answers: list[list[int]] = []
 
     async def open(self) -> Load:
@@ -86,7 +98,8 @@ class Side:
         return self.load
 
     async def turn(self, round_: int) -> Turn:
-        settings, before = self._settings, await self._watched(True)
+        settings = self._settings
+        before = await self._observers.watch(self._at.http if "pages" in self._watch else None)
         router, nodes = _cpu_s(self._at)
         first = round_ * (settings.num_alone + settings.num_together)
         numbers = range(first, first + settings.num_alone + settings.num_together)
@@ -107,15 +120,17 @@ class Side:
             nodes_after - nodes,
         )
 
-    async def _watched(self, now: bool) -> dict[str, int]:
-        return await self._observers.watch(self._at.http if now else None) if self._observers else {}
-
-    async def _check_watched(self, before: dict[str, int], num_requests: int) -> None:
+    async def _check_watched(self, before: Mapping[str, int], num_requests: int) -> None:
         """Stop watching. Raises RuntimeError if something of the turn did not arrive."""
-        after = await self._watched(False)
-        for name, least in (("traces", num_requests), ("events", num_requests), ("pages", 1)):
-            if self._observers and after[name] - before[name] < least:
-                raise RuntimeError(f"{after[name] - before[name]} {name} arrived, {least} or more are expected")
+        after = await self._observers.watch(None)
+        for part, name, least in (
+            ("traces", "traces", num_requests),
+            ("events", "events", num_requests),
+            ("pages", "rounds", 2),
+        ):
+            arrived = after[name] - before[name]
+            if arrived < least if part in self._watch else arrived:
+                raise RuntimeError(f"{arrived} {name} arrived, {least if part in self._watch else 0} are expected")
 
 
 def _cpu_s(at: Addresses) -> tuple[float, float]:
@@ -135,9 +150,15 @@ def _cpu_s(at: Addresses) -> tuple[float, float]:
     return router_s, nodes_s
 
 
-def flags_on(observers: Observers) -> str:
+def flags_with(watch: Sequence[str], observers: Observers) -> str:
+    """Of a cluster of which these parts are on."""
     events = json.dumps({"enable_kv_cache_events": True, "endpoint": observers.subscriber}, separators=(",", ":"))
-    return f"--otlp-traces-endpoint={observers.collector} --log-format=json '--kv-events-config={events}'"
+    on = {
+        "traces": f"--otlp-traces-endpoint={observers.collector}",
+        "log": "--log-format=json",
+        "events": f"'--kv-events-config={events}'",
+    }
+    return " ".join((on if part in watch else OFF).get(part, "") for part in PARTS)
 
 
 async def run(settings: ObservabilitySettings) -> list[tuple[Turn, Turn]]:
@@ -146,15 +167,21 @@ async def run(settings: ObservabilitySettings) -> list[tuple[Turn, Turn]]:
     async with contextlib.AsyncExitStack() as stack:
         observers = await stack.enter_async_context(running_observers())
         print("starting two clusters", file=sys.stderr)
-        wanted = OFF if settings.control else flags_on(observers)
-        off_at, on_at = [
-            await stack.enter_async_context(running_cluster(f"{settings.up} {flags}")) for flags in (OFF, wanted)
+        off, on = [
+            Side(settings, await _cluster(settings, observers, watch, stack), observers, watch)
+            for watch in ((), settings.watch)
         ]
-        off, on = Side(settings, off_at, None), Side(settings, on_at, None if settings.control else observers)
         for side in (off, on):
             await check_recall(await side.open(), TINY, 4)
             await side.turn(-1)  # warm-up
         return [await _round(off, on, number) for number in range(settings.num_rounds)]
+
+
+async def _cluster(
+    settings: ObservabilitySettings, observers: Observers, watch: Sequence[str], stack: contextlib.AsyncExitStack
+) -> Addresses:
+    flags = f"{settings.up} {flags_with(watch, observers)}"
+    return await stack.enter_async_context(running_cluster(flags))
 
 
 async def _round(off: Side, on: Side, number: int) -> tuple[Turn, Turn]:
@@ -208,11 +235,11 @@ def figures(settings: ObservabilitySettings, rounds: Sequence[tuple[Turn, Turn]]
 
 def report(settings: ObservabilitySettings, rounds: Sequence[tuple[Turn, Turn]]) -> None:
     found = figures(settings, rounds)
-    columns = ("", "off", "off" if settings.control else "on", "difference, paired", "95% confidence")
+    columns = ("", "off", "on" if settings.watch else "off", "difference, paired", "95% confidence")
     print(Table(columns, [figure.row() for figure in found.values()]).markdown())
     line: dict[str, Any] = {
         "benchmark": "observability",
-        "control": settings.control,
+        "watch": settings.watch,
         "num_rounds": len(rounds),
         **{name: figure.line() for name, figure in found.items()},
         "max_added_first_token_ms": MAX_ADDED_MS,

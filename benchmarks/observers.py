@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import zmq
 import zmq.asyncio
@@ -44,7 +44,8 @@ class Observers:
 
     async def watch(self, router: HostPort | None) -> Counter[str]:
         """Ask this router and its nodes each second from now on; None: nobody. Returns what has arrived: spans, traces,
-        events (of KV) and pages. Raises RuntimeError if the process is gone."""
+        events (of KV) and rounds
+        of all pages. Raises RuntimeError if the process is gone."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"watch": router and str(router)}).encode() + b"\n")
         return Counter(await self.read())
@@ -99,7 +100,7 @@ class _Watcher:
             self.arrived["events"] += 1
 
     def count(self) -> Counter[str]:
-        traces = set()
+        traces: set[bytes] = set()
         for body in self._bodies:
             request = ExportTraceServiceRequest.FromString(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
             for resource in request.resource_spans:
@@ -110,25 +111,26 @@ class _Watcher:
         self.arrived["traces"] += len(traces)
         return self.arrived
 
-    async def watch(self, router: str | None) -> None:
+    async def watch(self, order: Mapping[str, str | None]) -> None:
+        """Raises what went wrong with the pages of the previous router."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait([self._task])
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
             self._task = None
-        if router is not None:
+        if (router := order["watch"]) is not None:
             self._task = asyncio.create_task(self._ask(HostPort.parse(router)))
 
     async def _ask(self, router: HostPort) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            front = await stack.enter_async_context(Connection(router))
-            nodes = (await front.ask("/debug/nodes"))["nodes"]
-            addresses = [HostPort.parse(node["metrics_address"]) for node in nodes]
-            pages = [(front, path) for path in ("/metrics", *_CONSOLE)]
-            pages += [(await stack.enter_async_context(Connection(address)), "/metrics") for address in addresses]
+        async with Connection(router) as front:
+            nodes = [HostPort.parse(node["metrics_address"]) for node in (await front.ask("/debug/nodes"))["nodes"]]
             while True:
-                for connection, path in pages:
-                    await connection.page(path)
-                    self.arrived["pages"] += 1
+                for path in ("/metrics", *_CONSOLE):
+                    await front.page(path)
+                for node in nodes:
+                    async with Connection(node) as connection:  # a node closes it after one page
+                        await connection.page("/metrics")
+                self.arrived["rounds"] += 1
                 await asyncio.sleep(PERIOD_S)
 
 
@@ -144,7 +146,7 @@ async def serve() -> None:
     reader = asyncio.StreamReader(_MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
-        await watcher.watch(json.loads(line)["watch"])
+        await watcher.watch(json.loads(line))
         print(json.dumps(watcher.count()), flush=True)
     events.cancel()
 
