@@ -1,15 +1,15 @@
 """What it costs to watch a cluster: `python -m benchmarks.observability`.
 
-Two clusters of the same settings stand beside each other and are loaded in turns, one at a time:
+Two clusters of the same settings stand beside each other:
 
     off   no traces, no request log, no KV events, no timelines kept, no console
     on    a trace of each request to a collector, JSON log lines, KV events with a subscriber, all pages of metrics
           read each second, the console open
 
-A round sends the same prompts to both, first one at a time and then many at once; which cluster goes first alternates.
-The answers of both must be equal, and all that watch must have seen those of `on`. `--watch` has some of it on, to see
-what costs; with `--watch=` nothing is, to see how far two equal clusters are apart on this machine. Needs the extras
-`otlp` and `kv-events`.
+A round sends the same prompts to both: first one at a time, each to one cluster and then to the other; then many at
+once, to one cluster after the other. Which goes first alternates. The answers of both must be equal, and all that watch
+must have seen those of `on`. `--watch` has some of it on, to see what costs; with `--watch=` nothing is, to see how far
+two equal clusters are apart on this machine. Needs the extras `otlp` and `kv-events`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,7 +53,10 @@ class ObservabilitySettings(Settings):
 
     prog: ClassVar[str] = "benchmarks.observability"
 
-    up: str = Field("--device=cpu --prefill=1 --decode=1", description="flags of both clusters, as for baton-up")
+    up: str = Field(
+        "--device=cpu --prefill=1 --decode=1",
+        description="flags of both clusters, as for baton-up: of baton-tiny, or simulated",
+    )
     num_rounds: int = Field(20, ge=6, description="rounds; each gives one difference")
     num_alone: int = Field(60, ge=1, description="requests of a turn that are sent one at a time")
     num_together: int = Field(200, ge=1, description="requests of a turn that are sent together")
@@ -71,66 +76,80 @@ class ObservabilitySettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One cluster in one round. `*_cpu_s`: of the router and of the nodes, for all of the turn's requests."""
+    """One cluster in one round. `first_token_s`: of each request that was alone; `*_cpu_s`: of the router and of the
+    nodes, for all requests."""
 
-    first_token_s: float
+    first_token_s: list[float]
     tokens_per_s: float
     router_cpu_s: float
     nodes_cpu_s: float
 
 
 class Side:
-    """A cluster, and the parts by which it is watched."""
+    """One of the two clusters. `watch`: the parts by which it is watched."""
 
-    def __init__(
-        self, settings: ObservabilitySettings, at: Addresses, observers: Observers, watch: Sequence[str]
-    ) -> None:
+    def __init__(self, at: Addresses, watch: Sequence[str], load: Load, connection: Connection) -> None:
+        self.at = at
+        self.watch = watch
+        self.connection = connection
+        self._load = load
+
+    def body(self, number: int) -> dict[str, Any]:
+        return self._load.body(number)
+
+    async def tokens_per_s(self, numbers: Sequence[int], concurrency: int) -> float:
+        bodies, began = [self.body(number) for number in numbers], time.perf_counter()
+        answers = await self._load.send("/v1/completions", bodies, concurrency)
+        return sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - began)
+
+
+class Comparison:
+    def __init__(self, settings: ObservabilitySettings, observers: Observers) -> None:
         self._settings = settings
-        self._at = at
         self._observers = observers
-        self._watch = watch
-        self.answers: list[list[int]] = []
 
-    async def open(self) -> Load:
-        async with Connection(self._at.http) as connection:
-            prompts = await Prompts.of(connection, self._settings.seed)
-        self.load = Load(self._at.http, prompts, self._settings.input_len, self._settings.output_len)
-        return self.load
+    async def round(self, off: Side, on: Side, number: int) -> tuple[Turn, Turn]:
+        """Raises RuntimeError if the answers differ, or if something of them was not seen by those that watch."""
+        settings, sides = self._settings, (off, on) if number % 2 else (on, off)
+        first = (number + 1) * (settings.num_alone + settings.num_together)
+        together = range(first + settings.num_alone, first + settings.num_alone + settings.num_together)
+        before = {side: _cpu_s(side.at) for side in sides}
+        arrived = await self._watch(on)
+        first_token_s = await self._alone(sides, range(first, together.start))
+        await self._watch(None)
+        rates = {}
+        for side in sides:
+            await self._watch(side)
+            rates[side] = await side.tokens_per_s(together, settings.concurrency)
+            await asyncio.sleep(SETTLE_S)
+        _check_seen(on.watch, await self._watch(None) - arrived, settings.num_alone + settings.num_together)
+        cpu_s = {side: [b - a for a, b in zip(before[side], _cpu_s(side.at), strict=True)] for side in sides}
+        turns = {side: Turn(first_token_s[side], rates[side], *cpu_s[side]) for side in sides}
+        return turns[off], turns[on]
 
-    async def turn(self, round_: int) -> Turn:
-        settings = self._settings
-        before = await self._observers.watch(self._at.http if "pages" in self._watch else None)
-        router, nodes = _cpu_s(self._at)
-        first = round_ * (settings.num_alone + settings.num_together)
-        numbers = range(first, first + settings.num_alone + settings.num_together)
-        bodies = [self.load.body(number) for number in numbers]
-        alone = [{**body, "max_tokens": 2} for body in bodies[: settings.num_alone]]
-        single = await self.load.send("/v1/completions", alone, 1)
-        began = time.perf_counter()
-        crowd = await self.load.send("/v1/completions", bodies[settings.num_alone :], settings.concurrency)
-        took_s = time.perf_counter() - began
-        await asyncio.sleep(SETTLE_S)
-        router_after, nodes_after = _cpu_s(self._at)
-        await self._check_watched(before, len(bodies))
-        self.answers = [answer.tokens for answer in single]
-        return Turn(
-            statistics.median(answer.first_token_s for answer in single),
-            sum(len(answer.tokens) for answer in crowd) / took_s,
-            router_after - router,
-            nodes_after - nodes,
-        )
+    async def _watch(self, side: Side | None) -> Counter[str]:
+        return await self._observers.watch(side.at.http if side and "pages" in side.watch else None)
 
-    async def _check_watched(self, before: Mapping[str, int], num_requests: int) -> None:
-        """Stop watching. Raises RuntimeError if something of the turn did not arrive."""
-        after = await self._observers.watch(None)
-        for part, name, least in (
-            ("traces", "traces", num_requests),
-            ("events", "events", num_requests),
-            ("pages", "rounds", 2),
-        ):
-            arrived = after[name] - before[name]
-            if arrived < least if part in self._watch else arrived:
-                raise RuntimeError(f"{arrived} {name} arrived, {least if part in self._watch else 0} are expected")
+    async def _alone(self, sides: Sequence[Side], numbers: Sequence[int]) -> dict[Side, list[float]]:
+        """Each prompt to one after the other, and the next one the other way round."""
+        seconds: dict[Side, list[float]] = {side: [] for side in sides}
+        for number in numbers:
+            tokens = []
+            for side in sides if number % 2 else reversed(sides):
+                answer = await side.connection.stream("/v1/completions", {**side.body(number), "max_tokens": 2})
+                seconds[side].append(answer.first_token_s)
+                tokens.append(answer.tokens)
+            if tokens[0] != tokens[1]:
+                raise RuntimeError(f"the two clusters gave different tokens: {tokens}")
+        return seconds
+
+
+def _check_seen(watch: Sequence[str], seen: Counter[str], num_requests: int) -> None:
+    least = {"traces": ("traces", num_requests), "events": ("events", num_requests), "pages": ("rounds", 2)}
+    for part, (name, wanted) in least.items():
+        wanted *= part in watch
+        if seen[name] < wanted or (seen[name] and not wanted):
+            raise RuntimeError(f"{seen[name]} {name} arrived, {wanted} are expected")
 
 
 def _cpu_s(at: Addresses) -> tuple[float, float]:
@@ -167,29 +186,25 @@ async def run(settings: ObservabilitySettings) -> list[tuple[Turn, Turn]]:
     async with contextlib.AsyncExitStack() as stack:
         observers = await stack.enter_async_context(running_observers())
         print("starting two clusters", file=sys.stderr)
-        off, on = [
-            Side(settings, await _cluster(settings, observers, watch, stack), observers, watch)
-            for watch in ((), settings.watch)
-        ]
-        for side in (off, on):
-            await check_recall(await side.open(), TINY, 4)
-            await side.turn(-1)  # warm-up
-        return [await _round(off, on, number) for number in range(settings.num_rounds)]
+        off, on = [await _side(settings, observers, watch, stack) for watch in ((), settings.watch)]
+        comparison, rounds = Comparison(settings, observers), []
+        for number in range(-1, settings.num_rounds):  # the first one is a warm-up
+            rounds.append(await comparison.round(off, on, number))
+            print(f"round {number} of {settings.num_rounds}", file=sys.stderr)
+        return rounds[1:]
 
 
-async def _cluster(
+async def _side(
     settings: ObservabilitySettings, observers: Observers, watch: Sequence[str], stack: contextlib.AsyncExitStack
-) -> Addresses:
+) -> Side:
+    """A cluster that gives right answers. Raises WrongAnswers."""
     flags = f"{settings.up} {flags_with(watch, observers)}"
-    return await stack.enter_async_context(running_cluster(flags))
-
-
-async def _round(off: Side, on: Side, number: int) -> tuple[Turn, Turn]:
-    turns = {side: await side.turn(number) for side in ((off, on) if number % 2 else (on, off))}
-    if off.answers != on.answers:
-        raise RuntimeError("the two clusters gave different tokens")
-    print(f"round {number}: {turns[off]} {turns[on]}", file=sys.stderr)
-    return turns[off], turns[on]
+    at = await stack.enter_async_context(running_cluster(flags))
+    connection = await stack.enter_async_context(Connection(at.http))
+    load = Load(at.http, await Prompts.of(connection, settings.seed), settings.input_len, settings.output_len)
+    if "--engine=simulated" not in settings.up:
+        await check_recall(load, TINY, 4)
+    return Side(at, watch, load, connection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +240,12 @@ def figures(settings: ObservabilitySettings, rounds: Sequence[tuple[Turn, Turn]]
         differences = [100 * (b / a - 1) if relative else b - a for a, b in pairs]
         return Figure(name, off, on, differences, "%" if relative else "")
 
+    off_ms, on_ms = ([[s * 1e3 for s in turn.first_token_s] for turn in turns] for turns in zip(*rounds, strict=True))
+    added_ms = [
+        statistics.median(b - a for a, b in zip(*pair, strict=True)) for pair in zip(off_ms, on_ms, strict=True)
+    ]
     return {
-        "first_token_ms": paired("time to first token, ms", "first_token_s", 1e3),
+        "first_token_ms": Figure("time to first token, ms", [*chain(*off_ms)], [*chain(*on_ms)], added_ms),
         "throughput_percent": paired("output tokens/s", "tokens_per_s", relative=True),
         "router_cpu_ms": paired("CPU of the router, ms per request", "router_cpu_s", per_request_ms),
         "nodes_cpu_ms": paired("CPU of the nodes, ms per request", "nodes_cpu_s", per_request_ms),
