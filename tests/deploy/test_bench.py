@@ -316,6 +316,18 @@ async def test_the_command_reports_and_exits(refuse, flags, code, tmp_path, caps
     assert "<svg" in html.read_text()
 
 
+def test_a_finish_reason_ends_an_answer_too():
+    """`transformers serve` sends no [DONE]."""
+    answer = Answer(0.0)
+    events = _Events(answer)
+    events.take(event({"choices": [{"delta": {"content": "x"}, "finish_reason": None}]}))
+    assert not answer.done
+    usage = {"prompt_tokens": 7, "completion_tokens": 2}
+    events.take(event({"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": usage}))
+    events.finish()
+    assert (len(answer.arrivals), answer.output_tokens) == (1, 2)
+
+
 def test_a_whole_body_without_done_has_failed():
     events = _Events(Answer(0.0, arrivals=[0.1]))
     with pytest.raises(RequestFailed) as failed:
