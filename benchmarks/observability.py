@@ -69,6 +69,7 @@ class ObservabilitySettings(Settings):
     @field_validator("watch")
     @classmethod
     def _known(cls, watch: tuple[str, ...]) -> tuple[str, ...]:
+        watch = tuple(part for part in watch if part)  # `--watch=` is one without a name
         if unknown := set(watch) - set(PARTS):
             raise ValueError(f"must be of {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
         return watch

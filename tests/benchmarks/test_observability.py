@@ -42,6 +42,8 @@ def test_nothing_is_seen_of_what_is_off() -> None:
 
 
 def test_parts_have_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(ObservabilitySettings, ["--watch="]).watch == ()
+    assert parse(ObservabilitySettings, ["--watch=log,pages"]).watch == ("log", "pages")
     with pytest.raises(SystemExit):
         parse(ObservabilitySettings, ["--watch=all"])
     assert "must be of traces, log, events, pages, not all" in capsys.readouterr().err
