@@ -69,7 +69,7 @@ class ObservabilitySettings(Settings):
     @field_validator("watch")
     @classmethod
     def _known(cls, watch: tuple[str, ...]) -> tuple[str, ...]:
-        watch = tuple(part for part in watch if part)  # `--watch=` is one without a name
+        watch = tuple(part for text in watch for part in text.split(",") if part)
         if unknown := set(watch) - set(PARTS):
             raise ValueError(f"must be of {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
         return watch
