@@ -85,7 +85,7 @@ def test_live_nodes_have_the_metrics_of_the_page(house: House) -> None:
 
 
 def test_a_collector_gets_one_trace_of_router_and_nodes(house: House) -> None:
-    """The spans are as long as the stages that they stand for, and these add up to the time to the first token."""
+    """Stages add up to the time to the first token, and the spans are as long as the stages that they stand for."""
     prefill, _, decode, _ = house.nodes
     caller = f"00-{'a' * 32}-{'b' * 16}-01"
     with Collector() as collector:
@@ -107,6 +107,6 @@ def test_a_collector_gets_one_trace_of_router_and_nodes(house: House) -> None:
     assert sum(stages.values()) == pytest.approx(first_token_s, rel=0.02)
     lasted = {name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 for name, span in spans.items()}
     assert {"receive", "tokenize", "place", "prefill"} <= stages.keys() & lasted.keys()
-    for name in stages.keys() & lasted.keys():
+    for name in stages.keys() & lasted.keys() - {"reserve"}:  # as a stage to the commit, as a span to the grant
         assert lasted[name] == pytest.approx(stages[name], rel=0.02, abs=1e-5), name
     assert first_token_s < lasted["llm_request"]
