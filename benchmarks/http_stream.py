@@ -103,6 +103,10 @@ class Connection:
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """GET, or POST of `body`; the answer's JSON. Raises RequestFailed."""
+        return json.loads(await self.page(path, body))
+
+    async def page(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """GET, or POST of `body`; the answer as it is. Raises RequestFailed."""
         async with asyncio.timeout(TIMEOUT_S):
             content = b"" if body is None else json.dumps(body).encode()
             self._writer.write(self._request("GET" if body is None else "POST", path, content))
@@ -110,7 +114,7 @@ class Connection:
             answer = await self._plain(headers)
         if headers[":status"] != "200":
             raise RequestFailed(answer.decode(errors="replace"))
-        return json.loads(answer)
+        return answer
 
     def _request(self, method: str, path: str, content: bytes) -> bytes:
         head = f"{method} {path} HTTP/1.1\r\nhost: {self._address}\r\ncontent-type: application/json\r\n"

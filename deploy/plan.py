@@ -6,6 +6,7 @@ after its own, since UCX reaches a peer's memory only on a visible device, and m
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from baton.address import HostPort
 from baton.settings import ENV_PREFIX
 from deploy.settings import OwnSettings
+from node.kv_events_config import KvEventsConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,9 @@ def plan(
     threads = str(settings.cpu_threads or max(1, machine.num_cores // len(ports)))
     gpus = _gpus(settings, machine, list(ports))
     nodes = []
-    for name, held in ports.items():
+    for index, (name, held) in enumerate(ports.items()):
         own = [f"--node-id={name}", f"--listen={held.listen}", f"--metrics-port={held.metrics.port}"]
+        own += _kv_events(settings, index)
         env = {"OMP_NUM_THREADS": threads, **gpus[name].env}
         arguments = (*settings.node_flags(), *own, f"--cpu-threads={threads}", *gpus[name].arguments)
         nodes.append(Child(name, f"{name.split('-')[0]}_node.main", arguments, env))
@@ -74,6 +77,16 @@ def plan(
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without baton's settings, which are read here and handed on as flags."""
     return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+
+
+def _kv_events(settings: OwnSettings, index: int) -> list[str]:
+    """The node's own endpoints. A node refuses what is no configuration, by name."""
+    stated: str | None = getattr(settings, "kv_events_config", None)
+    if stated is None:
+        return []
+    with contextlib.suppress(ValueError):
+        stated = KvEventsConfig.parse(stated).of_node(index).model_dump_json(exclude_defaults=True)
+    return [f"--kv-events-config={stated}"]
 
 
 @dataclass(frozen=True, slots=True)

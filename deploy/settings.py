@@ -73,7 +73,9 @@ def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:
 
 _SECRETS = ("api_key", "admin_api_key")
 _SHARED = ("log_level", "log_format", "drain_timeout")
-_HANDED_ON_TO_NODES = ("device", *_handed_on(NodeSettings), *_SHARED)
+_OF_EACH_NODE = "kv_events_config"
+"""Handed on by `deploy.plan`, to each node with its own ports."""
+_HANDED_ON_TO_NODES = ("device", *(name for name in _handed_on(NodeSettings) if name != _OF_EACH_NODE), *_SHARED)
 _HANDED_ON_TO_ROUTER = (*(name for name in _handed_on(RouterSettings) if name not in _SECRETS), *_SHARED)
 
 _FIELDS: Any = {

@@ -18,13 +18,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import zmq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.block_hash import BlockHash
+from node.kv_events_config import KvEventsConfig, is_bound
 
 log = logging.getLogger(__name__)
 
@@ -32,36 +32,6 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL_S = 0.1
 _CLOSE_S = 2.0
 _INT_BITS = 64
-
-
-class KvEventsConfig(BaseModel):
-    """The JSON of `--kv-events-config`: the names and defaults of vLLM's KVEventsConfig."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    enable_kv_cache_events: bool = False
-    publisher: Literal["zmq", "null"] = "zmq"
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = Field(10_000, ge=0)
-    hwm: int = Field(100_000, ge=0)
-    max_queue_size: int = Field(100_000, ge=1)
-    topic: str = ""
-    """Empty: kv@NODE@MODEL, the form that llm-d reads."""
-
-    @classmethod
-    def parse(cls, text: str) -> KvEventsConfig:
-        """Raises ValueError, of one line."""
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"--kv-events-config: {where + ': ' if where else ''}{first['msg']}") from None
-
-    @property
-    def publishes(self) -> bool:
-        return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
 class _Event(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
@@ -236,8 +206,7 @@ class KvEventPublisher:
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """vLLM's rule: an address of this machine is bound, one of another machine is connected to."""
-    if "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
+    if is_bound(endpoint):
         socket.bind(endpoint)
     else:
         socket.connect(endpoint)

@@ -17,6 +17,7 @@ from kv_transfer.transport import Transport
 from node.core import RoleCore
 from node.describe import ServedModel, count, describe, new_incarnation
 from node.handoff_stream import PeerTransport
+from node.kv_events_config import KvEventsConfig
 from node.logits_processors import LogitsProcessors
 from node.settings import NodeSettings
 from node.shell import Closeable, NodeParts, Outward
@@ -103,17 +104,15 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
 def _follow_blocks(settings: NodeSettings, core: RoleCore, block_size: int) -> Closeable | None:
     """Raises ValueError."""
     stated = settings.kv_events_config
-    if stated is None:
+    config = None if stated is None else KvEventsConfig.parse(stated)
+    if config is None or not config.publishes:
         return None
     try:
-        from node.kv_events import KvEventPublisher, KvEvents, KvEventsConfig
+        from node.kv_events import KvEventPublisher, KvEvents
     except ImportError as error:
         raise ValueError(
             f"--kv-events-config: {error.name} is not installed: pip install baton-serve[kv-events]"
         ) from None
-    config = KvEventsConfig.parse(stated)
-    if not config.publishes:
-        return None
     model = settings.served_model_name or settings.model
     publisher = KvEventPublisher(config, f"kv@{settings.name(core.role)}@{model}")
     core.follow_blocks(KvEvents(publisher, block_size))

@@ -264,6 +264,8 @@ class RouterCore:
         life, attempt = found
         if attempt.target is not None and not self._moves_on(life, attempt, update, incarnation, now):
             return
+        if isinstance(update.kind, Tokens):
+            self.pool.generated(incarnation, len(update.kind.token_ids))
         match update.kind:
             case Tokens() as tokens if self._flows(life, attempt, tokens):
                 self._outbox.to_client(

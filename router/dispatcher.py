@@ -192,6 +192,10 @@ class Dispatcher:
         """Bytes of KV from node to node, since the start."""
         return self._core.kv_flows.totals()
 
+    def num_tokens_by_node(self) -> dict[str, int]:
+        """What each node in use has computed of prompts and generated, for this process; by incarnation."""
+        return self._core.pool.num_tokens()
+
     def num_seats(self) -> dict[str, int]:
         """Of each node in use, by incarnation: the requests that may run there at once."""
         return {info.incarnation: info.max_num_seqs for info in self._core.nodes()}

@@ -228,10 +228,19 @@ class Pool:
             if num_computed is not None:
                 for learner in (node.prefill_time, self._prefill_time):
                     learner.learn(num_computed, now - node.busy_since)
+                node.num_tokens += num_computed
             node.num_prompts -= 1
             node.to_prefill -= num_tokens
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
             node.busy_since = now
+
+    def generated(self, incarnation: str, num_tokens: int) -> None:
+        if node := self._nodes.get(incarnation):
+            node.num_tokens += num_tokens
+
+    def num_tokens(self) -> dict[str, int]:
+        """See `Node.num_tokens`; by incarnation."""
+        return {incarnation: node.num_tokens for incarnation, node in self._nodes.items()}
 
     def targets(self, source: Node, now: float) -> list[Node]:
         """The decode nodes that can take running requests over from another one. Those whose circuit breakers are open

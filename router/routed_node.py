@@ -43,6 +43,8 @@ class Node:
     handoff_s: Mean = field(default_factory=Mean)
     held_s: Mean = field(default_factory=Mean)
     """How long requests have their blocks there, until they end."""
+    num_tokens: int = 0
+    """Tokens of prompts that it has computed for this router, and tokens that it has generated."""
     drains: bool = False
     """It takes no new work, since an operator or its discovery wants it gone."""
     capacity: int = field(init=False)

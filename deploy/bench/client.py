@@ -195,7 +195,7 @@ class _Events:
         if self.failure:
             raise self.failure
         if not self._answer.done:
-            raise RequestFailed("disconnected", "the stream ended without [DONE]")
+            raise RequestFailed("disconnected", "the stream ended without [DONE] or a finish_reason")
         if not self._answer.arrivals:
             raise RequestFailed("no_output", "the answer has no text")
         self._answer.output_tokens = self._answer.output_tokens or len(self._answer.arrivals)
@@ -214,7 +214,9 @@ class _Events:
             if usage := event.get("usage"):
                 answer.input_tokens = usage.get("prompt_tokens") or 0
                 answer.output_tokens = usage.get("completion_tokens") or 0
-            if any(_text(choice) for choice in event.get("choices") or ()):
+            choices = event.get("choices") or ()
+            answer.done |= any(choice.get("finish_reason") for choice in choices)  # all that some servers end with
+            if any(_text(choice) for choice in choices):
                 answer.arrivals.append(now)
         except (ValueError, AttributeError, TypeError) as error:
             self.failure = RequestFailed("bad_answer", f"event {data[:100]!r}: {error}")

@@ -39,6 +39,7 @@ class _Step:
     seconds: float
     totals: dict[str, int]
     kv_bytes: dict[tuple[str, str], int]
+    node_tokens: dict[str, int]
     histograms: dict[str, Histogram]
 
 
@@ -73,6 +74,14 @@ class History:
                     rates[incarnation] += num_bytes
         return {incarnation: num_bytes / seconds for incarnation, num_bytes in rates.items()}
 
+    def token_rates(self) -> dict[str, float]:
+        """Tokens a second by the incarnation of a node: of prompts, and generated."""
+        seconds = sum(step.seconds for step in self._steps)
+        tokens: Counter[str] = Counter()
+        for step in self._steps:
+            tokens.update(step.node_tokens)
+        return {incarnation: number / seconds for incarnation, number in tokens.items()}
+
     def quantile(self, name: str, share: float) -> float:
         """Of one of HISTOGRAMS; NaN if nothing was observed."""
         return _sum(step.histograms[name] for step in self._steps).quantile(share)
@@ -99,8 +108,14 @@ def _step(before: Snapshot, now: Snapshot) -> _Step:
         now["at"] - before["at"],
         {name: new[name] - old[name] for name in _TOTALS},
         moved,
+        _grown(old["num_tokens_by_node"], new["num_tokens_by_node"]),
         {name: _minus(new[name], old[name]) for name in HISTOGRAMS},
     )
+
+
+def _grown(old: dict[str, int], new: dict[str, int]) -> dict[str, int]:
+    """A node that was away has been counted from 0 again."""
+    return {name: max(0, number - old.get(name, 0)) for name, number in new.items()}
 
 
 def _minus(new: dict[str, list[float]], old: dict[str, list[float]]) -> Histogram:

@@ -23,7 +23,7 @@ def view(snapshot: Snapshot, history: History, url: str, trouble: str = "") -> R
     head = Text.assemble(
         ("baton ", "bold"), f"{plain(snapshot['version'])}  {url}  ", (plain(snapshot["status"]), style)
     )
-    lines: list[RenderableType] = [head, _requests(snapshot), _latencies(history), _nodes(snapshot, history.kv_rates())]
+    lines: list[RenderableType] = [head, _requests(snapshot), _latencies(history), _nodes(snapshot, history)]
     if trouble:
         lines.append(Text(trouble, "red"))
     return Group(*lines)
@@ -49,20 +49,23 @@ def _latencies(history: History) -> Text:
     return Text(f"latency   {'; '.join(pieces)}; {output} output and {prompt} prompt tokens/s")
 
 
-def _nodes(snapshot: Snapshot, kv_rates: dict[str, float]) -> Table:
+def _nodes(snapshot: Snapshot, history: History) -> Table:
+    kv_rates, token_rates = history.kv_rates(), history.token_rates()
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="bold", expand=False)
     for head in ("node", "role", "state"):
         table.add_column(head, no_wrap=True)
-    for head in ("KV", "running", "waiting", "KV moved"):
+    for head in ("KV", "running", "waiting", "tokens/s", "KV moved"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for node in snapshot["nodes"]:
         state, why = state_of(node, snapshot["unpaired"])
         name = plain(node["node_id"] or node["address"])
         moved = f"{size(kv_rates.get(node['incarnation'], 0.0))}/s"
-        table.add_row(Text(name), node["role"], Text(state, _STYLES[state]), *_load(node), moved, Text(plain(why)))
+        tokens = f"{token_rates.get(node['incarnation'], 0.0):,.0f}"
+        row = (Text(name), node["role"], Text(state, _STYLES[state]), *_load(node), tokens, moved, Text(plain(why)))
+        table.add_row(*row)
     for problem in snapshot["problems"]:
-        table.add_row("", "", "", "", "", "", "", Text(plain(problem), "yellow"))
+        table.add_row("", "", "", "", "", "", "", "", Text(plain(problem), "yellow"))
     return table
 
 

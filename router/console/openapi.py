@@ -30,6 +30,7 @@ _WORK = _object(
         "num_generation_tokens": _COUNT,
         "first_token_s": _HISTOGRAM,
         "inter_token_s": _HISTOGRAM,
+        "num_tokens_by_node": {"type": "object", "additionalProperties": _COUNT},
         "flows": {"type": "array", "items": _object(_FLOW)},
     }
 )

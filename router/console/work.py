@@ -29,6 +29,7 @@ def work_of(metrics: RouterMetrics, dispatcher: Dispatcher) -> dict[str, Any]:
         "num_generation_tokens": sum(sums_of(metrics.generation_tokens, "model_name").values()),
         "first_token_s": histogram_of(metrics.first_token_s),
         "inter_token_s": histogram_of(metrics.inter_token_s),
+        "num_tokens_by_node": dispatcher.num_tokens_by_node(),
         "flows": [dataclasses.asdict(flow) for flow in dispatcher.kv_flows()],
     }
 

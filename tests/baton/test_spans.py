@@ -1,8 +1,6 @@
 """A timeline becomes the spans of one trace, in which each lies within its parent."""
 
 import dataclasses
-import http.server
-import threading
 
 import pytest
 
@@ -13,6 +11,7 @@ from baton.telemetry.spans import Span, spans_of
 from baton.telemetry.timeline import Timeline, first_token_stages
 from baton.telemetry.trace_context import TraceContext
 from tests.baton.test_timeline import ATTEMPT, TIMELINE, WHY
+from tests.collector import Collector, first_token_of
 
 TRACE = TraceContext(0xABC, 0x1, 0x2)
 DONE = dataclasses.replace(
@@ -92,39 +91,11 @@ def test_what_is_not_recorded_has_no_spans():
 
 
 def test_a_collector_gets_the_trace():
-    """With the SDK's exporter, over HTTP, as a collector reads it."""
-    pytest.importorskip("opentelemetry.sdk")
-    collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-    bodies: list[bytes] = []
-
-    class Collector(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Collector)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        sender = SpanSender(f"http://127.0.0.1:{server.server_port}/v1/traces", "router-0")
+    with Collector() as collector:
+        sender = SpanSender(collector.url, "router-0")
         sender.send(TRACED)
         sender.close()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
-    (body,) = bodies
-    request = collector.ExportTraceServiceRequest.FromString(_plain(body))
-    found = {
-        next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name"): [
-            span for scope in resource.scope_spans for span in scope.spans
-        ]
-        for resource in request.resource_spans
-    }
+    found = collector.spans()
     assert {name: len(spans) for name, spans in found.items()} == {
         "baton-router": 6,
         "baton-prefill": 5,
@@ -134,12 +105,5 @@ def test_a_collector_gets_the_trace():
     assert {span.trace_id for span in spans} == {(0xABC).to_bytes(16, "big")}
     root = next(span for span in spans if span.name == "llm_request")
     assert root.parent_span_id == (2).to_bytes(8, "big")
-    told = {a.key: a.value.double_value for a in root.attributes}
-    stages = [value for key, value in told.items() if key.startswith("baton.time_to_first_token.")]
-    assert sum(stages) == pytest.approx(told["gen_ai.latency.time_to_first_token"], rel=0.02)
-
-
-def _plain(body: bytes) -> bytes:
-    import gzip
-
-    return gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body
+    first_token_s, stages = first_token_of(root)
+    assert sum(stages.values()) == pytest.approx(first_token_s, rel=0.02)

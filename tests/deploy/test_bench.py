@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import ssl
 from pathlib import Path
 from random import Random
 
@@ -23,6 +24,7 @@ from deploy.bench.page import page
 from deploy.bench.plan import PlannedRequest, Planner
 from deploy.bench.settings import BenchSettings
 from deploy.bench.stats import percentile, summary
+from tests.certificates import Certificate, make_certificate
 
 FIRST_S, GAP_S, TOKENS = 0.06, 0.03, 5
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -37,16 +39,21 @@ def event(value: object) -> bytes:
 
 
 class Stub:
-    """A server with OpenAI's API that answers after known delays. `refuse`: every so many requests get a 429."""
+    """A server with OpenAI's API that answers after known delays. `refuse`: every so many requests get a 429. `tls`:
+    it serves https."""
 
-    def __init__(self, refuse: int = 0, cut: bool = False) -> None:
+    def __init__(self, refuse: int = 0, cut: bool = False, tls: Certificate | None = None) -> None:
         self.bodies: list[dict] = []
         self.connections = 0
         self._refuse, self._cut = refuse, cut
+        self._scheme, self._tls = "http", None
+        if tls is not None:
+            self._scheme, self._tls = "https", ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self._tls.load_cert_chain(tls.certfile, tls.keyfile)
 
     async def __aenter__(self) -> Stub:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        self.url = f"{self._scheme}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -139,6 +146,17 @@ async def test_a_server_that_is_not_there_is_a_failure():
     with pytest.raises(RequestFailed) as failed:
         await Client(Target(url)).get("models", 5.0)
     assert failed.value.kind == "connect"
+
+
+async def test_a_server_with_tls_must_be_of_a_known_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    certificate = make_certificate(tmp_path)
+    async with Stub(tls=certificate) as stub:
+        with pytest.raises(RequestFailed, match="certificate verify failed") as failed:
+            await Client(Target(stub.url)).get("models", 5.0)
+        assert failed.value.kind == "connect"
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate.ca_certs))
+        results = await results_of(stub, "--seeds=1", "--num-prompts=3", "--request-rate=500")
+    assert results.runs["seed 1"]["completed"] == 3
 
 
 async def test_connections_are_used_again():
@@ -296,6 +314,18 @@ async def test_the_command_reports_and_exits(refuse, flags, code, tmp_path, caps
     assert stated["runs"]["seed 1"]["failed"] == (2 if refuse else 0)
     assert "TTFT" in capsys.readouterr().out
     assert "<svg" in html.read_text()
+
+
+def test_a_finish_reason_ends_an_answer_too():
+    """`transformers serve` sends no [DONE]."""
+    answer = Answer(0.0)
+    events = _Events(answer)
+    events.take(event({"choices": [{"delta": {"content": "x"}, "finish_reason": None}]}))
+    assert not answer.done
+    usage = {"prompt_tokens": 7, "completion_tokens": 2}
+    events.take(event({"choices": [{"delta": {}, "finish_reason": "stop"}], "usage": usage}))
+    events.finish()
+    assert (len(answer.arrivals), answer.output_tokens) == (1, 2)
 
 
 def test_a_whole_body_without_done_has_failed():

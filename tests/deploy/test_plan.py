@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from baton.address import HostPort
 from baton.settings import parse
 from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, plan
 from deploy.settings import OwnSettings, UpSettings
+from node.kv_events_config import KvEventsConfig
 from node.settings import NodeSettings
 from router.settings import RouterSettings
 from tests.deploy.spawned import ROOT, python_path
@@ -104,6 +106,38 @@ def test_every_setting_of_node_and_router_can_be_given() -> None:
     assert (
         NodeSettings.model_fields.keys() | RouterSettings.model_fields.keys()
     ) - own <= UpSettings.model_fields.keys()
+
+
+def events_of(children: dict[str, Child]) -> list[tuple[str, str | None]]:
+    nodes = [parse(NodeSettings, child.arguments) for name, child in children.items() if name != "router"]
+    found = [KvEventsConfig.parse(node.kv_events_config or "") for node in nodes]
+    assert all(config.publishes for config in found)
+    return [(config.endpoint, config.replay_endpoint) for config in found]
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, [("tcp://*:5557", None), ("tcp://*:5558", None), ("tcp://*:5559", None)]),
+        (
+            {"endpoint": "tcp://*:6000", "replay_endpoint": "tcp://127.0.0.1:7000"},
+            [(f"tcp://*:{6000 + i}", f"tcp://127.0.0.1:{7000 + i}") for i in range(3)],
+        ),
+        ({"endpoint": "tcp://indexer:6000"}, [("tcp://indexer:6000", None)] * 3),
+        ({"endpoint": "tcp://127.0.0.1:*"}, [("tcp://127.0.0.1:*", None)] * 3),
+        ({"endpoint": "ipc:///tmp/kv"}, [(f"ipc:///tmp/kv{end}", None) for end in ("", "-1", "-2")]),
+    ],
+)
+def test_each_node_publishes_kv_events_at_an_endpoint_of_its_own(
+    stated: dict[str, str], expected: list[tuple[str, str | None]]
+) -> None:
+    text = json.dumps({"enable_kv_cache_events": True, **stated})
+    assert events_of(planned(Machine(2, ()), "--decode=2", f"--kv-events-config={text}")) == expected
+
+
+def test_a_node_refuses_kv_events_that_are_no_configuration() -> None:
+    children = planned(Machine(2, ()), "--kv-events-config={")
+    assert "--kv-events-config={" in children["decode-0"].arguments
 
 
 def test_keys_are_on_no_command_line() -> None:

@@ -41,6 +41,7 @@ def snapshot_at(at: float, tokens: int = 0, first: tuple[int, ...] = (), num_byt
         "num_generation_tokens": tokens,
         "first_token_s": {"bounds": [0.1, 0.2] if first else [], "counts": list(first)},
         "inter_token_s": {"bounds": [], "counts": []},
+        "num_tokens_by_node": {"i-p": 2 * tokens, "i-d": tokens},
         "flows": flows,
     }
     state = {"version": "1.2.3", "status": "ready", "is_ready": True, "bottleneck": "decode", "num_workers_answered": 1}
@@ -108,7 +109,8 @@ def test_one_table_where_the_output_is_no_terminal(router: FakeRouter, capsys: p
     assert f"baton 1.2.3  {router.url}  ready" in text
     assert "5 in flight (1 queued, 4 decoding), 7 failed since the start; bottleneck decode" in text
     assert "TTFT median 100 ms, p99 198 ms; ITL median -, p99 -; 50 output and 100 prompt tokens/s" in text
-    assert row_of(text, "d") == ["d", "decode", "up", "75%", "3", "2", "4", "MB/s"]
+    assert row_of(text, "d") == ["d", "decode", "up", "75%", "3", "2", "50", "4", "MB/s"]
+    assert row_of(text, "p")[6] == "100"
 
 
 @pytest.mark.parametrize(
@@ -220,6 +222,15 @@ def test_rates_and_percentiles_are_of_the_last_seconds() -> None:
     assert history.kv_rates() == {name: pytest.approx((14 * 100 + 1600) / 15) for name in ("i-p", "i-d")}
     assert history.quantile("first_token_s", 0.99) == 0.2, "above the last bound: no more is known"
     assert math.isnan(history.quantile("inter_token_s", 0.5))
+
+
+def test_a_node_that_was_away_has_no_negative_rate() -> None:
+    history = History()
+    for at, tokens in ((1.0, 500), (2.0, 20), (3.0, 50)):
+        shown = snapshot_at(at, 1000)
+        shown["work"]["num_tokens_by_node"] = {"i-d": tokens}
+        history.add(shown)
+    assert history.token_rates() == {"i-d": 15.0}
 
 
 def test_a_router_that_began_anew_counts_from_there() -> None:

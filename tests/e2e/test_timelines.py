@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.collector import Collector, first_token_of
 from tests.docs.test_metrics_page import in_table
 from tests.e2e.cluster import Router, wait_until
 from tests.e2e.conftest import House
@@ -81,3 +82,31 @@ def test_live_nodes_have_the_metrics_of_the_page(house: House) -> None:
         families = text_string_to_metric_families(node.page("/metrics").text)
         told = {f.name for f in families if not f.name.startswith("process_") and not f.name.endswith("_created")}
         assert told == in_table("nodes") | in_table("nodes, vllm"), node.name
+
+
+def test_a_collector_gets_one_trace_of_router_and_nodes(house: House) -> None:
+    """Stages add up to the time to the first token, and the spans are as long as the stages that they stand for."""
+    prefill, _, decode, _ = house.nodes
+    caller = f"00-{'a' * 32}-{'b' * 16}-01"
+    with Collector() as collector:
+        router = house.cluster.router([prefill], [decode], f"--otlp-traces-endpoint={collector.url}")
+        router.wait_ready()
+        body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "cache_salt": secrets.token_hex(8)}
+        headers = {"traceparent": caller}
+        answer = httpx.post(f"{router.url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert router.terminate() == 0, "it sends what is queued"
+    found = collector.spans()
+    assert found.keys() == {"baton-router", "baton-prefill", "baton-decode"}
+    spans = {span.name: span for of_service in found.values() for span in of_service}
+    assert {span.trace_id for span in spans.values()} == {bytes.fromhex("a" * 32)}
+    root = spans["llm_request"]
+    assert root.parent_span_id == bytes.fromhex("b" * 16)
+    assert answer.headers["traceparent"].split("-")[2] == root.span_id.hex(), "the caller was told of it"
+    first_token_s, stages = first_token_of(root)
+    assert sum(stages.values()) == pytest.approx(first_token_s, rel=0.02)
+    lasted = {name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 for name, span in spans.items()}
+    assert {"receive", "tokenize", "place", "prefill"} <= stages.keys() & lasted.keys()
+    for name in stages.keys() & lasted.keys() - {"reserve"}:  # as a stage to the commit, as a span to the grant
+        assert lasted[name] == pytest.approx(stages[name], rel=0.02, abs=1e-5), name
+    assert first_token_s < lasted["llm_request"]

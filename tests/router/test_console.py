@@ -51,6 +51,9 @@ async def test_a_snapshot_has_nodes_work_and_flows(
     assert (flow["source"], flow["target"]) == (prefill["incarnation"], decode["incarnation"])
     assert (flow["num_handoffs"], flow["num_bytes"]) == (2, 2 * nodes_bytes(await timeline(client)))
     assert work["num_ended"] == {"finished": 2}
+    computed, generated = (work["num_tokens_by_node"][node["incarnation"]] for node in (prefill, decode))
+    assert computed + generated == work["num_prompt_tokens"] + work["num_generation_tokens"]
+    assert computed >= work["num_prompt_tokens"]
     assert (sum(work["first_token_s"]["counts"]), work["num_prompt_tokens"] > 0) == (2, True)
     assert len(work["inter_token_s"]["counts"]) == len(work["inter_token_s"]["bounds"]) + 1
     assert set(work["requests"].values()) == {0}
@@ -138,6 +141,7 @@ def work(tokens: int, **more: Any) -> dict[str, Any]:
     empty = {"bounds": [], "counts": []}
     flows = [{"source": "p", "target": "d", "num_bytes": tokens, "num_handoffs": 1}]
     base = {"requests": {"queued": 1}, "num_ended": {}, "num_prompt_tokens": tokens, "num_generation_tokens": tokens}
+    base["num_tokens_by_node"] = {"p": tokens}
     return {**base, "first_token_s": empty, "inter_token_s": empty, "flows": flows, **more}
 
 
@@ -147,6 +151,7 @@ def test_the_work_of_workers_is_added_up() -> None:
     total = add_up([work(0), one, two])
     assert (total["requests"], total["num_ended"]) == ({"queued": 3}, {"finished": 2, "failed": 1})
     assert total["first_token_s"] == {"bounds": [1.0], "counts": [11, 22]}
+    assert total["num_tokens_by_node"] == {"p": 7}
     assert total["flows"] == [{"source": "p", "target": "d", "num_bytes": 7, "num_handoffs": 3}]
     assert one["flows"][0]["num_bytes"] == 3, "what was given stays as it is"
 

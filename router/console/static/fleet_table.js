@@ -2,10 +2,10 @@
 
 import { admin, keys } from "./api.js";
 import { byId, h, keyed, set, setText } from "./dom.js";
-import { bytes, percent } from "./format.js";
+import { bytes, count, percent } from "./format.js";
 import { MARKS } from "./nodes.js";
 
-const HEADS = ["node", "role", "state", "KV in use", "running", "waiting", "KV moved", "model", "version"];
+const HEADS = ["node", "role", "state", "KV in use", "running", "waiting", "tokens/s", "KV moved", "model", "version"];
 
 export class FleetTable {
   // `changed` is called after a change of the fleet, `failed` with the error of one, `askKeys` to ask for keys.
@@ -64,7 +64,7 @@ function drawRow(row, node) {
   const texts = [
     node.name, node.role, `${MARKS[node.shown]} ${node.shown}`, load ? percent(node.usage) : "–",
     load ? (node.num_seats ? `${load.num_running} of ${node.num_seats}` : String(load.num_running)) : "–",
-    load ? String(load.num_waiting) : "–", `${bytes(node.bytesPerS)}/s`, node.model ?? "–", node.version ?? "–",
+    load ? String(load.num_waiting) : "–", count(node.tokensPerS), `${bytes(node.bytesPerS)}/s`, node.model ?? "–", node.version ?? "–",
   ];
   texts.forEach((text, i) => setText(row.children[i], text));
   set(row, "class", node.shown);

@@ -22,6 +22,7 @@ export class History {
       seconds: snapshot.at - before.at,
       tokens: now.num_generation_tokens - then.num_generation_tokens,
       promptTokens: now.num_prompt_tokens - then.num_prompt_tokens,
+      nodeTokens: grown(then.num_tokens_by_node, now.num_tokens_by_node),
       flows: flowsBetween(then.flows, now.flows),
       ttft: minus(now.first_token_s, then.first_token_s),
       itl: minus(now.inter_token_s, then.inter_token_s),
@@ -52,6 +53,17 @@ export class History {
     const rates = new Map();
     for (const step of steps) {
       for (const [pair, bytes] of step.flows) rates.set(pair, (rates.get(pair) ?? 0) + bytes / seconds);
+    }
+    return rates;
+  }
+
+  // Tokens a second by incarnation: of prompts, and generated.
+  tokenRates(span = 3) {
+    const steps = this.over(span);
+    const seconds = steps.reduce((sum, step) => sum + step.seconds, 0);
+    const rates = new Map();
+    for (const step of steps) {
+      for (const [node, tokens] of step.nodeTokens) rates.set(node, (rates.get(node) ?? 0) + tokens / seconds);
     }
     return rates;
   }
@@ -87,6 +99,11 @@ function flowsBetween(before, now) {
     return [pair, flow.num_bytes - (totals.get(pair) ?? 0)];
   });
   return grown.filter(([, bytes]) => bytes > 0);
+}
+
+// By node. One that was away has been counted from 0 again.
+function grown(before, now) {
+  return Object.entries(now).map(([node, tokens]) => [node, Math.max(0, tokens - (before[node] ?? 0))]);
 }
 
 function sum(histograms) {

@@ -52,7 +52,7 @@ async function refresh() {
 
 function show(snapshot, requests) {
   const rates = history.flowRates();
-  const nodes = describe(snapshot, rates);
+  const nodes = describe(snapshot, rates, history.tokenRates());
   showStatus(snapshot);
   showFigures(snapshot, rates);
   showPipeline(snapshot.work.requests);

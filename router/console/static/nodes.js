@@ -1,6 +1,7 @@
 // What the page says of each node, from a snapshot.
 
-export function describe(snapshot, rates) {
+// `rates`: bytes a second by pair of nodes; `tokenRates`: tokens a second by node.
+export function describe(snapshot, rates, tokenRates) {
   const misfits = new Map();
   for (const { prefill, decode, reason } of snapshot.unpaired) {
     append(misfits, prefill, `is never paired with ${decode}: ${reason}`);
@@ -20,6 +21,7 @@ export function describe(snapshot, rates) {
       shown: state,
       reason,
       usage: total ? 1 - load.num_blocks_free / total : 0,
+      tokensPerS: tokenRates.get(node.incarnation) ?? 0,
       bytesPerS: moved.get(node.incarnation) ?? 0,
     };
   });
