@@ -177,11 +177,12 @@ def _load(
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
     with out_of_memory("--model: the weights do not fit the GPU"):
         model = loader.load_model(checkpoint, dtype, device, settings.load_format, settings.quantization)
+    weights = sum(p.nbytes for p in model.parameters())
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)
     if settings.kv_cache_dtype != "auto":
         probed = dataclasses.replace(probed, kv=tuple(map(as_quantized, probed.kv)))
-    name, weights = settings.served_model_name or settings.model, sum(p.nbytes for p in model.parameters())
+    name = settings.served_model_name or settings.model
     log.info(
         "model loaded model=%s device=%s dtype=%s threads=%d weights_gib=%.2f seconds=%.2f",
         name,

@@ -61,7 +61,9 @@ class NodeSettings(ClusterSettings):
         "auto", description="where to compute; auto: cuda where there is one"
     )
     dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] = Field(
-        "auto", description="of weights and KV cache; auto: float32 on a CPU, else the checkpoint's"
+        "auto",
+        description="of weights and KV cache; auto: float32 on a CPU, else the checkpoint's; a CPU has no float16, and "
+        "is fast in bfloat16 if it has AVX512-BF16 or AMX",
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = Field(
         "auto",

@@ -5,6 +5,7 @@
     Quantization.process_weights_after_loading  a LinearMethod holds them as its product wants them
     LinearMethod.concatenate                    `engine.model.fast` makes one of q, k and v, and of gate and up
     LinearMethod.make_product                   the function that runs while serving
+    LinearMethod.pack                           on a CPU, its weights change into the layout of the fastest product
 
 After vLLM's QuantizationConfig and LinearMethodBase (vllm/model_executor/layers/linear.py). An adapter is a
 LinearMethod around another.
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 
 from baton_kernels.gated_activation import Activation, gated_activation
 from baton_kernels.linear import gated_linear, linear
-from engine.model.tolerance import Tolerance, rounding
+from baton_kernels.packed_linear import PackedWeight, can_pack, pack, packed_linear
+from engine.model.tolerance import Tolerance, close, rounding
 
 Product = Callable[[Tensor], Tensor]
 """[..., in_features] -> [..., out_features], of one dtype."""
@@ -70,6 +72,12 @@ class LinearMethod(ABC):
         """The gated product, and `down` of it, as one function; None: nothing is gained by computing them together."""
         return None
 
+    def pack(self, x: Tensor) -> list[Tensor]:
+        """On a CPU: let the products that were made use the layout that multiplies fastest, if there is one and its
+        product of x agrees. Returns the weights that they no longer need, for the caller to free; `reference` must not
+        be called afterwards, nor other products be made."""
+        return []
+
     @classmethod
     @abstractmethod
     def can_concatenate(cls, parts: Sequence[Self]) -> bool:
@@ -89,11 +97,14 @@ class UnquantizedLinear(LinearMethod):
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        self._packed: PackedWeight | None = None
 
     def reference(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
     def make_product(self) -> Product:
+        if not self.weight.is_cuda:
+            return self._multiply
         weight, bias = self.weight, self.bias
 
         def product(x: Tensor) -> Tensor:
@@ -101,8 +112,25 @@ class UnquantizedLinear(LinearMethod):
 
         return product
 
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            return linear(x, self.weight, self.bias)
+        return packed_linear(x, self._packed, self.bias)
+
+    def pack(self, x: Tensor) -> list[Tensor]:
+        if not can_pack(self.weight):
+            return []
+        packed = pack(self.weight)
+        if not close(packed_linear(x, packed, self.bias), self._multiply(x), self.tolerance):
+            return []
+        self._packed, plain = packed, self.weight
+        self.weight = plain.new_empty(0)
+        return [plain]
+
     def make_gated_product(self, activation: Activation) -> Product:
         """The activation is part of the kernel, if one is chosen for the shape."""
+        if not self.weight.is_cuda:
+            return super().make_gated_product(activation)
         weight, bias = self.weight, self.bias
 
         def gated(x: Tensor) -> Tensor:

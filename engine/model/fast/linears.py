@@ -22,6 +22,7 @@ def fuse_linears(target: Target, tally: Tally) -> None:
             exact = close(product(x), module(x), method.tolerance)
             if exact:
                 target.patches.set_forward(module, product)
+                target.products.append(method)
             tally.add(name, None if exact else "differs")
 
 
@@ -39,7 +40,7 @@ def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | 
     x = target.inputs(methods[0].in_features)
     expected = [module(x) for module in siblings]
     whole = fuse(methods)
-    product, own_key, own_value = (method.make_product() for method in (whole, *methods[1:]))
+    product = whole.make_product()
     stash = _Stash()
     sizes = [method.out_features for method in methods]
 
@@ -49,11 +50,11 @@ def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | 
         return query
 
     def forward_k(x: Tensor) -> Tensor:
-        return stash.key if x is stash.x else own_key(x)  # type: ignore[return-value]
+        return stash.key if x is stash.x else product(x).split_with_sizes(sizes, dim=-1)[1]  # type: ignore[return-value]
 
     def forward_v(x: Tensor) -> Tensor:
         if x is not stash.x:
-            return own_value(x)
+            return product(x).split_with_sizes(sizes, dim=-1)[2]
         value = stash.value
         stash.x = stash.key = stash.value = None
         return value  # type: ignore[return-value]
@@ -64,6 +65,7 @@ def _fuse_qkv(target: Target, siblings: dict[nn.Module, LinearMethod]) -> str | 
     for module, forward in zip(siblings, forwards, strict=True):
         target.patches.set_forward(module, forward)
     target.absorbed.update(siblings)
+    target.products.append(whole)
     return None
 
 

@@ -47,6 +47,7 @@ def _fuse(
         return "differs"
     target.patches.set_forward(module, forward)
     target.absorbed.update(parts)
+    target.products.append(whole)
     if together is not None:
         target.absorbed.add(down)
     return None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.model.linear_method import LinearMethod
+
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
@@ -52,6 +54,7 @@ class Target:
     """The model, its attention modules in the order of the layers, and what earlier pieces found.
 
     norms: what each module that is an RMS norm computes. absorbed: linear layers whose product another module computes.
+    products: the linear methods of the products that were put in, which all have weights of their own.
     """
 
     model: PreTrainedModel
@@ -60,6 +63,7 @@ class Target:
     patches: Patches = field(default_factory=Patches)
     norms: dict[nn.Module, RmsNorm] = field(default_factory=dict)
     absorbed: set[nn.Module] = field(default_factory=set)
+    products: list[LinearMethod] = field(default_factory=list)
 
     @property
     def config(self) -> Any:

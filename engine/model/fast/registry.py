@@ -14,6 +14,7 @@ from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.linears import fuse_linears, fuse_qkv
 from engine.model.fast.mlp import fuse_gate_up
 from engine.model.fast.norms import fuse_norms
+from engine.model.fast.packing import pack_products
 from engine.model.fast.patches import Target
 from engine.model.fast.residual import fuse_residuals
 from engine.model.fast.rotary import fuse_head_norms, fuse_rotation, fuse_tables
@@ -46,7 +47,8 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     """Put fast modules into the model; once, after `attention.probe` and before `attention.attach`.
 
     Modules for which a piece does not agree are left unchanged and logged. If the logits of a few tokens differ
-    afterwards, all pieces are undone. Never raises because of a model's structure.
+    afterwards, all pieces are undone. Never raises because of a model's structure. On a CPU, weights then change into
+    the layout of the fastest products, and the modules' parameters for them become empty.
     """
     if (done := model.__dict__.get(_REPORT)) is not None:
         report: FusedReport = done
@@ -58,6 +60,8 @@ def apply(model: PreTrainedModel, probed: Probe, max_model_len: int) -> FusedRep
     for name, piece in PIECES.items():
         report.pieces[name] = _apply_one(name, piece, target)
     _check_whole(target, probed, expected, report)
+    if report.taken_back is None:
+        report.num_packed = pack_products(target)
     model.__dict__[_REPORT] = report
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the weights' former memory

@@ -27,12 +27,14 @@ class Tally:
 @dataclass(slots=True)
 class FusedReport:
     """The pieces in the order in which they were applied. taken_back: why all pieces were undone, if the check of the
-    whole model failed."""
+    whole model failed. num_packed: products whose weights have a layout for this processor."""
 
     pieces: dict[str, Tally] = field(default_factory=dict)
     taken_back: str | None = None
+    num_packed: int = 0
 
     def __str__(self) -> str:
         if self.taken_back is not None:
             return f"none: {self.taken_back}"
-        return ", ".join(f"{name} {tally.fused}/{tally.found}" for name, tally in self.pieces.items() if tally.found)
+        found = [f"{name} {tally.fused}/{tally.found}" for name, tally in self.pieces.items() if tally.found]
+        return ", ".join([*found, *([f"packed {self.num_packed}"] if self.num_packed else [])])

