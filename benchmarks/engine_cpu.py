@@ -1,0 +1,143 @@
+"""Steps on a CPU, in fp32, bf16 and int8, beside transformers and llama.cpp: `python -m benchmarks.engine_cpu`.
+
+Writes a checkpoint with random weights, and for llama.cpp a GGUF file of the same weights. Each side is a process of its
+own (`benchmarks.engine_cpu_side`), and they take turns, sample by sample, so that what else the machine does meets them
+all. First each side's greedy answers are compared with the logits of transformers in fp32. Times are the fastest of all
+samples, which on a shared machine is what a side can do; medians are in the JSON line. `--peers-python` names a Python
+with the packages of the other sides: transformers; torchao, gguf and llama-cpp-python, which no node needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from baton.settings import Settings, parse
+from benchmarks.checks import WrongAnswers
+from benchmarks.engine_cpu_answers import check
+from benchmarks.engine_cpu_side import DECODES, PROMPTS
+from benchmarks.random_checkpoint import write_checkpoint
+from benchmarks.tables import Table
+
+SIDES = {
+    "fp32": ("baton", "transformers"),
+    "bf16": ("baton", "transformers"),
+    "int8": ("baton", "transformers-torchao", "transformers-torch-dynamic", "llama.cpp"),
+}
+"""By dtype. int8: transformers has several ways; torchao's weight-only is the fastest that is maintained,
+`torch.ao.quantization.quantize_dynamic` is faster, but deprecated. llama.cpp: Q8_0."""
+TIMEOUT_S = 900
+
+
+class CpuBenchSettings(Settings):
+    """Measures decode steps and prompts on a CPU."""
+
+    prog: ClassVar[str] = "benchmarks.engine_cpu"
+
+    shape: str = Field("qwen2.5-0.5b", description="folder of benchmarks/models")
+    folder: Path | None = Field(None, description="for the checkpoint and the GGUF file; unset: a temporary one")
+    dtypes: tuple[str, ...] = Field(tuple(SIDES), description=f"of {', '.join(SIDES)}")
+    peers_python: str = Field(sys.executable, description="Python that has the packages of the other sides")
+    threads: int = Field(os.cpu_count() or 1, ge=1, description="of each side")
+    rounds: int = Field(5, ge=1, description="samples per cell and side")
+    output: Path | None = Field(None, description="file to write the JSON line to as well")
+
+
+@dataclass(slots=True)
+class Side:
+    """A process that answers one line with another."""
+
+    name: str
+    process: subprocess.Popen[str]
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, name: str, dtype: str, folder: Path, settings: CpuBenchSettings) -> Side:
+        python = sys.executable if name == "baton" else settings.peers_python
+        command = [python, "-m", "benchmarks.engine_cpu_side", name, dtype, str(folder), str(settings.threads)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return cls(name, subprocess.Popen(command, text=True, env=environment, **pipes))
+
+    def ask(self, **request: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended: its log is above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def main() -> None:
+    settings = parse(CpuBenchSettings)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = settings.folder or Path(temporary)
+        write_checkpoint(settings.shape, folder)
+        results = {dtype: measure(dtype, folder, settings) for dtype in settings.dtypes}
+    print(table(results).markdown())
+    line = json.dumps({"shape": settings.shape, "threads": settings.threads, "ms": results})
+    print(line)
+    if settings.output is not None:
+        settings.output.write_text(line + "\n", encoding="utf-8")
+
+
+def measure(dtype: str, folder: Path, settings: CpuBenchSettings) -> dict[str, Any]:
+    """Of each side: what its answers are worth, and {cell: [fastest, median]} in milliseconds. Raises WrongAnswers."""
+    sides: list[Side] = []
+    found: dict[str, Any] = {}
+    try:
+        for name in SIDES[dtype]:  # one after another: some need memory for the weights twice while they load
+            sides.append(Side.start(name, dtype, folder, settings))
+            sides[-1].ask(kind="load")
+        answers = {side.name: side.ask(kind="answers") for side in sides}
+        shortfalls = check(folder, dtype, answers)
+        for _ in range(settings.rounds):
+            for kind, sizes in (("decode", DECODES), ("prompt", PROMPTS)):
+                for size in sizes:
+                    for side in sides:
+                        side.samples.setdefault(f"{kind} {size}", []).extend(side.ask(kind=kind, size=size))
+        for side in sides:
+            times = {cell: [min(times), statistics.median(times)] for cell, times in side.samples.items()}
+            found[side.name] = {"shortfall": round(shortfalls[side.name], 4), "cells": times}
+            print(dtype, side.name, found[side.name], file=sys.stderr, flush=True)
+    finally:
+        for side in sides:
+            side.close()
+    return found
+
+
+def table(results: dict[str, dict[str, Any]]) -> Table:
+    cells = [f"decode {size}" for size in DECODES] + [f"prompt {size}" for size in PROMPTS]
+    rows = [
+        [f"{dtype}: {name}", *(f"{side['cells'][cell][0]:.1f}" for cell in cells)]
+        for dtype, sides in results.items()
+        for name, side in sides.items()
+    ]
+    return Table(["ms, fastest", *cells], rows)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except WrongAnswers as error:
+        raise SystemExit(f"wrong answers: {error}") from None
