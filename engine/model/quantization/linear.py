@@ -133,7 +133,8 @@ def install(
     """
     for name in [name for name, _ in module.named_parameters(recurse=False) if name != "bias"]:
         delattr(module, name)
-    if not weight.values.is_cuda and not _stays_quantized(weight, dtype, columns):
+    by_rows = weight.by_rows and columns is None
+    if not weight.values.is_cuda and not (by_rows and stays_quantized(weight.values.dtype, dtype)):
         whole = dequantize(weight, dtype)
         if columns is not None:
             whole = torch.empty_like(whole).index_copy_(1, columns, whole)
@@ -146,10 +147,10 @@ def install(
     return QuantizedLinear(own, module.bias, dtype, columns)
 
 
-def _stays_quantized(weight: QuantizedWeight, dtype: torch.dtype, columns: Tensor | None) -> bool:
-    """On a CPU: what its products are fast for. In fp32, a model computes exactly what its weights stand for."""
-    int8 = weight.values.dtype == torch.int8 and weight.by_rows and columns is None
-    return int8 and dtype != torch.float32 and can_pack_int8()
+def stays_quantized(values: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether a CPU multiplies weights of these values, with a scale per row, as they are. In fp32 it never does: there
+    a model computes exactly what its weights stand for."""
+    return values == torch.int8 and dtype != torch.float32 and can_pack_int8()
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -48,6 +48,7 @@ def rope_kv_write(
     if norm is not None:
         query.copy_(_normalised(query, norm.q_weight, norm))
         key.copy_(_normalised(key, norm.k_weight, norm))
+    cos, sin = cos.float(), sin.float()
     _rotate(query, cos, sin, interleaved)
     _rotate(key, cos, sin, interleaved)
     kv_write(key, value, key_cache, value_cache, slot_mapping)
@@ -62,13 +63,13 @@ def _normalised(heads: Tensor, weight: Tensor, norm: HeadNorm) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """heads: [num_tokens, num_heads, head_dim], changed in place. cos, sin: [num_tokens, rotary_dim]."""
+    """heads: [num_tokens, num_heads, head_dim], changed in place. cos, sin: [num_tokens, rotary_dim], fp32."""
     rotary_dim = cos.shape[1]
     if interleaved:
         first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
     else:
         first, second = slice(rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
-    c, s = cos[:, None, first].float(), sin[:, None, first].float()
+    c, s = cos[:, None, first], sin[:, None, first]
     x, y = heads[..., first].float(), heads[..., second].float()
     # Compute both before writing either: x and y of an fp32 model are views.
     heads[..., first], heads[..., second] = x * c - y * s, y * c + x * s

@@ -52,12 +52,18 @@ def pack_int8(values: Tensor) -> Tensor:
 
 def int8_linear(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x: [num_rows, in_features]. The sums are exact; they are rounded to x's dtype with the weight's scale, then with
-    the row's."""
-    largest = x.abs().amax(1, keepdim=True).float().clamp_(min=1e-12)
-    rows = (x * (127 / largest)).round_().add_(_ZERO).to(torch.uint8)
+    the row's.
+
+    A row's scale is its largest value, which x's dtype has exactly: operators on tensors of two dtypes first copy one of
+    them, which for 1024 rows of 9728 takes 24 ms instead of 0.6.
+    """
+    largest = x.abs().amax(1, keepdim=True).clamp_(min=1e-12)
+    factor = 127 / largest.float()
+    rows = torch.mul(x, factor) if x.dtype == torch.float32 else x.float().mul_(factor)
+    rounded = rows.add_(_ZERO + 0.5).to(torch.uint8)  # which cuts off
     zeros = _zeros(scale.shape[0])
     out: Tensor = _onednn.qlinear_pointwise(
-        rows, 1 / 127, _ZERO, values, scale, zeros, None, 1.0, 0, x.dtype, "none", [], ""
+        rounded, 1 / 127, _ZERO, values, scale, zeros, None, 1.0, 0, x.dtype, "none", [], ""
     )
     out.mul_(largest)
     return out if bias is None else out.add_(bias)
