@@ -1,10 +1,10 @@
 """Steps on a CPU, in fp32, bf16 and int8, beside transformers and llama.cpp: `python -m benchmarks.engine_cpu`.
 
-Writes a checkpoint with random weights, and for llama.cpp a GGUF file of the same weights. Each side is a process of its
-own (`benchmarks.engine_cpu_side`), and they take turns, sample by sample, so that what else the machine does meets them
-all. First each side's greedy answers are compared with the logits of transformers in fp32. Times are the fastest of all
-samples, which on a shared machine is what a side can do; medians are in the JSON line. `--peers-python` names a Python
-with the packages of the other sides: transformers; torchao, gguf and llama-cpp-python, which no node needs.
+Writes a checkpoint with random weights, and for llama.cpp a GGUF file of the same weights. Each side is a process of
+its own (`benchmarks.engine_cpu_side`), and they take turns, sample by sample, so that what else the machine does meets
+them all. First each side's greedy answers are compared with the logits of transformers in fp32. Times are the fastest
+of all samples, which on a shared machine is what a side can do; medians are in the JSON line. `--peers-python` names a
+Python with the packages of the other sides: transformers, and torchao, gguf and llama-cpp-python, which no node needs.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Side:
         python = sys.executable if name == "baton" else settings.peers_python
         command = [python, "-m", "benchmarks.engine_cpu_side", name, dtype, str(folder), str(settings.threads)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return cls(name, subprocess.Popen(command, text=True, env=environment, **pipes))
+        pipe = subprocess.PIPE
+        return cls(name, subprocess.Popen(command, text=True, env=environment, stdin=pipe, stdout=pipe))
 
     def ask(self, **request: Any) -> Any:
         assert self.process.stdin is not None

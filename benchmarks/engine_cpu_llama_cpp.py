@@ -71,13 +71,11 @@ def _name(name: str) -> str:
 
 
 class LlamaRunner:
-    """See `benchmarks.engine_cpu_side.Runner`. Through the C API, because the package's own class takes one sequence."""
+    """See `benchmarks.engine_cpu_side.Runner`. By the C API: the package's own class takes one sequence."""
 
     def __init__(self, file: Path, threads: int) -> None:
         llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_model_load_from_file(
-            str(file).encode(), llama_cpp.llama_model_default_params()
-        )
+        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
         options = llama_cpp.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = _MAX_SEQS * _CONTEXT, _MAX_TOKENS, _MAX_TOKENS
         options.n_seq_max, options.n_threads, options.n_threads_batch = _MAX_SEQS, threads, threads

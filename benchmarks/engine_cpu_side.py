@@ -39,7 +39,9 @@ def prompts(num: int, length: int = CONTEXT, seed: int = 0) -> list[list[int]]:
 
 def open_runner(name: str, dtype: str, folder: Path, threads: int) -> Runner:
     module = {"baton": "baton", "llama.cpp": "llama_cpp"}.get(name, "transformers")
-    runner: Runner = importlib.import_module(f"benchmarks.engine_cpu_{module}").open_runner(name, dtype, folder, threads)
+    runner: Runner = importlib.import_module(f"benchmarks.engine_cpu_{module}").open_runner(
+        name, dtype, folder, threads
+    )
     return runner
 
 
@@ -52,7 +54,9 @@ def answer(runner: Runner, request: dict[str, Any], number: int) -> Any:
         case "prompt":
             return runner.generate(prompts(1, request["size"], seed=number), 1)[1]
         case _:
-            return runner.generate(prompts(1, seed=number), 2)[0]  # after loading: what the first steps compile and plan
+            return runner.generate(prompts(1, seed=number), 2)[
+                0
+            ]  # after loading: what the first steps compile and plan
 
 
 def main() -> None:

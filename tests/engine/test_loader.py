@@ -35,10 +35,12 @@ def change(file: Path, **values: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_on_a_cpu_everything_runs_in_fp32(checkpoint: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_on_a_cpu_everything_runs_in_fp32_unless_asked(checkpoint: Path, dtype: str, expected: torch.dtype) -> None:
     model = loader.load_model(Checkpoint.open(checkpoint), dtype)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
 

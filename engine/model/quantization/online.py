@@ -28,7 +28,7 @@ class _Online(Quantization):
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
         if self._leaves(name.rpartition(".")[2], module, dtype):
             return super().process_weights_after_loading(name, module, dtype)
-        parts = [quantize_rows(rows, self.values) for rows in module.weight.detach().split(_ROWS)]
+        parts = [quantize_rows(rows, self.values) for rows in torch.split(module.weight.detach(), _ROWS)]
         values, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return install(module, QuantizedWeight(values, scale), dtype)
 
