@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from baton.settings import Settings, parse
 from benchmarks.checks import WrongAnswers
@@ -45,11 +45,18 @@ class CpuBenchSettings(Settings):
 
     shape: str = Field("qwen2.5-0.5b", description="folder of benchmarks/models")
     folder: Path | None = Field(None, description="for the checkpoint and the GGUF file; unset: a temporary one")
-    dtypes: tuple[str, ...] = Field(tuple(SIDES), description=f"of {', '.join(SIDES)}")
+    dtypes: str = Field(",".join(SIDES), description="to measure, one after another")
     peers_python: str = Field(sys.executable, description="Python that has the packages of the other sides")
     threads: int = Field(os.cpu_count() or 1, ge=1, description="of each side")
     rounds: int = Field(5, ge=1, description="samples per cell and side")
     output: Path | None = Field(None, description="file to write the JSON line to as well")
+
+    @field_validator("dtypes")
+    @classmethod
+    def _check_dtypes(cls, dtypes: str) -> str:
+        if unknown := set(dtypes.split(",")) - SIDES.keys():
+            raise ValueError(f"{', '.join(sorted(unknown))}: must be of {', '.join(SIDES)}")
+        return dtypes
 
 
 @dataclass(slots=True)
@@ -93,7 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = settings.folder or Path(temporary)
         write_checkpoint(settings.shape, folder)
-        results = {dtype: measure(dtype, folder, settings) for dtype in settings.dtypes}
+        results = {dtype: measure(dtype, folder, settings) for dtype in settings.dtypes.split(",")}
     print(table(results).markdown())
     line = json.dumps({"shape": settings.shape, "threads": settings.threads, "ms": results})
     print(line)
