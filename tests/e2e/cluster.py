@@ -244,6 +244,17 @@ class Router(Member):
         counts = {name: int(metrics.sum("baton:num_requests", state=name)) for name in names}
         return {name: count for name, count in counts.items() if count}
 
+    def wait_idle(self) -> None:
+        """Until no request is left, and it has heard from its nodes that they have nothing to do."""
+
+        def why_not() -> str | None:
+            loads = {node["node_id"]: node["load"] or {} for node in self.page("/debug/nodes").json()["nodes"]}
+            busy = {name: load for name, load in loads.items() if load.get("num_waiting") or load.get("num_running")}
+            return f"{self.name} has heard of {busy}" if busy else None
+
+        self.wait_states()
+        wait_until(why_not)
+
     def wait_states(self, timeout_s: float = PATIENCE_S, **wanted: int) -> None:
         """Until the live requests are exactly these."""
 

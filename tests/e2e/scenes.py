@@ -41,17 +41,21 @@ class Fragile:
         self.decode = [cluster.node("decode", f"decode-{i}", *large) for i in range(2)]
         self.all = cluster.router(self.prefill, self.decode, "--policy=least-loaded", name="router-all")
         first = (self.prefill[:1], self.decode[:1])
-        self.pair = cluster.router(*first, name="router-pair")
-        self.late = cluster.router(*first, "--first-token=decode", name="router-late")
+        placed = "--policy=least-loaded"  # by cost, an idle decode node would compute some prompts itself
+        self.pair = cluster.router(*first, placed, name="router-pair")
+        self.late = cluster.router(*first, placed, "--first-token=decode", name="router-late")
 
     @property
     def nodes(self) -> list[Node]:
         return [*self.prefill, *self.decode]
 
     async def wait_ready(self) -> None:
+        """What the first of each kind answers then makes its circuit breaker forget the deaths of earlier tests."""
         await asyncio.to_thread(self.all.wait_nodes, 2, 2)
         for router in (self.pair, self.late):
             await asyncio.to_thread(router.wait_nodes, 1, 1)
+        async with Client(self.all) as client:
+            await client.complete([7] * 20, max_tokens=2, ignore_eos=True)
 
     async def wait_whole(self) -> None:
         """Of all nodes that live, also those that a test that failed has left frozen."""
@@ -121,7 +125,7 @@ class Director:
             "decoding": self._decoding,
         }
         for _ in range(TRIES):
-            await asyncio.to_thread(self._router.wait_states)
+            await asyncio.to_thread(self._router.wait_idle)
             if scene := await set_up[state]():
                 return scene
         raise AssertionError(f"no request stayed {state}")

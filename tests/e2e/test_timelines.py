@@ -57,8 +57,11 @@ def test_a_pair_tells_of_chunks_transfer_and_steps(house: House) -> None:
 
 
 def test_a_first_token_of_the_decode_node_has_the_handoff_in_it(house: House) -> None:
+    """A transfer that the computation hid entirely is no stage."""
     found = timeline_of(house.chunk_2048, PROMPT, 4)
-    assert {"prefill", "transfer"} <= found["stages_s"].keys()
+    stages, (attempt,) = found["stages_s"], found["attempts"]
+    assert {"prefill", "step_wait"} <= stages.keys()
+    assert stages.get("transfer", 0) == pytest.approx(attempt["adopted"]["transfer_s"], abs=1e-5)
 
 
 def test_a_decode_node_alone_tells_of_its_prompt(house: House) -> None:

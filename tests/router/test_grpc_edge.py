@@ -51,7 +51,7 @@ async def test_connections_have_a_limit(nodes):
 
 async def test_a_client_that_does_not_read_loses_its_request(nodes):
     """The node is told to stop; the client learns it when it reads on."""
-    nodes.script = says("hello world, hello there " * 3)
+    nodes.script = says("hello world, hello there " * 24)  # beyond what sockets and flow control hold
     async with running(nodes, write_timeout=0.3) as (router, _):
         narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1))
         async with channel_to(router, *narrow) as channel:

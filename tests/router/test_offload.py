@@ -1,6 +1,7 @@
 """What is done beside the event loop: others run meanwhile, and there is only so much of it."""
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -31,11 +32,15 @@ def test_others_run_while_a_thread_works(work):
     """With one call that keeps the interpreter's lock, this thread would get a turn or two."""
     tiny_tokenizer()
     thread = threading.Thread(target=work)
-    thread.start()
-    turns = 0
-    while thread.is_alive():
-        time.sleep(0)
-        turns += 1
+    turns, interval = 0, sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # so that short work of a fast processor has room for many turns
+    try:
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0)
+            turns += 1
+    finally:
+        sys.setswitchinterval(interval)
     assert turns > 8
 
 
