@@ -142,7 +142,10 @@ async def test_parameters_that_forbid_tokens_agree_with_the_grammar(handed_off: 
     fields, matches = PEOPLE
     extra = {**fields, "min_tokens": 100, "repetition_penalty": 1.2, "top_p": 0.8, "logprobs": 2}
     (first,), (second,) = await asyncio.gather(handed_off.ask(**extra), alone.ask(**extra))
+    logprobs, others = first.pop("logprobs"), second.pop("logprobs")
     assert first == second
+    assert logprobs["tokens"] == others["tokens"]
+    assert logprobs["token_logprobs"] == pytest.approx(others["token_logprobs"], abs=1e-4)
     assert matches(first["text"])
 
 

@@ -50,7 +50,8 @@ def test_8_bit_rows_are_multiplied_as_by_the_reference(dtype: torch.dtype, biase
     largest = exact.abs().amax(1) + 1e-9
     assert float(((out - expected).abs().amax(1) / largest).max()) < 2 * EPS[dtype]
     assert float(((out - exact).abs().amax(1) / largest).max()) < 0.04
-    assert torch.equal(out[:2], packed_linear(x[:2], packed, bias if biased else None).float())  # whatever is beside it
+    few = packed_linear(x[:2], packed, bias if biased else None).float()
+    assert float(((out[:2] - few).abs().amax(1) / largest[:2]).max()) < EPS[dtype], "rows have no part in one another"
 
 
 def test_the_reference_stands_in_where_a_processor_has_no_such_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
