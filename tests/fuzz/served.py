@@ -135,8 +135,15 @@ async def answers_as_ever(client: httpx.AsyncClient) -> None:
 
 def no_mistakes(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing was logged as internal error."""
-    wrong = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    wrong = [record for record in caplog.records if record.levelno >= logging.ERROR and not _of_another_loop(record)]
     assert not wrong, "\n".join(f"{record.name}: {record.getMessage()} {record.exc_text or ''}" for record in wrong[:3])
+
+
+def _of_another_loop(record: logging.LogRecord) -> bool:
+    """grpc.aio has one poller for all event loops of a process: it may still have news for that of an earlier test."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "PollerCompletionQueue" in record.getMessage() and str(error) == "Event loop is closed"
+
 
 
 async def some_at_once(one: Callable[[int], Awaitable[None]], count: int) -> None:
