@@ -104,29 +104,35 @@ class StepGraphs:
         self._prompts = {(places, size): _PromptGraph(capture, size, places) for places, size in steps}
         lengths_and_sizes = itertools.product(reversed(self._decode_query_lens), reversed(self._decode_sizes))
         self._decodes = {(length, size): _DecodeGraph(capture, size, length) for length, size in lengths_and_sizes}
+        self._all: list[StepGraph] = [*self._squares.values(), *self._prompts.values(), *self._decodes.values()]
+        for index, graph in enumerate(self._all):
+            graph.index = index
         torch.cuda.synchronize()
 
-    def run(self, chunks: Seq[Chunk], rows: list[int], marks: SeesLayers | None = None) -> Tensor | None:
-        """Launch a step of chunks in the order of `singles_first`. Returns as many logits as the chunks have, [.,
-        vocab_size], valid until the next run; None: no graph fits, and nothing was launched."""
+    def run(self, index: int, packed: Int32Array, marks: SeesLayers | None = None) -> Tensor:
+        """Launch the step that this graph has packed. Returns its logits, with padding, [., vocab_size], valid until
+        the next run."""
+        return self._all[index].run(packed, marks)
+
+    def fitting(self, chunks: Seq[Chunk]) -> StepGraph | None:
+        """The graph for a step of chunks in the order of `singles_first`; None: there is none."""
         if all(chunk.is_decode for chunk in chunks):
             longest = max(chunk.length for chunk in chunks) if chunks[-1].length > 1 else 1
             size = _fitting(self._decode_query_lens, longest), _fitting(self._decode_sizes, len(chunks))
-            decode = self._decodes.get(size)
-            return decode.run(chunks, rows) if decode else None
+            return self._decodes.get(size)
         num_decodes = num_singles(chunks)
         prompts = chunks[num_decodes:]
         if not 0 < len(prompts) <= MAX_PROMPTS or max(chunk.end for chunk in prompts) > MAX_PROMPT_CONTEXT:
             return None
         num_tokens = sum(chunk.length for chunk in prompts)
-        graph = None
+        graph: StepGraph | None = None
         if fitting := self._padding.fitting(num_decodes, num_tokens):
             graph = self._prompts[fitting]
         if not num_decodes and len(prompts) == 1 and prompts[0].start == 0:
             square = self._squares.get(_fitting(self._square_sizes, num_tokens))
             if square and (graph is None or square.num_tokens <= graph.num_tokens):
                 graph = square
-        return graph.run(chunks, rows, marks) if graph else None
+        return graph
 
 
 def _fitting(sizes: list[int], wanted: int) -> int:
@@ -201,7 +207,29 @@ class _Capture:
         return torch.from_numpy(packed).to(self.state.block_tables.device)
 
 
-class _DecodeGraph:
+class StepGraph:
+    """A captured step. Owns its inputs and its logits. index: see `StepGraphs.run`. num_tokens: with padding. places:
+    see `pack`."""
+
+    index: int
+    num_tokens: int
+    _size: BatchSize
+    _places: int | None
+    _packed: Tensor
+    _graph: _Pieces
+    _logits: Tensor
+
+    def pack(self, chunks: Seq[Chunk], rows: list[int]) -> Int32Array:
+        """The step's inputs, for `StepGraphs.run`."""
+        return pack(chunks, rows, self._size, self._places)
+
+    def run(self, packed: Int32Array, marks: SeesLayers | None) -> Tensor:
+        upload_to(self._packed, packed)
+        self._graph.replay(marks)
+        return self._logits
+
+
+class _DecodeGraph(StepGraph):
     """For up to `num_seqs` sequences with up to `query_len` tokens each, all with logits. If `query_len` is 1,
     sequences have fixed places; else they follow one another, and how many tokens each has is known only on the
     device."""
@@ -215,20 +243,16 @@ class _DecodeGraph:
         def step(marks: SeesLayers | None) -> Tensor:
             return capture.forward(unpack(self._packed, size, capture.state, bounds, []), marks)
 
+        self.num_tokens = size.num_tokens
         self._graph, self._logits = capture(step)
 
-    def run(self, chunks: Seq[Chunk], rows: list[int]) -> Tensor:
-        upload_to(self._packed, pack(chunks, rows, self._size, self._places))
-        self._graph.replay()
-        return self._logits[: len(chunks) if self._places else sum(chunk.length for chunk in chunks)]
 
-
-class _PromptGraph:
+class _PromptGraph(StepGraph):
     """is_square: for one prompt without earlier context, which is treated as if it filled the graph. Else for several
     prompts, whose lengths are known only on the device."""
 
     def __init__(self, capture: _Capture, num_tokens: int, decode_places: int = 0, is_square: bool = False) -> None:
-        self._decode_places = decode_places
+        self._places = decode_places
         num_prompts = 1 if is_square else MAX_PROMPTS
         num_seqs, num_rows = decode_places + num_prompts, decode_places + num_prompts * capture.most_logits
         self._size = size = BatchSize(num_seqs, decode_places + num_tokens, num_rows, capture.state.extensions)
@@ -241,8 +265,3 @@ class _PromptGraph:
             return capture.forward(unpack(self._packed, size, capture.state, bounds, contexts), marks)
 
         self._graph, self._logits = capture(step, capture.group_ends)
-
-    def run(self, chunks: Seq[Chunk], rows: list[int], marks: SeesLayers | None) -> Tensor:
-        upload_to(self._packed, pack(chunks, rows, self._size, self._decode_places))
-        self._graph.replay(marks)
-        return self._logits[: sum(chunk.num_logits for chunk in chunks)]

@@ -1,39 +1,36 @@
-"""Running sequences on the device: each has a row, from its first step until it is forgotten."""
+"""Running sequences in the batch: each has a row, from its first step until it is forgotten."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import torch
 
 from baton.layout import num_blocks_for
-from baton_kernels.step_inputs import update_block_tables
 from engine.config import EngineConfig
+from engine.model.rank_step import Int32Array
 from engine.model.sampler import Sampler
-from engine.model.upload import upload
 from engine.sequence import Sequence
 from engine.step import Chunk
 
 
 class InputBatch:
-    """Owns the block tables on the device, `block_tables` [max_num_seqs, max_blocks] int32, and assigns rows to
-    sequences.
+    """Assigns rows to sequences, and knows what of their block tables each rank has on its device.
 
     Tables only grow while a sequence runs, so a step copies only what is new. A row may go to another sequence while a
     launched step still reads it, because the device runs the copy after that step.
     """
 
-    def __init__(self, config: EngineConfig, sampler: Sampler, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, sampler: Sampler) -> None:
         self._max_blocks = num_blocks_for(config.max_model_len, config.block_size)
-        self.block_tables = torch.zeros(config.max_num_seqs, self._max_blocks, dtype=torch.int32, device=device)
         self._sampler = sampler
         self._row_of: dict[Sequence, int] = {}
         self._free = list(range(config.max_num_seqs))
         self._num_written = [0] * config.max_num_seqs
 
-    def place(self, chunks: Seq[Chunk]) -> list[int]:
-        """The row of each chunk's sequence, assigned now if it has none. Brings the tables up to date."""
+    def place(self, chunks: Seq[Chunk]) -> tuple[list[int], Int32Array]:
+        """The row of each chunk's sequence, assigned now if it has none; and the entries by which the block tables are
+        to be brought up to date, see `RankStep.tables`."""
         rows, index, blocks = [], list[int](), list[int]()
         for chunk in chunks:
             seq = chunk.sequence
@@ -46,10 +43,7 @@ class InputBatch:
                 index += range(row * self._max_blocks + written, row * self._max_blocks + len(table))
                 blocks += table[written:]
                 self._num_written[row] = len(table)
-        if index:
-            both = upload(np.array([index, blocks], dtype=np.int32), self.block_tables.device)
-            update_block_tables(self.block_tables, both[0], both[1])
-        return rows
+        return rows, np.array([index, blocks], dtype=np.int32)
 
     def forget(self, seq: Sequence) -> None:
         """Free the sequence's row. Idempotent."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,10 +37,18 @@ class KvPool:
     bytes of a head's elements and scales], uint8. Block-major: a block is one contiguous piece to copy, send or
     checksum. Heads come before slots, so that a rank's heads are one slice. It starts as zeros. Reused blocks keep old
     KV in slots not yet written; on a CPU the runner clears a block before a chunk fills a part of it, since the
-    reference attention needs finite values there.
+    reference attention needs finite values there. memory: gives so many zero bytes, uint8, on the device; None: those
+    of a new tensor.
     """
 
-    def __init__(self, layers: tuple[LayerKv, ...], num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: tuple[LayerKv, ...],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        memory: Callable[[int], Tensor] | None = None,
+    ) -> None:
         self.layers = layers
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -50,7 +59,10 @@ class KvPool:
             dims, dtype = (*dims, head_bytes(block_size, one.head_dim_k)), torch.uint8
         else:
             dims = (*dims, block_size, one.head_dim_k)
-        self.tensor = torch.zeros(dims, dtype=dtype, device=device)
+        if memory is None:
+            self.tensor = torch.zeros(dims, dtype=dtype, device=device)
+        else:
+            self.tensor = memory(math.prod(dims) * dtype.itemsize).view(dtype).view(dims)
         assert self.as_bytes().shape[1] == self.layout("").block_bytes
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

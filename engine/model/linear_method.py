@@ -151,7 +151,9 @@ class UnquantizedLinear(LinearMethod):
 
 class Quantization(ABC):
     """How a checkpoint stores linear layers and what computes them; one per model. `name`: the module's name in the
-    model."""
+    model. `can_divide`: whether the stored tensors are those of nn.Linear, of which each rank can read a part."""
+
+    can_divide = False
 
     @abstractmethod
     def create_weights(self, name: str, module: nn.Linear) -> None:
@@ -165,6 +167,8 @@ class Quantization(ABC):
 
 class Unquantized(Quantization):
     """Weights as nn.Linear has them."""
+
+    can_divide = True
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: nn.Linear has them."""

@@ -53,25 +53,34 @@ class Scored:
         return PromptLogprobs(self.first_index, self.ids.shape[1], own, ranks, ids, values)
 
 
-def wanted(chunks: Seq[Chunk]) -> bool:
-    """Whether the step has to compute any."""
-    return any(chunk.sequence.num_prompt_logprobs is not None and chunk.scored_positions for chunk in chunks)
+@dataclass(frozen=True, slots=True)
+class ScoredPiece:
+    """Consecutive tokens of a batch whose logits give logprobs of a prompt, those of the tokens after them.
+    first_index: of the first logprob in the prompt. first: the first token in the batch."""
+
+    sequence: Sequence
+    first_index: int
+    first: int
+    count: int
+
+    def score(self, logits: Tensor) -> Scored:
+        """Start to compute the logprobs. logits: [count, vocab_size]."""
+        return _score(self.sequence, self.first_index, logits, self.count)
 
 
-def score(chunks: Seq[Chunk], hidden: Tensor, head: Head, vocab_size: int) -> list[Scored]:
-    """Start to compute the logprobs that chunks ask for. hidden: [num_tokens, hidden_size], of the chunks' tokens in
-    their order."""
+def pieces(chunks: Seq[Chunk], vocab_size: int) -> list[ScoredPiece]:
+    """What the chunks, in the order of the batch, ask for, in pieces whose logits take little memory."""
     rows = max(1, min(MAX_ROWS, MAX_PIECE_TOKENS, _MAX_ELEMENTS // vocab_size))
-    scored: list[Scored] = []
+    found: list[ScoredPiece] = []
     first = 0
     for chunk in chunks:
-        positions = chunk.scored_positions
-        for start in range(positions.start, positions.stop, rows):
-            end = min(start + rows, positions.stop)
-            logits = head(hidden[first + start - chunk.start : first + end - chunk.start])
-            scored.append(_score(chunk.sequence, start + 1, logits, end - start))
+        if chunk.sequence.num_prompt_logprobs is not None:
+            positions = chunk.scored_positions
+            for start in range(positions.start, positions.stop, rows):
+                count = min(rows, positions.stop - start)
+                found.append(ScoredPiece(chunk.sequence, start + 1, first + start - chunk.start, count))
         first += chunk.length
-    return scored
+    return found
 
 
 def _score(sequence: Sequence, first_index: int, logits: Tensor, count: int) -> Scored:

@@ -6,27 +6,28 @@ import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from baton.layout import layer_groups_of
 from baton.prompt_logprobs import PromptLogprobs
 from baton_kernels.event_thread import EventThread
-from baton_kernels.paged_attention import warm_up
 from engine.config import EngineConfig
 from engine.model import batch, prompt_logprobs
-from engine.model.attention import Probe, attach, probe
-from engine.model.batch import DeviceState, ModelInputs
+from engine.model.attention import Probe, probe
+from engine.model.batch import BatchSize
 from engine.model.choices import Sampled
 from engine.model.extensions import BatchExtension
-from engine.model.graphs import StepGraphs, single_prompt_sizes
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
-from engine.model.layer_marks import LayerMarks, SeesLayers
-from engine.model.prompt_logprobs import HiddenStates, Scored
+from engine.model.layer_marks import LayerMarks
+from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.parallel.others import NO_OTHERS, OtherRanks
+from engine.model.prompt_logprobs import Scored, ScoredPiece
+from engine.model.rank import RankModel, Score
+from engine.model.rank_step import ALL_TOKENS, EAGER, Int32Array, RankStep
 from engine.model.sampler import Sampler
 from engine.model.warm_up import first_steps
 from engine.sequence import Sequence
@@ -36,11 +37,12 @@ from engine.step import Choice, Chunk
 class TorchModelRunner:
     """The engine's ModelRunner: one forward per step, prefill chunks and decodes flattened into one row of tokens.
 
-    While serving, only `LaunchedStep.wait` waits for a GPU. Owns `pool`, runs `model`. The model must have been loaded
-    by `load.loader.load_model`; its attention modules are bound to the pool. Pass `probed` if the probe was made
-    before, to size the pool. `wake` is called, on a thread of its own, when a GPU is done with a step, or with a group
-    of layers of a step that ends a prompt to hand off; `layer_groups`: the number of these groups. `extensions`: what
-    the model takes for each token besides its id. Raises UnsupportedModel.
+    While serving, only `LaunchedStep.wait` waits for a GPU. Owns `rank`, its own part of the model and of the KV pool,
+    and drives `others`, the ranks besides it. The model must have been loaded by `load.loader.load_model`, for
+    `group`. Pass `probed` if the probe was made before, to size the pool. `wake` is called, on a thread of its own,
+    when a GPU is done with a step, or with a group of layers of a step that ends a prompt to hand off; `layer_groups`:
+    the number of these groups. `extensions`: what the model takes for each token besides its id. Raises
+    UnsupportedModel.
     """
 
     def __init__(
@@ -52,39 +54,39 @@ class TorchModelRunner:
         wake: Callable[[], None] | None = None,
         layer_groups: int = 1,
         extensions: tuple[BatchExtension, ...] = (),
+        group: RankGroup = ONE_RANK,
+        others: OtherRanks = NO_OTHERS,
     ) -> None:
         probed = probed or probe(model, config.max_model_len)
         self.model = model
         self._config = config
-        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device)
-        self._step = attach(probed.layers, self.pool)
         self._sampler = Sampler(config.max_num_seqs, config.vocab_size, config.eos_token_ids, model.device)
-        self._input_batch = InputBatch(config, self._sampler, model.device)
-        self._state = DeviceState(
-            self._input_batch.block_tables, self._sampler.last_tokens, config.block_size, extensions
+        self.rank = RankModel(
+            model,
+            config,
+            probed,
+            self._sampler.last_tokens,
+            group=group,
+            layer_groups=layer_groups,
+            extensions=extensions,
         )
-        self._hidden_states = HiddenStates(model)
-        self._graphs: StepGraphs | None = None
+        self._others = others
+        self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
-        groups = layer_groups_of(len(probed.kv), layer_groups)
-        self._group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
+
+    @property
+    def pool(self) -> KvPool:
+        """This rank's."""
+        return self.rank.pool
 
     @torch.inference_mode()
     def warm_up(self) -> int:
         """Compute a step of each kind, so that no request waits for what is compiled, planned or loaded at first use.
         Must run on the thread that will launch, because some of that is kept per thread, and before `capture`. Returns
         the number of steps."""
-        layer, text = self.pool.layers[0], self.model.config.get_text_config()
-        longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
-        warm_up(
-            text.num_attention_heads,
-            layer.num_kv_heads,
-            layer.head_dim_k,
-            self.model.dtype,
-            self.model.device,
-            longest,
-        )
+        self._others.warm_up()
+        self.rank.warm_up_kernels()
         steps = first_steps(self._config)
         for chunks in steps:
             self.launch(chunks).wait()
@@ -92,33 +94,25 @@ class TorchModelRunner:
                 self.forget(chunk.sequence)
         return len(steps)
 
-    @torch.inference_mode()
     def capture(self, decode_sizes: Seq[int], most_prompt_tokens: int) -> None:
-        """Capture CUDA graphs of decodes of `decode_sizes` sequences, of the steps with prompts that the config's
-        padding lists, and of single prompts of at most `most_prompt_tokens`. Without it, all steps are launched op by
-        op."""
-        self._graphs = StepGraphs(
-            self._forward,
-            self._state,
-            decode_sizes,
-            self._config.padding,
-            single_prompt_sizes(self._config.max_num_batched_tokens, most_prompt_tokens),
-            self._group_ends,
-            decode_query_lens=sorted({1, 1 + self._config.num_speculative_tokens}),
-        )
+        """See RankModel."""
+        self._others.capture(decode_sizes, most_prompt_tokens)
+        self.rank.capture(decode_sizes, most_prompt_tokens)
 
     @torch.inference_mode()
     def launch(self, chunks: Seq[Chunk]) -> TorchStep:
         """See `engine.step.ModelRunner`."""
         ordered = batch.singles_first(chunks)
-        rows = self._input_batch.place(ordered)
+        rows, tables = self._input_batch.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
         marks = self._marks(chunks)
+        pieces = prompt_logprobs.pieces(ordered, self._config.vocab_size)
         scored: list[Scored] = []
-        if prompt_logprobs.wanted(ordered):
-            logits, scored = self._score(ordered, rows, marks)
-        else:
-            logits = self._logits(ordered, rows, marks)
+        logits = self._compute(
+            self._as_numbers(ordered, rows, tables, pieces),
+            marks,
+            lambda index, piece_logits: scored.append(pieces[index].score(piece_logits)),
+        )
         sampled = self._sampler.launch(logits, columns)
         step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
         if self._watch is not None and self._wake is not None:
@@ -126,58 +120,56 @@ class TorchModelRunner:
                 self._watch.add(event, self._wake)
         return step
 
+    def _compute(self, step: RankStep, marks: LayerMarks | None, score: Score) -> Tensor:
+        self._others.compute(step)
+        logits = self.rank.compute(step, marks, score)
+        return logits if step.num_logits == ALL_TOKENS else logits[: step.num_logits]
+
+    def _as_numbers(
+        self, chunks: list[Chunk], rows: list[int], tables: Int32Array, pieces: list[ScoredPiece]
+    ) -> RankStep:
+        """The step as all ranks get it. What is scored is computed without a graph."""
+        graph = None if pieces else self.rank.graph_for(chunks)
+        size = BatchSize.of(chunks, self.rank.extensions)
+        return RankStep(
+            graph=EAGER if graph is None else graph.index,
+            packed=batch.pack(chunks, rows, size) if graph is None else graph.pack(chunks, rows),
+            num_tokens=size.num_tokens,
+            num_logits=ALL_TOKENS if size.num_rows is None else size.num_rows,
+            lengths=np.array([chunk.length for chunk in chunks], np.int32),
+            ends=np.array([chunk.end for chunk in chunks], np.int32),
+            tables=tables,
+            fresh=np.array(self._fresh_blocks(chunks), np.int32),
+            scored=np.array([(piece.first, piece.count) for piece in pieces], np.int32).reshape(-1, 2),
+        )
+
     def _marks(self, chunks: Seq[Chunk]) -> LayerMarks | None:
         """Marks for a step that ends a prompt to hand off, if its layers are sent in groups; else None."""
-        if self._watch is None or not self._group_ends:
+        if self._watch is None or not self.rank.group_ends:
             return None
         ends = any(chunk.samples_token and chunk.sequence.hand_off for chunk in chunks)
-        return LayerMarks(self._group_ends) if ends else None
+        return LayerMarks(self.rank.group_ends) if ends else None
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """See `engine.step.ModelRunner`."""
+        self._others.copy_blocks(pairs)
         self.pool.copy(pairs)
 
     def forget(self, sequence: Sequence) -> None:
         """See `engine.step.ModelRunner`."""
         self._input_batch.forget(sequence)
 
-    def _logits(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None = None) -> Tensor:
-        """The logits of the last `num_logits` tokens of each chunk, in order: [num_rows, vocab_size]."""
-        if self._graphs is not None:
-            logits = self._graphs.run(chunks, rows, marks)
-            if logits is not None:
-                return logits
-        return self._forward(self._inputs(chunks, rows), marks)
-
-    def _score(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None) -> tuple[Tensor, list[Scored]]:
-        """As `_logits`, without graphs, and the logprobs of prompts."""
-        inputs = self._inputs(chunks, rows)
-        with self._hidden_states.kept() as hidden:
-            logits = self._forward(inputs, marks)
-        head = self._hidden_states.head(_arguments(inputs))
-        return logits, prompt_logprobs.score(chunks, hidden[0], head, self._config.vocab_size)
-
-    def _inputs(self, chunks: Seq[Chunk], rows: list[int]) -> ModelInputs:
-        if self.model.device.type == "cpu":
-            self._clear_fresh_blocks(chunks)
-        return batch.build(chunks, rows, self._state)
-
-    def _forward(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
-        self._step.batch, self._step.slot_mapping, self._step.marks = inputs.paged, inputs.slot_mapping, marks
-        logits: Tensor = self.model(**_arguments(inputs)).logits[0]
-        return logits
-
-    def _clear_fresh_blocks(self, chunks: Seq[Chunk]) -> None:
-        """Zero each block that a chunk starts to fill but does not complete: its empty slots may hold other KV, and the
-        reference attention requires finite values there. The kernels read no slot past a sequence's end."""
+    def _fresh_blocks(self, chunks: Seq[Chunk]) -> list[int]:
+        """On a CPU: each block that a chunk starts to fill but does not complete. Its empty slots may hold other KV,
+        and the reference attention requires finite values there. The kernels read no slot past a sequence's end."""
+        if self.model.device.type != "cpu":
+            return []
         size = self._config.block_size
-        fresh = [
+        return [
             chunk.sequence.block_table[chunk.end // size]
             for chunk in chunks
             if chunk.end % size and chunk.end // size * size >= chunk.start
         ]
-        if fresh:
-            self.pool.clear(fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,17 +214,6 @@ class TorchStep:
 
     def prompt_logprobs(self) -> list[tuple[Sequence, PromptLogprobs]]:
         return [(scored.sequence, scored.piece()) for scored in self.scored]
-
-
-def _arguments(inputs: ModelInputs) -> dict[str, Any]:
-    """Those of the model's forward."""
-    return {
-        "input_ids": inputs.input_ids[None],
-        "use_cache": False,
-        "logits_to_keep": 0 if inputs.keep is None else inputs.keep,
-        "position_ids": inputs.positions[None],
-        **inputs.extensions,
-    }
 
 
 def accepted(choices: list[Choice], draft_tokens: Seq[int]) -> list[Choice]:

@@ -42,7 +42,8 @@ class LogitsOf(TorchModelRunner):
     @torch.inference_mode()
     def __call__(self, *chunks: Chunk) -> list[torch.Tensor]:
         ordered = singles_first(chunks)
-        return list(self._logits(ordered, self._input_batch.place(ordered)))
+        step = self._as_numbers(ordered, *self._input_batch.place(ordered), [])
+        return list(self.rank.compute(step))
 
 
 def sequences(lengths: list[int]) -> list[Sequence]:

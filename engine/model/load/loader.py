@@ -17,8 +17,11 @@ from engine.model.linear_method import Quantization, Unquantized, create_weights
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.progress import Loaded, told
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
-from engine.model.load.weights import NotDirect, fill, match, stored_dtype, stored_weights
+from engine.model.load.weights import NotDirect, fill, match, num_bytes, stored_dtype, stored_weights
 from engine.model.memory import GIB
+from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.parallel.layers import connect
+from engine.model.parallel.sharding import Sharding, shard
 from engine.model.quantization import choose_quantization
 from engine.model.quantization.stored import is_unused
 
@@ -34,6 +37,7 @@ def load_model(
     device: str | torch.device = "cpu",
     load_format: LoadFormat = "auto",
     quantization: str | None = None,
+    group: RankGroup = ONE_RANK,
 ) -> PreTrainedModel:
     """The checkpoint's model class with paged attention, in eval mode, on the device.
 
@@ -41,15 +45,16 @@ def load_model(
     the two best logits do not occur), "float32", "float16" (not on a CPU) or "bfloat16". load_format: "safetensors"
     takes the files' tensors as they are, straight to the device; "auto" does so, too, but leaves a checkpoint that
     needs conversion to transformers; "dummy" makes random weights and needs no files but config.json. quantization:
-    None, the checkpoint's own; else what to make of one that is not quantized. Code that comes with a checkpoint is
-    never run. Raises UnsupportedModel, and ValueError for a dtype that cannot be had.
+    None, the checkpoint's own; else what to make of one that is not quantized. group: of several ranks each gets its
+    part of the model; all must call. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and
+    ValueError for a dtype that cannot be had.
     """
     device = torch.device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
     chosen = _on_cpu(dtype) if device.type == "cpu" else _DTYPES.get(dtype)
     try:
-        return _load(checkpoint, chosen, device, load_format, quantization)
+        return _load(checkpoint, chosen, device, load_format, quantization, group)
     except UnsupportedModel:
         raise
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -72,22 +77,27 @@ def _load(
     device: torch.device,
     load_format: LoadFormat,
     requested: str | None = None,
+    group: RankGroup = ONE_RANK,
 ) -> PreTrainedModel:
     """dtype: None for the checkpoint's own."""
     path = checkpoint.path
     quantization = choose_quantization(checkpoint.config, checkpoint.weights, requested)
+    if group.size > 1 and (quantization is None or not quantization.can_divide):
+        raise UnsupportedModel(f"{path}: weights that are stored quantized cannot be divided among ranks")
     if load_format == "dummy":
         with told(str(path)):
-            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device)
+            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group)
     if problem := why_no_weights(path):
         raise UnsupportedModel(f"{path}: {problem}")
     try:
         if quantization is None:
             raise NotDirect("its weights are quantized in a way of their own")
-        return _load_directly(checkpoint, quantization, dtype, device)
+        return _load_directly(checkpoint, quantization, dtype, device, group)
     except NotDirect as reason:
         if load_format == "safetensors":
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
+        if group.size > 1:
+            raise UnsupportedModel(f"{path} cannot be divided among ranks: {reason}") from reason
         log.info("weights go through transformers: %s", reason)
     with told(str(path)):
         model = _load_through_transformers(checkpoint, dtype, device)
@@ -97,7 +107,11 @@ def _load(
 
 
 def _load_directly(
-    checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype | None, device: torch.device
+    checkpoint: Checkpoint,
+    quantization: Quantization,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    group: RankGroup = ONE_RANK,
 ) -> PreTrainedModel:
     """Layer after layer, so that a weight is there as it is stored and as it is served for one layer at a time. Raises
     NotDirect."""
@@ -106,32 +120,49 @@ def _load_directly(
     unquantized = isinstance(quantization, Unquantized)
     stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
     dtype = dtype or config.dtype or stored_dtype(stored)
-    model = build_skeleton(config, dtype, IMPLEMENTATION)
-    create_weights(model, quantization)
-    matched = {id(target): (source, target) for source, target in match(model, stored)}
-    loaded = Loaded(sum(source.num_bytes for source, _ in matched.values()))
+    model, sharding = _skeleton(config, dtype, quantization, group)
+    cut_of = sharding.cut_of if sharding is not None else lambda _: None
+    matched = {id(target): (source, target) for source, target in match(model, stored, cut_of)}
+    loaded = Loaded(sum(num_bytes(source, target) for source, target in matched.values()))
     with told(str(checkpoint.path), loaded):
         for part in [model] if unquantized else in_parts(model):
             own = part.state_dict(keep_vars=True).values()
             move_empty(part, device)
-            fill([matched.pop(id(tensor)) for tensor in own if id(tensor) in matched], loaded)
+            fill([matched.pop(id(tensor)) for tensor in own if id(tensor) in matched], loaded, cut_of)
             process_weights_after_loading(model, quantization, dtype, part)
+    if sharding is not None:
+        connect(model, sharding, group)
     seconds = time.monotonic() - began
     rate = loaded.total / GIB / seconds
     log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", loaded.total / GIB, seconds, rate)
     return model
 
 
+def _skeleton(
+    config: Any, dtype: torch.dtype, quantization: Quantization, group: RankGroup
+) -> tuple[PreTrainedModel, Sharding | None]:
+    """The model without weights, or this rank's part of it."""
+    model = build_skeleton(config, dtype, IMPLEMENTATION)
+    sharding = shard(model, group.rank, group.size) if group.size > 1 else None
+    create_weights(model, quantization)
+    return model, sharding
+
+
 def _load_dummy(
-    checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype | None, device: torch.device
+    checkpoint: Checkpoint,
+    quantization: Quantization,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    group: RankGroup = ONE_RANK,
 ) -> PreTrainedModel:
     config = checkpoint.config
     dtype = dtype or config.dtype or torch.bfloat16
-    model = build_skeleton(config, dtype, IMPLEMENTATION)
-    create_weights(model, quantization)
+    model, sharding = _skeleton(config, dtype, quantization, group)
     move_empty(model, device)
     fill_with_dummies(model)
     process_weights_after_loading(model, quantization, dtype)
+    if sharding is not None:
+        connect(model, sharding, group)
     log.warning("weights are random: --load-format dummy")
     return model
 

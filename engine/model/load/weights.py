@@ -6,7 +6,7 @@ says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.parallel_read import FileSpan, cut_spans, read_spans
 from engine.model.load.progress import Loaded
 from engine.model.load.safetensors_index import DTYPES, StoredTensor
+from engine.model.parallel.cut import Cut
 
 _COMPARE_BYTES = 16 << 20
 
@@ -46,9 +47,11 @@ def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
     return floating[0]
 
 
-def match(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> list[tuple[StoredTensor, Tensor]]:
-    """Which stored tensor fills which of the model's. Tied tensors are one, stored once, or more often with equal
-    bytes.
+def match(
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], cut_of: Callable[[Tensor], Cut | None] = lambda _: None
+) -> list[tuple[StoredTensor, Tensor]]:
+    """Which stored tensor fills which of the model's, or of which a part does. Tied tensors are one, stored once, or
+    more often with equal bytes.
 
     Raises NotDirect unless the names and shapes are exactly the model's.
     """
@@ -60,8 +63,10 @@ def match(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> list[tu
         raise NotDirect(f"the model has no {unexpected[0]}")
     sources: dict[int, StoredTensor] = {}
     for name, tensor in stored.items():
-        if tensor.shape != own[name].shape:
-            raise NotDirect(f"{name} is {tensor.shape}, not {tuple(own[name].shape)} as in the model")
+        cut = cut_of(own[name])
+        shape = tuple(own[name].shape) if cut is None else cut.whole
+        if tensor.shape != shape:
+            raise NotDirect(f"{name} is {tensor.shape}, not {shape} as in the model")
         first = sources.setdefault(id(own[name]), tensor)
         if first is not tensor and not _same_bytes(first, tensor):
             raise NotDirect(f"{name} and {first.name} are tied, but differ")
@@ -71,16 +76,32 @@ def match(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> list[tu
     return [(source, targets[key]) for key, source in sources.items()]
 
 
-def fill(matched: list[tuple[StoredTensor, Tensor]], loaded: Loaded) -> None:
-    """Read the tensors into their targets."""
-    read_spans([span for source, target in matched for span in _spans(source, target)], loaded.add)
+def fill(
+    matched: list[tuple[StoredTensor, Tensor]],
+    loaded: Loaded,
+    cut_of: Callable[[Tensor], Cut | None] = lambda _: None,
+) -> None:
+    """Read the tensors into their targets, or of each the part that its target holds."""
+    read_spans([span for source, target in matched for span in _spans(source, target, cut_of(target))], loaded.add)
 
 
-def _spans(source: StoredTensor, target: Tensor) -> Iterator[FileSpan]:
+def num_bytes(source: StoredTensor, target: Tensor) -> int:
+    """What is read of the stored tensor."""
+    return min(source.num_bytes, target.numel() * DTYPES[source.dtype].itemsize)
+
+
+def _spans(source: StoredTensor, target: Tensor, cut: Cut | None) -> Iterator[FileSpan]:
     dtype = DTYPES[source.dtype]
-    assert source.num_bytes == target.numel() * dtype.itemsize, source
     assert target.is_contiguous(), source
-    return cut_spans(source.file, source.offset, dtype, target.data)
+    if cut is None:
+        assert source.num_bytes == target.numel() * dtype.itemsize, source
+        yield from cut_spans(source.file, source.offset, dtype, target.data)
+        return
+    flat, at = target.data.view(-1), 0
+    for first, length in cut.runs():
+        yield from cut_spans(source.file, source.offset + first * dtype.itemsize, dtype, flat[at : at + length])
+        at += length
+    flat[at:].zero_()
 
 
 def _kept_in_fp32(model: PreTrainedModel) -> list[str]:

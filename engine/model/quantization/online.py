@@ -21,6 +21,7 @@ _ROWS = 16384
 
 class _Online(Quantization):
     values: torch.dtype
+    can_divide = True
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: the files have what nn.Linear has."""

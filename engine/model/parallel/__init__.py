@@ -1,0 +1,9 @@
+"""A node of several ranks: each has a part of the model and of the KV pool, in a process of its own.
+
+    rank 0   engine, scheduler, sampler -> a step's inputs --StepChannel--> ranks 1, 2, ...
+    every rank   its part of the forward, with sums and gathers over the RankGroup in between
+
+Tensor parallel: each rank has some of the attention heads, of the MLP's columns and of the vocabulary, as transformers'
+plan of the model says (`sharding`). Everything that decides is on rank 0; the others only compute. After Megatron-LM
+(Shoeybi et al. 2019) and vLLM's executor.
+"""

@@ -1,0 +1,100 @@
+"""The ranks of a node, as each of them sees the others: sums, gathers and broadcasts."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+)  # torch.distributed does not declare these as exported
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""The bound for a rank that waits for another; that one died or hangs is noticed much earlier (`node.ranks`)."""
+_HOST = "127.0.0.1"
+
+
+class RankGroup(Protocol):
+    """All ranks must call the same methods in the same order, with tensors of the same shape. On a GPU the work is
+    queued on the current stream. Raises RuntimeError when a rank is lost."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks; may overwrite x."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks side by side: [..., n] to [..., size * n]."""
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite x with that of rank 0."""
+
+    def minimum(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+
+
+class OneRank:
+    """The group of a node that has no other ranks."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor) -> None:
+        """Nothing to do."""
+
+    def minimum(self, number: int) -> int:
+        return number
+
+
+ONE_RANK = OneRank()
+
+
+class GlooRanks:
+    """Ranks on the CPUs of one host. They meet at `store`. Joining waits for all of them; raises RuntimeError."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        self.rank, self.size = rank, size
+        options: Any = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
+        self._group: Any = ProcessGroupGloo(store, rank, size, options)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.SUM
+        self._group.allreduce([x], options).wait()
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        self._group.allgather([parts], [x.contiguous()]).wait()
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: Tensor) -> None:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
+
+    def minimum(self, number: int) -> int:
+        told = torch.tensor([number], dtype=torch.int64)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MIN
+        self._group.allreduce([told], options).wait()
+        return int(told)
+
+

@@ -1,0 +1,105 @@
+"""The layers of a divided model that need the other ranks: sums of parts, and the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.model.linear_method import LinearMethod, Product, attach, method_of
+from engine.model.tolerance import Tolerance
+from engine.model.parallel.group import RankGroup
+from engine.model.parallel.sharding import Sharding
+
+
+@torch.no_grad()
+def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> None:
+    """Have the layers of a model with its weights, each with its linear method, work with the other ranks' parts."""
+    for module in sharding.row_parallel:
+        if module.bias is not None and group.rank:
+            module.bias.zero_()  # the sum has it once
+        attach(module, RowParallelLinear(_method(module), group))
+    head: Any = model.get_output_embeddings()
+    vocab_size = model.config.get_text_config().vocab_size
+    attach(head, VocabParallelHead(_method(head), group, vocab_size))
+    _connect_embedding(model.get_input_embeddings(), group)
+
+
+class _Collective(LinearMethod):
+    """A part of a linear layer on each rank. `own`: this rank's."""
+
+    def __init__(self, own: LinearMethod, group: RankGroup) -> None:
+        self._own, self._group = own, group
+        self.in_features, self.out_features = own.in_features, own.out_features
+        self.dtype, self.input_dtype = own.dtype, own.input_dtype
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return self._own.tolerance
+
+    def reference(self, x: Tensor) -> Tensor:
+        return self._join(self._own.reference(x))
+
+    def make_product(self) -> Product:
+        product, join = self._own.make_product(), self._join
+
+        def joined(x: Tensor) -> Tensor:
+            return join(product(x))
+
+        return joined
+
+    def pack(self, x: Tensor) -> list[Tensor]:
+        return self._own.pack(x)
+
+    def _join(self, own: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def can_concatenate(cls, parts: Sequence[Self]) -> bool:
+        return False
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        raise NotImplementedError
+
+
+class RowParallelLinear(_Collective):
+    """Each rank multiplies its part of the inputs; the results are summed."""
+
+    def _join(self, own: Tensor) -> Tensor:
+        return self._group.all_reduce(own)
+
+
+class VocabParallelHead(_Collective):
+    """Each rank has the logits of its part of the vocabulary; all get all of them."""
+
+    def __init__(self, own: LinearMethod, group: RankGroup, vocab_size: int) -> None:
+        super().__init__(own, group)
+        self.out_features = vocab_size
+
+    def _join(self, own: Tensor) -> Tensor:
+        return self._group.all_gather(own)[..., : self.out_features]
+
+
+def _method(module: nn.Module) -> LinearMethod:
+    method = method_of(module)
+    assert method is not None
+    return method
+
+
+def _connect_embedding(module: nn.Module, group: RankGroup) -> None:
+    """Each rank looks up the tokens of its part of the vocabulary. Works for subclasses that scale the result."""
+    look_up: Any = module.forward
+    weight: Any = module.weight
+    first, rows = group.rank * weight.shape[0], weight.shape[0]
+
+    def forward(input_ids: Tensor) -> Tensor:
+        own = input_ids - first
+        others = (own < 0) | (own >= rows)
+        found: Tensor = look_up(own.masked_fill(others, 0))
+        return group.all_reduce(found.masked_fill_(others[..., None], 0))
+
+    module.forward = forward

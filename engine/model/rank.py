@@ -1,0 +1,146 @@
+"""What each rank of a node has and does: its part of the model and of the KV pool, and its part of each forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from baton.layout import layer_groups_of, num_blocks_for
+from baton_kernels.paged_attention import warm_up
+from baton_kernels.step_inputs import update_block_tables
+from engine.config import EngineConfig
+from engine.model import batch
+from engine.model.attention import Probe, attach
+from engine.model.batch import BatchSize, DeviceState, ModelInputs
+from engine.model.extensions import BatchExtension
+from engine.model.graphs import StepGraph, StepGraphs, single_prompt_sizes
+from engine.model.kv_pool import KvPool
+from engine.model.layer_marks import SeesLayers
+from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.prompt_logprobs import HiddenStates
+from engine.model.rank_step import ALL_TOKENS, EAGER, RankStep
+from engine.model.upload import upload
+from engine.step import Chunk
+
+Score = Callable[[int, Tensor], None]
+"""Takes the logits of a piece of `RankStep.scored`, by its index: [tokens, vocab_size]."""
+
+
+class RankModel:
+    """Owns the rank's `pool`, and the block tables on its device; runs `model`, whose attention modules are bound to
+    the pool. All ranks of a node must make the same calls, in the same order.
+
+    last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler of rank 0 writes its own;
+    the other ranks get them with each step. memory: where the pool is to be, see KvPool.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        probed: Probe,
+        last_tokens: Tensor,
+        *,
+        group: RankGroup = ONE_RANK,
+        layer_groups: int = 1,
+        extensions: tuple[BatchExtension, ...] = (),
+        memory: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.model, self.group = model, group
+        self._config = config
+        self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device, memory)
+        self._step = attach(probed.layers, self.pool)
+        max_blocks = num_blocks_for(config.max_model_len, config.block_size)
+        tables = torch.zeros(config.max_num_seqs, max_blocks, dtype=torch.int32, device=model.device)
+        self._state = DeviceState(tables, last_tokens, config.block_size, extensions)
+        self._hidden_states = HiddenStates(model)
+        self._graphs: StepGraphs | None = None
+        groups = layer_groups_of(len(probed.kv), layer_groups)
+        self.group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
+
+    @property
+    def extensions(self) -> tuple[BatchExtension, ...]:
+        return self._state.extensions
+
+    def warm_up_kernels(self) -> None:
+        """Compile and load what attention needs. Must run on the thread that will compute."""
+        layer, text = self.pool.layers[0], self.model.config.get_text_config()
+        warm_up(
+            text.num_attention_heads // self.group.size,
+            layer.num_kv_heads,
+            layer.head_dim_k,
+            self.model.dtype,
+            self.model.device,
+            min(self._config.max_num_batched_tokens, self._config.max_model_len),
+        )
+
+    @torch.inference_mode()
+    def capture(self, decode_sizes: Seq[int], most_prompt_tokens: int) -> None:
+        """Capture CUDA graphs of decodes of `decode_sizes` sequences, of the steps with prompts that the config's
+        padding lists, and of single prompts of at most `most_prompt_tokens`. Without it, all steps are launched op by
+        op."""
+        self._graphs = StepGraphs(
+            self._forward,
+            self._state,
+            decode_sizes,
+            self._config.padding,
+            single_prompt_sizes(self._config.max_num_batched_tokens, most_prompt_tokens),
+            self.group_ends,
+            decode_query_lens=sorted({1, 1 + self._config.num_speculative_tokens}),
+        )
+
+    def graph_for(self, chunks: Seq[Chunk]) -> StepGraph | None:
+        """The captured step for chunks in the order of `singles_first`, if there is one."""
+        return self._graphs.fitting(chunks) if self._graphs is not None else None
+
+    @torch.inference_mode()
+    def compute(self, step: RankStep, marks: SeesLayers | None = None, score: Score | None = None) -> Tensor:
+        """Launch the step; its logits: [num_logits, vocab_size], or with padding below if they are from a graph, and
+        then valid until the next step. score: takes what `step.scored` asks for."""
+        if step.tables.size:
+            both = upload(step.tables, self.model.device)
+            update_block_tables(self._state.block_tables, both[0], both[1])
+        if step.fresh.size:
+            self.pool.clear(step.fresh.tolist())
+        self.group.broadcast(self._state.last_tokens)
+        if step.graph != EAGER:
+            assert self._graphs is not None
+            return self._graphs.run(step.graph, step.packed, marks)
+        inputs = self._inputs(step)
+        if not len(step.scored):
+            return self._forward(inputs, marks)
+        with self._hidden_states.kept() as hidden:
+            logits = self._forward(inputs, marks)
+        head = self._hidden_states.head(_arguments(inputs))
+        for index, (first, count) in enumerate(step.scored.tolist()):
+            piece = head(hidden[0][first : first + count])
+            if score is not None:
+                score(index, piece)
+        return logits
+
+    def _inputs(self, step: RankStep) -> ModelInputs:
+        num_rows = None if step.num_logits == ALL_TOKENS else step.num_logits
+        size = BatchSize(len(step.lengths), step.num_tokens, num_rows, self.extensions)
+        packed = upload(step.packed, self.model.device)
+        return batch.unpack(packed, size, self._state, step.lengths.tolist(), step.ends.tolist())
+
+    def _forward(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
+        self._step.batch, self._step.slot_mapping, self._step.marks = inputs.paged, inputs.slot_mapping, marks
+        logits: Tensor = self.model(**_arguments(inputs)).logits[0]
+        return logits
+
+
+def _arguments(inputs: ModelInputs) -> dict[str, Any]:
+    """Those of the model's forward."""
+    return {
+        "input_ids": inputs.input_ids[None],
+        "use_cache": False,
+        "logits_to_keep": 0 if inputs.keep is None else inputs.keep,
+        "position_ids": inputs.positions[None],
+        **inputs.extensions,
+    }
