@@ -9,23 +9,24 @@ from kv_transfer.ranks import ReceiverRanks, SenderRanks
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from node.parts import Base, RoleParts, assemble
+from node.ranks import Ranks
 from node.settings import NodeSettings
 from node.shell import NodeParts
 
 
-def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
-    """Load the model and build the role on it. Raises ValueError, OSError or a BatonError, each readable for users."""
-    return assemble(settings, wake, make_role)
+def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None) -> NodeParts:
+    """Load the model and build the role on it. ranks: the node's further ranks. Raises ValueError, OSError or a
+    BatonError, each readable for users."""
+    return assemble(settings, wake, make_role, ranks)
 
 
 def make_role(base: Base) -> RoleParts:
     """The role on its base: its movers and its core."""
     built, settings = base.built, base.settings
-    verify = settings.verify_transfers
-    mover = KvReceiver(base.transport, base.staging, built.pool_bytes, built.layout, verify=verify)
-    receiver = ReceiverRanks([mover])
-    staging, transport = base.make_outward(settings.num_outward_slots)
-    sender = SenderRanks([KvSender(transport, staging, built.pool_bytes, built.layout, verify=verify)])
+    receiver = ReceiverRanks(base.movers(KvReceiver, base.links))
+    outward = base.make_links(settings.num_outward_slots)
+    sender = SenderRanks(base.movers(KvSender, outward))
+    addresses = [link.transport.info() for link in outward]
     core = DecodeCore(
         built.engine,
         receiver,
@@ -36,4 +37,4 @@ def make_role(base: Base) -> RoleParts:
         grammars=base.grammars,
         processors=base.processors,
     )
-    return RoleParts(core, receiver, (sender, [transport.info()]), count_damaged=lambda: receiver.num_damaged_pieces)
+    return RoleParts(core, receiver, (sender, addresses), count_damaged=lambda: receiver.num_damaged_pieces)

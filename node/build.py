@@ -29,8 +29,12 @@ from engine.model.graphs import decode_capture_sizes, step_padding
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
+from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.parallel.others import NO_OTHERS
+from engine.model.parallel.sharding import kv_slice
 from engine.model.runner import TorchModelRunner
 from node import pool_size
+from node.ranks import Ranks
 from node.settings import GIB, NodeSettings
 from node.tokenizer import TokenizerFiles, read_tokenizer
 
@@ -51,15 +55,15 @@ _NULL_BLOCK = 1
 @dataclass(frozen=True, slots=True)
 class Built:
     """A model ready to serve after `warm_up`. CUDA graphs are captured for decode steps of `graph_sizes`, for prompts
-    of up to `most_prompt_tokens` when alone. `pool_bytes`: the pool as
-    [num_blocks, block_bytes], uint8; the runner owns it."""
+    of up to `most_prompt_tokens` when alone. `pools`: that of each rank as [num_blocks, block_bytes], uint8, which its
+    RankModel owns."""
 
     engine: Engine
     runner: TorchModelRunner
     graph_sizes: list[int]
     most_prompt_tokens: int
     layer_groups: int
-    pool_bytes: Tensor
+    pools: list[Tensor]
     layout: KvLayout
     device: torch.device
     served_model_name: str
@@ -90,9 +94,61 @@ class Built:
         return self.checkpoint.generation_defaults
 
 
-def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Built:
-    """Load the model of `settings` and size all that it needs. wake: see TorchModelRunner. Takes seconds to minutes.
-    Raises ValueError with a one-line message for the user."""
+def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks: Ranks | None = None) -> Built:
+    """Load the model of `settings`, or rank 0's part of it, and size all that it needs. wake: see TorchModelRunner.
+    ranks: the further ranks, which load theirs meanwhile. Takes seconds to minutes. Raises ValueError with a one-line
+    message for the user."""
+    if settings.tensor_parallel_size > 1 and ranks is None:
+        raise ValueError("--tensor-parallel-size: more than one rank needs a node of its own")
+    if ranks is None:
+        return _build(settings, wake, None, ONE_RANK)
+    try:
+        return _build(settings, wake, ranks, ranks.join())
+    except RuntimeError as error:  # of a collective: another rank has ended
+        raise ranks.why(error) from error
+
+
+def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks | None, group: RankGroup) -> Built:
+    checkpoint = Checkpoint.find(settings.model, settings.revision)
+    tokenizer = _read_tokenizer(settings, checkpoint.path)
+    part = load_part(settings, checkpoint, group)
+    config, device = part.config, part.model.device
+    layer_groups = settings.layer_groups(device.type == "cuda")
+    with out_of_memory(_POOL_ADVICE):
+        others = NO_OTHERS if ranks is None else ranks.others
+        runner = TorchModelRunner(
+            part.model, config, part.probed, wake=wake, layer_groups=layer_groups, group=group, others=others
+        )
+    layout = _layout(settings, checkpoint, config, part.probed, group.size)
+    pools = [runner.pool.as_bytes()]
+    if ranks is not None:
+        pools += ranks.pools([layout.num_bytes(held) for held in layout.ranks[1:]])
+    return Built(
+        engine=Engine(config, runner),
+        runner=runner,
+        graph_sizes=_graph_sizes(settings, config, device),
+        most_prompt_tokens=settings.captured_prompt_tokens,
+        layer_groups=layer_groups,
+        pools=pools,
+        layout=layout,
+        device=device,
+        served_model_name=settings.served_model_name or settings.model,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part of the model, and the sizes that are the same on all ranks."""
+
+    model: PreTrainedModel
+    probed: Probe
+    config: EngineConfig
+
+
+def load_part(settings: NodeSettings, checkpoint: Checkpoint, group: RankGroup) -> Part:
+    """Load what this rank computes; all ranks must call. Raises ValueError, and RuntimeError when a rank is lost."""
     if not sys.stderr.isatty():
         disable_progress_bar()  # not useful in a log file
     device = _device(settings.device)
@@ -100,28 +156,26 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None) -> Bui
         _require_fp8(device, settings.block_size)
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
+    elif group.size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // group.size))
     torch.manual_seed(settings.seed)
-    checkpoint = Checkpoint.find(settings.model, settings.revision)
     limits = _limits(settings, checkpoint, device)
-    tokenizer = _read_tokenizer(settings, checkpoint.path)
-    model, probed = _load(settings, checkpoint, device, limits.max_model_len)
-    config = _with_pool(settings, limits, model, probed)
-    layer_groups = settings.layer_groups(device.type == "cuda")
-    with out_of_memory(_POOL_ADVICE):
-        runner = TorchModelRunner(model, config, probed, wake=wake, layer_groups=layer_groups)
-    return Built(
-        engine=Engine(config, runner),
-        runner=runner,
-        graph_sizes=_graph_sizes(settings, config, device),
-        most_prompt_tokens=settings.captured_prompt_tokens,
-        layer_groups=layer_groups,
-        pool_bytes=runner.pool.as_bytes(),
-        layout=runner.pool.layout(_fingerprint(settings, checkpoint, config.max_model_len)),
-        device=device,
-        served_model_name=settings.served_model_name or settings.model,
-        tokenizer=tokenizer,
-        checkpoint=checkpoint,
-    )
+    model, probed = _load(settings, checkpoint, device, limits.max_model_len, group)
+    return Part(model, probed, _with_pool(settings, limits, model, probed, group))
+
+
+def _layout(
+    settings: NodeSettings, checkpoint: Checkpoint, config: EngineConfig, probed: Probe, num_ranks: int
+) -> KvLayout:
+    """Of the whole model's blocks, and of what each rank has of them."""
+    fingerprint = _fingerprint(settings, checkpoint, config.max_model_len)
+    if num_ranks == 1:
+        return KvLayout(probed.kv, settings.block_size, fingerprint)
+    text = checkpoint.config.get_text_config()
+    held = tuple(kv_slice(text, rank, num_ranks) for rank in range(num_ranks))
+    num_heads = max(part.head_end for part in held)
+    layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in probed.kv)
+    return KvLayout(layers, settings.block_size, fingerprint, held)
 
 
 def _fingerprint(settings: NodeSettings, checkpoint: Checkpoint, max_model_len: int) -> str:
@@ -171,12 +225,12 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
 
 
 def _load(
-    settings: NodeSettings, checkpoint: Checkpoint, device: torch.device, max_model_len: int
+    settings: NodeSettings, checkpoint: Checkpoint, device: torch.device, max_model_len: int, group: RankGroup
 ) -> tuple[PreTrainedModel, Probe]:
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
     with out_of_memory("--model: the weights do not fit the GPU"):
-        model = loader.load_model(checkpoint, dtype, device, settings.load_format, settings.quantization)
+        model = loader.load_model(checkpoint, dtype, device, settings.load_format, settings.quantization, group)
     weights = sum(p.nbytes for p in model.parameters())
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)
@@ -204,10 +258,12 @@ def _require_fp8(device: torch.device, block_size: int) -> None:
         raise ValueError(f"--kv-cache-dtype: fp8 needs a GPU of compute capability 8.9 or more, which {name} has not")
 
 
-def _with_pool(settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe) -> EngineConfig:
-    """`limits` with the pool's size: the one that is set, or what fits into memory."""
+def _with_pool(
+    settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe, group: RankGroup
+) -> EngineConfig:
+    """`limits` with the pool's size: the one that is set, or what fits into the memory of every rank."""
     began = time.monotonic()
-    num_blocks = pool_size.num_blocks(settings, limits, model, probed)
+    num_blocks = group.minimum(pool_size.num_blocks(settings, limits, model, probed))
     log.info(
         "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d "
         "seconds=%.2f",

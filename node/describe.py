@@ -34,7 +34,7 @@ class TokenizerFiles:
 class ServedModel(Protocol):
     """An engine with all that a role is built on: `build.Built`, or `simulated.Simulated`.
 
-    pool_bytes: the KV pool, see `KvMover`. graph_sizes: empty without CUDA graphs.
+    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs.
     """
 
     @property
@@ -47,7 +47,7 @@ class ServedModel(Protocol):
     def layer_groups(self) -> int: ...
 
     @property
-    def pool_bytes(self) -> Any: ...
+    def pools(self) -> Sequence[Any]: ...
 
     @property
     def layout(self) -> KvLayout: ...

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import kv_transfer
+from baton.layout import KvLayout, KvSlice
 from baton.messages import TransportEndpoint
+from kv_transfer.mover import KvMover
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.slots import Slots
 from kv_transfer.transport import Transport
@@ -19,6 +21,7 @@ from node.describe import ServedModel, count, describe, new_incarnation
 from node.handoff_stream import PeerTransport
 from node.kv_events_config import KvEventsConfig
 from node.logits_processors import LogitsProcessors
+from node.ranks import Ranks
 from node.settings import NodeSettings
 from node.shell import Closeable, NodeParts, Outward
 from node.slots import slot_sizes
@@ -45,21 +48,46 @@ class Mover(PeerTransport, Protocol):
         """Do the work that would delay the first parts. On the engine's thread, before any part."""
 
 
+class Link(NamedTuple):
+    """The staging slots of one rank, and what carries their contents."""
+
+    staging: Slots
+    transport: Transport
+
+
+M = TypeVar("M", bound=KvMover, covariant=True)
+
+
+class MakeMover(Protocol[M]):
+    """KvSender, or KvReceiver."""
+
+    def __call__(
+        self, transport: Transport, staging: Slots, pool_bytes: Any, layout: KvLayout, rank: int, *, verify: bool
+    ) -> M: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What a role is built on: a model, and staging slots with their transport. A simulated model has no grammars.
+    """What a role is built on: a model, and a link for each rank. A simulated model has no grammars.
 
-    make_outward: makes so many slots more, of the same size, with a transport of their own: for a mover of the other
-    direction. Raises TransferError."""
+    make_links: makes links with so many slots more, of the same size: for movers of the other direction. Raises
+    TransferError."""
 
     settings: NodeSettings
     built: ServedModel
-    staging: Slots
-    transport: Transport
-    make_outward: Callable[[int], tuple[Slots, Transport]]
+    links: Sequence[Link]
+    make_links: Callable[[int], Sequence[Link]]
     incarnation: str
     grammars: Grammars | None
     processors: LogitsProcessors
+
+    def movers(self, make: MakeMover[M], links: Sequence[Link]) -> list[M]:
+        """One for each rank, over these links."""
+        layout, verify = self.built.layout, self.settings.verify_transfers
+        return [
+            make(link.transport, link.staging, pool, layout, rank, verify=verify)
+            for rank, (link, pool) in enumerate(zip(links, self.built.pools, strict=True))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +101,16 @@ class RoleParts:
     count_damaged: Callable[[], int] = lambda: 0
 
 
-def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callable[[Base], RoleParts]) -> NodeParts:
+def assemble(
+    settings: NodeSettings,
+    wake: Callable[[], None],
+    make_role: Callable[[Base], RoleParts],
+    ranks: Ranks | None = None,
+) -> NodeParts:
     """Load the model and build the role on it. `wake` is called, on any thread, when the core should have a turn.
-    Raises ValueError, OSError or a BatonError, each readable for users."""
-    base = _make_base(settings, wake)
+    ranks: the node's further ranks, if it has some. Raises ValueError, OSError or a BatonError, each readable for
+    users."""
+    base = _make_base(settings, wake, ranks)
     role, built = make_role(base), base.built
     movers = [role.mover] if role.outward is None else [role.mover, role.outward[0]]
 
@@ -90,7 +124,9 @@ def assemble(settings: NodeSettings, wake: Callable[[], None], make_role: Callab
         role=role.core,
         warm_up=warm_up,
         transport=role.mover,
-        info=describe(settings, role.core.role, built, base.incarnation, [base.transport.info()]),
+        info=describe(
+            settings, role.core.role, built, base.incarnation, [link.transport.info() for link in base.links]
+        ),
         tokenizer=built.tokenizer.json,
         part_blocks=role.mover.part_blocks,
         count=lambda: count(built.engine, role.count_damaged()),
@@ -127,33 +163,38 @@ def _outward(settings: NodeSettings, role: RoleParts) -> Outward | None:
     return Outward(mover, tuple(endpoints))
 
 
-def _make_base(settings: NodeSettings, wake: Callable[[], None]) -> Base:
+def _make_base(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None) -> Base:
     if settings.engine == "simulated":
         from node.simulated import make_simulated_base
 
         return make_simulated_base(settings, wake)
-    return _make_torch_base(settings, wake, LogitsProcessors.installed())
+    return _make_torch_base(settings, wake, LogitsProcessors.installed(), ranks)
 
 
-def _make_torch_base(settings: NodeSettings, wake: Callable[[], None], processors: LogitsProcessors) -> Base:
+def _make_torch_base(
+    settings: NodeSettings, wake: Callable[[], None], processors: LogitsProcessors, ranks: Ranks | None
+) -> Base:
     # torch and numpy, which a simulated node does without
     from baton.structured_output import StructuredBackend
     from engine.model.memory import out_of_memory
     from node.build import build
     from node.grammars import Grammars
 
-    built = build(settings, wake)
-    sizes = slot_sizes(settings, built.layout.block_bytes, built.on_gpu)
-    slot_bytes = slot_bytes_for(sizes.part_blocks, built.layout.block_bytes)
+    built = build(settings, wake, ranks)
+    layout, sizes = built.layout, slot_sizes(settings, built.layout.block_bytes, built.on_gpu)
     interface, host, secret = settings.transfer_interface, settings.listen.host, settings.trust().secret
 
-    def make_link(num_slots: int) -> tuple[Slots, Transport]:
+    def make_link(num_slots: int, held: KvSlice) -> Link:
+        slot_bytes = slot_bytes_for(sizes.part_blocks, layout.num_bytes(held))
         with out_of_memory("--kv-slots, --kv-slot-blocks: lower them, the staging slots do not fit"):
             staging = kv_transfer.staging_for(settings.transport, num_slots, slot_bytes, built.device)
-        return staging, kv_transfer.create(settings.transport, staging, wake, interface, host, secret)
+        return Link(staging, kv_transfer.create(settings.transport, staging, wake, interface, host, secret))
 
-    staging, transport = make_link(sizes.num_slots)
+    def make_links(num_slots: int) -> list[Link]:
+        return [make_link(num_slots, held) for held in layout.ranks]
+
+    links = make_links(sizes.num_slots)
     config = built.engine.config
     backend = StructuredBackend(settings.structured_outputs_backend)
     grammars = Grammars(built.tokenizer.json, config.vocab_size, config.eos_token_ids, wake, backend)
-    return Base(settings, built, staging, transport, make_link, new_incarnation(), grammars, processors)
+    return Base(settings, built, links, make_links, new_incarnation(), grammars, processors)

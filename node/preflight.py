@@ -31,6 +31,7 @@ def check(settings: NodeSettings) -> None:
         return
     _check_model(settings)
     _check_device(settings)
+    _check_ranks(settings)
     _check_transport(settings)
     _check_structured_outputs(settings)
     _check_pool(settings)
@@ -86,6 +87,11 @@ def _check_profile(settings: NodeSettings) -> None:
 def _check_device(settings: NodeSettings) -> None:
     if settings.device == "cuda" and not num_gpus():
         raise StartupError("--device: cuda is not available on this machine")
+
+
+def _check_ranks(settings: NodeSettings) -> None:
+    if settings.tensor_parallel_size > 1 and settings.device != "cpu" and num_gpus():
+        raise StartupError("--tensor-parallel-size: several ranks compute on a CPU so far, with --device cpu")
 
 
 def _check_transport(settings: NodeSettings) -> None:

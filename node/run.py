@@ -29,13 +29,16 @@ from baton.telemetry import configure_logging
 from node import preflight
 from node.errors import StartupError
 from node.loop import NodeLoop
+from node.rank_process import run_rank
+from node.ranks import Ranks, fork_ranks
 from node.settings import NodeSettings
 from node.shell import Node, NodeParts, RoleSide
 
 log = logging.getLogger(__name__)
 
-MakeParts = Callable[[NodeSettings, Callable[[], None]], NodeParts]
-"""Loads the model and builds the role on it; the second argument wakes the engine's thread."""
+MakeParts = Callable[[NodeSettings, Callable[[], None], Ranks | None], NodeParts]
+"""Loads the model and builds the role on it; the second argument wakes the engine's thread, the third is the node's
+further ranks."""
 ImportParts = Callable[[], MakeParts]
 """Imports the role: called after bad flags and ports have been reported."""
 
@@ -62,10 +65,19 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
 
 
 def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> int:
+    ranks = fork_ranks(settings, run_rank)
+    try:
+        return _run_ranks(settings, side, import_parts, ranks)
+    finally:
+        if ranks is not None:
+            ranks.close()
+
+
+def _run_ranks(settings: NodeSettings, side: RoleSide, import_parts: ImportParts, ranks: Ranks | None) -> int:
     preflight.check(settings)
     loop = NodeLoop(turn_timeout_s=settings.step_timeout)
     try:
-        parts = _make_parts_that_stay(import_parts, settings, loop.wake)
+        parts = _make_parts_that_stay(import_parts, settings, loop.wake, ranks)
     except (ValueError, OSError, BatonError) as error:  # what a wrong --model, size or transport raises
         log.debug("start failed", exc_info=error)
         raise StartupError(str(error)) from error
@@ -77,7 +89,9 @@ def _run(settings: NodeSettings, side: RoleSide, import_parts: ImportParts) -> i
         parts.close()
 
 
-def _make_parts_that_stay(import_parts: ImportParts, settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
+def _make_parts_that_stay(
+    import_parts: ImportParts, settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None
+) -> NodeParts:
     """Make the parts, and exempt them from garbage collection. Their garbage is collected once, at the end, without
     the imported modules' objects; what is left is frozen.
 
@@ -93,7 +107,7 @@ def _make_parts_that_stay(import_parts: ImportParts, settings: NodeSettings, wak
             import node.build  # torch and transformers, whose objects are frozen next
             import node.grammars  # noqa: F401
         gc.freeze()
-        return make_parts(settings, wake)
+        return make_parts(settings, wake, ranks)
     finally:
         gc.collect()
         gc.freeze()

@@ -94,8 +94,18 @@ class NodeSettings(ClusterSettings):
         description="how weights are loaded: safetensors: straight from the files or not at all; auto: through "
         "transformers where their names are not the model's own; dummy: random ones, for benchmarks",
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks among which the model and its KV are divided, each a process of its own; on a CPU so far; "
+        "nodes with different numbers work together",
+    )
     cpu_threads: int | None = Field(
-        None, ge=1, le=1024, description="threads that compute on a CPU; unset: torch's choice"
+        None,
+        ge=1,
+        le=1024,
+        description="threads that compute on a CPU, for each rank; unset: torch's choice, divided among the ranks",
     )
     seed: int = Field(0, description="of torch's generators; requests carry seeds of their own")
 
@@ -214,6 +224,8 @@ class NodeSettings(ClusterSettings):
             raise ValueError("--transport: a simulated node has none, its KV has no bytes")
         if self.engine == "simulated" and self.profile_dir is not None:
             raise ValueError("--profile-dir: a simulated node computes nothing to profile")
+        if self.engine == "simulated" and self.tensor_parallel_size > 1:
+            raise ValueError("--tensor-parallel-size: a simulated node has one rank")
         if self.engine == "simulated" and self.verify_transfers:
             raise ValueError("--verify-transfers: a simulated node's KV has no bytes to verify")
         if self.advertise is not None and self.advertise.is_wildcard:

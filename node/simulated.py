@@ -24,12 +24,11 @@ from engine.simulated.runner import SimulatedModelRunner
 from engine.simulated.tokens import MadeUpTokens
 from kv_transfer.parts import slot_bytes_for
 from kv_transfer.slots import Slots
-from kv_transfer.transport import Transport
 from kv_transfer.transports.carriers.simulated import SimulatedCarrier
 from kv_transfer.transports.pair.transport import PairTransport
 from node.describe import TokenizerFiles, new_incarnation
 from node.logits_processors import LogitsProcessors
-from node.parts import Base
+from node.parts import Base, Link
 from node.settings import NodeSettings
 from node.slots import slot_sizes
 
@@ -49,7 +48,7 @@ class Simulated:
     tokenizer: TokenizerFiles
     generation_defaults: GenerationDefaults
     graph_sizes: list[int] = dataclasses.field(default_factory=lambda: [1])  # steps cost as with CUDA graphs
-    pool_bytes: None = None
+    pools: tuple[None] = (None,)
     on_gpu: bool = True  # in the sizes of slots and steps, which the profile is of
 
     def warm_up(self) -> None:
@@ -64,12 +63,12 @@ def make_simulated_base(settings: NodeSettings, wake: Callable[[], None]) -> Bas
     sizes = slots_for(settings, profile, built)
     host, secret = settings.listen.host, settings.trust().secret
 
-    def make_link(num_slots: int) -> tuple[Slots, Transport]:
+    def make_links(num_slots: int) -> list[Link]:
         slots = Slots(num_slots, sizes.slot_bytes)
         carrier = SimulatedCarrier(profile.link.bandwidth_gb_s * 1e9 * settings.time_scale)
-        return slots, PairTransport(slots, wake, carrier, settings.transfer_interface, host, secret)
+        return [Link(slots, PairTransport(slots, wake, carrier, settings.transfer_interface, host, secret))]
 
-    staging, transport = make_link(sizes.num_slots)
+    links = make_links(sizes.num_slots)
     log.info(
         "simulated profile=%s kv_blocks=%d max_model_len=%d max_num_seqs=%d time_scale=%g",
         profile.name,
@@ -78,7 +77,7 @@ def make_simulated_base(settings: NodeSettings, wake: Callable[[], None]) -> Bas
         built.engine.config.max_num_seqs,
         settings.time_scale,
     )
-    return Base(settings, built, staging, transport, make_link, new_incarnation(), None, LogitsProcessors({}))
+    return Base(settings, built, links, make_links, new_incarnation(), None, LogitsProcessors({}))
 
 
 def slots_for(

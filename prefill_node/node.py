@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kv_transfer.ranks import SenderRanks
 from kv_transfer.sender import KvSender
 from node.parts import Base, RoleParts, assemble
+from node.ranks import Ranks
 from node.settings import NodeSettings
 from node.shell import NodeParts
 from prefill_node.core import PrefillCore
@@ -15,17 +16,16 @@ WHOLE_TOKENS = 512
 """A last chunk of at most so many tokens travels in one go: 64 MiB of an 8B model's KV take 0.2 ms over NVLink."""
 
 
-def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
-    """Load the model and build the role on it. Raises ValueError, OSError or a BatonError, each readable for users."""
-    return assemble(settings, wake, make_role)
+def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: Ranks | None = None) -> NodeParts:
+    """Load the model and build the role on it. ranks: the node's further ranks. Raises ValueError, OSError or a
+    BatonError, each readable for users."""
+    return assemble(settings, wake, make_role, ranks)
 
 
 def make_role(base: Base) -> RoleParts:
     """The role on its base: its mover and its core."""
     built, settings = base.built, base.settings
-    verify = settings.verify_transfers
-    mover = KvSender(base.transport, base.staging, built.pool_bytes, built.layout, verify=verify)
-    sender = SenderRanks([mover])
+    sender = SenderRanks(base.movers(KvSender, base.links))
     core = PrefillCore(
         built.engine,
         sender,

@@ -32,7 +32,7 @@ class LocalNode:
         except StartupError as error:
             raise ValueError(str(error)) from None
         self._loop = NodeLoop(turn_timeout_s=settings.step_timeout)
-        self._parts: NodeParts = make_parts(settings, self._loop.wake)
+        self._parts: NodeParts = make_parts(settings, self._loop.wake, None)
         self.info = dataclasses.replace(self._parts.info, address=_ADDRESS)
         self.hello = make_hello(self.info, self._parts.part_blocks)
         self.tokenizer = self._parts.tokenizer

@@ -19,7 +19,7 @@ from node.describe import describe
 from node.events import Event, Output
 from node.kv_feed import KvFeed
 from node.logits_processors import LogitsProcessors
-from node.parts import Base
+from node.parts import Base, Link
 from node.settings import NodeSettings
 from node.simulated import simulate, slots_for
 from prefill_node import node as prefill_node
@@ -60,11 +60,12 @@ class FleetNode:
         link_bytes_per_s = profile.link.bandwidth_gb_s * 1e9
         transport = FleetTransport(name, hub, clock, link_bytes_per_s, self.wake)
 
-        def make_outward(num_slots: int) -> tuple[Slots, FleetTransport]:
+        def make_links(num_slots: int) -> list[Link]:
             slots = Slots(num_slots, staging.slot_bytes, clock.now)
-            return slots, FleetTransport(f"{name}, outward", hub, clock, link_bytes_per_s, self.wake)
+            return [Link(slots, FleetTransport(f"{name}, outward", hub, clock, link_bytes_per_s, self.wake))]
 
-        base = Base(settings, built, staging, transport, make_outward, name, None, LogitsProcessors({}))
+        links = [Link(staging, transport)]
+        base = Base(settings, built, links, make_links, name, None, LogitsProcessors({}))
         made = prefill_node.make_role(base) if role is NodeRole.PREFILL else decode_node.make_role(base)
         self.core, self._mover = made.core, made.mover
         self.part_blocks = made.mover.part_blocks

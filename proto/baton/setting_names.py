@@ -138,6 +138,7 @@ ALL_NAMES = frozenset(
         "step_timeout",
         "structured_outputs_backend",
         "target_itl",
+        "tensor_parallel_size",
         "think_time",
         "time_scale",
         "timings",

@@ -166,7 +166,7 @@ def test_adopted_batches_have_the_context_they_are_said_to_have(folder: Path) ->
     settings = parse(engine_decode.DecodeBenchSettings, [*SMALL, f"--model={folder}"])
     bench, _ = open_bench(settings)
     engine_decode.fill_pool(bench)
-    assert bench.built.pool_bytes.view(bench.dtype).std() == pytest.approx(1, rel=0.05)
+    assert bench.built.pools[0].view(bench.dtype).std() == pytest.approx(1, rel=0.05)
     running = engine_decode.adopt(bench, (3, 40), 10, engine_decode.SAMPLINGS["greedy"])
     assert [seq.num_computed_tokens for seq in running] == [40, 41, 42]
     bench.engine.check_integrity()

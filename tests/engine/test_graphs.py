@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from engine.model.graphs import decode_capture_sizes, single_prompt_sizes, step_
 from engine.model.layer_marks import LayerMarks
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.rank import Score
+from engine.model.rank_step import RankStep
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
 from engine.step import Chunk
@@ -79,8 +80,8 @@ def test_prompts_have_graphs_within_the_budget() -> None:
 class LogitsOf(TorchModelRunner):
     """Keeps the logits of its last step."""
 
-    def _logits(self, chunks: Seq[Chunk], rows: list[int], marks: LayerMarks | None = None) -> Tensor:
-        self.last = super()._logits(chunks, rows, marks).clone()
+    def _compute(self, step: RankStep, marks: LayerMarks | None, score: Score) -> Tensor:
+        self.last = super()._compute(step, marks, score).clone()
         return self.last
 
 

@@ -40,7 +40,7 @@ def test_a_checkpoint_becomes_an_engine_and_all_that_a_router_needs(checkpoint):
     config = built.engine.config
     assert (config.max_model_len, config.vocab_size, config.eos_token_ids) == (256, 258, (0,))
     assert built.engine.blocks.num_total == 40
-    assert built.pool_bytes.shape == (41, built.layout.block_bytes)
+    assert built.pools[0].shape == (41, built.layout.block_bytes)
     assert built.layout.layers[0].dtype == "float32"
     assert built.served_model_name == "tiny"
     assert built.tokenizer.chat_template == TEMPLATE

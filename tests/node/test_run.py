@@ -40,7 +40,7 @@ def make(make_parts: Callable[..., object], imported: Callable[[], object] = lam
 def test_what_is_made_is_collected_once_and_stays() -> None:
     knots: list[weakref.ref[Knot]] = []
 
-    def make_parts(settings: NodeSettings, wake: Callable[[], None]) -> NodeParts:
+    def make_parts(settings: NodeSettings, wake: Callable[[], None], ranks: object) -> NodeParts:
         assert settings is SETTINGS
         assert not gc.isenabled()
         knots.append(weakref.ref(Knot()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -68,14 +67,15 @@ class GlooRanks:
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         self.rank, self.size = rank, size
-        options: Any = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
-        self._group: Any = ProcessGroupGloo(store, rank, size, options)
+        options._devices = [gloo.create_device(hostname=_HOST)]
+        self._group: Any = gloo(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        options = AllreduceOptions()
+        options: Any = AllreduceOptions()
         options.reduceOp = ReduceOp.SUM
         self._group.allreduce([x], options).wait()
         return x
@@ -92,9 +92,7 @@ class GlooRanks:
 
     def minimum(self, number: int) -> int:
         told = torch.tensor([number], dtype=torch.int64)
-        options = AllreduceOptions()
+        options: Any = AllreduceOptions()
         options.reduceOp = ReduceOp.MIN
         self._group.allreduce([told], options).wait()
         return int(told)
-
-

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model.linear_method import LinearMethod, Product, attach, method_of
-from engine.model.tolerance import Tolerance
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding
+from engine.model.tolerance import Tolerance
 
 
 @torch.no_grad()

@@ -1,16 +1,20 @@
-"""The ranks besides the one that decides, as it sees them."""
+"""The ranks besides the one that decides: what it tells them, and how they do it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Protocol
 
-from engine.model.rank_step import RankStep
+import numpy as np
+
+from engine.model.rank import RankModel
+from engine.model.rank_step import Int32Array, RankStep
 
 
 class OtherRanks(Protocol):
-    """Each call is passed on to all other ranks, which make it on their RankModel; this one makes it itself, too. None
-    waits for them, except for room for the message."""
+    """Each call is passed on to all other ranks, which make it on their RankModel; rank 0 makes it itself, too. None
+    waits until it is done."""
 
     def compute(self, step: RankStep) -> None: ...
 
@@ -38,3 +42,54 @@ class NoOthers:
 
 
 NO_OTHERS = NoOthers()
+
+
+class Kind(IntEnum):
+    """Of a message."""
+
+    COMPUTE = 0
+    COPY_BLOCKS = 1
+    WARM_UP = 2
+    CAPTURE = 3
+    CLOSE = 4
+
+
+class RemoteRanks:
+    """Ranks that `serve` what `send` sends: a kind and an array, in order, to all of them."""
+
+    def __init__(self, send: Callable[[int, Int32Array], None]) -> None:
+        self._send = send
+
+    def compute(self, step: RankStep) -> None:
+        self._send(Kind.COMPUTE, step.to_array())
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        self._send(Kind.COPY_BLOCKS, np.array(pairs, np.int32).reshape(-1))
+
+    def warm_up(self) -> None:
+        self._send(Kind.WARM_UP, np.zeros(0, np.int32))
+
+    def capture(self, decode_sizes: Sequence[int], most_prompt_tokens: int) -> None:
+        self._send(Kind.CAPTURE, np.array([most_prompt_tokens, *decode_sizes], np.int32))
+
+    def close(self) -> None:
+        """Have them end."""
+        self._send(Kind.CLOSE, np.zeros(0, np.int32))
+
+
+def serve(rank: RankModel, receive: Callable[[], tuple[int, Int32Array]]) -> None:
+    """Do what the rank that decides sends, until it closes."""
+    while True:
+        kind, array = receive()
+        match Kind(kind):
+            case Kind.COMPUTE:
+                rank.compute(RankStep.from_array(array))
+            case Kind.COPY_BLOCKS:
+                rank.pool.copy([(source, target) for source, target in array.reshape(-1, 2).tolist()])
+            case Kind.WARM_UP:
+                rank.warm_up_kernels()
+            case Kind.CAPTURE:
+                most_prompt_tokens, *decode_sizes = array.tolist()
+                rank.capture(decode_sizes, most_prompt_tokens)
+            case Kind.CLOSE:
+                return

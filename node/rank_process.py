@@ -1,0 +1,40 @@
+"""The process of a rank that only computes: it loads its part of the model, and does what rank 0 sends."""
+
+from __future__ import annotations
+
+import logging
+
+from baton.telemetry import configure_logging
+from node.ranks import RankSeat
+from node.settings import NodeSettings
+
+log = logging.getLogger(__name__)
+
+
+def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
+    """Until the node closes the rank. Raises what loading raises, and RuntimeError when another rank is lost."""
+    name = f"{settings.node_id or settings.listen.port}/{seat.number}"
+    configure_logging(settings.logging_level(), name, log_format=settings.log_format)
+    group = seat.join()
+
+    import torch
+
+    from engine.model.load.checkpoint import Checkpoint
+    from engine.model.parallel.others import serve
+    from engine.model.rank import RankModel
+    from node.build import load_part
+
+    part = load_part(settings, Checkpoint.find(settings.model, settings.revision), group)
+    device = part.model.device
+    last_tokens = torch.zeros(part.config.max_num_seqs, dtype=torch.int32, device=device)
+    rank = RankModel(
+        part.model,
+        part.config,
+        part.probed,
+        last_tokens,
+        group=group,
+        layer_groups=settings.layer_groups(device.type == "cuda"),
+        memory=seat.memory,
+    )
+    seat.ready(rank.pool.tensor.nbytes)
+    serve(rank, seat.receive)
