@@ -145,7 +145,6 @@ def _of_another_loop(record: logging.LogRecord) -> bool:
     return "PollerCompletionQueue" in record.getMessage() and str(error) == "Event loop is closed"
 
 
-
 async def some_at_once(one: Callable[[int], Awaitable[None]], count: int) -> None:
     """`one` for each number below `count`, AT_ONCE of them at a time."""
     numbers = iter(range(count))
