@@ -10,7 +10,8 @@ from baton.layout import KvLayout, KvSlice
 
 class Rows(NamedTuple):
     """A slice in one rank's pool, viewed as `per_block` rows per block: the bytes [offset, offset + row_bytes) of the
-    rows [first, first + num) of a block. In that order they are the slice's bytes; sent, each has `sent_bytes`."""
+    rows [first, first + num) of a block. In that order they are the slice's bytes; sent, each has `sent_bytes`.
+    is_converted: they are sent in another form than the pool has, which may have as many bytes."""
 
     per_block: int
     first: int
@@ -18,11 +19,7 @@ class Rows(NamedTuple):
     offset: int
     row_bytes: int
     sent_bytes: int
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether they are sent in another form than the pool has."""
-        return self.sent_bytes != self.row_bytes
+    is_converted: bool
 
     def of(self, blocks: Sequence[int]) -> Sequence[int]:
         """The pool's rows that hold the slice of these blocks."""
@@ -40,9 +37,11 @@ def rows_of(layout: KvLayout, rank: int, what: KvSlice, sent: KvLayout) -> Rows:
     assert what.overlap(held) == what
     block_bytes = layout.num_bytes(held)
     before = what.layer_start - held.layer_start
+    is_converted = sent.layers[0].form != layout.layers[0].form
     if what[2:] == held[2:]:
         offset = layout.num_bytes(held._replace(layer_end=what.layer_start))
-        return Rows(1, first=0, num=1, offset=offset, row_bytes=layout.num_bytes(what), sent_bytes=sent.num_bytes(what))
+        sizes = layout.num_bytes(what), sent.num_bytes(what)
+        return Rows(1, 0, 1, offset, *sizes, is_converted)
     assert layout.has_equal_runs
     runs = 2 if layout.layers[0].head_dim_v else 1
     per_block = held.num_layers * runs
@@ -54,6 +53,7 @@ def rows_of(layout: KvLayout, rank: int, what: KvSlice, sent: KvLayout) -> Rows:
         offset=(what.head_start - held.head_start) * head_bytes,
         row_bytes=what.num_heads * head_bytes,
         sent_bytes=sent.num_bytes(what) // (what.num_layers * runs),
+        is_converted=is_converted,
     )
 
 

@@ -29,7 +29,7 @@ class SlotCopies:
     a time, and one copy at a time per slot, since each slot has a single set of ids and one event.
 
     pool_bytes: [num_blocks, block_bytes], uint8, on the staging's device, of that layout. Rows that are sent in another
-    size than they have are quantized by a gather, and dequantized by a scatter.
+    form than they have are quantized by a gather, and dequantized by a scatter.
 
     A copy does not wait for steps under way; steps launched after a gather wait for it, those launched after
     `make_stream_wait` wait for a scatter. The Native that a copy returns is over when the copy is; it belongs to the

@@ -59,6 +59,13 @@ def wire_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         yield rig
 
 
+@pytest.fixture(params=_on_cpu(PROCESS_KINDS, full=("ucx-shm", "nixl", "ordered")))
+def rank_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Over the transports of nodes of several ranks: each rank's is one of several in its process."""
+    with _rig(*request.param) as rig:
+        yield rig
+
+
 @pytest.fixture(params=_on_cpu(["ipc"]) + _on_gpus(["ipc"]))
 def ipc_rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """Over what stores straight into the peer's slots."""

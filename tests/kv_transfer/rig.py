@@ -1,7 +1,7 @@
 """Nodes of a KV transfer, for tests: in this process over `memory`, or each in a process of its own.
 
-A `Rig` starts nodes of one kind (`rig_node.Node`) and stops them; the handles it gives have `call(method, *args)` for
-either kind.
+A `Rig` starts nodes of one kind (`rig_node.Node`, or `rank_node.RankNode` of several ranks) and stops them; the handles
+it gives have `call(method, *args)` for either kind.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.pair.transport import PairTransport
 from tests.kv_transfer.leftovers import GPU_SLACK, NOTHING, Resources, left_over, orphans
 from tests.kv_transfer.ordered import ordered_carrier
+from tests.kv_transfer.rank_node import RECEIVERS, SENDERS, RankNode
 from tests.kv_transfer.rig_node import DEADLINE_S, ROLES, Node
 
 UCX_TLS = {"ucx-shm": "posix,sysv,cma,self", "ucx-tcp": "tcp,self", "ucx": ""}  # empty: what UCX chooses
@@ -40,7 +41,7 @@ class LocalNode:
     def __init__(self, hub: MemoryHub, name: str, **options: Any) -> None:
         self.name = name
         self._hub = hub
-        self._node = Node(lambda staging, wake: MemoryTransport(hub, name, staging, wake), **options)
+        self._node = _node(lambda staging, wake: MemoryTransport(hub, name, staging, wake), **options)
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._node, method)(*args)
@@ -225,7 +226,7 @@ def _serve(pipe: Any, kind: str, device: str) -> None:
     before, slack = Resources.now(), NOTHING if device == "cpu" else GPU_SLACK
 
     while (options := pipe.recv()) is not None:
-        node = Node(partial(_create, name), stage=partial(staging_for, name), **options)
+        node = _node(partial(_create, name), stage=partial(staging_for, name), **options)
         pipe.send(None)
         while (call := pipe.recv())[0] != "stop":
             try:
@@ -249,6 +250,10 @@ def _keep_open(name: str, device: str) -> None:
         import kv_transfer.transports.ucx.thread  # noqa: F401
     elif name in ("ordered", "nccl"):
         TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def _node(make: Callable[[Staging, Callable[[], None]], Any], role: str, **options: Any) -> Node | RankNode:
+    return (RankNode if role in (SENDERS, RECEIVERS) else Node)(make, role, **options)
 
 
 def _create(name: str, staging: Staging, wake: Callable[[], None]) -> Any:

@@ -113,7 +113,14 @@ def test_with_faults_nothing_is_lost(seed: int) -> None:
 
 BY_HEADS = (KvSlice(0, 2, 0, 1), KvSlice(0, 2, 1, 2))
 BY_LAYERS = (KvSlice(0, 1, 0, 2), KvSlice(1, 2, 0, 2))
-DIVISIONS = {"one": (), "heads": BY_HEADS, "layers": BY_LAYERS, "heads, each twice": BY_HEADS * 2}
+BY_BOTH = tuple(KvSlice(layer, layer + 1, head, head + 1) for layer in range(2) for head in range(2))
+DIVISIONS = {
+    "one": (),
+    "heads": BY_HEADS,
+    "layers": BY_LAYERS,
+    "heads, each twice": BY_HEADS * 2,
+    "both": BY_BOTH,
+}
 
 
 DIVIDED = [
@@ -125,6 +132,8 @@ DIVIDED = [
     ("heads", "layers"),
     ("heads, each twice", "one"),
     ("one", "heads, each twice"),
+    ("heads, each twice", "both"),
+    ("both", "heads"),
 ]
 
 
