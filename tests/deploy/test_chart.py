@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from node.settings import NodeSettings
 from node.shell import GRACE_S, THREAD_STOP_S
 from router.http.access import ALIVE
 from router.settings import RouterSettings
+from tests.certificates import make_certificate
 from tests.deploy.commands import parsed, put_file
 from tests.deploy.test_monitoring import PROMTOOL, known, needs_promtool
 from tools import render_chart
@@ -28,14 +30,21 @@ from tools.render_chart import CHART, NAMESPACE, RENDERED, VALUES
 
 DEPLOY = CHART.parents[1]
 HELM = render_chart.find_helm()
-SCHEMAS = json.loads((Path(__file__).parent / "kubernetes-1.34.json").read_text())
+_FILES = [
+    json.loads((Path(__file__).parent / f"{name}.json").read_text()) for name in ("kubernetes-1.34", "custom-resources")
+]
+SCHEMAS: dict[str, dict[str, Any]] = {part: _FILES[0][part] | _FILES[1][part] for part in ("kinds", "definitions")}
 Object = dict[str, Any]
-KINDS_OF_OTHERS = {
+UNCHECKED_KINDS = {
     "monitoring.coreos.com/v1 ServiceMonitor",
     "monitoring.coreos.com/v1 PrometheusRule",
     "keda.sh/v1alpha1 ScaledObject",
-    "inference.networking.k8s.io/v1 InferencePool",
 }
+NO_NODES = {"router", "picker"}
+CLUSTER_NAMES = ",".join(
+    f"DNS:{name}.serving.svc" for name in ("baton-prefill", "*.baton-prefill", "baton-decode", "*.baton-decode")
+)
+"""What docs/kubernetes.md says that the certificate between routers and nodes must name."""
 every_set = pytest.mark.parametrize("name", VALUES)
 
 
@@ -50,21 +59,28 @@ def of_kind(name: str, *kinds: str) -> list[Object]:
 
 
 def workloads(name: str) -> dict[str, Object]:
-    """Deployments and StatefulSets by component: router, prefill, decode."""
-    found = of_kind(name, "Deployment", "StatefulSet")
-    return {made["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: made for made in found}
+    """What makes pods, by component: router, prefill, decode, picker."""
+    found = of_kind(name, "Deployment", "StatefulSet", "LeaderWorkerSet")
+    return {template_of(made)["metadata"]["labels"]["app.kubernetes.io/component"]: made for made in found}
 
 
-def pods(name: str) -> Iterator[tuple[str, Object, Object]]:
-    """(component, pod's spec, its container)"""
+def template_of(workload: Object) -> Object:
+    spec: Object = workload["spec"]
+    template: Object = spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["workerTemplate"]
+    return template
+
+
+def pods(name: str, *others: str) -> Iterator[tuple[str, Object, Object]]:
+    """(component, pod's spec, its container), of baton's own processes and of `others`"""
     for component, made in workloads(name).items():
-        pod = made["spec"]["template"]["spec"]
-        (container,) = pod["containers"]
-        yield component, pod, container
+        if component in ("router", "prefill", "decode", *others):
+            pod = template_of(made)["spec"]
+            (container,) = pod["containers"]
+            yield component, pod, container
 
 
 def matches(selector: dict[str, str], made: Object) -> bool:
-    return selector.items() <= made["spec"]["template"]["metadata"]["labels"].items()
+    return selector.items() <= template_of(made)["metadata"]["labels"].items()
 
 
 def in_order(text: str) -> list[Object]:
@@ -118,7 +134,7 @@ def test_the_values_that_come_with_the_chart_match_its_schema() -> None:
 def test_kubernetes_own_schemas_accept_every_object(name: str) -> None:
     for made in objects(name):
         kind = f"{made['apiVersion']} {made['kind']}"
-        if kind in KINDS_OF_OTHERS:
+        if kind in UNCHECKED_KINDS:
             continue
         schema = {"$ref": SCHEMAS["kinds"][kind], "definitions": SCHEMAS["definitions"]}
         jsonschema_rs.validate(schema, made)
@@ -135,16 +151,13 @@ def test_names_are_short_and_used_once(name: str) -> None:
 def test_selectors_find_the_pods_that_they_mean(name: str) -> None:
     by_component = workloads(name)
     for component, made in by_component.items():
-        assert matches(made["spec"]["selector"]["matchLabels"], made)
+        if "selector" in made["spec"]:  # a LeaderWorkerSet has labels of its own for that
+            assert matches(made["spec"]["selector"]["matchLabels"], made)
         alike = of_kind(name, "PodDisruptionBudget", "NetworkPolicy", "Service")
         for other in (each for each in alike if each["metadata"]["name"].endswith(f"-{component}")):
             selector = other["spec"].get("selector", other["spec"].get("podSelector"))
             labels = selector.get("matchLabels", selector)
             assert [each for each, pod in by_component.items() if matches(labels, pod)] == [component]
-    for pool in of_kind(name, "InferencePool"):
-        labels = pool["spec"]["selector"]["matchLabels"]
-        assert [each for each, pod in by_component.items() if matches(labels, pod)] == ["router"]
-        assert pool["spec"]["targetPorts"] == [{"number": 8000}]
 
 
 @every_set
@@ -153,12 +166,13 @@ def test_each_pool_of_nodes_has_a_headless_service_that_the_routers_look_up(name
     assert isinstance(router, RouterSettings)
     looked_up = {"prefill": router.prefill_dns, "decode": router.decode_dns}
     services = {made["metadata"]["name"]: made["spec"] for made in of_kind(name, "Service")}
-    nodes = {component: made for component, made in workloads(name).items() if component != "router"}
+    nodes = {component: made for component, made in workloads(name).items() if component not in NO_NODES}
     assert nodes.keys() == {component for component, names in looked_up.items() if names}
     for component, made in nodes.items():
         (found,) = looked_up[component]
-        service = services[made["spec"]["serviceName"]]
-        assert found.host == f"{made['spec']['serviceName']}.{NAMESPACE}.svc"
+        own = made["spec"].get("serviceName", made["metadata"]["name"])  # what gives pods their names in DNS
+        service = services[own]
+        assert found.host == f"{own}.{NAMESPACE}.svc"
         assert service["clusterIP"] == "None"
         assert not service["publishNotReadyAddresses"]
         assert found.port in {port["port"] for port in service["ports"]}
@@ -171,12 +185,22 @@ def settings_of(name: str, component: str, folder: Path) -> Settings:
         put_file(folder, file)
     put_file(folder, "etc/baton/tls/tls.crt")
     put_file(folder, "etc/baton/tls/tls.key")
+    for at, made in zip(("tls.key", "tls.crt", "ca.crt"), certificates(), strict=True):
+        put_file(folder, f"etc/baton/cluster-tls/{at}", made)
     values = {"POD_NAME": f"baton-{component}-0", "POD_IP": "fd00::7" if name == "everything" else "10.0.0.7"}
     declared = {variable["name"] for variable in container["env"]}
     arguments = container["args"] if component != "router" else ["router", *container["args"]]  # as its ENTRYPOINT
     given = [re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], text) for text in arguments]
     assert {used for text in arguments for used in re.findall(r"\$\((\w+)\)", text)} <= declared
     return parsed(given, folder)
+
+
+@cache
+def certificates() -> tuple[str, str, str]:
+    """Key, certificate and authority, as cert-manager writes them into a Secret."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_certificate(Path(folder), names=CLUSTER_NAMES)
+        return made.keyfile.read_text(), made.certfile.read_text(), made.ca_certs.read_text()
 
 
 def mounted(pod: Object, container: Object) -> set[str]:
@@ -232,7 +256,7 @@ def test_probes_ask_for_pages_that_there_are_and_none_kills_a_busy_pod(name: str
 
 @every_set
 def test_pods_run_without_rights(name: str) -> None:
-    (account,) = of_kind(name, "ServiceAccount")
+    account = next(made for made in of_kind(name, "ServiceAccount") if made["metadata"]["name"] == "baton")
     assert account["automountServiceAccountToken"] is False
     for component, pod, container in pods(name):
         assert pod["serviceAccountName"] == account["metadata"]["name"]
@@ -251,7 +275,7 @@ def test_pods_run_without_rights(name: str) -> None:
 def test_every_secret_that_is_mounted_is_there_or_named_by_the_values(name: str) -> None:
     made = {each["metadata"]["name"]: set(each["stringData"]) for each in of_kind(name, "Secret")}
     values = yaml.safe_load(VALUES[name].read_text())
-    for _, pod, _ in pods(name):
+    for _, pod, _ in pods(name, "picker"):
         for secret in (volume["secret"] for volume in pod["volumes"] if "secret" in volume):
             if secret["secretName"] in made:
                 assert {item["key"] for item in secret["items"]} <= made[secret["secretName"]]
@@ -263,9 +287,16 @@ def test_every_secret_that_is_mounted_is_there_or_named_by_the_values(name: str)
 def test_only_those_that_must_may_reach_a_pod(name: str) -> None:
     allowed = {made["metadata"]["name"].rpartition("-")[2]: made["spec"] for made in of_kind(name, "NetworkPolicy")}
     assert allowed.keys() == workloads(name).keys()
-    nodes = allowed.keys() - {"router"}
+    nodes = allowed.keys() - NO_NODES
     for component, policy in allowed.items():
         assert policy["policyTypes"] == ["Ingress", "Egress"]
+        if component == "picker":
+            assert opens(policy["egress"], "to", "router", 8000)
+            assert opens(allowed["router"]["ingress"], "from", component, "http")
+            assert not any(
+                opens(allowed[role]["ingress"], "from", component, port) for role in nodes for port in ("grpc", 9100)
+            )
+            continue
         for role in nodes:  # a router's port of a node; anything between nodes
             assert opens(allowed[role]["ingress"], "from", component, "grpc")
             assert opens(policy["egress"], "to", role, 9000)

@@ -50,3 +50,20 @@ readOnlyRootFilesystem: true
 capabilities:
   drop: [ALL]
 {{- end -}}
+
+{{/* Mutual TLS between routers and nodes. */}}
+{{- define "baton.clusterTlsArgs" -}}
+- --cluster-ssl-keyfile=/etc/baton/cluster-tls/tls.key
+- --cluster-ssl-certfile=/etc/baton/cluster-tls/tls.crt
+- --cluster-ssl-ca-certs=/etc/baton/cluster-tls/ca.crt
+{{- end -}}
+
+{{- define "baton.clusterTlsVolume" -}}
+secret:
+  secretName: {{ .Values.clusterTls.existingSecret }}
+  defaultMode: 0440
+  items:
+    - { key: tls.key, path: tls.key }
+    - { key: tls.crt, path: tls.crt }
+    - { key: ca.crt, path: ca.crt }
+{{- end -}}

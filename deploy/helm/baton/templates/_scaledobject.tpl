@@ -10,7 +10,10 @@ metadata:
   name: {{ $name }}-{{ .role }}
   labels: {{- include "baton.labels" (dict "root" .root "component" .role) | nindent 4 }}
 spec:
-  scaleTargetRef: { apiVersion: apps/v1, kind: StatefulSet, name: {{ $name }}-{{ .role }} }
+  scaleTargetRef:
+    apiVersion: {{ ternary "apps/v1" "leaderworkerset.x-k8s.io/v1" (eq .pool.kind "StatefulSet") }}
+    kind: {{ .pool.kind }}
+    name: {{ $name }}-{{ .role }}
   minReplicaCount: {{ .pool.autoscaling.minReplicas }}
   maxReplicaCount: {{ .pool.autoscaling.maxReplicas }}
   pollingInterval: 15
