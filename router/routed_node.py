@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -123,7 +124,11 @@ class Node:
 
 def pool_state(nodes: Iterable[Node], num_withheld: int) -> PoolState:
     """The sums over the nodes."""
+    nodes = list(nodes)
     loads = [(node.load, node.info.max_num_seqs) for node in nodes]
+    capacities: Counter[int] = Counter()
+    for node in nodes:
+        capacities[node.info.layout.block_size] += node.info.num_blocks
     return PoolState(
         len(loads),
         sum(load.num_waiting for load, _ in loads),
@@ -132,6 +137,7 @@ def pool_state(nodes: Iterable[Node], num_withheld: int) -> PoolState:
         sum(load.num_blocks_total - load.num_blocks_free for load, _ in loads),
         sum(load.num_blocks_total for load, _ in loads),
         num_withheld if loads else 0,
+        capacities,
     )
 
 

@@ -39,7 +39,7 @@ def router_registry() -> CollectorRegistry:
     metrics.first_token_s.labels("m").observe(1.0)
     metrics.inter_token_s.of("m").observe(1.0)
     metrics.timelines.observe(_timeline())
-    metrics.pools.set({"prefill": PoolState(), "decode": PoolState()})
+    metrics.pools.set({"prefill": PoolState(), "decode": PoolState(capacities={16: 100})})
     return registry
 
 

@@ -51,7 +51,8 @@ def test_a_router_has_the_names_that_pickers_and_autoscalers_read():
     registry = new_registry(ROUTER)
     metrics = RouterMetrics(registry)
     metrics.set_requests({"unplaced": 1, "queued": 2, "prefilling": 3, "decoding": 4})
-    metrics.pools.set({"prefill": waiting(IDLE, 5), "decode": FULL})
+    metrics.pools.set({"prefill": waiting(IDLE, 5), "decode": dataclasses.replace(FULL, capacities={32: 50})})
+    metrics.pools.set({"prefill": waiting(IDLE, 5), "decode": dataclasses.replace(FULL, capacities={16: 100})})
     metrics.ended("m", 1.0, None, "stop")
     metrics.prompt_tokens.labels("m").inc(7)
     found = samples(registry)
@@ -59,6 +60,8 @@ def test_a_router_has_the_names_that_pickers_and_autoscalers_read():
     assert found["vllm:num_requests_waiting"] == [(router, 3.0)]
     assert found["vllm:num_requests_running"] == [(router, 7.0)]
     assert found["vllm:kv_cache_usage_perc"] == [(router, 0.9)]
+    assert found["vllm:cache_config_info"] == [({**router, "block_size": "16", "num_gpu_blocks": "100"}, 1.0)]
+    assert found["vllm:lora_requests_info"][0][0].items() >= {"max_lora": "0", "running_lora_adapters": ""}.items()
     assert found["vllm:prompt_tokens_total"] == [({**router, "model_name": "m"}, 7.0)]
     ended = {**router, "model_name": "m", "finished_reason": "stop"}
     assert found["vllm:request_success_total"] == [(ended, 1.0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -18,7 +18,8 @@ BOTTLENECKS: tuple[Bottleneck, ...] = ("prefill", "decode", "none")
 @dataclass(frozen=True, slots=True)
 class PoolState:
     """The sums over a pool's nodes, as of their last reports, whichever routers their requests come from. `num_seats`:
-    requests that may run at once. `num_withheld`: requests that this router keeps until a node of the pool has room."""
+    requests that may run at once. `num_withheld`: requests that this router keeps until a node of the pool has room.
+    `capacities`: KV blocks by their size in tokens, as the nodes were started with."""
 
     num_nodes: int = 0
     num_waiting: int = 0
@@ -27,6 +28,7 @@ class PoolState:
     num_blocks_used: int = 0
     num_blocks: int = 0
     num_withheld: int = 0
+    capacities: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def kv_blocks(self) -> float:
@@ -77,6 +79,12 @@ class PoolMetrics:
             ["pool", "resource"],
             registry=registry,
         )
+        self._capacity = Gauge(
+            "baton:pool_kv_blocks",
+            "KV blocks that the nodes of a pool have, in use or not, by their size in tokens.",
+            ["pool", "block_size"],
+            registry=registry,
+        )
         self._bottleneck = Gauge(
             "baton:bottleneck",
             "1 for the pool that limits the throughput now, by rules: prefill, decode, none.",
@@ -91,6 +99,10 @@ class PoolMetrics:
             self._requests.labels(name, "running").set(pool.num_running)
             self._utilization.labels(name, "kv_blocks").set(pool.kv_blocks)
             self._utilization.labels(name, "seats").set(pool.seats)
+        self._capacity.clear()  # nodes with blocks of another size may be gone
+        for name, pool in pools.items():
+            for block_size, num_blocks in pool.capacities.items():
+                self._capacity.labels(name, str(block_size)).set(num_blocks)
         found = bottleneck(pools["prefill"], pools["decode"])
         for kind in BOTTLENECKS:
             self._bottleneck.labels(kind).set(kind == found)

@@ -99,6 +99,17 @@ def _decode_pool(metric: Metric) -> Iterable[Metric]:
     yield family
 
 
+def _decode_blocks(metric: Metric) -> Iterable[Metric]:
+    """What the KV blocks are where a router's requests generate: their number is a label, as vLLM has it."""
+    name = f"{PREFIX}cache_config_info"
+    family = GaugeMetricFamily(name, "The KV blocks of the decode nodes together; always 1.")
+    for sample in metric.samples:
+        if sample.labels["pool"] == "decode":
+            sizes = {"block_size": sample.labels["block_size"], "num_gpu_blocks": str(int(sample.value))}
+            family.samples.append(Sample(name, _ENGINE | sizes, 1.0))
+    yield family
+
+
 def _no_adapters(metric: Metric) -> Iterable[Metric]:
     """LoRA adapters, of which there are none. vLLM's value is the time of the last change, and pickers take the series
     with the largest."""
@@ -113,5 +124,6 @@ _CONVERTED: Mapping[str, Callable[[Metric], Iterable[Metric]]] = {
     "baton:num_requests": _by_state,
     "baton:request_ends": _by_reason,
     "baton:pool_utilization": _decode_pool,
+    "baton:pool_kv_blocks": _decode_blocks,
     "baton:build_info": _no_adapters,
 }
