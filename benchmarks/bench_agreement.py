@@ -102,15 +102,15 @@ def cluster() -> Iterator[str]:
         port.close()
 
 
-def wait_ready(url: str) -> None:
+def wait_ready(url: str, within_s: float = READY_S) -> None:
     """Raises TimeoutError."""
-    end = time.monotonic() + READY_S
+    end = time.monotonic() + within_s
     while time.monotonic() < end:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1.0) as answer:
             if answer.status == 200:
                 return
         time.sleep(0.2)
-    raise TimeoutError(f"{url}: the cluster is not ready within {READY_S:g} s")
+    raise TimeoutError(f"{url}: not ready within {within_s:g} s")
 
 
 def call(command: list[str], out: Path) -> None:

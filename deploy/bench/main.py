@@ -21,6 +21,7 @@ from deploy.bench.goodput import Limits, highest_rate
 from deploy.bench.load import Outcome, run_load
 from deploy.bench.page import page
 from deploy.bench.plan import Planner
+from deploy.bench.png import is_available, png
 from deploy.bench.report import as_json, environment, report
 from deploy.bench.settings import BenchSettings
 
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         _fail(f"--trace-file: {error}", EXIT_USAGE)
         return
+    if settings.png_file and not is_available():
+        _fail("--png-file: needs matplotlib: pip install baton-serve[plots]", EXIT_USAGE)
     raise_open_files()
     try:
         results = uvloop.run(Bench(settings, planner).run())
@@ -143,9 +146,11 @@ def _write(settings: BenchSettings, results: Results, text: str) -> None:
             "goodput": results.goodput,
         }
         _write_text(settings.result_file, as_json(stated))
+    title = f"{results.model} at {settings.url}: {settings.workload}"
     if settings.html_file:
-        title = f"{results.model} at {settings.url}: {settings.workload}"
         _write_text(settings.html_file, page(title, text, results.outcomes))
+    if settings.png_file:
+        settings.png_file.write_bytes(png(title, results.outcomes))
 
 
 def _write_text(path: Path, text: str) -> None:

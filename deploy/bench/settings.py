@@ -52,6 +52,7 @@ class BenchSettings(Settings):
     goodput_steps: int = Field(6, ge=1, le=20, description="rates to try between the two")
     result_file: Path | None = Field(None, description="where to write settings, environment and figures as JSON")
     html_file: Path | None = Field(None, description="where to write a page with plots")
+    png_file: Path | None = Field(None, description="where to write the plots as a picture; needs the extra plots")
     allow_failures: bool = Field(False, description="exit with 0 although requests failed")
     progress: bool = Field(True, description="show a progress bar, on a terminal")
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.settings import parse
+from baton.settings import EXIT_USAGE, parse
 from deploy.bench.arrivals import arrival_times
 from deploy.bench.client import Answer, Client, RequestFailed, Target, _Events
 from deploy.bench.figures import figures
@@ -302,11 +302,12 @@ def test_the_page_is_self_contained():
 
 @pytest.mark.parametrize(("refuse", "flags", "code"), [(0, [], 0), (2, [], 1), (2, ["--allow-failures"], 0)])
 async def test_the_command_reports_and_exits(refuse, flags, code, tmp_path, capsys):
-    result, html = tmp_path / "result.json", tmp_path / "report.html"
+    result, html, picture = (tmp_path / name for name in ("result.json", "report.html", "report.png"))
+    flags = [*flags, f"--result-file={result}", f"--html-file={html}", f"--png-file={picture}"]
     async with Stub(refuse=refuse) as stub:
         argv = [f"--url={stub.url}/v1", "--seeds=1", "--num-prompts=4", "--request-rate=500", "--num-warmups=0"]
         with pytest.raises(SystemExit) as ended:
-            await asyncio.to_thread(main, [*argv, *flags, f"--result-file={result}", f"--html-file={html}"])
+            await asyncio.to_thread(main, [*argv, *flags])
     assert ended.value.code == code
     stated = json.loads(result.read_text())
     assert stated["model"] == "stub"
@@ -314,6 +315,15 @@ async def test_the_command_reports_and_exits(refuse, flags, code, tmp_path, caps
     assert stated["runs"]["seed 1"]["failed"] == (2 if refuse else 0)
     assert "TTFT" in capsys.readouterr().out
     assert "<svg" in html.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_need_matplotlib(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("deploy.bench.main.is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        main(["--url=http://127.0.0.1:1/v1", f"--png-file={tmp_path / 'report.png'}"])
+    assert ended.value.code == EXIT_USAGE
+    assert "baton-serve[plots]" in capsys.readouterr().err
 
 
 def test_a_finish_reason_ends_an_answer_too():
