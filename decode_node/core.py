@@ -20,8 +20,9 @@ from decode_node.leases import Extras
 from decode_node.migrations import Migrations
 from decode_node.reservations import Reservations
 from decode_node.running import RunningRequests
-from engine.engine import Engine, Plan
+from engine.engine import Engine
 from engine.holdings import Holding
+from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.step import StepResult
 from kv_transfer.ranks import ReceiverRanks, SenderRanks, peer_of
@@ -126,7 +127,7 @@ class DecodeCore(RoleCore):
         self._reservations.grant_waiting(now)
         for lease in self._reservations.take_adoptable():
             assert lease.commit is not None
-            self._running.adopt(lease, self._matcher(lease.reserve.attempt_id, lease.commit.sampling), now)
+            self._running.adopt(lease, self._matchers.make(lease.reserve.attempt_id, lease.commit.sampling), now)
         self._move_migrations_on(now)
 
     def _move_migrations_on(self, now: float) -> None:
@@ -169,7 +170,7 @@ class DecodeCore(RoleCore):
             case FromPeer(peer, Reserve() as reserve):
                 self._reserve(peer, reserve, now)
             case FromPeer(peer, Commit() as commit):
-                self._compile_ahead(commit.sampling)  # while the last parts travel
+                self._matchers.compile_ahead(commit.sampling)  # while the last parts travel
                 self._commit(peer, commit, now)
             case FromPeer(peer, Release() as release):
                 self._reservations.release(peer, release)
@@ -223,7 +224,7 @@ class DecodeCore(RoleCore):
     # ---- requests ----
 
     def _make_sequence(self, prefill: Prefill, now: float) -> Sequence:
-        matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
+        matcher = self._matchers.make(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
         sampling, processors = prefill.sampling, self._processors.chain(prefill.sampling.logits_processors)
         beams = beams_of(prefill.attempt_id, prefill.prompt_tokens, sampling, self.engine)
         return make_sequence(prefill, hand_off=False, now=now, matcher=matcher, processors=processors, beams=beams)
@@ -263,7 +264,7 @@ class DecodeCore(RoleCore):
         return self.engine.num_waiting + self._reservations.num_waiting, self.engine.num_running
 
     def _holdings(self) -> list[Holding]:
-        return [*self.engine.holdings(), *self._reservations.holdings()]
+        return [*self.engine.sequences.holdings(), *self._reservations.holdings()]
 
     def _slots(self) -> list[KvSlot]:
         """Those of the sender come last."""

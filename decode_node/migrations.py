@@ -96,17 +96,17 @@ class Migrations(KvSenderCore[Migration]):
     def _advance(self, sending: Migration, now: float) -> None:
         if sending.state is MigrationState.COPYING:
             self._stop_if_copied(sending)
-        if sending.state is MigrationState.STOPPING and self._engine.is_settled(sending.sequence):
+        if sending.state is MigrationState.STOPPING and self._engine.sequences.is_settled(sending.sequence):
             self._commit(sending, now)
         if sending.state is MigrationState.COMMITTED and sending.accepted and sending.all_gathered:
-            self._engine.release(sending.sequence)
+            self._engine.sequences.release(sending.sequence)
             if sending.all_sent and sending.landed:
                 self._forget(sending, release=False)
                 self._running.moved(sending.attempt_id, sending.handed_off())
 
     def _stop_if_copied(self, migration: Migration) -> None:
         if migration.only_rest_is_left(self._engine.config.block_size):
-            self._engine.stop(migration.sequence)
+            self._engine.sequences.stop(migration.sequence)
             migration.state, migration.stopped = MigrationState.STOPPING, self._engine.clock()
         elif migration.is_outrun:
             error = Overloaded("the decode node had no room in time")
@@ -116,7 +116,7 @@ class Migrations(KvSenderCore[Migration]):
         assert migration.target is not None
         if migration.sequence.num_tokens - 1 > migration.num_tokens:  # tokens that had to follow came all at once
             return self._stay(migration, TransferError("the request has outgrown its room"))
-        self._engine.park(migration.sequence)
+        self._engine.sequences.park(migration.sequence)
         age_s = self._engine.clock() - migration.stopped
         self._outbox.to_decode(migration.target, migration.commit(now, age_s))
         migration.state = MigrationState.COMMITTED
@@ -156,7 +156,7 @@ class Migrations(KvSenderCore[Migration]):
         """The request goes on here, unless it has just ended."""
         self._forget(migration, release=True)
         if migration.attempt_id in self._running:
-            self._engine.resume(migration.sequence)
+            self._engine.sequences.resume(migration.sequence)
             self._outbox.to_router(migration.attempt_id, Stayed(migration.move, error))
 
     def _lose(self, migration: Migration, error: BatonError) -> None:

@@ -144,7 +144,7 @@ class Reservations:
         share out slots."""
         while self._queue:
             first = self._waiting[next(iter(self._queue))]
-            if self._engine.has_preempted(first.due_s) or not self._grant(first, now):
+            if self._engine.waiting.has_preempted(first.due_s) or not self._grant(first, now):
                 break
             self._queue.remove(first.reserve.attempt_id)
             del self._waiting[first.reserve.attempt_id]
@@ -167,8 +167,8 @@ class Reservations:
     def _room(self, waiting: Waiting) -> list[int] | None:
         """The prefix blocks that are cached here, if the rest fits. None: there is no room."""
         engine, reserve = self._engine, waiting.reserve
-        before = engine.num_waiting_up_to(waiting.due_s)
-        seqs = engine.num_running + before + engine.num_reserved_seqs + reserve.num_samples
+        before = engine.waiting.num_up_to(waiting.due_s)
+        seqs = engine.num_running + before + engine.scheduler.num_reserved_seqs + reserve.num_samples
         if seqs > engine.config.max_num_seqs:
             return None
         held = self._blocks.match(reserve.block_hashes[: reserve.num_tokens // self._blocks.block_size])
@@ -204,7 +204,7 @@ class Reservations:
         )
         self._leases[lease.serial] = self._lease_of[reserve.attempt_id] = self._short[lease.serial] = lease
         self._blocks.begin_load(lease.written)
-        self._engine.reserve_seqs(reserve.num_samples)
+        self._engine.scheduler.reserve_seqs(reserve.num_samples)
         self._post_receives(lease)
         told = lease.num_held, lease.num_parts, lease.credits, self._receiver.verify
         self._outbox.to_prefill(lease.peer, Grant(reserve.attempt_id, lease.serial, *told))
@@ -357,4 +357,4 @@ class Reservations:
         self._short.pop(lease.serial, None)
         self._deadlines.discard(lease.reserve.attempt_id)
         self._outcomes.keep(lease.serial, (lease.peer, outcome), lease.deadline + UNDER_WAY_S)
-        self._engine.unreserve_seqs(lease.reserve.num_samples)
+        self._engine.scheduler.unreserve_seqs(lease.reserve.num_samples)

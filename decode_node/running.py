@@ -91,7 +91,7 @@ class RunningRequests:
         running = Running(sequence.attempt_id, now, deadline, dict.fromkeys(sequence.samples, sequence))
         if sequence.beams is not None:
             running = Running(sequence.attempt_id, now, deadline, {}, sequence.beams, samples)
-            self._engine.begin_search(sequence)
+            self._engine.beam_search.begin(sequence)
         self._add(running)
 
     def adopt(self, lease: Lease, matcher: TokenMatcher | None, now: float) -> None:
@@ -135,7 +135,7 @@ class RunningRequests:
         running = Running(attempt_id, now, lease.deadline, own, move=lease.reserve.move)
         if beams is not None:
             running = Running(attempt_id, now, lease.deadline, {}, beams, samples)
-            self._engine.begin_search(adopted[0])
+            self._engine.beam_search.begin(adopted[0])
         self._add(running)
         self._adopted[attempt_id] = lease
 
@@ -211,9 +211,9 @@ class RunningRequests:
         if running := self._running.get(attempt_id):
             self._forget(attempt_id)
             for sequence in running.sequences.values():
-                self._engine.release(sequence)
+                self._engine.sequences.release(sequence)
             if running.beams is not None:
-                self._engine.end_search(running.beams)
+                self._engine.beam_search.end(running.beams)
             self._outbox.to_router(attempt_id, running.end(error))
 
     def end_overdue(self, now: float) -> None:
@@ -221,7 +221,7 @@ class RunningRequests:
             self.end_attempt(attempt_id, DeadlineExceeded("not finished by its deadline"))
 
     def _drop_sample(self, running: Running, sample: int) -> None:
-        self._engine.release(running.sequences.pop(sample))
+        self._engine.sequences.release(running.sequences.pop(sample))
         if not running.sequences:
             self._forget(running.attempt_id)
             self._outbox.to_router(running.attempt_id, running.end())

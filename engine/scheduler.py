@@ -10,7 +10,6 @@ prompt as long as the budget would take one more step whenever another sequence 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,13 +17,13 @@ from baton.block_hash import BlockHash
 from baton.layout import num_blocks_for
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.lanes import Lanes
 from engine.pace import NO_PROMPTS, StepSize
 from engine.prefix_cache import Evicted
 from engine.prompt_budget import PromptBudget
 from engine.sequence import Sequence, SequenceState
 from engine.step import Chunk
 from engine.step_time import StepTime
+from engine.waiting_sequences import WaitingSequences, rank_of
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class Plan:
 
 
 class Scheduler:
-    """Owns the queues and the running set; allocates blocks for what it schedules.
+    """Owns the running set, and has the others in `waiting`; allocates blocks for what it schedules.
 
     - A waiting sequence is admitted when its lane has room and blocks for all of its tokens after the prefix hit can be
       allocated. If there are too few blocks, all sequences behind it wait too, so that none starves; if its lane has
@@ -58,41 +57,16 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, blocks: BlockManager, step_time: StepTime | None = None) -> None:
         self.num_reserved_seqs = 0
+        """Places in the batch reserved for leases; waiting sequences are admitted only to the others."""
         self._config = config
         self._step_time = step_time or StepTime(config.padding)
         self._blocks = blocks
         self._running: dict[Sequence, None] = {}
-        self._lanes = Lanes(blocks.num_total, config.block_size)  # the waiting sequences that have not run yet
-        self._preempted: list[Sequence] = []  # in order of rank; of those due at once, before those in the lanes
-        # Of both: sequences that wait for a load -> the block's hash; for their matchers -> None.
-        self._awaited: dict[Sequence, BlockHash | None] = {}
+        self.waiting = WaitingSequences(blocks, config.block_size)
 
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._lanes) + len(self._preempted)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens of sequences that have not run yet."""
-        return self._lanes.num_waiting_tokens
-
-    @property
-    def num_not_ready(self) -> int:
-        """Waiting sequences that waited for a load or their matcher, and not for room, when the last step was
-        scheduled."""
-        return len(self._awaited)
-
-    def num_preempted_up_to(self, due_s: float) -> int:
-        """Preempted sequences that are due at that time or earlier."""
-        return bisect.bisect(self._preempted, due_s, key=_due_s)
-
-    def num_waiting_up_to(self, due_s: float) -> int:
-        """Waiting sequences that are due at that time or earlier, preempted ones included."""
-        return self._lanes.num_up_to(due_s) + self.num_preempted_up_to(due_s)
 
     @property
     def num_free_seqs(self) -> int:
@@ -100,40 +74,23 @@ class Scheduler:
         return self._config.max_num_seqs - self.num_reserved_seqs - len(self._running)
 
     def reserve_seqs(self, n: int) -> None:
-        """Reserve `n` places in the batch; no waiting sequence is admitted to them until `unreserve_seqs`."""
+        """Reserve `n` places in the batch; no waiting sequence is admitted to them until `unreserve_seqs`, which the
+        caller calls before `Engine.adopt`."""
         self.num_reserved_seqs += n
 
     def unreserve_seqs(self, n: int) -> None:
         assert n <= self.num_reserved_seqs, f"{n} places given back of {self.num_reserved_seqs} that were promised"
         self.num_reserved_seqs -= n
 
-    def add(self, seq: Sequence) -> None:
-        """Queue it behind all that are due no later."""
-        self._lanes.add(seq)
-
     def add_running(self, seq: Sequence) -> None:
         """Run a sequence that already has its blocks."""
         seq.move_to(SequenceState.RUNNING)
         self._running[seq] = None
 
-    def requeue(self, seq: Sequence) -> None:
-        """Queue it where it is due, before one that is due at the same time and has not run yet; its KV, if it had
-        any, is gone."""
-        seq.rewind(0)
-        seq.num_preemptions += 1
-        bisect.insort(self._preempted, seq, key=_rank)
-
     def remove(self, seq: Sequence) -> None:
         """Remove it from the queue or set that it is in; the caller must release its blocks."""
         self._running.pop(seq, None)
-        self._lanes.remove(seq)
-        self._awaited.pop(seq, None)
-        if seq in self._preempted:
-            self._preempted.remove(seq)
-
-    def leave_lane(self, seq: Sequence) -> None:
-        """Stop counting its blocks against its lane's share."""
-        self._lanes.leave(seq)
+        self.waiting.remove(seq)
 
     def schedule(self, may_preempt: bool = True) -> Plan:
         """Choose the chunks of a step. Allocates, evicts and preempts; every chunk must then be launched.
@@ -161,7 +118,7 @@ class Scheduler:
 
     def _extend_tables(self, plan: Plan, lacking: Iterable[Sequence]) -> None:
         """Give each sequence the blocks that its next tokens need, in order of rank."""
-        for seq in sorted(lacking, key=_rank):
+        for seq in sorted(lacking, key=rank_of):
             while seq.state is SequenceState.RUNNING and self._num_lacking_blocks(seq) > 0:
                 if self._blocks.can_allocate(1):
                     self._allocate(plan, seq, 1)
@@ -179,7 +136,7 @@ class Scheduler:
     def _preempt_last(self, plan: Plan) -> None:
         """Preempt the sequence of the highest rank."""
         # A sequence that lacks a block is never one to hand off, so there is always a victim: at worst itself.
-        victim = max((seq for seq in self._running if not seq.hand_off), key=_rank)
+        victim = max((seq for seq in self._running if not seq.hand_off), key=rank_of)
         members = victim.beams.members if victim.beams is not None else (victim,)
         for member in [seq for seq in members if seq.state is SequenceState.RUNNING]:
             self._preempt(plan, member)
@@ -189,7 +146,7 @@ class Scheduler:
         victim.move_to(SequenceState.WAITING)
         self._blocks.release(victim.block_table)
         victim.block_table = []
-        self.requeue(victim)
+        self.waiting.add_preempted(victim)
         plan.preempted.append(victim)
 
     def _preempt_stalled(self, plan: Plan, before: Sequence) -> bool:
@@ -198,7 +155,7 @@ class Scheduler:
         stalled = [seq for seq in self._running if _is_stalled(seq) and seq.rank > before.rank]
         if not stalled:
             return False
-        last = max(stalled, key=_rank).beams
+        last = max(stalled, key=rank_of).beams
         for seq in [seq for seq in stalled if seq.beams is last]:
             self._preempt(plan, seq)
         return True
@@ -231,10 +188,10 @@ class Scheduler:
         return PromptBudget(self._config, self._step_time, size, limit_s)
 
     def _admit(self, plan: Plan, budget: PromptBudget) -> None:
-        if self._awaited:
-            self._awaited = {seq: wanted for seq, wanted in self._awaited.items() if self._still_awaits(seq, wanted)}
-        while budget.has_room and self.num_waiting:
-            seq = self._next_waiting()
+        waiting = self.waiting
+        waiting.end_deferrals()
+        while budget.has_room and waiting:
+            seq = waiting.first()
             if seq is None:
                 return
             if self.num_free_seqs <= 0:
@@ -242,11 +199,11 @@ class Scheduler:
                     continue
                 return
             if seq.awaits_matcher:
-                self._awaited[seq] = None
+                waiting.defer(seq, None)
                 continue
             hits, wanted = self._match(seq)
             if wanted is not None:
-                self._awaited[seq] = wanted
+                waiting.defer(seq, wanted)
                 continue
             start = len(hits) * self._config.block_size
             if not budget.fitting(start, seq.num_tokens - start):
@@ -256,23 +213,12 @@ class Scheduler:
                     continue
                 return
             self.remove(seq)
-            self._lanes.hold(seq)
+            waiting.hold_lane(seq)
             self.add_running(seq)
             if seq.started_s is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
                 plan.started.append(seq)
             self._take_prompt(plan, seq, budget, self._to_go(seq))
-
-    def _still_awaits(self, seq: Sequence, wanted: BlockHash | None) -> bool:
-        return seq.awaits_matcher if wanted is None else self._blocks.is_loading(wanted)
-
-    def _next_waiting(self) -> Sequence | None:
-        """The next sequence to admit, among those that wait neither for a load nor for their matcher."""
-        preempted = next((seq for seq in self._preempted if seq not in self._awaited), None)
-        fresh = self._lanes.first(without=self._awaited)
-        if preempted is None or fresh is None:
-            return preempted or fresh
-        return preempted if preempted.due_s <= fresh.due_s else fresh
 
     def _match(self, seq: Sequence) -> tuple[list[int], BlockHash | None]:
         """Its blocks in the prefix cache, and the hash of the next block if that is being loaded."""
@@ -329,17 +275,8 @@ class Scheduler:
             assert seq.num_launched_tokens <= covered, f"{seq.attempt_id}: KV outside its table"
             most = total + self._config.num_speculative_tokens  # blocks of rejected draft tokens stay
             assert covered < most + block_size, f"{seq.attempt_id}: its table is too long"
-        for seq in (*self._lanes, *self._preempted):
-            assert seq.state is SequenceState.WAITING
-            assert not seq.in_flight
-            assert not seq.block_table, f"{seq.attempt_id} waits and holds blocks"
-        assert self._awaited.keys() <= {*self._lanes, *self._preempted}, "a load is waited for by nobody who waits"
-        assert len({*self._running, *self._lanes, *self._preempted}) == self.num_running + self.num_waiting
-        assert self.num_waiting_tokens == sum(seq.num_tokens for seq in self._lanes), "waiting tokens are miscounted"
-
-
-def _rank(seq: Sequence) -> tuple[float, int]:
-    return seq.rank
+        self.waiting.check_integrity()
+        assert len({*self._running, *self.waiting}) == self.num_running + len(self.waiting)
 
 
 def _is_stalled(seq: Sequence) -> bool:
@@ -347,7 +284,3 @@ def _is_stalled(seq: Sequence) -> bool:
     if seq.beams is None or seq.num_computed_tokens < seq.num_tokens:
         return False
     return any(member.state is SequenceState.WAITING for member in seq.beams.members)
-
-
-def _due_s(seq: Sequence) -> float:
-    return seq.due_s

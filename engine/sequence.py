@@ -90,7 +90,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prefix hit when it was first scheduled
     started_s: float | None = None  # when it was first scheduled
     num_preemptions: int = 0
-    stops: bool = False  # in no step that is launched from now on, see `Engine.stop`
+    stops: bool = False  # in no step that is launched from now on, see `LiveSequences.stop`
     state: SequenceState = SequenceState.WAITING
     _hashes: list[BlockHash] = field(default_factory=list)
 

@@ -28,7 +28,7 @@ class StepTotals:
 
 
 class StepCounters:
-    """Engine's thread only. `watcher` is called at the end of each step, while it is set.
+    """Engine's thread only.
 
     schedule, launch and output are the host's: deciding the step, building its inputs and launching it, applying what
     it chose. device: while it computes, as far as its beginning and end are known. gap: the device idles between two
@@ -38,7 +38,11 @@ class StepCounters:
     def __init__(self) -> None:
         self._totals = StepTotals()
         self._idle_since: float | None = None  # None: the device is busy, or there is no work
-        self.watcher: Callable[[], None] | None = None
+        self._watcher: Callable[[], None] | None = None
+
+    def watch(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called at the end of each step from now on; None: nothing is."""
+        self._watcher = call
 
     def scheduled(self, began: float, launches: bool) -> None:
         """began: of `time.perf_counter`, as all times here. launches: there is a step."""
@@ -66,8 +70,8 @@ class StepCounters:
         kind = "decode" if not num_prompt_tokens else "mixed" if num_tokens > num_prompt_tokens else "prompt"
         totals.num_steps[kind] += 1
         self._idle_since = began if goes_on else None
-        if self.watcher is not None:
-            self.watcher()
+        if self._watcher is not None:
+            self._watcher()
 
     def totals(self) -> StepTotals:
         """A copy."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.block_manager import BlockManager
 from engine.prefix_cache import Evicted
 
 
@@ -21,3 +22,12 @@ class KvTier(Protocol):
     def store(self, evicted: Sequence[Evicted]) -> None:
         """Copy whichever of these blocks are to be kept. Anything launched or received after this call may overwrite
         them, so a copy must be ordered before that, as a launch of the runner is."""
+
+
+def allocate(blocks: BlockManager, tier: KvTier | None, n: int) -> list[int]:
+    """`n` blocks that belong to the caller and may be written from now on; the tier has got those that were evicted for
+    it. All or nothing: raises CacheExhausted."""
+    allocated, evicted = blocks.allocate(n)
+    if evicted and tier is not None:
+        tier.store(evicted)
+    return allocated

@@ -10,24 +10,20 @@ of prompts, parts and peers in the abstract methods at the end.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from baton.audit import KvAudit, KvSlot
-from baton.block_hash import BlockHash
-from baton.errors import BatonError, InternalError, InvalidRequest, NodeUnavailable, Overloaded, RequestCancelled
+from baton.errors import BatonError, InternalError, NodeUnavailable, Overloaded, RequestCancelled
 from baton.messages import Abort, AttemptId, End, Load, Migrate, NodeRole, Prefill
-from baton.sampling import SamplingParams
-from engine.engine import Engine, Plan
+from engine.engine import Engine
 from engine.holdings import Holding
+from engine.scheduler import Plan
 from engine.sequence import Sequence
 from engine.step import StepResult
-from engine.token_matcher import TokenMatcher
 from node.audit import make_audit, verdict
+from node.block_changes import BlockChanges
 from node.events import (
-    BlocksChanged,
-    BlocksHeld,
     BlocksWanted,
     Draining,
     Event,
@@ -43,18 +39,11 @@ from node.events import (
 )
 from node.fences import Fences
 from node.logits_processors import LogitsProcessors
+from node.matchers import Matchers
 from node.outbox import Outbox
 
 if TYPE_CHECKING:
     from node.grammars import Grammars  # imports numpy, which a simulated node does without
-
-
-class BlockFollower(Protocol):
-    """Is told of all changes of the prefix cache, on the engine's thread: see `node.kv_events.KvEvents`."""
-
-    def sealed(self, tokens: Seq[int], cache_salt: str, hashes: Seq[BlockHash], first: int) -> None: ...
-
-    def turned(self, changes: Mapping[BlockHash, bool]) -> None: ...
 
 
 class RoleCore(ABC):
@@ -79,8 +68,7 @@ class RoleCore(ABC):
     ) -> None:
         self.engine = engine
         self._processors = processors or LogitsProcessors({})
-        self._grammars = grammars
-        self._compiling: list[tuple[AttemptId, TokenMatcher]] = []
+        self._matchers = Matchers(grammars)
         self._incarnation = incarnation
         self._max_waiting = max_waiting
         self._max_deadline_s = max_deadline_s
@@ -88,13 +76,7 @@ class RoleCore(ABC):
         self._outbox = Outbox()
         self._stopping = False
         self._plan = Plan()
-        self._kv_events: BlockFollower | None = None
-
-    def follow_blocks(self, follower: BlockFollower) -> None:
-        """Tell it of all blocks that enter or leave the prefix cache. Before the first turn."""
-        self._kv_events = follower
-        self.engine.blocks.record_changes(True)
-        self.engine.on_sealed = lambda seq, hashes, first: follower.sealed(seq.tokens, seq.cache_salt, hashes, first)
+        self.block_changes = BlockChanges(engine, self._outbox)
 
     # ---- the loop ----
 
@@ -103,7 +85,8 @@ class RoleCore(ABC):
         self._take_transfers(now)
         self._end_overdue(now)
         self._fences.expire(now)
-        self._end_not_compiled()
+        for attempt_id, error in self._matchers.take_failed():
+            self._end_attempt(attempt_id, error)
         if not self.engine.has_room:
             self._take(self.engine.retire())
         self._move_on(now)
@@ -111,7 +94,7 @@ class RoleCore(ABC):
         if not self.engine.only_launches:
             self._tell_started(self._plan.started, now)
         if not self._outbox.is_empty:  # else the turn's second half reports both halves' changes
-            self._tell_changed_blocks()
+            self.block_changes.tell()
 
     def compute(self, now: float) -> bool:
         result = self.engine.compute(self._plan, wait=False)
@@ -119,7 +102,7 @@ class RoleCore(ABC):
             self._tell_started(self._plan.started, now)
         self._take(result)
         again = self._computed(result, now)
-        self._tell_changed_blocks()
+        self.block_changes.tell()
         return again
 
     def _take(self, result: StepResult) -> None:
@@ -134,62 +117,20 @@ class RoleCore(ABC):
     def _schedule(self, now: float) -> Plan:
         return self.engine.schedule(now)
 
-    # ---- what the prefix cache holds ----
-
-    def _tell_changed_blocks(self) -> None:
-        changes = self.engine.blocks.take_changes()
-        if self._kv_events is not None:
-            self._kv_events.turned(changes)
-        if changes and self._outbox.epochs:
-            self._outbox.add(BlocksChanged(changes))
-
-    def _tell_held_blocks(self, epoch: int) -> None:
-        """A snapshot for one router. Changes until now are for the others."""
-        self._tell_changed_blocks()
-        self._outbox.add(BlocksHeld(epoch, self.engine.blocks.hashes()))
-
-    # ---- what answers must match ----
-
-    def _matcher(self, attempt_id: AttemptId, sampling: SamplingParams, output: Seq[int] = ()) -> TokenMatcher | None:
-        """The matcher of a sample with that output, if it has one. Raises InvalidRequest."""
-        if sampling.structured_outputs is None:
-            return None
-        if self._grammars is None:
-            raise InvalidRequest("this node has no structured outputs", "structured_outputs")
-        matcher = self._grammars.matcher(sampling.structured_outputs, output)
-        self._compiling.append((attempt_id, matcher))
-        return matcher
-
-    def _compile_ahead(self, sampling: SamplingParams) -> None:
-        """Begin to compile what `_matcher` will be asked for."""
-        if sampling.structured_outputs is not None and self._grammars is not None:
-            self._grammars.matcher(sampling.structured_outputs)
-
-    def _end_not_compiled(self) -> None:
-        """End requests for whose matchers nothing can be compiled."""
-        compiling, self._compiling = self._compiling, []
-        for attempt_id, matcher in compiling:
-            if not matcher.ready:
-                self._compiling.append((attempt_id, matcher))
-            elif (error := matcher.error) is not None:
-                self._end_attempt(attempt_id, InvalidRequest(error, "structured_outputs"))
-
     # ---- events in ----
 
     def handle(self, event: Event, now: float) -> None:
         self.engine.blocks.now = now
         match event:
             case SessionOpened(epoch):
-                if not self._outbox.epochs and self._kv_events is None:
-                    self.engine.blocks.record_changes(True)
                 self._outbox.epochs.add(epoch)
-                self._tell_held_blocks(epoch)
+                self.block_changes.record_if_wanted()
+                self.block_changes.tell_held(epoch)
             case BlocksWanted(epoch) if epoch in self._outbox.epochs:
-                self._tell_held_blocks(epoch)
+                self.block_changes.tell_held(epoch)
             case SessionLost(epoch):
                 self._outbox.epochs.discard(epoch)
-                if not self._outbox.epochs and self._kv_events is None:
-                    self.engine.blocks.record_changes(False)
+                self.block_changes.record_if_wanted()
                 for attempt_id in [attempt_id for attempt_id in self._attempts() if attempt_id.router_epoch == epoch]:
                     self._end_attempt(attempt_id, RequestCancelled("the router's stream ended"))
             case FromRouter(epoch, Prefill() as prefill):
@@ -260,7 +201,7 @@ class RoleCore(ABC):
             blocks.num_free + blocks.num_cached,
             blocks.num_total,
             self._stopping,
-            self.engine.num_waiting_tokens,
+            self.engine.waiting.num_tokens,
             target_itl_s=target_s or 0.0,
             prompt_tokens_per_s=self.engine.prompt_tokens_per_s if target_s else 0.0,
         )

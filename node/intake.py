@@ -61,5 +61,5 @@ def beams_of(attempt_id: AttemptId, prompt: Seq[int], sampling: SamplingParams, 
     """The beam search that a request asks for, if it does. Raises InvalidRequest if it may not fit."""
     if not sampling.beam_width:
         return None
-    engine.require_search_possible(sampling.beam_width, len(prompt) + sampling.max_tokens)
+    engine.beam_search.require_possible(sampling.beam_width, len(prompt) + sampling.max_tokens)
     return BeamGroup(attempt_id, len(prompt), sampling, engine.config.eos_token_ids)

@@ -137,7 +137,7 @@ class KvSenderCore(ABC, Generic[S]):
         sending.granted = self._engine.clock()
         sending.parts = self._parts.plan(sending, grant)
         peer.leases[grant.lease] = sending
-        self._engine.leave_lane(sending.sequence)
+        self._engine.waiting.leave_lane(sending.sequence)
         self._touch(grant.attempt_id)
         num_parts, num_full = len(sending.parts), sending.num_named_blocks
         if num_parts != grant.num_parts or grant.num_held_blocks > num_full:

@@ -133,7 +133,7 @@ def assemble(
         num_slots=sum(mover.num_slots for mover in movers),
         count_free_slots=lambda: sum(mover.num_free_slots for mover in movers),
         outward=_outward(settings, role),
-        watch_steps=built.engine.watch_steps,
+        watch_steps=built.engine.counters.watch,
     )
 
 
@@ -151,7 +151,7 @@ def _follow_blocks(settings: NodeSettings, core: RoleCore, block_size: int) -> C
         ) from None
     model = settings.served_model_name or settings.model
     publisher = KvEventPublisher(config, f"kv@{settings.name(core.role)}@{model}")
-    core.follow_blocks(KvEvents(publisher, block_size))
+    core.block_changes.follow(KvEvents(publisher, block_size))
     return publisher
 
 

@@ -69,7 +69,7 @@ class NodeParts:
     """The parts of a node except its network. `info.address` is filled in once the port is known.
 
     `warm_up` is called on the role's thread, before any request; it may take seconds, and raises ValueError. `count` is
-    called there too, `count_free_slots` on any thread. `watch_steps`: see `Engine.watch_steps`; likewise there.
+    called there too, `count_free_slots` on any thread. `watch_steps`: see `StepCounters.watch`; likewise there.
     """
 
     role: Role
@@ -140,8 +140,8 @@ class Node:
     async def start(self) -> None:
         """Raises StartupError if an address cannot be bound or the engine fails meanwhile, and what `warm_up`
         raises."""
-        for doubt in self._settings.doubts(self._settings.listen):
-            log.warning(doubt)
+        for warning in self._settings.warnings(self._settings.listen):
+            log.warning(warning)
         trust = self._settings.trust()
         self._server = grpc.aio.server(interceptors=[RefuseMalformed()], options=SERVER_OPTIONS)
         port = self._bind(self._settings.listen, trust)

@@ -115,7 +115,7 @@ class PrefillCore(RoleCore):
             raise InvalidRequest("a prefill node needs a decode node for more than one token", "decode")
         if prefill.decode and self._outgoing.is_lost(prefill.decode.incarnation):
             raise PeerLost(f"decode node {prefill.decode.address} is being disconnected")
-        matcher = self._matcher(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
+        matcher = self._matchers.make(prefill.attempt_id, prefill.sampling, prefill.samples[0].output_tokens)
         processors = self._processors.chain(prefill.sampling.logits_processors)
         computed = without_last_token(prefill) if prefill.sampling.beam_width else prefill
         sequence = make_sequence(computed, hand_off=True, now=now, matcher=matcher, processors=processors)

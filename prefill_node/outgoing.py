@@ -46,7 +46,7 @@ class Outgoing(KvSenderCore[Handoff]):
 
     def holdings(self) -> list[Holding]:
         """The engine's holdings, each with its lease on the decode node, if there is one."""
-        return [self._with_lease(holding) for holding in self._engine.holdings()]
+        return [self._with_lease(holding) for holding in self._engine.sequences.holdings()]
 
     def _with_lease(self, holding: Holding) -> Holding:
         handoff = self._sendings.get(holding.attempt_id)
@@ -112,7 +112,7 @@ class Outgoing(KvSenderCore[Handoff]):
                 self._outbox.to_decode(sending.target, sending.commit(sending.grant, now, age_s))
                 sending.state = HandoffState.SENDING
         if sending.state is HandoffState.SENDING and sending.all_gathered:
-            self._engine.release(sending.sequence)
+            self._engine.sequences.release(sending.sequence)
             if sending.accepted and sending.all_sent:
                 self._finish(sending, sending.handed_off())
 
@@ -144,6 +144,6 @@ class Outgoing(KvSenderCore[Handoff]):
     def _finish(self, handoff: Handoff, last_word: End | HandedOff) -> None:
         """The only exit of a handoff: frees its blocks and sends the router its final update."""
         self._deadlines.discard(handoff.attempt_id)
-        self._engine.release(handoff.sequence)
+        self._engine.sequences.release(handoff.sequence)
         self._outbox.to_router(handoff.attempt_id, last_word)
         self._let_go(handoff, release=isinstance(last_word, End))

@@ -231,7 +231,7 @@ class Node:
             assert staging.num_free == staging.num_slots, f"{self.incarnation} holds slots"
         if self.role is NodeRole.DECODE:
             assert not any(mover._partial for mover in self.movers.ranks), f"{self.incarnation} waits for parts"
-        assert self.core.engine.num_reserved_seqs == 0
+        assert self.core.engine.scheduler.num_reserved_seqs == 0
 
     def check_audit(self) -> None:
         """It names an owner for all that is counted, and nobody else."""

@@ -76,7 +76,7 @@ class Decoding:
             self.node.model.advance()
 
     def reserve(self, deadline_s: float = 60.0) -> int:
-        sequence = next(iter(self.core.engine._sequences))
+        sequence = next(iter(self.core.engine.sequences))
         hashes = tuple(sequence.block_hashes(2, BLOCK_SIZE))
         message = Reserve(NEW, self.node.incarnation, len(PROMPT), hashes, 1, deadline_s, 60)
         self.core.handle(FromPeer("p", message), self.now)

@@ -241,14 +241,14 @@ def test_preempted_requests_come_before_any_grant() -> None:
         run_here(node, name, 24)
     engine = node.core.engine
     for _ in range(30):
-        if not engine.has_preempted(float("inf")):
+        if not engine.waiting.has_preempted(float("inf")):
             step(node)
     ask(node, "r", 4)
-    assert engine.has_preempted(float("inf"))
+    assert engine.waiting.has_preempted(float("inf"))
     assert num_free(node) >= 2 + 1, "it would fit"
     for _ in range(60):
-        was_preempted, said = engine.has_preempted(float("inf")), step(node)
-        assert not (was_preempted and engine.has_preempted(float("inf")) and granted(said))
+        was_preempted, said = engine.waiting.has_preempted(float("inf")), step(node)
+        assert not (was_preempted and engine.waiting.has_preempted(float("inf")) and granted(said))
         if granted(said):
             return
     raise AssertionError("never granted")

@@ -21,6 +21,7 @@ from baton.errors import (
 from baton.messages import Abort, Adopted, AttemptId, Commit, End, Refuse, Release, SampleEnd
 from baton.structured_output import StructuredKind, StructuredOutput
 from node.events import Draining, FromPeer, FromRouter, PeerOpened, SessionLost
+from node.matchers import Matchers
 from tests.engine.test_token_matchers import Ends
 from tests.protocol.decoding import PEER, PROMPT, SAMPLING, WORK, Decoding
 from tests.protocol.fake_model import expected_output
@@ -137,7 +138,7 @@ def test_a_grant_needs_a_place_in_the_batch_for_each_sample(decoding: Decoding) 
     decoding.hear(FromPeer(PEER, Release(1, named(0))))
     decoding.turn()
     assert len(decoding.grants) == 2
-    assert decoding.core.engine.num_reserved_seqs == 3
+    assert decoding.core.engine.scheduler.num_reserved_seqs == 3
 
 
 def test_a_grant_leaves_as_many_blocks_as_requests_run() -> None:
@@ -159,14 +160,14 @@ def test_who_was_preempted_has_blocks_before_any_newcomer() -> None:
     young = decoding.prefill("young", tuple(range(40, 70)), max_tokens=20)
     engine = decoding.core.engine
     for _ in range(200):
-        if engine.has_preempted(float("inf")):
+        if engine.waiting.has_preempted(float("inf")):
             break
         decoding.turn()
         if decoding.node.model.is_busy:
             decoding.node.advance_device()
-    assert engine.has_preempted(float("inf"))
+    assert engine.waiting.has_preempted(float("inf"))
     decoding.reserve()  # would fit
-    assert engine.has_preempted(float("inf"))
+    assert engine.waiting.has_preempted(float("inf"))
     assert not decoding.grants
     decoding.run()
     assert (len(decoding.output(0, old)), len(decoding.output(0, young))) == (20, 20)
@@ -308,7 +309,7 @@ def test_samples_that_ended_before_are_left_out_and_hold_nothing(decoding: Decod
     assert [decoding.output(sample) for sample in range(3)] == [WANT[0][1:], [], WANT[2][1:]]
     assert decoding.core.idle
     assert decoding.node.pool_is_whole()
-    assert decoding.core.engine.num_reserved_seqs == 0
+    assert decoding.core.engine.scheduler.num_reserved_seqs == 0
 
 
 @pytest.mark.parametrize("stopped", [(1,), (0, 1)])
@@ -373,7 +374,7 @@ class Breaks:
 
 
 def test_an_output_that_no_token_can_follow_ends_its_request(decoding: Decoding) -> None:
-    decoding.core._grammars = Breaks()  # type: ignore[assignment]
+    decoding.core._matchers = Matchers(Breaks())  # type: ignore[arg-type]
     structured = StructuredOutput(StructuredKind.REGEX, "a")
     hand_over(decoding, sampling=dataclasses.replace(SAMPLING, structured_outputs=structured))
     decoding.run()

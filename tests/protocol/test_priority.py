@@ -54,10 +54,10 @@ def test_a_reserve_comes_before_prompts_of_a_higher_value_that_wait_here(priorit
     decoding = Decoding()
     n = decoding.core.engine.config.max_num_seqs
     engine = decoding.core.engine
-    engine.reserve_seqs(n)
+    engine.scheduler.reserve_seqs(n)
     decoding.prefill("waits")
     decoding.turn()
-    engine.unreserve_seqs(1)
+    engine.scheduler.unreserve_seqs(1)
     assert engine.num_waiting == 1
     decoding.reserve(named("r"), priority=priority)
     assert bool(decoding.grants) == granted
@@ -69,7 +69,7 @@ def test_a_reserve_comes_before_preempted_requests_of_a_higher_value() -> None:
     decoding.turn()
     decoding.prefill("young", tuple(range(40, 70)), max_tokens=20)
     engine = decoding.core.engine
-    while not engine.has_preempted(1e9):
+    while not engine.waiting.has_preempted(1e9):
         decoding.turn()
         if decoding.node.model.is_busy:
             decoding.node.advance_device()
@@ -86,5 +86,5 @@ def test_an_adopted_request_keeps_its_priority_and_its_age() -> None:
     decoding.send(grant)
     decoding.commit(grant, {0: (5,)})
     decoding.turn()
-    assert [seq.priority for seq in decoding.core.engine._sequences] == [-7]
-    assert [seq.age_s for seq in decoding.core.engine._sequences] == [2.5]
+    assert [seq.priority for seq in decoding.core.engine.sequences] == [-7]
+    assert [seq.age_s for seq in decoding.core.engine.sequences] == [2.5]

@@ -81,7 +81,8 @@ class World:
         request = RoutedRequest(request_id, prompt, n, sampling, deadline_s)
         try:
             self.router.submit(request, self.now)
-            life = self.router._requests[request_id]
+            life = self.router.requests.get(request_id)
+            assert life is not None
             self.clients[request_id] = Client(request, want, life, self._clients_wait)
         except BatonError:
             pass  # told at once: that is its end

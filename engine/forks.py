@@ -1,0 +1,83 @@
+"""Sequences that come from one and share its blocks: samples of a prompt, and beams of a parent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.block_manager import BlockManager
+from engine.config import EngineConfig
+from engine.live_sequences import LiveSequences
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceState
+from engine.step import ModelRunner, SampledToken
+from engine.tier import KvTier, allocate
+
+
+class Forks:
+    """Gives children of a sequence their block tables. Full blocks are shared; each child has a last block of its own,
+    which its next step writes."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sequences: LiveSequences,
+        tier: KvTier | None,
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sequences = sequences
+        self._tier = tier
+
+    def fork(self, seq: Sequence, sampled: list[SampledToken]) -> list[SampledToken]:
+        """Each sample becomes a sequence of its own; finished ones hold no blocks, the others share the prompt's KV."""
+        table, seq.block_table = seq.block_table, []
+        self._sequences.release(seq)
+        num_computed = seq.num_computed_tokens
+        num_full = num_computed // self._config.block_size
+        owned = [
+            replace(token, sequence=seq.child(token.sample, (*seq.output_tokens, token.token), num_full))
+            for token in sampled
+        ]
+        for token in owned:
+            if token.finish:
+                token.sequence.move_to(SequenceState.FINISHED)
+        self._place([token.sequence for token in owned if not token.finish], table, num_computed)
+        return owned
+
+    def _place(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
+        """Run as many of the children as there are blocks and places for; the others wait as if preempted."""
+        num_running = min(len(children), max(self._scheduler.num_free_seqs, 1))
+        while num_running and not self._blocks.can_allocate(self.num_new_blocks(num_running, num_computed)):
+            num_running -= 1
+        if num_running:
+            self.run(children[:num_running], table, num_computed)
+        else:
+            self._blocks.release(table)
+        for child in children[num_running:]:
+            self._sequences.requeue(child)
+
+    def num_new_blocks(self, num_children: int, num_computed: int) -> int:
+        """How many blocks `run` allocates: one for each child but the first, and one for that too if the table of so
+        many tokens has no room for the next."""
+        return num_children if num_computed % self._config.block_size == 0 else num_children - 1
+
+    def run(self, children: list[Sequence], table: list[int], num_computed: int) -> None:
+        """Run the children from the KV of `num_computed` tokens in `table`, which becomes theirs, in new blocks beside
+        it. There must be blocks and places for all."""
+        fresh = allocate(self._blocks, self._tier, self.num_new_blocks(len(children), num_computed))
+        room = len(fresh) - len(children) + 1
+        self.start(children, table + fresh[:room], num_computed, fresh[room:])
+
+    def start(self, children: list[Sequence], table: list[int], num_computed: int, spares: list[int]) -> None:
+        """The same where the blocks are there: `table` has room for the next token, and there is a spare for each child
+        but the first."""
+        tables, copies = self._blocks.fork(table, num_computed, spares)
+        if copies:
+            self._runner.copy_blocks(copies)
+        for child, own in zip(children, tables, strict=True):
+            self._sequences.start(child, own, num_computed)

@@ -1,0 +1,145 @@
+"""The sequences of an engine that have not finished, and the blocks that they hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from baton.block_hash import BlockHash
+from engine.block_manager import BlockManager
+from engine.config import EngineConfig
+from engine.holdings import Holding
+from engine.in_flight import InFlight
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceState
+from engine.step import ModelRunner
+
+
+class LiveSequences:
+    """Each sequence from the time it is queued or started until its `release`. Its blocks are in its block table; those
+    of one that ended while a launched step writes into them are kept in `in_flight`, the engine's, until that retires.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        in_flight: deque[InFlight],
+    ) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._runner = runner
+        self._in_flight = in_flight
+        self._live: dict[Sequence, None] = {}
+        self.on_sealed: Callable[[Sequence, list[BlockHash], int], None] | None = None
+        """Is called with a sequence, the hashes of its blocks so far, and the first of them that is new."""
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._live)
+
+    # ---- in and out ----
+
+    def queue(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self._live[seq] = None
+        self._scheduler.waiting.add(seq)
+
+    def requeue(self, seq: Sequence) -> None:
+        """Queue a sequence that has output and no blocks, as if it had been preempted."""
+        self._live[seq] = None
+        self._scheduler.waiting.add_preempted(seq)
+
+    def start(self, seq: Sequence, table: list[int], num_computed: int) -> None:
+        """Run a sequence whose first `num_computed` tokens have their KV in `table`, which becomes its own."""
+        seq.block_table = table
+        seq.rewind(num_computed)
+        self._live[seq] = None
+        self._scheduler.add_running(seq)
+
+    def release(self, seq: Sequence) -> None:
+        """End a sequence in any state, and give its blocks back. Idempotent. The blocks are released once no launched
+        step uses them."""
+        if seq.state is SequenceState.FINISHED:
+            return
+        if seq.state is SequenceState.PARKED and seq.stops:
+            self._scheduler.unreserve_seqs(1)
+        self._scheduler.remove(seq)
+        self._scheduler.waiting.leave_lane(seq)
+        self._runner.forget(seq)
+        self._live.pop(seq, None)
+        table, seq.block_table = seq.block_table, []
+        if seq.in_flight:
+            self._in_flight[-1].released.append((seq, table))
+        else:
+            self._blocks.release(table)
+        seq.move_to(SequenceState.FINISHED)
+
+    def seal(self, seq: Sequence, table: list[int], first: int, end: int) -> None:
+        """Seal blocks [first, end) of the table, which are full of the sequence's KV."""
+        if first == end:
+            return
+        names = seq.block_hashes(end, self._config.block_size)
+        for i in range(first, end):
+            self._blocks.seal(table[i], names[i])
+        if self.on_sealed is not None:
+            self.on_sealed(seq, names, first)
+
+    # ---- parking ----
+
+    def stop(self, seq: Sequence) -> None:
+        """Launch no step with a running sequence any more. It `is_settled` when those that are launched have
+        retired."""
+        seq.stops = True
+        seq.draft_tokens = ()
+
+    def is_settled(self, seq: Sequence) -> bool:
+        """Whether a sequence that stops has all of its tokens, and KV of all but the last, and may be parked."""
+        return seq.stops and seq.state is SequenceState.RUNNING and not seq.in_flight
+
+    def park(self, seq: Sequence) -> None:
+        """Take a settled sequence out of the batch. It keeps its blocks and its place, until `release` or
+        `resume`."""
+        assert self.is_settled(seq)
+        self._scheduler.reserve_seqs(1)
+        self.park_prompt(seq)
+
+    def resume(self, seq: Sequence) -> None:
+        """Go on with a sequence that stops, parked or not yet."""
+        seq.stops = False
+        if seq.state is SequenceState.PARKED:
+            self._scheduler.unreserve_seqs(1)
+            self._scheduler.add_running(seq)
+
+    def park_prompt(self, seq: Sequence) -> None:
+        """Take a prompt to hand off out of the batch. It keeps its blocks until `release`."""
+        self._scheduler.remove(seq)
+        self._runner.forget(seq)
+        seq.move_to(SequenceState.PARKED)
+
+    # ---- checks ----
+
+    def holdings(self) -> list[Holding]:
+        """The sequences that hold blocks, including ended ones whose blocks a launched step still uses."""
+        held = [(seq, seq.block_table) for seq in self._live if seq.block_table]
+        held += [released for launched in self._in_flight for released in launched.released]
+        return [
+            Holding(
+                "sequence", seq.state.value, seq.attempt_id, tuple(seq.samples), seq.started_s or seq.arrived_s, table
+            )
+            for seq, table in held
+        ]
+
+    def check_integrity(self) -> None:
+        """Assert that no sequence's next step would write into a block that is not its own."""
+        for seq in self._live:
+            self._check_writable(seq)
+
+    def _check_writable(self, seq: Sequence) -> None:
+        """Assert that the blocks which the sequence's next step may write are neither sealed nor shared."""
+        if seq.state is SequenceState.RUNNING:
+            for block in seq.block_table[seq.num_computed_tokens // self._config.block_size :]:
+                assert self._blocks.hash_of(block) is None, f"{seq.attempt_id} would write the sealed block {block}"
+                assert self._blocks.num_owners(block) == 1, f"{seq.attempt_id} would write the shared block {block}"

@@ -1,0 +1,43 @@
+"""How long steps take, learned from those that retire: when to launch the next one, and how fast a prompt would go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.config import EngineConfig
+from engine.in_flight import InFlight
+from engine.pace import NO_PROMPTS, Pace, StepSize
+from engine.prompt_rate import PromptRate
+from engine.step_time import StepTime
+
+
+class StepTiming:
+    """`pace` is told of each launch and says when the next one is due; `step_time` predicts what a step would take.
+    Both are in seconds by `clock`, the engine's."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+        self.step_time = StepTime(config.padding)
+        self.pace = Pace(self.step_time.predict_least)
+        self._config = config
+        self._clock = clock
+        self._prompt_rate = PromptRate(config, self.step_time)
+        self._decodes = NO_PROMPTS  # the size of the latest step that has retired, without its prompts
+
+    def prompt_tokens_per_s(self, is_running: bool) -> float:
+        """How fast a prompt would be computed beside what runs now, without breaking `target_itl_s`. 0: not known, or
+        there is no such limit."""
+        return self._prompt_rate.tokens_per_s(self._decodes if is_running else NO_PROMPTS, self._clock())
+
+    def learn(self, retired: InFlight) -> float:
+        """Learn how long a step took: on a device of its own from the end of the one before, else with its turn.
+        Returns how long the device had it, 0 if that is unknown."""
+        now = self._clock()
+        device_s = took_s = self.pace.retired(now)
+        if self._config.target_itl_s is None:
+            return device_s or 0.0
+        if not self._config.async_scheduling:
+            took_s = now - retired.decided
+        self._decodes = StepSize.of(chunk for chunk in retired.chunks if chunk.is_decode)
+        if took_s is not None:  # a launch may have computed the step, on a CPU
+            self.step_time.learn(retired.size, max(took_s, retired.launch_s))
+        return device_s or 0.0

@@ -1,0 +1,120 @@
+"""The sequences that wait to run, and which of them is next: new ones in their lanes, and preempted ones."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+
+from baton.block_hash import BlockHash
+from engine.block_manager import BlockManager
+from engine.lanes import Lanes
+from engine.sequence import Sequence, SequenceState
+
+
+class WaitingSequences:
+    """In the order in which they are due. One that waits for more than room, for a block that is being loaded or for
+    its matcher, is deferred: others go ahead of it."""
+
+    def __init__(self, blocks: BlockManager, block_size: int) -> None:
+        self._blocks = blocks
+        self._lanes = Lanes(blocks.num_total, block_size)  # those that have not run yet
+        self._preempted: list[Sequence] = []  # in order of rank; of those due at once, before those in the lanes
+        # Of both: sequences that wait for a load -> the block's hash; for their matchers -> None.
+        self._deferred: dict[Sequence, BlockHash | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._lanes) + len(self._preempted)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return itertools.chain(self._lanes, self._preempted)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts of which nothing is computed yet."""
+        return self._lanes.num_waiting_tokens
+
+    @property
+    def num_deferred(self) -> int:
+        """Those that waited for a load or their matcher, and not for room, when the last step was scheduled."""
+        return len(self._deferred)
+
+    def has_preempted(self, due_s: float) -> bool:
+        """Whether a preempted sequence that is due at that time or earlier waits for blocks; requests due then should
+        be promised none meanwhile."""
+        return self._num_preempted_up_to(due_s) > 0
+
+    def num_up_to(self, due_s: float) -> int:
+        """How many are due at that time or earlier, preempted ones included."""
+        return self._lanes.num_up_to(due_s) + self._num_preempted_up_to(due_s)
+
+    def _num_preempted_up_to(self, due_s: float) -> int:
+        return bisect.bisect(self._preempted, due_s, key=_due_s)
+
+    # ---- in and out ----
+
+    def add(self, seq: Sequence) -> None:
+        """Queue it behind all that are due no later."""
+        self._lanes.add(seq)
+
+    def add_preempted(self, seq: Sequence) -> None:
+        """Queue it where it is due, before one that is due at the same time and has not run yet; its KV, if it had
+        any, is gone."""
+        seq.rewind(0)
+        seq.num_preemptions += 1
+        bisect.insort(self._preempted, seq, key=rank_of)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take it out, if it is here."""
+        self._lanes.remove(seq)
+        self._deferred.pop(seq, None)
+        if seq in self._preempted:
+            self._preempted.remove(seq)
+
+    def hold_lane(self, seq: Sequence) -> None:
+        """Count its blocks against its lane's share: it was admitted."""
+        self._lanes.hold(seq)
+
+    def leave_lane(self, seq: Sequence) -> None:
+        """Stop counting its blocks against its lane's share: the other node has room for it, or it has ended."""
+        self._lanes.leave(seq)
+
+    # ---- whose turn it is ----
+
+    def first(self) -> Sequence | None:
+        """The next to admit, among those that are not deferred. None: there is none, or its lane has no room."""
+        preempted = next((seq for seq in self._preempted if seq not in self._deferred), None)
+        fresh = self._lanes.first(without=self._deferred)
+        if preempted is None or fresh is None:
+            return preempted or fresh
+        return preempted if preempted.due_s <= fresh.due_s else fresh
+
+    def defer(self, seq: Sequence, wanted: BlockHash | None) -> None:
+        """Have others go ahead of it until the block with that hash is loaded, or the load has failed. None: until its
+        matcher is ready."""
+        self._deferred[seq] = wanted
+
+    def end_deferrals(self) -> None:
+        """Of those for which what they waited for is there, or will not come."""
+        if self._deferred:
+            self._deferred = {seq: wanted for seq, wanted in self._deferred.items() if self._still_waits(seq, wanted)}
+
+    def _still_waits(self, seq: Sequence, wanted: BlockHash | None) -> bool:
+        return seq.awaits_matcher if wanted is None else self._blocks.is_loading(wanted)
+
+    def check_integrity(self) -> None:
+        """Assert that all wait, hold no blocks, and are counted right."""
+        for seq in self:
+            assert seq.state is SequenceState.WAITING
+            assert not seq.in_flight
+            assert not seq.block_table, f"{seq.attempt_id} waits and holds blocks"
+        assert self._deferred.keys() <= {*self}, "a sequence is deferred that does not wait"
+        assert self.num_tokens == sum(seq.num_tokens for seq in self._lanes), "waiting tokens are miscounted"
+
+
+def rank_of(seq: Sequence) -> tuple[float, int]:
+    return seq.rank
+
+
+def _due_s(seq: Sequence) -> float:
+    return seq.due_s

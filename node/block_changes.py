@@ -1,0 +1,61 @@
+"""Which blocks enter and leave a node's prefix cache, told to its routers and to whoever else follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from baton.block_hash import BlockHash
+from engine.engine import Engine
+from engine.sequence import Sequence
+from node.events import BlocksChanged, BlocksHeld
+from node.outbox import Outbox
+
+
+class BlockFollower(Protocol):
+    """Is told of all changes of the prefix cache, on the engine's thread: see `node.kv_events.KvEvents`."""
+
+    def sealed(self, tokens: Seq[int], cache_salt: str, hashes: Seq[BlockHash], first: int) -> None: ...
+
+    def turned(self, changes: Mapping[BlockHash, bool]) -> None: ...
+
+
+class BlockChanges:
+    """Has the engine record changes while a router is subscribed or somebody follows. Engine's thread only."""
+
+    def __init__(self, engine: Engine, outbox: Outbox) -> None:
+        self._engine = engine
+        self._outbox = outbox
+        self._follower: BlockFollower | None = None
+        self._records = False
+
+    def follow(self, follower: BlockFollower) -> None:
+        """Tell it of all blocks that enter or leave the prefix cache. Before the first turn."""
+        self._follower = follower
+        self.record_if_wanted()
+
+        def on_sealed(seq: Sequence, hashes: Seq[BlockHash], first: int) -> None:
+            follower.sealed(seq.tokens, seq.cache_salt, hashes, first)
+
+        self._engine.sequences.on_sealed = on_sealed
+
+    def record_if_wanted(self) -> None:
+        """After a router was subscribed, or its session has ended: record changes as long as somebody is told."""
+        wanted = bool(self._outbox.epochs) or self._follower is not None
+        if wanted != self._records:  # to begin anew would drop what others are still to be told
+            self._records = wanted
+            self._engine.blocks.record_changes(wanted)
+
+    def tell(self) -> None:
+        """The changes since the last call."""
+        changes = self._engine.blocks.take_changes()
+        if self._follower is not None:
+            self._follower.turned(changes)
+        if changes and self._outbox.epochs:
+            self._outbox.add(BlocksChanged(changes))
+
+    def tell_held(self, epoch: int) -> None:
+        """A snapshot for one router. Changes until now are for the others."""
+        self.tell()
+        self._outbox.add(BlocksHeld(epoch, self._engine.blocks.hashes()))

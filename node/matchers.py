@@ -1,0 +1,48 @@
+"""What the answers of a node's requests must match, some of it still being compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidRequest
+from baton.messages import AttemptId
+from baton.sampling import SamplingParams
+from engine.token_matcher import TokenMatcher
+
+if TYPE_CHECKING:
+    from node.grammars import Grammars  # imports numpy, which a simulated node does without
+
+
+class Matchers:
+    """`grammars`: compiles them; None: requests with structured outputs are refused."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        self._grammars = grammars
+        self._compiling: list[tuple[AttemptId, TokenMatcher]] = []
+
+    def make(self, attempt_id: AttemptId, sampling: SamplingParams, output: Seq[int] = ()) -> TokenMatcher | None:
+        """The matcher of a sample with that output, if it has one. Raises InvalidRequest."""
+        if sampling.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("this node has no structured outputs", "structured_outputs")
+        matcher = self._grammars.matcher(sampling.structured_outputs, output)
+        self._compiling.append((attempt_id, matcher))
+        return matcher
+
+    def compile_ahead(self, sampling: SamplingParams) -> None:
+        """Begin to compile what `make` will be asked for."""
+        if sampling.structured_outputs is not None and self._grammars is not None:
+            self._grammars.matcher(sampling.structured_outputs)
+
+    def take_failed(self) -> list[tuple[AttemptId, InvalidRequest]]:
+        """Attempts for whose matchers nothing can be compiled, each once, and why."""
+        failed = list[tuple[AttemptId, InvalidRequest]]()
+        compiling, self._compiling = self._compiling, []
+        for attempt_id, matcher in compiling:
+            if not matcher.ready:
+                self._compiling.append((attempt_id, matcher))
+            elif (error := matcher.error) is not None:
+                failed.append((attempt_id, InvalidRequest(error, "structured_outputs")))
+        return failed
