@@ -1,6 +1,7 @@
 """Which attempts at requests are on which nodes, and which wait for one: placed, fenced and forgotten here.
 
-What an attempt's tokens mean for its request, and whether another one follows, is for `router.core` to say.
+What an attempt's tokens mean for its request is for `router.updates` to say, and whether another attempt follows, for
+`router.recovery`.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Attempts:
             held[incarnation] = max(number, held.get(incarnation, 0))
         n = len(life.samples)
         placement = self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version, n)
-        if placement is None and life.version and (heirs := self._pool.heirs(life.version)):
-            life.version = _heir(life, life.version, heirs)
+        if placement is None and life.version and (successors := self._pool.successors(life.version)):
+            life.version = _successor(life, life.version, successors)
             return self._pool.choose(life.avoid, now, len(request.prompt_tokens), held, life.version, n)
         return placement
 
@@ -220,12 +221,12 @@ class Attempts:
         self._pool.ended(attempt.decode or attempt.prefill, len(life.request.prompt_tokens), held_s)
 
 
-def _heir(life: RequestLife, gone: ModelVersion, heirs: list[ModelVersion]) -> ModelVersion:
+def _successor(life: RequestLife, gone: ModelVersion, successors: list[ModelVersion]) -> ModelVersion:
     """The version that a request goes on with. Raises VersionGone."""
     why = f"no node that serves {gone.id} is left"
     if life.has_begun:
-        raise VersionGone(f"{why}, and {heirs[0].id} is another model than the answer began with")
-    heir = next((heir for heir in heirs if heir.dialect == gone.dialect), None)
-    if heir is None:
-        raise VersionGone(f"{why}, and to {heirs[0].id} the prompt would be another one: send it again")
-    return heir
+        raise VersionGone(f"{why}, and {successors[0].id} is another model than the answer began with")
+    successor = next((successor for successor in successors if successor.dialect == gone.dialect), None)
+    if successor is None:
+        raise VersionGone(f"{why}, and to {successors[0].id} the prompt would be another one: send it again")
+    return successor

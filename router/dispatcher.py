@@ -137,13 +137,13 @@ class Dispatcher:
             take(incarnation, update, now)
             carry_out(now)  # one by one: a stop string is noticed before the tokens after it count
 
-    # ---- for whoever runs it ----
+    # ---- state, for the other parts of the router ----
 
     def why_not_ready(self) -> str | None:
-        return self._core.why_not_ready()
+        return self._core.pool.why_not_ready()
 
     def why_degraded(self) -> str | None:
-        return self._core.why_degraded(time.monotonic())
+        return self._core.pool.why_degraded(time.monotonic())
 
     def expect_prefill(self, expected: bool) -> None:
         """Whether prefill nodes are meant to be there."""
@@ -176,12 +176,12 @@ class Dispatcher:
         return self._core.num_migrations()
 
     def live_timelines(self, number: int) -> list[Timeline]:
-        """See RouterCore.live_timelines."""
-        return self._core.live_timelines(number, time.monotonic())
+        """See LiveRequests.timelines."""
+        return self._core.requests.timelines(number, time.monotonic())
 
     def live_timelines_of(self, client_id: str) -> list[Timeline]:
-        """See RouterCore.live_timelines_of."""
-        return self._core.live_timelines_of(client_id, time.monotonic())
+        """See LiveRequests.timelines_of."""
+        return self._core.requests.timelines_of(client_id, time.monotonic())
 
     def pools(self) -> dict[str, PoolState]:
         """The nodes of each role, as of what they said last. What waits here waits for room on decode nodes."""
@@ -198,12 +198,12 @@ class Dispatcher:
 
     def num_seats(self) -> dict[str, int]:
         """Of each node in use, by incarnation: the requests that may run there at once."""
-        return {info.incarnation: info.max_num_seqs for info in self._core.nodes()}
+        return {info.incarnation: info.max_num_seqs for info in self._core.pool.infos()}
 
     def prefix_index(self) -> PrefixIndexState:
         """How much is known of the nodes' prefix caches: prefill nodes first, each role by the nodes' ids."""
         index = self._core.prefix_index
-        nodes = sorted(self._core.nodes(), key=lambda n: (n.role is not NodeRole.PREFILL, n.node_id))
+        nodes = sorted(self._core.pool.infos(), key=lambda n: (n.role is not NodeRole.PREFILL, n.node_id))
         known = tuple(
             IndexedNode(n.node_id, n.role.value, n.incarnation, index.num_blocks(n.incarnation)) for n in nodes
         )

@@ -284,7 +284,7 @@ class RequestLife:
         router does, the next node would have the request."""
         return bool(self.lost) and len(self.lost.keys() | self.blamed) >= max_lost
 
-    def acquit(self, incarnation: str) -> None:
+    def clear_blame(self, incarnation: str) -> None:
         """The node lives: the request has not ended it."""
         self.lost.pop(incarnation, None)
         self.blamed.discard(incarnation)

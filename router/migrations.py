@@ -5,8 +5,8 @@
                                          `-- Stayed: it goes on where it is, and is asked again later
 
 The node that has the request decides when, and until it has handed it over everything it says counts as before. From
-then on the attempt is one that this node has computed the prompt of, and the rules of `router.core` for a handoff hold:
-tokens of the target that overtake this node's wait for them.
+then on the attempt is one that this node has computed the prompt of, and the rules of `router.updates` for a handoff
+hold: tokens of the target that overtake this node's wait for them.
 """
 
 from __future__ import annotations

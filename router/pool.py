@@ -92,7 +92,7 @@ class Pool:
         }
         return shares({version: (prefill, decode) for version, (prefill, decode) in seats.items()})
 
-    def heirs(self, version: ModelVersion) -> list[ModelVersion]:
+    def successors(self, version: ModelVersion) -> list[ModelVersion]:
         """The other versions of that name that are served, the one with the largest share first."""
         found = self.shares(version.name)
         others = [other for other in self._groups() if other.id in found and other != version]

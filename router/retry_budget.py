@@ -19,7 +19,7 @@ class RetryBudget:
     expire after 10 s), with a decay instead of a list of expiries.
 
     An attempt that follows the loss of a node takes nothing: each request makes at most two of them
-    (`router.core.MAX_LOST_NODES`), and all streams of a node go on elsewhere when it dies.
+    (`router.recovery.MAX_LOST_NODES`), and all streams of a node go on elsewhere when it dies.
     """
 
     def __init__(self) -> None:

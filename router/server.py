@@ -8,6 +8,9 @@ import secrets
 import socket
 from collections.abc import Callable
 
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
+
 from baton.address import HostPort
 from baton.errors import NodeUnavailable
 from baton.settings import flag_name
@@ -78,26 +81,9 @@ class RouterServer:
         self._spans = make_span_sender(settings)
         send = self._spans.send if self._spans is not None else None
         request_metrics = RequestMetrics(metrics, self._model_name, timelines, send)
-        core = RouterCore(
-            epoch,
-            bool(settings.prefill),
-            settings.first_token,
-            settings.max_waiting,
-            make_policy(settings),
-            migrate_above=settings.migrate_above,
-            max_waiting_tokens=settings.max_waiting_tokens,
-        )
-        self.dispatcher = Dispatcher(core, request_metrics)
+        self.dispatcher = Dispatcher(_make_core(settings, epoch), request_metrics)
         self.models = Models(self.dispatcher.version_shares)
-        trust = settings.trust()
-
-        def connect(member: Member, changed: Callable[[], None]) -> NodeLink:
-            address, role, name = member.address, member.role, member.name
-            silence_s = settings.silence_timeout
-            return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, silence_s, name)
-
-        membership = make_membership(settings)
-        self.cluster = Cluster(connect, self.dispatcher, self.models, membership, settings.request_timeout)
+        self.cluster = self._make_cluster(epoch)
         self.admission = Admission(
             settings.max_num_requests,
             settings.max_num_prompt_tokens,
@@ -112,52 +98,70 @@ class RouterServer:
             settings.timings,
             settings.trust_request_chat_template,
         )
+        status = self._make_status(metrics, registry, timelines)
+        self._siblings = status.siblings
         bodies = Bodies(settings.max_body_bytes, settings.max_buffered_body_bytes)
-        limits = HttpLimits(bodies, settings.keep_alive_interval, settings.websocket_idle_timeout)
-        status = StatusRoutes(
+        self.app = self._make_app(bodies, status)
+        self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
+        self._told: Readiness | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _make_cluster(self, epoch: int) -> Cluster:
+        settings, trust = self._settings, self._settings.trust()
+
+        def connect(member: Member, changed: Callable[[], None]) -> NodeLink:
+            address, role, name = member.address, member.role, member.name
+            silence_s = settings.silence_timeout
+            return NodeLink(address, role, epoch, self.dispatcher, self.models, changed, trust, silence_s, name)
+
+        membership = make_membership(settings)
+        return Cluster(connect, self.dispatcher, self.models, membership, settings.request_timeout)
+
+    def _make_status(
+        self, metrics: RouterMetrics, registry: CollectorRegistry, timelines: TimelineRing
+    ) -> StatusRoutes:
+        return StatusRoutes(
             self.cluster,
             self.dispatcher,
             metrics,
             registry,
             self.admission,
-            shared.place if shared else None,
-            settings.policy,
+            self._shared.place if self._shared else None,
+            self._settings.policy,
             DebugRequests(timelines, self.dispatcher),
-            Snapshot(self.cluster, self.dispatcher, metrics, self.models, settings.has_admin_keys),
+            Snapshot(self.cluster, self.dispatcher, metrics, self.models, self._settings.has_admin_keys),
         )
-        self._siblings = status.siblings
+
+    def _make_app(self, bodies: Bodies, status: StatusRoutes) -> ASGIApp:
+        """The routes, those of each API over the same service."""
+        settings = self._settings
+        limits = HttpLimits(bodies, settings.keep_alive_interval, settings.websocket_idle_timeout)
         parsers = make_parsers(settings)
         generate = GenerateRoutes(self._service, limits, parsers)
-        messages = MessagesRoutes(self._service, limits, parsers)
         store = ResponseStore(settings.num_stored_responses, settings.max_stored_response_bytes)
         responses = ResponsesRoutes(self._service, limits, generate, store)
         websockets = (
             ResponsesWebSocket(responses, limits, self._service.offload).routes,
             ChatWebSocket(generate, limits, self._service).routes,
         )
-        tokenizer_info = TokenizerInfoRoutes(self._service, settings.enable_tokenizer_info_endpoint)
         admin_bodies = BodyReader(bodies, self._service.offload)
-        admin = AdminRoutes(self.cluster, self.dispatcher, admin_bodies, make_admin_keys(settings))
-        self.app = create_app(
+        return create_app(
             generate,
-            messages,
+            MessagesRoutes(self._service, limits, parsers),
             responses,
             websockets,
-            tokenizer_info,
+            TokenizerInfoRoutes(self._service, settings.enable_tokenizer_info_endpoint),
             status,
-            admin,
+            AdminRoutes(self.cluster, self.dispatcher, admin_bodies, make_admin_keys(settings)),
             self._edge.access,
             self._spans is not None,
             settings.console,
         )
-        self._websockets = WebSockets(frozenset((RESPONSES, *CHATS)), bodies)
-        self._told: Readiness | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Open both ports, then connect to the nodes in the background. Raises StartError."""
-        for doubt in self._settings.doubts(listen=None):
-            log.warning(doubt)
+        for warning in self._settings.warnings(listen=None):
+            log.warning(warning)
         listener = _listen(self._http_wanted, self._shared is not None)
         self.http_address = HostPort(self._http_wanted.host, listener.getsockname()[1])
         try:
@@ -185,7 +189,7 @@ class RouterServer:
         """Take no more requests, let running ones finish for `drain_timeout` seconds or until `hurry`, then end all."""
         timeout_s = self._settings.drain_timeout
         self.cluster.drain()
-        self._http.should_exit = True
+        self._http.stop()
         ending = [self._http_task, asyncio.create_task(self._grpc.stop(timeout_s + _CLOSE_S))]
         waits = [asyncio.create_task(self.dispatcher.drained()), asyncio.create_task(hurry.wait())]
         done, _ = await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -260,6 +264,18 @@ class RouterServer:
         task = asyncio.create_task(self._grpc.set_health(readiness))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _make_core(settings: RouterSettings, epoch: int) -> RouterCore:
+    return RouterCore(
+        epoch,
+        bool(settings.prefill),
+        settings.first_token,
+        settings.max_waiting,
+        make_policy(settings),
+        migrate_above=settings.migrate_above,
+        max_waiting_tokens=settings.max_waiting_tokens,
+    )
 
 
 def _listen(address: HostPort, shared: bool) -> socket.socket:

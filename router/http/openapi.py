@@ -182,66 +182,81 @@ def describe() -> dict[str, Any]:
     document = {
         "openapi": "3.1.0",
         "info": {"title": "baton", "version": baton.__version__},
-        "paths": {
-            "/v1/chat/completions": _post("chat", ChatRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
-            "/v1/completions": _post("completion", CompletionRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
-            MESSAGES: _post("messages", MessagesRequest, _MESSAGE, _GENERATE_ERRORS, streams=True, failure=_ANTHROPIC),
-            f"{MESSAGES}/count_tokens": _post(
-                "count_tokens", CountTokensRequest, _COUNT, _BODY_ERRORS, failure=_ANTHROPIC
-            ),
-            RESPONSES: _post("responses", ResponsesRequest, RESPONSE, _GENERATE_ERRORS, streams=True),
-            f"{RESPONSES}/{{response_id}}": {
-                **_get("response", _json(RESPONSE), _KEPT_ERRORS),
-                "delete": {"operationId": "delete_response", "responses": _responses(_json(DELETED), _KEPT_ERRORS)},
-                **RESPONSE_ID,
-            },
-            f"{RESPONSES}/{{response_id}}/cancel": {
-                "post": {"operationId": "cancel_response", "responses": _responses(_json(RESPONSE), _KEPT_ERRORS)},
-                **RESPONSE_ID,
-            },
-            f"{RESPONSES}/{{response_id}}/input_items": {
-                **_get("input_items", _json(PAGE_OF_ITEMS), _KEPT_ERRORS),
-                **RESPONSE_ID,
-            },
-            "/tokenize": _post("tokenize", TokenizeRequest, _TOKENS, _BODY_ERRORS),
-            "/detokenize": _post("detokenize", DetokenizeRequest, _TEXT, _BODY_ERRORS),
-            "/v1/models": _get("models", _json(_MODELS), _NOT_READY),
-            "/v1/models/{name}": {**_get("model", _json(_MODEL), {404: _BODY_ERRORS[404], **_NOT_READY}), **_NAMED},
-            "/tokenizer_info": _get("tokenizer_info", _json(_TOKENIZER), {404: "Without the flag", **_NOT_READY}),
-            "/health": _get("health", _json(_STATUS)),
-            "/ping": {**_get("ping", _json(_STATUS)), "post": _get("ping_post", _json(_STATUS))["get"]},
-            "/ready": _get("ready", _json(_STATUS), _NOT_READY),
-            "/load": _get("load", _json(_LOAD)),
-            "/debug/nodes": _get("nodes", _json(NODES)),
-            SNAPSHOT_PATH: _get("debug_console", _json(SNAPSHOT)),
-            REQUESTS: {**_get("debug_requests", _json(RECENT), {400: _BODY_ERRORS[400]}), **LIMIT},
-            f"{REQUESTS}/{{request_id}}": {
-                **_get("debug_request", _json(TIMELINES), {404: "It is not among those remembered"}),
-                **REQUEST_ID,
-            },
-            ADMIN: {
-                **_get("admin_nodes", _json(ADMIN_NODES), ADMIN_ERRORS),
-                **_post("add_node", NodeRequest, NODE, {**_BODY_ERRORS, **ADMIN_ERRORS}),
-            },
-            f"{ADMIN}/{{node}}": {
-                "delete": {"operationId": "remove_node", "responses": _responses(_json(NODE), ADMIN_ERRORS)},
-                **NODE_NAME,
-            },
-            f"{ADMIN}/{{node}}/drain": {
-                "post": {"operationId": "drain_node", "responses": _responses(_json(NODE), ADMIN_ERRORS)},
-                **NODE_NAME,
-            },
-            "/debug/prefix_index": _get("prefix_index", _json(_PREFIX_INDEX)),
-            "/version": _get("version", _json(_VERSION)),
-            "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),
-            "/openapi.json": _get("openapi", _json({"type": "object"})),
-            "/docs": _get("docs", {"text/html": {"schema": {"type": "string"}}}),
-            "/": _get("console", {"text/html": {"schema": {"type": "string"}}}, _NO_CONSOLE),
-            f"{CONSOLE_FOLDER}{{file}}": {**_get("console_file", {"*/*": {}}, _NO_CONSOLE), **FILE},
-        },
+        "paths": {**_answers(), **_models(), **_operation()},
         "components": {"schemas": {**schemas["$defs"], _OPENAI: _ERROR, _ANTHROPIC: _MESSAGES_ERROR}},
     }
     return with_descriptions(document)
+
+
+def _answers() -> dict[str, Any]:
+    """Everything that generates, and the responses that are kept."""
+    return {
+        "/v1/chat/completions": _post("chat", ChatRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
+        "/v1/completions": _post("completion", CompletionRequest, _ANSWER, _GENERATE_ERRORS, streams=True),
+        MESSAGES: _post("messages", MessagesRequest, _MESSAGE, _GENERATE_ERRORS, streams=True, failure=_ANTHROPIC),
+        f"{MESSAGES}/count_tokens": _post("count_tokens", CountTokensRequest, _COUNT, _BODY_ERRORS, failure=_ANTHROPIC),
+        RESPONSES: _post("responses", ResponsesRequest, RESPONSE, _GENERATE_ERRORS, streams=True),
+        f"{RESPONSES}/{{response_id}}": {
+            **_get("response", _json(RESPONSE), _KEPT_ERRORS),
+            "delete": {"operationId": "delete_response", "responses": _responses(_json(DELETED), _KEPT_ERRORS)},
+            **RESPONSE_ID,
+        },
+        f"{RESPONSES}/{{response_id}}/cancel": {
+            "post": {"operationId": "cancel_response", "responses": _responses(_json(RESPONSE), _KEPT_ERRORS)},
+            **RESPONSE_ID,
+        },
+        f"{RESPONSES}/{{response_id}}/input_items": {
+            **_get("input_items", _json(PAGE_OF_ITEMS), _KEPT_ERRORS),
+            **RESPONSE_ID,
+        },
+    }
+
+
+def _models() -> dict[str, Any]:
+    """Models and their tokenizers."""
+    return {
+        "/tokenize": _post("tokenize", TokenizeRequest, _TOKENS, _BODY_ERRORS),
+        "/detokenize": _post("detokenize", DetokenizeRequest, _TEXT, _BODY_ERRORS),
+        "/v1/models": _get("models", _json(_MODELS), _NOT_READY),
+        "/v1/models/{name}": {**_get("model", _json(_MODEL), {404: _BODY_ERRORS[404], **_NOT_READY}), **_NAMED},
+        "/tokenizer_info": _get("tokenizer_info", _json(_TOKENIZER), {404: "Without the flag", **_NOT_READY}),
+    }
+
+
+def _operation() -> dict[str, Any]:
+    """For operators: health, debugging, administration, pages."""
+    return {
+        "/health": _get("health", _json(_STATUS)),
+        "/ping": {**_get("ping", _json(_STATUS)), "post": _get("ping_post", _json(_STATUS))["get"]},
+        "/ready": _get("ready", _json(_STATUS), _NOT_READY),
+        "/load": _get("load", _json(_LOAD)),
+        "/debug/nodes": _get("nodes", _json(NODES)),
+        SNAPSHOT_PATH: _get("debug_console", _json(SNAPSHOT)),
+        REQUESTS: {**_get("debug_requests", _json(RECENT), {400: _BODY_ERRORS[400]}), **LIMIT},
+        f"{REQUESTS}/{{request_id}}": {
+            **_get("debug_request", _json(TIMELINES), {404: "It is not among those remembered"}),
+            **REQUEST_ID,
+        },
+        ADMIN: {
+            **_get("admin_nodes", _json(ADMIN_NODES), ADMIN_ERRORS),
+            **_post("add_node", NodeRequest, NODE, {**_BODY_ERRORS, **ADMIN_ERRORS}),
+        },
+        f"{ADMIN}/{{node}}": {
+            "delete": {"operationId": "remove_node", "responses": _responses(_json(NODE), ADMIN_ERRORS)},
+            **NODE_NAME,
+        },
+        f"{ADMIN}/{{node}}/drain": {
+            "post": {"operationId": "drain_node", "responses": _responses(_json(NODE), ADMIN_ERRORS)},
+            **NODE_NAME,
+        },
+        "/debug/prefix_index": _get("prefix_index", _json(_PREFIX_INDEX)),
+        "/version": _get("version", _json(_VERSION)),
+        "/metrics": _get("metrics", {"text/plain": {"schema": {"type": "string"}}}),
+        "/openapi.json": _get("openapi", _json({"type": "object"})),
+        "/docs": _get("docs", {"text/html": {"schema": {"type": "string"}}}),
+        "/": _get("console", {"text/html": {"schema": {"type": "string"}}}, _NO_CONSOLE),
+        f"{CONSOLE_FOLDER}{{file}}": {**_get("console_file", {"*/*": {}}, _NO_CONSOLE), **FILE},
+    }
 
 
 def routes() -> APIRouter:

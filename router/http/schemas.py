@@ -129,15 +129,19 @@ class GenerationFields(BaseModel):
         """Raises InvalidRequest for unsupported fields and for contradictions."""
         refuse_unsupported(self.model_extra or {})
         _check_num_logprobs(self.prompt_logprobs, "prompt_logprobs")
-        if self.best_of is not None and not 1 <= self.best_of <= MAX_N:
-            raise InvalidRequest(f"best_of must be in [1, {MAX_N}], not {self.best_of}", "best_of")
-        if not self.use_beam_search and self.num_drawn < self.num_kept:
-            raise InvalidRequest(f"`best_of` must be at least `n`, {self.num_kept}, not {self.best_of}.", "best_of")
-        if self.keeps_best and self.stream:
-            text = f"`best_of` must be `n`, {self.num_kept}, not {self.best_of}, with `stream`: "
-            raise InvalidRequest(text + "the best answers are known when all have ended.", "best_of")
+        if self.best_of is not None:
+            self._check_best_of(self.best_of)
         if self.stream_options and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", "stream_options")
+
+    def _check_best_of(self, best_of: int) -> None:
+        if not 1 <= best_of <= MAX_N:
+            raise InvalidRequest(f"best_of must be in [1, {MAX_N}], not {best_of}", "best_of")
+        if self.num_drawn < self.num_kept:
+            raise InvalidRequest(f"`best_of` must be at least `n`, {self.num_kept}, not {best_of}.", "best_of")
+        if self.keeps_best and self.stream:
+            text = f"`best_of` must be `n`, {self.num_kept}, not {best_of}, with `stream`: "
+            raise InvalidRequest(text + "the best answers are known when all have ended.", "best_of")
 
     @property
     def num_kept(self) -> int:
@@ -151,7 +155,7 @@ class GenerationFields(BaseModel):
 
     @property
     def keeps_best(self) -> bool:
-        return self.num_drawn > self.num_kept
+        return self.best_of is not None and self.num_drawn > self.num_kept
 
     def sampling(self, **translated: int | None) -> dict[str, Any]:
         """What is said of SamplingParams, by name. translated: those whose fields have other names here. Raises

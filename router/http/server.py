@@ -16,10 +16,12 @@ from router.http.connection import Connection, Gate
 from router.http.limits import ConnectionLimits, WebSockets
 
 _BACKLOG = 2048
+_DATE_S = 1.0
+"""How often the header Date is made anew: it counts seconds."""
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app` from `serve` until `should_exit`, then for `drain_timeout_s` more. `up` is set once it accepts
+    """Serves `app` from `serve` until `stop`, then for `drain_timeout_s` more. `up` is set once it accepts
     connections. It installs no signal handlers, because the process has its own. `websockets`: None: there are none."""
 
     def __init__(
@@ -47,6 +49,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self.up = asyncio.Event()
+        self._stopping = asyncio.Event()
         self._gate = Gate(limits, websockets)
         self._tls = tls
 
@@ -70,6 +73,29 @@ class HttpServer(uvicorn.Server):
         ]
         self.started = True
         self.up.set()
+
+    def stop(self) -> None:
+        """Have `serve` take no more requests, and return when those under way are answered."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Wait for `stop`. uvicorn looks for it ten times a second instead, as long as the server runs."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _DATE_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Without a connection there is nothing to wait for; uvicorn waits a tenth of a second all the same."""
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        for server in self.servers:
+            await server.wait_closed()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ async def serving(app: ASGIApp, tls: object = None, websockets: Any = None, **li
     finally:
         for connection in list(server.server_state.connections):
             connection.transport.abort()
-        server.should_exit = True
+        server.stop()
         await task
 
 

@@ -22,7 +22,7 @@ from router.dispatcher import Dispatcher
 from router.models import Models
 from router.nodes import NodeLink
 from router.request_metrics import RequestMetrics
-from tests.router.house import info
+from tests.router.rig import info
 
 ADDRESSES = [HostPort("node", port) for port in (1, 2, 3)]
 

@@ -182,7 +182,7 @@ async def test_an_answer_left_unread_keeps_no_connection_that_would_close():
         await client.send(GET)
         await answered.wait()
         assert server.server_state.connections
-        server.should_exit = True  # it waits for connections to end
+        server.stop()  # it waits for connections to end
         await serving
 
 

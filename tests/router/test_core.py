@@ -6,27 +6,27 @@ import pytest
 
 from baton.errors import InternalError, Overloaded, PeerLost
 from baton.messages import Adopted, End, HandedOff, KvEvents, NodeRole, Tokens
-from tests.router.house import House, info
+from tests.router.rig import RouterRig, info
 
 
 def test_decode_nodes_that_are_meant_to_be_alone_are_enough() -> None:
-    house = House(with_prefill=False)
-    assert house.core.why_not_ready() == "no decode node"
-    house.core.node_up(info("d1", NodeRole.DECODE), 0.0)
-    assert house.core.why_not_ready() is None
-    assert house.submit().decode is None
-    assert house.core.why_degraded(0.0) is None
-    alone = House("d1")
-    assert alone.core.why_not_ready() is None
-    assert alone.core.why_degraded(0.0) == "no prefill node"
-    assert House().core.why_not_ready() == "no prefill node and no decode node"
+    rig = RouterRig(with_prefill=False)
+    assert rig.core.pool.why_not_ready() == "no decode node"
+    rig.core.node_up(info("d1", NodeRole.DECODE), 0.0)
+    assert rig.core.pool.why_not_ready() is None
+    assert rig.submit().decode is None
+    assert rig.core.pool.why_degraded(0.0) is None
+    alone = RouterRig("d1")
+    assert alone.core.pool.why_not_ready() is None
+    assert alone.core.pool.why_degraded(0.0) == "no prefill node"
+    assert RouterRig().core.pool.why_not_ready() == "no prefill node and no decode node"
 
 
 def test_a_full_node_is_passed_over_for_another() -> None:
-    house = House("p1", "d1", "d2")
-    first = house.submit()
-    house.say("p1", first, End(Overloaded("full")))
-    (_, again) = house.prefills[-1]
+    rig = RouterRig("p1", "d1", "d2")
+    first = rig.submit()
+    rig.say("p1", first, End(Overloaded("full")))
+    (_, again) = rig.prefills[-1]
     assert again.attempt_id.attempt == 1
     assert again.decode
     assert first.decode
@@ -34,94 +34,94 @@ def test_a_full_node_is_passed_over_for_another() -> None:
 
 
 def test_when_all_are_full_the_client_is_told_so() -> None:
-    house = House("p1", "d1")
-    house.say("p1", house.submit(), End(Overloaded("full")))
-    assert isinstance(house.end, Overloaded)
-    assert house.core.num_requests == 0
+    rig = RouterRig("p1", "d1")
+    rig.say("p1", rig.submit(), End(Overloaded("full")))
+    assert isinstance(rig.end, Overloaded)
+    assert len(rig.core.requests) == 0
 
 
 def test_overloaded_and_then_nobody_left_is_an_end_too() -> None:
-    house = House("p1", "d1")
-    first = house.submit()
-    house.core.pool.remove("p1")
-    house.core.pool.remove("d1")
-    house.say("p1", first, End(Overloaded("full")))
-    assert isinstance(house.end, Overloaded)
+    rig = RouterRig("p1", "d1")
+    first = rig.submit()
+    rig.core.pool.remove("p1")
+    rig.core.pool.remove("d1")
+    rig.say("p1", first, End(Overloaded("full")))
+    assert isinstance(rig.end, Overloaded)
 
 
 def test_our_own_bug_is_not_tried_again() -> None:
-    house = House("p1", "d1", "d2")
-    house.say("p1", house.submit(), End(InternalError("bug")))
-    assert isinstance(house.end, InternalError)
-    assert len(house.prefills) == 1
+    rig = RouterRig("p1", "d1", "d2")
+    rig.say("p1", rig.submit(), End(InternalError("bug")))
+    assert isinstance(rig.end, InternalError)
+    assert len(rig.prefills) == 1
 
 
 @pytest.mark.parametrize(("speaker", "avoided"), [("p1", "d1"), ("d1", "p1")])
 def test_who_lost_its_peer_blames_the_peer(speaker: str, avoided: str) -> None:
-    house = House("p1", "d1", "p2", "d2")
-    house.say(speaker, house.submit(), End(PeerLost("gone")))
-    where, again = house.prefills[-1]
+    rig = RouterRig("p1", "d1", "p2", "d2")
+    rig.say(speaker, rig.submit(), End(PeerLost("gone")))
+    where, again = rig.prefills[-1]
     assert again.decode
     assert avoided not in (where, again.decode.incarnation)
-    assert {"p1", "d1"} <= house.aborted
+    assert {"p1", "d1"} <= rig.aborted
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_request_is_given_up_when_two_nodes_died_of_it_but_not_when_one_comes_back(comes_back: bool) -> None:
     """The same incarnation has not died: its link was cut, or it was silent."""
-    house = House("p1", "d1", "d2", "d3")
+    rig = RouterRig("p1", "d1", "d2", "d3")
     for name in ("d1", "d2"):
-        prefill = house.prefills[-1][1] if house.prefills else house.submit()
+        prefill = rig.prefills[-1][1] if rig.prefills else rig.submit()
         assert prefill.decode
         assert prefill.decode.incarnation == name
-        house.core.node_lost(name, "silent", 1.0)
+        rig.core.node_lost(name, "silent", 1.0)
         if comes_back:
-            house.core.node_up(info("d1", NodeRole.DECODE), 1.0)
-        house.collect()
+            rig.core.node_up(info("d1", NodeRole.DECODE), 1.0)
+        rig.collect()
     if comes_back:
-        assert len(house.prefills) == 3
+        assert len(rig.prefills) == 3
     else:
-        assert isinstance(house.end, InternalError)
-        assert "decode node d1: silent; decode node d2: silent" in house.end.message
+        assert isinstance(rig.end, InternalError)
+        assert "decode node d1: silent; decode node d2: silent" in rig.end.message
 
 
 def test_samples_that_have_output_go_on_one_by_one() -> None:
-    house = House("p1", "d1", "d2")
-    first = house.submit(n=2)
-    house.say("p1", first, Tokens(0, 0, (5,)), Tokens(1, 0, (6,)), HandedOff(0.1))
-    house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 1, (7,)))
-    house.core.node_lost("d1", "died", 2.0)
-    house.collect()
-    again = [p for _, p in house.prefills[1:]]
+    rig = RouterRig("p1", "d1", "d2")
+    first = rig.submit(n=2)
+    rig.say("p1", first, Tokens(0, 0, (5,)), Tokens(1, 0, (6,)), HandedOff(0.1))
+    rig.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 1, (7,)))
+    rig.core.node_lost("d1", "died", 2.0)
+    rig.collect()
+    again = [p for _, p in rig.prefills[1:]]
     assert [p.attempt_id.request_id for p in again] == ["r/0", "r/1"]
     assert [p.samples[0].output_tokens for p in again] == [(5, 7), (6,)]
     assert all(p.attempt_id.attempt == 1 for p in again)
 
 
 def test_what_decode_says_before_prefill_has_spoken_waits_its_turn() -> None:
-    house = House("p1", "d1")
-    first = house.submit()
-    house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 1, (6, 7)))
-    assert house.emitted == []
-    house.say("p1", first, Tokens(0, 0, (5,)))
-    assert house.told == [(0, 5), (0, 6), (0, 7)]
+    rig = RouterRig("p1", "d1")
+    first = rig.submit()
+    rig.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 1, (6, 7)))
+    assert rig.emitted == []
+    rig.say("p1", first, Tokens(0, 0, (5,)))
+    assert rig.told == [(0, 5), (0, 6), (0, 7)]
 
 
 def test_a_gap_fails_the_attempt() -> None:
-    house = House("p1", "d1")
-    first = house.submit()
-    house.say("p1", first, Tokens(0, 0, (5,)), HandedOff(0.1))
-    house.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 2, (7,)))
-    assert house.prefills[-1][1].attempt_id.attempt == 1
-    assert house.prefills[-1][1].samples[0].output_tokens == (5,)
+    rig = RouterRig("p1", "d1")
+    first = rig.submit()
+    rig.say("p1", first, Tokens(0, 0, (5,)), HandedOff(0.1))
+    rig.say("d1", first, Adopted(0.1, 0, 9), Tokens(0, 2, (7,)))
+    assert rig.prefills[-1][1].attempt_id.attempt == 1
+    assert rig.prefills[-1][1].samples[0].output_tokens == (5,)
 
 
 def test_the_prefix_index_forgets_a_node_that_is_lost() -> None:
-    house = House("p1", "d1")
+    rig = RouterRig("p1", "d1")
     block = b"a" * 32
-    house.core.node_blocks("d1", KvEvents(0, (block,), snapshot=True))
-    assert house.core.prefix_index.held([block]) == {"d1": 1}
-    house.core.node_lost("d1", "broke", 1.0)
-    assert house.core.prefix_index.held([block]) == {}
-    house.core.node_blocks("d1", KvEvents(1, (block,)))  # of the session before
-    assert house.core.prefix_index.held([block]) == {}
+    rig.core.node_blocks("d1", KvEvents(0, (block,), snapshot=True))
+    assert rig.core.prefix_index.held([block]) == {"d1": 1}
+    rig.core.node_lost("d1", "broke", 1.0)
+    assert rig.core.prefix_index.held([block]) == {}
+    rig.core.node_blocks("d1", KvEvents(1, (block,)))  # of the session before
+    assert rig.core.prefix_index.held([block]) == {}

@@ -27,7 +27,7 @@ from router.http.shapes import ChatShape
 from router.life import RoutedRequest
 from router.request_metrics import RequestMetrics
 from router.stops import StopScanner, StopStrings
-from tests.router.house import info
+from tests.router.rig import info
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 CALLS_PER_TOKEN = 82

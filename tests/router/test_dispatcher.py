@@ -13,7 +13,7 @@ from router.core import RouterCore
 from router.dispatcher import Dispatcher
 from router.life import RequestEnd, RequestEvent, RoutedRequest
 from router.request_metrics import RequestMetrics
-from tests.router.house import info
+from tests.router.rig import info
 
 
 async def test_every_deadline_is_kept_though_nobody_submits_again() -> None:

@@ -21,7 +21,7 @@ from baton.messages import (
 )
 from baton.sampling import FinishReason
 from router.migrations import ASK_AGAIN_S
-from tests.router.house import House, info
+from tests.router.rig import RouterRig, info
 
 ADOPTED = Adopted(0.1, 0, 9)
 HANDED_OFF = HandedOff(0.1)
@@ -32,34 +32,34 @@ class Moving:
     """A request that has three tokens, of the prefill node and of `old`; `new` is the other decode node."""
 
     def __init__(self) -> None:
-        self.house = House("p1", "d1", "d2")
-        self.prefill = self.house.submit()
+        self.rig = RouterRig("p1", "d1", "d2")
+        self.prefill = self.rig.submit()
         assert self.prefill.decode
         self.old = self.prefill.decode.incarnation
         self.new = {"d1": "d2", "d2": "d1"}[self.old]
-        self.house.say("p1", self.prefill, Started(0, 0.0), Tokens(0, 0, (1,)), HANDED_OFF)
-        self.house.say(self.old, self.prefill, ADOPTED, Tokens(0, 1, (2, 3)))
+        self.rig.say("p1", self.prefill, Started(0, 0.0), Tokens(0, 0, (1,)), HANDED_OFF)
+        self.rig.say(self.old, self.prefill, ADOPTED, Tokens(0, 1, (2, 3)))
 
     def drain(self, now: float = 2.0) -> list[tuple[str, Migrate]]:
         """The old node stops; what was asked of it now."""
-        known = len(self.house.sent)
-        self.house.core.node_load(self.old, Load(draining=True), now)
-        self.house.collect()
-        return [(a.incarnation, a.message) for a in self.house.sent[known:] if isinstance(a.message, Migrate)]
+        known = len(self.rig.sent)
+        self.rig.core.node_load(self.old, Load(draining=True), now)
+        self.rig.collect()
+        return [(a.incarnation, a.message) for a in self.rig.sent[known:] if isinstance(a.message, Migrate)]
 
     def say(self, node: str, *kinds: object) -> None:
-        self.house.say(node, self.prefill, *kinds)
+        self.rig.say(node, self.prefill, *kinds)
 
     def ends_well(self, *tokens: int) -> None:
         self.say(self.new, SampleEnd(0, FinishReason.STOP), End())
-        assert self.house.end is None
-        assert [token for _, token in self.house.told] == list(tokens)
-        assert self.house.last_word.timings.num_attempts == 1
-        assert not any(node.to_decode for node in self.house.core.pool.role(NodeRole.DECODE))
+        assert self.rig.end is None
+        assert [token for _, token in self.rig.told] == list(tokens)
+        assert self.rig.last_word.timings.num_attempts == 1
+        assert not any(node.to_decode for node in self.rig.core.pool.role(NodeRole.DECODE))
 
     @property
     def outcomes(self) -> dict[str, int]:
-        return {outcome: number for outcome, number in self.house.core.num_migrations().items() if number}
+        return {outcome: number for outcome, number in self.rig.core.num_migrations().items() if number}
 
 
 @pytest.fixture
@@ -72,19 +72,19 @@ def moving() -> Moving:
 def test_a_request_moves_once_and_keeps_its_attempt(moving: Moving) -> None:
     assert moving.drain(9.0) == [], "it moves already"
     moving.say(moving.old, Tokens(0, 3, (4,)), HANDED_OFF)
-    assert not moving.house.core.is_on(moving.old)
+    assert not moving.rig.core.is_on(moving.old)
     moving.say(moving.new, ADOPTED, Tokens(0, 4, (5,)))
     moving.ends_well(1, 2, 3, 4, 5)
-    assert moving.house.last_word.timings.decode_node == moving.new
-    assert moving.house.last_word.timings.num_moves == 1
+    assert moving.rig.last_word.timings.decode_node == moving.new
+    assert moving.rig.last_word.timings.num_moves == 1
     assert moving.outcomes == {"moved": 1}
 
 
 def test_tokens_of_the_new_node_wait_for_those_of_the_old_one(moving: Moving) -> None:
     moving.say(moving.new, ADOPTED, Tokens(0, 4, (5,)))
-    assert [token for _, token in moving.house.told] == [1, 2, 3]
+    assert [token for _, token in moving.rig.told] == [1, 2, 3]
     moving.say(moving.old, Tokens(0, 3, (4,)))
-    assert [token for _, token in moving.house.told] == [1, 2, 3, 4, 5]
+    assert [token for _, token in moving.rig.told] == [1, 2, 3, 4, 5]
     moving.say(moving.old, HANDED_OFF)
     moving.ends_well(1, 2, 3, 4, 5)
 
@@ -92,8 +92,8 @@ def test_tokens_of_the_new_node_wait_for_those_of_the_old_one(moving: Moving) ->
 def test_tokens_that_never_come_fail_the_attempt(moving: Moving) -> None:
     moving.say(moving.new, ADOPTED, Tokens(0, 4, (5,)))
     moving.say(moving.old, HANDED_OFF)
-    assert len(moving.house.prefills) == 2
-    assert [token for _, token in moving.house.told] == [1, 2, 3]
+    assert len(moving.rig.prefills) == 2
+    assert [token for _, token in moving.rig.told] == [1, 2, 3]
 
 
 def test_a_request_that_stays_is_asked_again_after_a_while(moving: Moving) -> None:
@@ -110,19 +110,19 @@ def test_a_request_that_stays_is_asked_again_after_a_while(moving: Moving) -> No
 
 
 def test_a_target_that_is_lost_leaves_the_request_where_it_is(moving: Moving) -> None:
-    moving.house.core.node_lost(moving.new, "died", 2.0)
-    moving.house.collect()
-    assert len(moving.house.prefills) == 1
+    moving.rig.core.node_lost(moving.new, "died", 2.0)
+    moving.rig.collect()
+    assert len(moving.rig.prefills) == 1
     moving.say(moving.old, STAYED, Tokens(0, 3, (4,)), SampleEnd(0, FinishReason.STOP), End())
-    assert moving.house.end is None
-    assert [token for _, token in moving.house.told] == [1, 2, 3, 4]
+    assert moving.rig.end is None
+    assert [token for _, token in moving.rig.told] == [1, 2, 3, 4]
 
 
 def test_a_request_that_has_gone_to_a_lost_target_goes_on_elsewhere(moving: Moving) -> None:
-    moving.house.core.node_lost(moving.new, "died", 2.0)
-    moving.house.core.node_up(info(moving.new, NodeRole.DECODE), 2.0)  # its session broke, and with it its requests
+    moving.rig.core.node_lost(moving.new, "died", 2.0)
+    moving.rig.core.node_up(info(moving.new, NodeRole.DECODE), 2.0)  # its session broke, and with it its requests
     moving.say(moving.old, HANDED_OFF)
-    _, second = moving.house.prefills[-1]
+    _, second = moving.rig.prefills[-1]
     assert second.attempt_id.attempt == 1
     assert second.samples[0].output_tokens == (1, 2, 3)
     assert moving.outcomes == {"lost": 1}
@@ -130,59 +130,59 @@ def test_a_request_that_has_gone_to_a_lost_target_goes_on_elsewhere(moving: Movi
 
 def test_a_move_whose_end_is_not_known_ends_at_both_nodes(moving: Moving) -> None:
     moving.say(moving.old, End(PeerLost("gone")))
-    assert moving.house.aborted == {moving.old, moving.new}
-    assert moving.house.prefills[-1][1].attempt_id.attempt == 1
+    assert moving.rig.aborted == {moving.old, moving.new}
+    assert moving.rig.prefills[-1][1].attempt_id.attempt == 1
     assert moving.outcomes == {"lost": 1}
 
 
 def test_the_clients_leave_ends_a_move_at_both_nodes(moving: Moving) -> None:
-    moving.house.core.cancel("r", 2.0)
-    moving.house.collect()
-    assert moving.house.aborted == {moving.old, moving.new}
+    moving.rig.core.cancel("r", 2.0)
+    moving.rig.collect()
+    assert moving.rig.aborted == {moving.old, moving.new}
 
 
 def test_a_request_that_waits_for_its_handoff_moves_after_it() -> None:
-    house = House("p1", "d1", "d2")
-    prefill: Prefill = house.submit()
+    rig = RouterRig("p1", "d1", "d2")
+    prefill: Prefill = rig.submit()
     assert prefill.decode
     old = prefill.decode.incarnation
-    house.say("p1", prefill, Tokens(0, 0, (1,)))
+    rig.say("p1", prefill, Tokens(0, 0, (1,)))
 
     def drained() -> int:
-        house.core.node_load(old, Load(draining=True), 2.0)
-        house.collect()
-        return sum(isinstance(action.message, Migrate) for action in house.sent)
+        rig.core.node_load(old, Load(draining=True), 2.0)
+        rig.collect()
+        return sum(isinstance(action.message, Migrate) for action in rig.sent)
 
     assert drained() == 0
-    house.say(old, prefill, ADOPTED)
+    rig.say(old, prefill, ADOPTED)
     assert drained() == 0, "parts may still come from the prefill node"
-    house.say("p1", prefill, HANDED_OFF)
+    rig.say("p1", prefill, HANDED_OFF)
     assert drained() == 1
 
 
 def test_without_another_node_a_request_finishes_where_it_is() -> None:
     moving = Moving()
-    moving.house.core.node_lost(moving.new, "died", 1.0)
+    moving.rig.core.node_lost(moving.new, "died", 1.0)
     assert moving.drain() == []
     moving.say(moving.old, SampleEnd(0, FinishReason.STOP), End())
-    assert moving.house.end is None
+    assert moving.rig.end is None
 
 
 def test_a_request_does_not_return_to_where_it_was(moving: Moving) -> None:
     moving.say(moving.old, Tokens(0, 3, (4,)), HANDED_OFF)
     moving.say(moving.new, ADOPTED)
-    moving.house.core.node_load(moving.old, Load(), 3.0)
-    moving.house.core.drain_node(moving.new, True, 9.0)
-    moving.house.collect()
-    migrates = [action for action in moving.house.sent if isinstance(action.message, Migrate)]
+    moving.rig.core.node_load(moving.old, Load(), 3.0)
+    moving.rig.core.drain_node(moving.new, True, 9.0)
+    moving.rig.collect()
+    migrates = [action for action in moving.rig.sent if isinstance(action.message, Migrate)]
     assert len(migrates) == 1
     third = info("d3", NodeRole.DECODE)
-    moving.house.core.node_up(third, 9.0)
-    moving.house.core.drain_node(moving.new, True, 9.0)
-    moving.house.collect()
+    moving.rig.core.node_up(third, 9.0)
+    moving.rig.core.drain_node(moving.new, True, 9.0)
+    moving.rig.collect()
     moving.say(moving.new, HANDED_OFF)
     moving.say("d3", ADOPTED)
-    moving.house.core.drain_node("d3", True, 9.0)
-    moving.house.collect()
-    migrates = [action for action in moving.house.sent if isinstance(action.message, Migrate)]
+    moving.rig.core.drain_node("d3", True, 9.0)
+    moving.rig.collect()
+    migrates = [action for action in moving.rig.sent if isinstance(action.message, Migrate)]
     assert [action.incarnation for action in migrates] == [moving.old, moving.new]

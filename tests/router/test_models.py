@@ -15,7 +15,7 @@ from baton.structured_output import StructuredBackend
 from router.models import Models, ServedModel, UnknownModel
 from router.tokenizer import Tokenizer
 from router.versions import version_of
-from tests.router.house import info
+from tests.router.rig import info
 
 CHECKPOINT = Path(__file__).parents[2] / "engine" / "checkpoints" / "baton-tiny"
 

@@ -21,226 +21,226 @@ from baton.messages import (
 from baton.sampling import FinishReason, SamplingParams
 from router.life import RoutedRequest
 from router.rates import PRIOR_S_PER_TOKEN
-from tests.router.house import House, info
+from tests.router.rig import RouterRig, info
 
 OVER = SampleEnd(0, FinishReason.LENGTH)
 
 
-def place(house: House, name: str, num_tokens: int = 10) -> str:
+def place(rig: RouterRig, name: str, num_tokens: int = 10) -> str:
     """Submit a request; the node that got its prompt."""
-    house.core.submit(RoutedRequest(name, tuple(range(num_tokens)), 1, SamplingParams(max_tokens=8), 60.0), 0.0)
-    house.collect()
-    return house.prefills[-1][0]
+    rig.core.submit(RoutedRequest(name, tuple(range(num_tokens)), 1, SamplingParams(max_tokens=8), 60.0), 0.0)
+    rig.collect()
+    return rig.prefills[-1][0]
 
 
-def say(house: House, node: str, request: str, *kinds: object) -> None:
-    (prefill,) = [p for _, p in house.prefills if p.attempt_id.request_id == request]
-    house.say(node, prefill, *kinds)
+def say(rig: RouterRig, node: str, request: str, *kinds: object) -> None:
+    (prefill,) = [p for _, p in rig.prefills if p.attempt_id.request_id == request]
+    rig.say(node, prefill, *kinds)
 
 
 def test_single_nodes_get_prompts_while_others_compute() -> None:
-    house = House("d1", "d2", with_prefill=False)
-    assert [place(house, "a"), place(house, "b", 9)] == ["d1", "d2"]
-    assert place(house, "c", 5) == "d2", "which has less to compute"
-    say(house, "d1", "a", Started(0, 0.0), Tokens(0, 0, (5,)))
-    assert place(house, "d") == "d1", "whose prompt is computed, though it generates for it"
+    rig = RouterRig("d1", "d2", with_prefill=False)
+    assert [place(rig, "a"), place(rig, "b", 9)] == ["d1", "d2"]
+    assert place(rig, "c", 5) == "d2", "which has less to compute"
+    say(rig, "d1", "a", Started(0, 0.0), Tokens(0, 0, (5,)))
+    assert place(rig, "d") == "d1", "whose prompt is computed, though it generates for it"
 
 
 def test_of_two_that_are_behind_the_one_that_began_earlier_is_further() -> None:
-    house = House("d1", "d2", with_prefill=False)
-    assert [place(house, name) for name in "abcd"] == ["d1", "d2", "d1", "d2"]
-    say(house, "d1", "a", Tokens(0, 0, (5,)), OVER, End())
-    say(house, "d2", "b", Tokens(0, 0, (5,)), OVER, End())
-    assert place(house, "e") == "d1", "though d2 has as much to do, and generates for as many"
+    rig = RouterRig("d1", "d2", with_prefill=False)
+    assert [place(rig, name) for name in "abcd"] == ["d1", "d2", "d1", "d2"]
+    say(rig, "d1", "a", Tokens(0, 0, (5,)), OVER, End())
+    say(rig, "d2", "b", Tokens(0, 0, (5,)), OVER, End())
+    assert place(rig, "e") == "d1", "though d2 has as much to do, and generates for as many"
 
 
 def test_idle_single_nodes_share_what_is_generated() -> None:
-    house = House("d1", "d2", with_prefill=False)
-    assert place(house, "long", 50) == "d1"
-    say(house, "d1", "long", Tokens(0, 0, (5,)))
+    rig = RouterRig("d1", "d2", with_prefill=False)
+    assert place(rig, "long", 50) == "d1"
+    say(rig, "d1", "long", Tokens(0, 0, (5,)))
     for name in "abcd":
-        assert place(house, name) == "d2"
-        say(house, "d2", name, Tokens(0, 0, (5,)))
-    house.core.node_load("d1", Load(0, 1, 9, 9), 0.0)
-    house.core.node_load("d2", Load(0, 4, 9, 9), 0.0)
-    assert place(house, "e") == "d2", "40 tokens of prompts to 50"
+        assert place(rig, name) == "d2"
+        say(rig, "d2", name, Tokens(0, 0, (5,)))
+    rig.core.node_load("d1", Load(0, 1, 9, 9), 0.0)
+    rig.core.node_load("d2", Load(0, 4, 9, 9), 0.0)
+    assert place(rig, "e") == "d2", "40 tokens of prompts to 50"
 
 
 @pytest.mark.parametrize("last", [Tokens(0, 0, (5,)), HandedOff(0.1), Adopted(0.1, 0, 0)])
 def test_a_prefill_node_is_free_when_its_prompt_is_computed(last: object) -> None:
-    house = House("p1", "p2", "d1")
-    assert [place(house, "a"), place(house, "b")] == ["p1", "p2"]
-    say(house, "d1" if isinstance(last, Adopted) else "p2", "b", last)
-    assert place(house, "c") == "p2"
+    rig = RouterRig("p1", "p2", "d1")
+    assert [place(rig, "a"), place(rig, "b")] == ["p1", "p2"]
+    say(rig, "d1" if isinstance(last, Adopted) else "p2", "b", last)
+    assert place(rig, "c") == "p2"
 
 
 @pytest.mark.parametrize("ended", [End(), None])
 def test_what_ends_is_counted_nowhere(ended: End | None) -> None:
-    house = House("d1", "d2", with_prefill=False)
-    place(house, "a")
+    rig = RouterRig("d1", "d2", with_prefill=False)
+    place(rig, "a")
     if ended:
-        say(house, "d1", "a", Tokens(0, 0, (5,)), OVER, ended)
+        say(rig, "d1", "a", Tokens(0, 0, (5,)), OVER, ended)
     else:
-        house.core.cancel("a", 1.0)
-    nodes = [house.core.pool.get(name) for name in ("d1", "d2")]
+        rig.core.cancel("a", 1.0)
+    nodes = [rig.core.pool.get(name) for name in ("d1", "d2")]
     assert [(node.to_prefill, node.to_decode) for node in nodes if node] == [(0, 0)] * 2
 
 
 def test_a_node_heard_of_twice_keeps_what_it_was_given() -> None:
-    house = House("d1", "d2", with_prefill=False)
-    place(house, "a")
-    house.core.node_up(info("d1", NodeRole.DECODE), 0.0)
-    assert place(house, "b") == "d2"
+    rig = RouterRig("d1", "d2", with_prefill=False)
+    place(rig, "a")
+    rig.core.node_up(info("d1", NodeRole.DECODE), 0.0)
+    assert place(rig, "b") == "d2"
 
 
 def test_of_two_equally_far_behind_the_one_that_got_its_prompt_earlier_is_further() -> None:
-    house = House("d1", "d2", with_prefill=False)
-    assert [place(house, "a"), place(house, "b")] == ["d1", "d2"]
-    say(house, "d1", "a", Tokens(0, 0, (5,)), OVER, End())
-    assert place(house, "c") == "d1"
-    assert place(house, "e") == "d2"
+    rig = RouterRig("d1", "d2", with_prefill=False)
+    assert [place(rig, "a"), place(rig, "b")] == ["d1", "d2"]
+    say(rig, "d1", "a", Tokens(0, 0, (5,)), OVER, End())
+    assert place(rig, "c") == "d1"
+    assert place(rig, "e") == "d2"
 
 
 def test_a_prompt_goes_where_it_is_computed_first_however_much_runs_there() -> None:
-    house = House("p1", "p2", "d1")
-    house.core.node_load("p1", Load(0, 4, 9, 9), 0.0)
-    assert [place(house, "a"), place(house, "b")] == ["p2", "p1"]
+    rig = RouterRig("p1", "p2", "d1")
+    rig.core.node_load("p1", Load(0, 4, 9, 9), 0.0)
+    assert [place(rig, "a"), place(rig, "b")] == ["p2", "p1"]
 
 
 def test_decode_nodes_share_what_is_generated() -> None:
-    house = House("p1", "d1", "d2")
+    rig = RouterRig("p1", "d1", "d2")
     for name, num_tokens in (("a", 30), ("b", 10), ("c", 10)):
-        place(house, name, num_tokens)
-    targets = [prefill.decode for _, prefill in house.prefills]
+        place(rig, name, num_tokens)
+    targets = [prefill.decode for _, prefill in rig.prefills]
     assert [target.incarnation for target in targets if target] == ["d1", "d2", "d2"]
 
 
 def test_nodes_without_a_transport_in_common_are_no_pair() -> None:
-    house = House()
+    rig = RouterRig()
     for name, role, transport in (
         ("p1", NodeRole.PREFILL, "ucx"),
         ("d1", NodeRole.DECODE, "ipc"),
         ("d2", NodeRole.DECODE, "ucx"),
     ):
         endpoints = (TransportEndpoint(0, transport, b""),)
-        house.core.node_up(dataclasses.replace(info(name, role), endpoints=endpoints), 0.0)
+        rig.core.node_up(dataclasses.replace(info(name, role), endpoints=endpoints), 0.0)
     for name in "abc":
-        place(house, name)
-    targets = [prefill.decode.incarnation for _, prefill in house.prefills if prefill.decode]
+        place(rig, name)
+    targets = [prefill.decode.incarnation for _, prefill in rig.prefills if prefill.decode]
     assert targets == ["d2"] * 3
-    assert "transport ucx of p1 != ipc of d1" in str(house.core.why_degraded(0.0))
+    assert "transport ucx of p1 != ipc of d1" in str(rig.core.pool.why_degraded(0.0))
 
 
-def computed(house: House, request: str, took_s: float) -> None:
+def computed(rig: RouterRig, request: str, took_s: float) -> None:
     """The request's prompt took so long on its prefill node, and all of it is over."""
-    where, prefill = next((w, p) for w, p in house.prefills if p.attempt_id.request_id == request)
-    house.say(where, prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(took_s), now=took_s)
+    where, prefill = next((w, p) for w, p in rig.prefills if p.attempt_id.request_id == request)
+    rig.say(where, prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(took_s), now=took_s)
     assert prefill.decode
-    house.say(prefill.decode.incarnation, prefill, Adopted(0.01, 0, 9), OVER, End(), now=took_s)
+    rig.say(prefill.decode.incarnation, prefill, Adopted(0.01, 0, 9), OVER, End(), now=took_s)
 
 
 def test_cost_learns_which_prefill_node_is_slow() -> None:
-    house = House("p1", "p2", "d1", policy="cost")
+    rig = RouterRig("p1", "p2", "d1", policy="cost")
     for i in range(20):
-        where = place(house, f"warm-{i}")
-        computed(house, f"warm-{i}", 0.4 if where == "p1" else 0.04)
+        where = place(rig, f"warm-{i}")
+        computed(rig, f"warm-{i}", 0.4 if where == "p1" else 0.04)
     nodes = []
     for i in range(4):
-        nodes.append(place(house, f"one-{i}"))
-        computed(house, f"one-{i}", 0.4 if nodes[-1] == "p1" else 0.04)
+        nodes.append(place(rig, f"one-{i}"))
+        computed(rig, f"one-{i}", 0.4 if nodes[-1] == "p1" else 0.04)
     assert nodes == ["p2"] * 4
-    assert [place(house, f"many-{i}") for i in range(9)].count("p2") == 9, "nine times a tenth of what the other takes"
+    assert [place(rig, f"many-{i}") for i in range(9)].count("p2") == 9, "nine times a tenth of what the other takes"
 
 
 def test_cost_counts_what_is_computed_of_the_first_prompt_in_the_queue() -> None:
-    house = House("p1", "d1", policy="cost")
-    pool = house.core.pool
+    rig = RouterRig("p1", "d1", policy="cost")
+    pool = rig.core.pool
     node = pool.get("p1")
     assert node
     for name in "ab":
-        place(house, name, 1000)
+        place(rig, name, 1000)
     assert node.queue_s(0.0) == pytest.approx(node.to_prefill_s)
     assert node.queue_s(0.05) == pytest.approx(node.to_prefill_s - 0.05)
     assert node.queue_s(99.0) == pytest.approx(node.to_prefill_s / 2)
-    computed(house, "a", 0.1)
-    computed(house, "b", 0.1)
+    computed(rig, "a", 0.1)
+    computed(rig, "b", 0.1)
     assert (node.queue_s(99.0), node.num_prompts) == (0.0, 0)
 
 
 def test_cost_goes_where_the_prompt_is_cached() -> None:
-    house = House("p1", "p2", "p3", "d1", policy="cost")
+    rig = RouterRig("p1", "p2", "p3", "d1", policy="cost")
     hashes = (b"a" * 32, b"b" * 32)
     for name in ("p1", "p2", "p3"):
-        house.core.node_blocks(name, KvEvents(0, hashes if name == "p2" else (), (), True))
+        rig.core.node_blocks(name, KvEvents(0, hashes if name == "p2" else (), (), True))
     for i in range(5):
         request = RoutedRequest(f"r{i}", tuple(range(40)), 1, SamplingParams(max_tokens=8), 60.0, block_hashes=hashes)
-        house.core.submit(request, 0.0)
-        house.collect()
-        assert house.prefills[-1][0] == "p2"
-        computed(house, f"r{i}", 0.1)
+        rig.core.submit(request, 0.0)
+        rig.collect()
+        assert rig.prefills[-1][0] == "p2"
+        computed(rig, f"r{i}", 0.1)
 
 
 @pytest.mark.parametrize(("target_itl_s", "expected"), [(0.025, "d1"), (0.0, "p1")])
 def test_a_decode_node_computes_prompts_only_if_it_bounds_its_gaps(target_itl_s: float, expected: str) -> None:
-    house = House("p1", "d1", policy="cost")
-    assert place(house, "slow") == "p1"
-    computed(house, "slow", 1.0)
-    house.core.node_load("d1", Load(0, 4, 9, 9, target_itl_s=target_itl_s, prompt_tokens_per_s=1e4), 0.0)
-    assert place(house, "next") == expected
-    assert (house.prefills[-1][1].decode is None) is (expected == "d1")
+    rig = RouterRig("p1", "d1", policy="cost")
+    assert place(rig, "slow") == "p1"
+    computed(rig, "slow", 1.0)
+    rig.core.node_load("d1", Load(0, 4, 9, 9, target_itl_s=target_itl_s, prompt_tokens_per_s=1e4), 0.0)
+    assert place(rig, "next") == expected
+    assert (rig.prefills[-1][1].decode is None) is (expected == "d1")
 
 
 def test_decisions_are_counted_told_and_compared_with_what_came(caplog: pytest.LogCaptureFixture) -> None:
-    house = House("p1", "d1", policy="cost")
+    rig = RouterRig("p1", "d1", policy="cost")
     with caplog.at_level("DEBUG", "router.attempts"):
-        assert place(house, "a", 100) == "p1"
+        assert place(rig, "a", 100) == "p1"
     (line,) = [record.getMessage() for record in caplog.records]
     nodes = "placed attempt=0 prefill=p1 decode=d1"
     assert line.startswith(f"{nodes} cost_ms=34.1 queue_ms=0.0 prefill_ms=10.0 handoff_ms=0.0"), (
         "0.05 s x (100 / 144)^2"
     )
-    say(house, "p1", "a", Tokens(0, 0, (5,)), HandedOff(0.1))
-    say(house, "d1", "a", Adopted(0.1, 0, 9), OVER, End())
-    assert house.last_word.timings.expected_first_token_s == pytest.approx(100 * PRIOR_S_PER_TOKEN)
-    house.core.node_lost("p1", "died", 1.0)
-    assert place(house, "b") == "d1"
-    house.core.node_lost("d1", "died", 1.0)
-    house.collect()
-    assert house.core.num_placements() == {"pair": 1, "decode_alone": 1, "waited": 1}
+    say(rig, "p1", "a", Tokens(0, 0, (5,)), HandedOff(0.1))
+    say(rig, "d1", "a", Adopted(0.1, 0, 9), OVER, End())
+    assert rig.last_word.timings.expected_first_token_s == pytest.approx(100 * PRIOR_S_PER_TOKEN)
+    rig.core.node_lost("p1", "died", 1.0)
+    assert place(rig, "b") == "d1"
+    rig.core.node_lost("d1", "died", 1.0)
+    rig.collect()
+    assert rig.core.num_placements() == {"pair": 1, "decode_alone": 1, "waited": 1}
 
 
 def test_prompts_that_wait_for_other_routers_count() -> None:
-    house = House("p1", "p2", "d1", policy="cost")
-    assert place(house, "a", 100) in ("p1", "p2")
-    ((busy, _),) = house.prefills
+    rig = RouterRig("p1", "p2", "d1", policy="cost")
+    assert place(rig, "a", 100) in ("p1", "p2")
+    ((busy, _),) = rig.prefills
     idle = "p2" if busy == "p1" else "p1"
-    house.core.node_load(busy, Load(1, 0, 9, 9, num_waiting_tokens=100), 0.0)  # this router's own
-    house.core.node_load(idle, Load(9, 0, 9, 9, num_waiting_tokens=5000), 0.0)
-    node = house.core.pool.get(idle)
+    rig.core.node_load(busy, Load(1, 0, 9, 9, num_waiting_tokens=100), 0.0)  # this router's own
+    rig.core.node_load(idle, Load(9, 0, 9, 9, num_waiting_tokens=5000), 0.0)
+    node = rig.core.pool.get(idle)
     assert node
     assert node.queue_s(0.0) == pytest.approx(5000 * PRIOR_S_PER_TOKEN)
-    assert [place(house, f"more-{i}") for i in range(3)] == [busy] * 3
-    house.core.node_load(idle, Load(), 0.0)
+    assert [place(rig, f"more-{i}") for i in range(3)] == [busy] * 3
+    rig.core.node_load(idle, Load(), 0.0)
     assert node.queue_s(0.0) == 0.0
-    assert place(house, "last") == idle
+    assert place(rig, "last") == idle
 
 
 def test_what_a_full_decode_node_makes_wait_follows_from_how_long_its_requests_last() -> None:
-    house = House("d1", "d2", policy="cost", with_prefill=False)
-    pool = house.core.pool
+    rig = RouterRig("d1", "d2", policy="cost", with_prefill=False)
+    pool = rig.core.pool
     for name, lasted_s in (("d1", 100.0), ("d2", 1.0)):
         pool.ended(name, 0, lasted_s)
-        house.core.node_load(name, Load(0, 4, 0, 9), 0.0)
+        rig.core.node_load(name, Load(0, 4, 0, 9), 0.0)
     for i in range(4):
-        assert place(house, f"r{i}", 20) == "d2", "a seventh of a pool too many: 14 s or 0.14"
+        assert place(rig, f"r{i}", 20) == "d2", "a seventh of a pool too many: 14 s or 0.14"
 
 
 def test_how_long_requests_last_is_learned_when_they_end() -> None:
-    house = House("p1", "d1")
-    place(house, "a")
-    say(house, "p1", "a", Tokens(0, 0, (5,)), HandedOff(0.1))
-    _, prefill = house.prefills[0]
-    house.say("d1", prefill, Adopted(0.1, 0, 9), OVER, End(), now=7.5)
-    node = house.core.pool.get("d1")
+    rig = RouterRig("p1", "d1")
+    place(rig, "a")
+    say(rig, "p1", "a", Tokens(0, 0, (5,)), HandedOff(0.1))
+    _, prefill = rig.prefills[0]
+    rig.say("d1", prefill, Adopted(0.1, 0, 9), OVER, End(), now=7.5)
+    node = rig.core.pool.get("d1")
     assert node
     assert node.held_s.value == pytest.approx(7.5)

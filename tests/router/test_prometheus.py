@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from baton.address import HostPort
-from baton.messages import AttemptId, End, Prefill, Sample, Started, Tokens, Update
+from baton.messages import AttemptId, End, NodeRole, Prefill, Sample, Started, Tokens, Update
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, AdminGate, MetricsServer, NodeMetrics, RouterMetrics, metrics_page, new_registry
 from deploy.ports import HeldPort
@@ -94,6 +94,15 @@ def test_every_sample_says_who_tells_and_no_name_is_told_by_both_sides() -> None
     families = [{m.name for m in registry.collect()} for registry in (router, node_registry("prefill"))]
     shared = {name for name in families[0] & families[1] if not name.startswith(("process_", "vllm:"))}
     assert shared == {"baton:build_info"}
+
+
+async def test_a_router_tells_endpoint_pickers_of_the_blocks_of_its_decode_nodes(router: Router, client) -> None:
+    infos = [node.info for node in router.nodes.nodes if node.info.role is NodeRole.DECODE]
+    total, size = sum(info.num_blocks for info in infos), infos[0].layout.block_size
+    (line,) = [line for line in (await client.get("/metrics")).text.splitlines() if "vllm:cache_config_info{" in line]
+    assert f'block_size="{size}"' in line
+    assert f'num_gpu_blocks="{total}"' in line
+    assert line.endswith(" 1.0")
 
 
 async def test_what_clients_send_names_no_series(client: httpx.AsyncClient) -> None:

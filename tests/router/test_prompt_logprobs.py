@@ -13,8 +13,8 @@ from router.actions import Emit
 from router.http.logprobs import token_text
 from router.life import RoutedRequest
 from tests.router.fake_node import prompt_pieces
-from tests.router.house import House
 from tests.router.http_shapes import CHAT, error_of
+from tests.router.rig import RouterRig
 from tests.router.tiny_tokenizer import tiny_tokenizer
 
 IDS = [[5, 60, 61, 62, 63, 64, 65], [5, 70, 71]]
@@ -121,30 +121,30 @@ async def test_bad_requests(client, fields, param, says):
 
 
 def submitted(n: int = 1, num_top: int = 0):
-    house = House("p1", "p2", "d1", "d2")
+    rig = RouterRig("p1", "p2", "d1", "d2")
     sampling = SamplingParams(max_tokens=8, num_prompt_logprobs=num_top)
-    house.core.submit(RoutedRequest("r", PROMPT, n, sampling, 60.0), 0.0)
-    house.collect()
-    return house, house.prefills[-1]
+    rig.core.submit(RoutedRequest("r", PROMPT, n, sampling, 60.0), 0.0)
+    rig.collect()
+    return rig, rig.prefills[-1]
 
 
-def scores(house):
-    told = [emit.event for emit in house.emitted if isinstance(emit, Emit)]
+def scores(rig):
+    told = [emit.event for emit in rig.emitted if isinstance(emit, Emit)]
     return [entry.logprob for event in told if isinstance(event, PromptLogprobs) for entry in event]
 
 
 def test_a_lost_node_leaves_each_token_with_one_logprob() -> None:
-    house, (name, first) = submitted()
+    rig, (name, first) = submitted()
     pieces = prompt_pieces(first, 2)
-    house.say(name, first, pieces[0])
-    house.core.node_lost(name, "gone", 1.0)
-    house.collect()
-    name, second = house.prefills[-1]
+    rig.say(name, first, pieces[0])
+    rig.core.node_lost(name, "gone", 1.0)
+    rig.collect()
+    name, second = rig.prefills[-1]
     assert second.sampling.num_prompt_logprobs == 0
-    house.say(name, second, *prompt_pieces(second, 3), Tokens(0, 0, (5,)))
-    assert scores(house) == [-1.0, -2.0, -3.0, -4.0, -5.0]
-    house.say(name, second, End(NodeUnavailable("stopping")))
-    assert house.prefills[-1][1].sampling.num_prompt_logprobs is None  # all are told: not computed again
+    rig.say(name, second, *prompt_pieces(second, 3), Tokens(0, 0, (5,)))
+    assert scores(rig) == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    rig.say(name, second, End(NodeUnavailable("stopping")))
+    assert rig.prefills[-1][1].sampling.num_prompt_logprobs is None  # all are told: not computed again
 
 
 @pytest.mark.parametrize(
@@ -158,23 +158,25 @@ def test_a_lost_node_leaves_each_token_with_one_logprob() -> None:
     ],
 )
 def test_what_cannot_be_is_the_attempts_end(lie: object) -> None:
-    house, (name, first) = submitted()
-    house.say(name, first, prompt_pieces(first, 1)[0], lie)
-    assert house.prefills[-1][1].attempt_id.attempt == 1
-    assert scores(house) == [-1.0]
+    rig, (name, first) = submitted()
+    rig.say(name, first, prompt_pieces(first, 1)[0], lie)
+    assert rig.prefills[-1][1].attempt_id.attempt == 1
+    assert scores(rig) == [-1.0]
 
 
-def test_what_decode_says_waits_for_the_prompts_logprobs() -> None:
-    house, (name, first) = submitted()
+@pytest.mark.parametrize("of_prefill", [(5,), ()], ids=["token 0 is P's", "P samples none"])
+def test_what_decode_says_waits_for_the_prompts_logprobs(of_prefill: tuple[int, ...]) -> None:
+    rig, (name, first) = submitted()
     assert first.decode
-    house.say(first.decode.incarnation, first, Tokens(0, 1, (6,)))
-    house.say(name, first, *prompt_pieces(first), Tokens(0, 0, (5,)), HandedOff(0.1))
-    assert scores(house) == [-1.0, -2.0, -3.0, -4.0, -5.0]
-    assert house.told == [(0, 5), (0, 6)]
+    rig.say(first.decode.incarnation, first, Tokens(0, len(of_prefill), (6,)))
+    assert not rig.emitted
+    rig.say(name, first, *prompt_pieces(first), *[Tokens(0, 0, of_prefill)] * len(of_prefill), HandedOff(0.1))
+    assert scores(rig) == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert rig.told == [(0, token) for token in (*of_prefill, 6)]
 
 
 def test_nobody_may_tell_what_was_not_asked_for() -> None:
-    house = House("p1", "d1")
-    first = house.submit()
-    house.say("p1", first, PromptLogprobs(1, 0, bytes(4), bytes(4)))
-    assert house.prefills[-1][1].attempt_id.attempt == 1
+    rig = RouterRig("p1", "d1")
+    first = rig.submit()
+    rig.say("p1", first, PromptLogprobs(1, 0, bytes(4), bytes(4)))
+    assert rig.prefills[-1][1].attempt_id.attempt == 1

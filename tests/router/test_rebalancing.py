@@ -8,30 +8,30 @@ from baton.messages import HandedOff, Load, Migrate, NodeRole, Prefill, Tokens
 from baton.sampling import SamplingParams
 from router.life import RoutedRequest
 from router.rebalancing import PAUSE_S
-from tests.router.house import House, info
+from tests.router.rig import RouterRig, info
 
 NUM_BLOCKS = 9  # of 16 tokens
 
 
-def house_of(above: float | None, *lengths: int) -> House:
+def house_of(above: float | None, *lengths: int) -> RouterRig:
     """Requests with prompts of these lengths run on `d1`; then `d2` comes."""
-    house = House("d1", with_prefill=False, migrate_above=above)
+    rig = RouterRig("d1", with_prefill=False, migrate_above=above)
     for length in lengths:
         request = RoutedRequest(f"of {length}", (1,) * length, 1, SamplingParams(max_tokens=8), 60.0)
-        house.core.submit(request, 0.0)
-        house.collect()
-        house.say("d1", house.prefills[-1][1], Tokens(0, 0, (1,)))
-    house.core.node_up(info("d2", NodeRole.DECODE), 0.0)
-    return house
+        rig.core.submit(request, 0.0)
+        rig.collect()
+        rig.say("d1", rig.prefills[-1][1], Tokens(0, 0, (1,)))
+    rig.core.node_up(info("d2", NodeRole.DECODE), 0.0)
+    return rig
 
 
-def moves(house: House, used: int, used_of_other: int = 0, now: float = 1.0) -> list[str]:
+def moves(rig: RouterRig, used: int, used_of_other: int = 0, now: float = 1.0) -> list[str]:
     """The requests that are asked to move when both nodes have told how many blocks they use."""
-    known = len(house.sent)
-    house.core.node_load("d2", Load(0, 1, NUM_BLOCKS - used_of_other, NUM_BLOCKS), now)
-    house.core.node_load("d1", Load(0, 1, NUM_BLOCKS - used, NUM_BLOCKS), now)
-    house.collect()
-    asked = [action for action in house.sent[known:] if isinstance(action.message, Migrate)]
+    known = len(rig.sent)
+    rig.core.node_load("d2", Load(0, 1, NUM_BLOCKS - used_of_other, NUM_BLOCKS), now)
+    rig.core.node_load("d1", Load(0, 1, NUM_BLOCKS - used, NUM_BLOCKS), now)
+    rig.collect()
+    asked = [action for action in rig.sent[known:] if isinstance(action.message, Migrate)]
     assert all(action.incarnation == "d1" for action in asked)
     return [action.message.attempt_id.request_id for action in asked]
 
@@ -46,10 +46,10 @@ def test_the_largest_request_moves_that_does_not_turn_the_tables(
 
 
 def test_one_moves_at_a_time_and_the_next_when_the_loads_tell_of_it() -> None:
-    house = house_of(0.3, 40, 20)
-    assert moves(house, used=8) == ["of 40"]
-    assert moves(house, used=8, now=1.0 + 0.9 * PAUSE_S) == []
-    assert moves(house, used=8, now=1.0 + PAUSE_S) == ["of 20"]
+    rig = house_of(0.3, 40, 20)
+    assert moves(rig, used=8) == ["of 40"]
+    assert moves(rig, used=8, now=1.0 + 0.9 * PAUSE_S) == []
+    assert moves(rig, used=8, now=1.0 + PAUSE_S) == ["of 20"]
 
 
 def test_without_the_setting_nothing_moves() -> None:
@@ -57,13 +57,13 @@ def test_without_the_setting_nothing_moves() -> None:
 
 
 def test_a_request_that_has_moved_does_not_come_back() -> None:
-    house = house_of(0.3, 40)
-    prefill: Prefill = house.prefills[-1][1]
-    assert moves(house, used=8) == ["of 40"]
-    house.say("d1", prefill, HandedOff(0.0))
-    house.say("d2", prefill, Tokens(0, 1, (2,)))
-    known = len(house.sent)
-    house.core.node_load("d1", Load(0, 1, NUM_BLOCKS, NUM_BLOCKS), 5.0)
-    house.core.node_load("d2", Load(0, 1, 0, NUM_BLOCKS), 5.0)
-    house.collect()
-    assert house.sent[known:] == []
+    rig = house_of(0.3, 40)
+    prefill: Prefill = rig.prefills[-1][1]
+    assert moves(rig, used=8) == ["of 40"]
+    rig.say("d1", prefill, HandedOff(0.0))
+    rig.say("d2", prefill, Tokens(0, 1, (2,)))
+    known = len(rig.sent)
+    rig.core.node_load("d1", Load(0, 1, NUM_BLOCKS, NUM_BLOCKS), 5.0)
+    rig.core.node_load("d2", Load(0, 1, 0, NUM_BLOCKS), 5.0)
+    rig.collect()
+    assert rig.sent[known:] == []

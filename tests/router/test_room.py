@@ -13,146 +13,146 @@ from baton.messages import Adopted, HandedOff, Load, Started, Tokens
 from baton.sampling import SamplingParams
 from router.admission import LONGEST_RETRY_AFTER_S, Full
 from router.life import AttemptState, RoutedRequest
-from tests.router.house import House
+from tests.router.rig import RouterRig
 
 LONG = 32
 """Tokens, 2 blocks. With one for the answer 3 are needed."""
 
 
-def load(house: House, num_free: int, name: str = "d1", now: float = 0.0) -> None:
+def load(rig: RouterRig, num_free: int, name: str = "d1", now: float = 0.0) -> None:
     """One request runs there, so it needs a block besides."""
-    house.core.node_load(name, Load(0, 1, num_free, 100), now)
-    house.collect()
+    rig.core.node_load(name, Load(0, 1, num_free, 100), now)
+    rig.collect()
 
 
-def submit(house: House, name: str, num_tokens: int = LONG, priority: int = 0, now: float = 0.0) -> None:
+def submit(rig: RouterRig, name: str, num_tokens: int = LONG, priority: int = 0, now: float = 0.0) -> None:
     params = SamplingParams(max_tokens=8)
-    house.core.submit(RoutedRequest(name, tuple(range(num_tokens)), 1, params, 60.0, priority=priority), now)
-    house.collect()
+    rig.core.submit(RoutedRequest(name, tuple(range(num_tokens)), 1, params, 60.0, priority=priority), now)
+    rig.collect()
 
 
-def placed(house: House) -> list[str]:
-    return [prefill.attempt_id.request_id for _, prefill in house.prefills]
+def placed(rig: RouterRig) -> list[str]:
+    return [prefill.attempt_id.request_id for _, prefill in rig.prefills]
 
 
-def adopt(house: House, name: str) -> None:
-    (prefill,) = [p for _, p in house.prefills if p.attempt_id.request_id == name]
-    house.say("p1", prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(0.1))
-    house.say("d1", prefill, Adopted(0.0, 0, 0))
+def adopt(rig: RouterRig, name: str) -> None:
+    (prefill,) = [p for _, p in rig.prefills if p.attempt_id.request_id == name]
+    rig.say("p1", prefill, Started(0, 0.0), Tokens(0, 0, (5,)), HandedOff(0.1))
+    rig.say("d1", prefill, Adopted(0.0, 0, 0))
 
 
 def test_a_prefill_node_gets_no_more_than_the_decode_node_can_take() -> None:
-    house = House("p1", "d1")
-    load(house, 10)
+    rig = RouterRig("p1", "d1")
+    load(rig, 10)
     for name in "abcde":
-        submit(house, name)
-    assert placed(house) == ["a", "b", "c"], "3 of 9 blocks each"
-    load(house, 10)
-    assert placed(house) == ["a", "b", "c"], "which are still to come"
-    adopt(house, "a")
-    load(house, 9, "p1")
-    assert placed(house) == ["a", "b", "c"], "its blocks are still counted: the last load was before"
-    load(house, 10)
-    assert placed(house) == ["a", "b", "c", "d"]
-    assert house.core.states().count(AttemptState.UNPLACED) == 1
+        submit(rig, name)
+    assert placed(rig) == ["a", "b", "c"], "3 of 9 blocks each"
+    load(rig, 10)
+    assert placed(rig) == ["a", "b", "c"], "which are still to come"
+    adopt(rig, "a")
+    load(rig, 9, "p1")
+    assert placed(rig) == ["a", "b", "c"], "its blocks are still counted: the last load was before"
+    load(rig, 10)
+    assert placed(rig) == ["a", "b", "c", "d"]
+    assert rig.core.states().count(AttemptState.UNPLACED) == 1
 
 
 def test_what_is_given_up_gives_its_credits_back() -> None:
-    house = House("p1", "d1")
-    load(house, 4)
-    submit(house, "a")
-    submit(house, "b")
-    house.core.cancel("a", 1.0)
-    load(house, 4)
-    assert placed(house) == ["a", "b"]
+    rig = RouterRig("p1", "d1")
+    load(rig, 4)
+    submit(rig, "a")
+    submit(rig, "b")
+    rig.core.cancel("a", 1.0)
+    load(rig, 4)
+    assert placed(rig) == ["a", "b"]
 
 
 def test_another_decode_node_with_room_is_chosen() -> None:
-    house = House("p1", "d1", "d2")
-    load(house, 1)
-    load(house, 4, "d2")
-    submit(house, "a")
-    (prefill,) = [p for _, p in house.prefills]
+    rig = RouterRig("p1", "d1", "d2")
+    load(rig, 1)
+    load(rig, 4, "d2")
+    submit(rig, "a")
+    (prefill,) = [p for _, p in rig.prefills]
     assert prefill.decode
     assert prefill.decode.incarnation == "d2"
 
 
 def test_an_idle_node_gets_what_it_may_refuse_itself() -> None:
-    house = House("p1", "d1")
-    house.core.node_load("d1", Load(0, 0, 1, 9), 0.0)
-    submit(house, "a")
-    submit(house, "b")
-    assert placed(house) == ["a"]
+    rig = RouterRig("p1", "d1")
+    rig.core.node_load("d1", Load(0, 0, 1, 9), 0.0)
+    submit(rig, "a")
+    submit(rig, "b")
+    assert placed(rig) == ["a"]
 
 
 def test_a_decode_node_without_prefill_nodes_queues_by_itself() -> None:
-    house = House("d1", with_prefill=False)
-    load(house, 0)
-    submit(house, "a")
-    assert placed(house) == ["a"]
+    rig = RouterRig("d1", with_prefill=False)
+    load(rig, 0)
+    submit(rig, "a")
+    assert placed(rig) == ["a"]
 
 
 def test_a_short_request_does_not_overtake_a_long_one_that_waits() -> None:
-    house = House("p1", "d1")
-    load(house, 3)
-    submit(house, "long")
-    submit(house, "short", 3)
-    assert placed(house) == []
-    load(house, 10)
-    assert placed(house) == ["long", "short"]
+    rig = RouterRig("p1", "d1")
+    load(rig, 3)
+    submit(rig, "long")
+    submit(rig, "short", 3)
+    assert placed(rig) == []
+    load(rig, 10)
+    assert placed(rig) == ["long", "short"]
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 30)), max_size=8))
 def test_they_are_placed_in_the_order_in_which_they_are_due(wanted: Sequence[tuple[int, int]]) -> None:
-    house = House("p1", "d1")
-    load(house, 0)
+    rig = RouterRig("p1", "d1")
+    load(rig, 0)
     arrivals = sorted(enumerate(wanted), key=lambda one: one[1][1])
     for number, (priority, at_s) in arrivals:
-        submit(house, str(number), priority=priority, now=float(at_s))
-    assert placed(house) == []
-    load(house, 100, now=40.0)
+        submit(rig, str(number), priority=priority, now=float(at_s))
+    assert placed(rig) == []
+    load(rig, 100, now=40.0)
     due = sorted(arrivals, key=lambda one: one[1][1] + 10 * one[1][0])
-    assert placed(house) == [str(number) for number, _ in due]
-    ages = {prefill.attempt_id.request_id: prefill.age_s for _, prefill in house.prefills}
+    assert placed(rig) == [str(number) for number, _ in due]
+    ages = {prefill.attempt_id.request_id: prefill.age_s for _, prefill in rig.prefills}
     assert ages == {str(number): 40.0 - at_s for number, (_, at_s) in arrivals}
 
 
 def test_waiting_is_bounded_by_tokens_and_says_when_to_come_again() -> None:
-    house = House("p1", "d1", max_waiting=0, max_waiting_tokens=2 * (LONG + 8))
-    load(house, 0)
-    submit(house, "a")
-    submit(house, "b")
+    rig = RouterRig("p1", "d1", max_waiting=0, max_waiting_tokens=2 * (LONG + 8))
+    load(rig, 0)
+    submit(rig, "a")
+    submit(rig, "b")
     with pytest.raises(Full, match=r"80 of 80 tokens wait for decode nodes \(--max-waiting-tokens\)") as full:
-        submit(house, "c")
+        submit(rig, "c")
     assert full.value.retry_after_s == 1
-    load(house, 4, now=20.0)
-    assert placed(house) == ["a"], "after 20 s"
-    submit(house, "c", now=20.0)
+    load(rig, 4, now=20.0)
+    assert placed(rig) == ["a"], "after 20 s"
+    submit(rig, "c", now=20.0)
     with pytest.raises(Full) as full:
-        submit(house, "d", now=20.0)
+        submit(rig, "d", now=20.0)
     assert full.value.retry_after_s == 10, "half of what waits is to leave"
     assert full.value.retry_after_s <= LONGEST_RETRY_AFTER_S
-    assert house.core.num_requests == 3
+    assert len(rig.core.requests) == 3
 
 
 def test_one_that_was_taken_waits_again_however_many_do() -> None:
-    house = House("p1", "d1", "d2", max_waiting=0, max_waiting_tokens=1)
-    load(house, 4)
-    load(house, 0, "d2")
-    submit(house, "a")
-    submit(house, "b", now=0.5)
-    house.core.node_lost("d1", "died", 1.0)
-    house.collect()
-    assert house.core.num_requests == 2
-    load(house, 100, "d2", now=2.0)
-    assert placed(house) == ["a", "a", "b"]
+    rig = RouterRig("p1", "d1", "d2", max_waiting=0, max_waiting_tokens=1)
+    load(rig, 4)
+    load(rig, 0, "d2")
+    submit(rig, "a")
+    submit(rig, "b", now=0.5)
+    rig.core.node_lost("d1", "died", 1.0)
+    rig.collect()
+    assert len(rig.core.requests) == 2
+    load(rig, 100, "d2", now=2.0)
+    assert placed(rig) == ["a", "a", "b"]
 
 
 def test_one_that_finds_no_room_in_time_is_told_so() -> None:
-    house = House("p1", "d1")
-    load(house, 0)
-    submit(house, "a")
-    house.core.tick(60.0)
-    house.collect()
-    assert isinstance(house.end, DeadlineExceeded)
-    assert "no room on the decode nodes within 60 s" in house.end.message
+    rig = RouterRig("p1", "d1")
+    load(rig, 0)
+    submit(rig, "a")
+    rig.core.tick(60.0)
+    rig.collect()
+    assert isinstance(rig.end, DeadlineExceeded)
+    assert "no room on the decode nodes within 60 s" in rig.end.message

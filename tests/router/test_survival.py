@@ -12,7 +12,7 @@ from baton.sampling import SamplingParams
 from router.circuit_breakers import FIRST_OUT_S, LAST_OUT_S, MAX_FAILURES, TRIAL_S, WINDOW_S, CircuitBreakers
 from router.life import RoutedRequest
 from router.retry_budget import MEMORY_S, MIN_PER_S, SHARE, RetryBudget
-from tests.router.house import House, info
+from tests.router.rig import RouterRig, info
 
 FLOOR = int(MIN_PER_S * MEMORY_S)
 
@@ -80,63 +80,63 @@ def test_what_is_gone_or_failed_long_ago_is_forgotten() -> None:
 # ---- nodes ----
 
 
-def ask(house: House, name: str, now: float = 1.0) -> tuple[str, Prefill]:
-    house.core.submit(RoutedRequest(name, (1, 2, 3), 1, SamplingParams(max_tokens=8), 60.0), now)
-    house.collect()
-    return house.prefills[-1]
+def ask(rig: RouterRig, name: str, now: float = 1.0) -> tuple[str, Prefill]:
+    rig.core.submit(RoutedRequest(name, (1, 2, 3), 1, SamplingParams(max_tokens=8), 60.0), now)
+    rig.collect()
+    return rig.prefills[-1]
 
 
-def targets(house: House, name: str, now: float = 1.0) -> tuple[str, str | None]:
-    where, prefill = ask(house, name, now)
+def targets(rig: RouterRig, name: str, now: float = 1.0) -> tuple[str, str | None]:
+    where, prefill = ask(rig, name, now)
     return where, prefill.decode.incarnation if prefill.decode else None
 
 
-def fail(house: House, name: str, now: float = 1.0) -> None:
-    where, prefill = ask(house, name, now)
-    house.say(where, prefill, End(InternalError("CUDA error")), now=now)
+def fail(rig: RouterRig, name: str, now: float = 1.0) -> None:
+    where, prefill = ask(rig, name, now)
+    rig.say(where, prefill, End(InternalError("CUDA error")), now=now)
 
 
 def test_a_prefill_node_that_fails_every_request_is_left_alone() -> None:
-    house = House("p1", "p2", "d1")
+    rig = RouterRig("p1", "p2", "d1")
     for name in range(MAX_FAILURES):
-        fail(house, str(name))
-    assert {targets(house, f"more-{i}")[0] for i in range(4)} == {"p2"}
-    assert str(house.core.why_degraded(1.0)).startswith("p1 is avoided for a while, since it fails: CUDA error")
+        fail(rig, str(name))
+    assert {targets(rig, f"more-{i}")[0] for i in range(4)} == {"p2"}
+    assert str(rig.core.pool.why_degraded(1.0)).startswith("p1 is avoided for a while, since it fails: CUDA error")
 
 
 def test_without_another_prefill_node_the_decode_nodes_do_its_work_until_a_trial_succeeds() -> None:
-    house = House("p1", "d1")
+    rig = RouterRig("p1", "d1")
     for name in range(MAX_FAILURES):
-        fail(house, str(name))
-    assert targets(house, "a") == ("d1", None)
+        fail(rig, str(name))
+    assert targets(rig, "a") == ("d1", None)
     now = 1.0 + FIRST_OUT_S
-    where, trial = ask(house, "trial", now)
+    where, trial = ask(rig, "trial", now)
     assert where == "p1"
-    assert targets(house, "b", now) == ("d1", None), "while the trial runs"
-    house.say("p1", trial, Tokens(0, 0, (5,)), HandedOff(0.1), now=now)
-    house.say("d1", trial, Adopted(0.1, 0, 9), now=now)
-    assert targets(house, "c", now) == ("p1", "d1")
-    assert house.core.why_degraded(now) is None
+    assert targets(rig, "b", now) == ("d1", None), "while the trial runs"
+    rig.say("p1", trial, Tokens(0, 0, (5,)), HandedOff(0.1), now=now)
+    rig.say("d1", trial, Adopted(0.1, 0, 9), now=now)
+    assert targets(rig, "c", now) == ("p1", "d1")
+    assert rig.core.pool.why_degraded(now) is None
 
 
 def test_a_decode_node_that_fails_gets_requests_only_if_there_is_no_other() -> None:
-    house = House("p1", "d1", "d2")
+    rig = RouterRig("p1", "d1", "d2")
     for name in range(MAX_FAILURES):
-        house.core.pool.failed("d1", "CUDA error", 1.0)
-        assert targets(house, str(name))
-    assert {targets(house, f"more-{i}")[1] for i in range(3)} == {"d2"}
-    house.core.node_lost("d2", "died", 1.0)
-    assert targets(house, "last") == ("p1", "d1")
+        rig.core.pool.failed("d1", "CUDA error", 1.0)
+        assert targets(rig, str(name))
+    assert {targets(rig, f"more-{i}")[1] for i in range(3)} == {"d2"}
+    rig.core.node_lost("d2", "died", 1.0)
+    assert targets(rig, "last") == ("p1", "d1")
 
 
 def test_a_node_that_is_lost_each_time_it_comes_is_avoided_when_it_comes_again() -> None:
-    house = House("p2", "d1")
+    rig = RouterRig("p2", "d1")
     for i in range(MAX_FAILURES):
         again = info("p1", NodeRole.PREFILL)
-        house.core.node_up(again, i)
-        house.core.node_lost("p1", "broke", i)
-    house.core.node_up(again, 3.0)
-    assert {targets(house, str(i), 3.0)[0] for i in range(4)} == {"p2"}
+        rig.core.node_up(again, i)
+        rig.core.node_lost("p1", "broke", i)
+    rig.core.node_up(again, 3.0)
+    assert {targets(rig, str(i), 3.0)[0] for i in range(4)} == {"p2"}
 
 
 # ---- the budget ----
@@ -166,27 +166,27 @@ def test_a_budget_that_is_used_up_recovers() -> None:
 
 
 def test_a_request_ends_with_its_error_when_too_many_are_tried_again() -> None:
-    house = House("p1", "p2", "p3", "d1")
+    rig = RouterRig("p1", "p2", "p3", "d1")
     for i in range(FLOOR + 200):
-        where, prefill = ask(house, str(i))
-        house.say(where, prefill, End(TransferTimeout("late")))
-        if house.emitted:
+        where, prefill = ask(rig, str(i))
+        rig.say(where, prefill, End(TransferTimeout("late")))
+        if rig.emitted:
             break
-        house.core.cancel(str(i), 1.0)
-        house.emitted.clear()
-        house.collect()
-        house.emitted.clear()
+        rig.core.cancel(str(i), 1.0)
+        rig.emitted.clear()
+        rig.collect()
+        rig.emitted.clear()
     assert FLOOR <= i <= FLOOR * (1 + 2 * SHARE)
-    assert isinstance(house.end, TransferTimeout)
-    assert house.end.message == "late; not tried again, since too many requests are"
+    assert isinstance(rig.end, TransferTimeout)
+    assert rig.end.message == "late; not tried again, since too many requests are"
 
 
 def test_streams_of_a_lost_node_all_go_on() -> None:
-    house = House("p1", "d1", "d2")
-    prefills = [ask(house, str(i))[1] for i in range(4 * FLOOR)]
+    rig = RouterRig("p1", "d1", "d2")
+    prefills = [ask(rig, str(i))[1] for i in range(4 * FLOOR)]
     lost = [prefill for prefill in prefills if prefill.decode and prefill.decode.incarnation == "d1"]
     assert len(lost) > FLOOR
-    house.core.node_lost("d1", "died", 1.0)
-    house.collect()
-    assert not house.emitted
-    assert len(house.prefills) == len(prefills) + len(lost)
+    rig.core.node_lost("d1", "died", 1.0)
+    rig.collect()
+    assert not rig.emitted
+    assert len(rig.prefills) == len(prefills) + len(lost)

@@ -8,7 +8,7 @@ from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.timeline import Estimate, Timeline, first_token_stages
 from router.life import RoutedRequest
 from router.request_record import MAX_ATTEMPTS, Preparation, RequestRecord
-from tests.router.house import House, info
+from tests.router.rig import RouterRig, info
 
 ENDED = (SampleEnd(0, FinishReason.LENGTH), End(None, None, DecodeTimes(2, 0.5)))
 PROMPT = PromptTimes(0.1, 0.5, 2, granted_s=0.6)
@@ -16,28 +16,28 @@ ADOPTED = Adopted(0.05, 0, 64, commit_s=0.1, step_wait_s=0.02)
 PREPARED = Preparation(1_700_000_000.0, 0.01, 0.04)
 
 
-def submit(house: House, submitted: float = 0.05, n: int = 1):
+def submit(rig: RouterRig, submitted: float = 0.05, n: int = 1):
     request = RoutedRequest("r", (1, 2, 3), n, SamplingParams(max_tokens=8), 60.0, preparation=PREPARED)
-    house.core.submit(request, 0.0, submitted)
-    house.collect()
-    return house.prefills[-1][1] if house.prefills else None
+    rig.core.submit(request, 0.0, submitted)
+    rig.collect()
+    return rig.prefills[-1][1] if rig.prefills else None
 
 
-def timeline_of(house: House) -> Timeline:
-    timeline = house.last_word.timeline
+def timeline_of(rig: RouterRig) -> Timeline:
+    timeline = rig.last_word.timeline
     assert timeline is not None
     return timeline
 
 
 def test_a_request_of_a_pair_has_each_moment():
-    house = House("p", "d")
-    prefill = submit(house)
-    house.say("p", prefill, Started(0, 0.1), now=0.2)
-    house.say("p", prefill, Tokens(0, 0, (5,)), now=0.7)
-    house.say("p", prefill, HandedOff(0.4, 0.1, 0.1, PROMPT), now=0.9)
-    house.say("d", prefill, ADOPTED, Tokens(0, 1, (6,)), now=1.0)
-    house.say("d", prefill, *ENDED, now=1.5)
-    timeline = timeline_of(house)
+    rig = RouterRig("p", "d")
+    prefill = submit(rig)
+    rig.say("p", prefill, Started(0, 0.1), now=0.2)
+    rig.say("p", prefill, Tokens(0, 0, (5,)), now=0.7)
+    rig.say("p", prefill, HandedOff(0.4, 0.1, 0.1, PROMPT), now=0.9)
+    rig.say("d", prefill, ADOPTED, Tokens(0, 1, (6,)), now=1.0)
+    rig.say("d", prefill, *ENDED, now=1.5)
+    timeline = timeline_of(rig)
     (attempt,) = timeline.attempts
     assert (attempt.placed_at_s, attempt.started_at_s, attempt.handed_off_at_s) == (0.05, 0.2, 0.9)
     assert (attempt.adopted_at_s, attempt.ended_at_s) == (1.0, 1.5)
@@ -51,40 +51,40 @@ def test_a_request_of_a_pair_has_each_moment():
 
 
 def test_a_first_token_that_the_decode_node_streams_has_the_handoff_in_it():
-    house = House("p", "d", first_token="decode")
-    prefill = submit(house)
-    house.say("p", prefill, Started(0, 0.1), now=0.2)
-    house.say("p", prefill, Tokens(0, 0, (5,)), HandedOff(0.4, 0.1, 0.1, PROMPT), now=0.7)
-    house.say("d", prefill, ADOPTED, now=0.8)
-    house.say("d", prefill, Tokens(0, 1, (6,)), *ENDED, now=1.5)
-    found = first_token_stages(timeline_of(house))
+    rig = RouterRig("p", "d", first_token="decode")
+    prefill = submit(rig)
+    rig.say("p", prefill, Started(0, 0.1), now=0.2)
+    rig.say("p", prefill, Tokens(0, 0, (5,)), HandedOff(0.4, 0.1, 0.1, PROMPT), now=0.7)
+    rig.say("d", prefill, ADOPTED, now=0.8)
+    rig.say("d", prefill, Tokens(0, 1, (6,)), *ENDED, now=1.5)
+    found = first_token_stages(timeline_of(rig))
     assert sum(found.values()) == pytest.approx(0.8)
     assert (found["transfer"], found["step_wait"]) == (0.05, 0.02)
 
 
 def test_a_decode_node_alone_reports_its_prompt_with_the_end():
-    house = House("d", with_prefill=False)
-    prefill = submit(house)
-    house.say("d", prefill, Started(0, 0.1), now=0.2)
-    house.say("d", prefill, Tokens(0, 0, (5,)), now=0.7)
-    house.say("d", prefill, SampleEnd(0, FinishReason.STOP), End(None, PROMPT, DecodeTimes(1, 0.0)), now=1.0)
-    timeline = timeline_of(house)
+    rig = RouterRig("d", with_prefill=False)
+    prefill = submit(rig)
+    rig.say("d", prefill, Started(0, 0.1), now=0.2)
+    rig.say("d", prefill, Tokens(0, 0, (5,)), now=0.7)
+    rig.say("d", prefill, SampleEnd(0, FinishReason.STOP), End(None, PROMPT, DecodeTimes(1, 0.0)), now=1.0)
+    timeline = timeline_of(rig)
     assert timeline.attempts[0].estimate.kind == "decode_alone"
     assert first_token_stages(timeline)["prefill"] == pytest.approx(0.4)
 
 
 def test_an_attempt_that_was_lost_is_in_the_timeline_of_the_next_one():
-    house = House("p", "d", "p2")
-    first = submit(house)
-    (lost, _) = house.prefills[-1]
-    house.say(lost, first, Started(0, 0.1), now=0.2)
-    house.core.node_lost(lost, "gone", 2.0)
-    house.collect()
-    other, again = house.prefills[-1]
-    house.say(other, again, Started(0, 0.1), now=2.2)
-    house.say(other, again, Tokens(0, 0, (5,)), HandedOff(0.4, prompt=PROMPT), now=2.7)
-    house.say("d", again, ADOPTED, Tokens(0, 1, (6,)), *ENDED, now=3.0)
-    timeline = timeline_of(house)
+    rig = RouterRig("p", "d", "p2")
+    first = submit(rig)
+    (lost, _) = rig.prefills[-1]
+    rig.say(lost, first, Started(0, 0.1), now=0.2)
+    rig.core.node_lost(lost, "gone", 2.0)
+    rig.collect()
+    other, again = rig.prefills[-1]
+    rig.say(other, again, Started(0, 0.1), now=2.2)
+    rig.say(other, again, Tokens(0, 0, (5,)), HandedOff(0.4, prompt=PROMPT), now=2.7)
+    rig.say("d", again, ADOPTED, Tokens(0, 1, (6,)), *ENDED, now=3.0)
+    timeline = timeline_of(rig)
     assert [attempt.attempt for attempt in timeline.attempts] == [0, 1]
     assert "gone" in timeline.attempts[0].error
     assert (timeline.attempts[0].ended_at_s, timeline.attempts[1].placed_at_s) == (2.0, 2.0)
@@ -93,22 +93,22 @@ def test_an_attempt_that_was_lost_is_in_the_timeline_of_the_next_one():
 
 
 def test_a_request_that_waits_for_a_node_says_for_how_long():
-    house = House()
-    submit(house)
-    house.core.node_up(info("d", NodeRole.DECODE), 5.0)
-    house.collect()
-    prefill = house.prefills[-1][1]
-    house.say("d", prefill, Started(0, 0.1), now=5.2)
-    house.say("d", prefill, Tokens(0, 0, (5,)), *ENDED, now=5.7)
-    assert first_token_stages(timeline_of(house))["wait_for_node"] == pytest.approx(4.95)
+    rig = RouterRig()
+    submit(rig)
+    rig.core.node_up(info("d", NodeRole.DECODE), 5.0)
+    rig.collect()
+    prefill = rig.prefills[-1][1]
+    rig.say("d", prefill, Started(0, 0.1), now=5.2)
+    rig.say("d", prefill, Tokens(0, 0, (5,)), *ENDED, now=5.7)
+    assert first_token_stages(timeline_of(rig))["wait_for_node"] == pytest.approx(4.95)
 
 
 def test_a_request_that_never_ran_has_a_timeline_too():
-    house = House()
-    submit(house)
-    house.core.cancel("r", 1.0)
-    house.collect()
-    timeline = timeline_of(house)
+    rig = RouterRig()
+    submit(rig)
+    rig.core.cancel("r", 1.0)
+    rig.collect()
+    timeline = timeline_of(rig)
     assert (timeline.attempts, timeline.error_code, timeline.ended_at_s) == ((), "cancelled", 1.0)
 
 

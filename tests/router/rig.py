@@ -37,7 +37,7 @@ def info(name: str, role: NodeRole) -> NodeInfo:
     )
 
 
-class House:
+class RouterRig:
     """A router with its nodes, and all that it has sent and emitted."""
 
     def __init__(

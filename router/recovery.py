@@ -1,0 +1,82 @@
+"""What follows when an attempt is lost: a Prefill of prompt and output so far, or the end of the request."""
+
+from __future__ import annotations
+
+from baton.errors import BatonError, InternalError, NodeUnavailable, Overloaded
+from router.attempts import Attempts
+from router.life import Attempt, RequestLife, SampleLife, Unplaced
+from router.live_requests import LiveRequests
+from router.retry_budget import RetryBudget
+
+MAX_ATTEMPTS = 4
+MAX_LOST_NODES = 2
+"""A request that lost this many nodes is more likely the cause than the victim."""
+
+
+class Recovery:
+    """Limits the attempts at a request, and by `retries` those at all requests together."""
+
+    def __init__(self, attempts: Attempts, requests: LiveRequests, retries: RetryBudget) -> None:
+        self._attempts = attempts
+        self._requests = requests
+        self._retries = retries
+
+    def node_lost(self, incarnation: str, reason: str, what: str, stopped: bool, now: float) -> None:
+        """Attempts that depended on the node are lost. `what`: the node, for people; `stopped`: it had been told to
+        end, so that its loss is nobody's fault."""
+        for life in self._requests:
+            attempts = [attempt for attempt in life.attempts.values() if attempt.depends_on(incarnation)]
+            if not stopped and (attempts or incarnation in life.blamed):
+                life.lost[incarnation] = f"{what}: {reason}"
+            for attempt in attempts:
+                if attempt.id in life.attempts:  # one failure can end all the request's work
+                    self.fail(life, attempt, NodeUnavailable(f"{what} lost: {reason}"), now, {incarnation}, lost=True)
+
+    def fail(
+        self,
+        life: RequestLife,
+        attempt: Attempt,
+        error: BatonError,
+        now: float,
+        suspects: set[str] | None = None,
+        retry: bool = False,
+        lost: bool = False,
+    ) -> None:
+        """The attempt is lost: fence it, and place what is unfinished again, or end the request with `error`. `lost`: a
+        node is, which needs no share of the retry budget."""
+        attempt.record.failed(error)
+        self._attempts.abort(attempt)
+        self._attempts.retire(life, attempt, now)
+        unfinished = attempt.unfinished
+        for sample in attempt.samples:
+            sample.early.clear()
+        if not unfinished:
+            self._requests.end_if_done(life, now)
+            return
+        life.avoid |= suspects or set()
+        if life.is_poisonous(MAX_LOST_NODES):
+            error, retry = InternalError(f"given up, since nodes were lost that ran it: {life.losses}"), False
+        if not (retry or error.retryable) or attempt.id.attempt + 1 >= MAX_ATTEMPTS:
+            self._requests.end(life, error, now)
+            return
+        if not (lost or self._retries.take(now)):
+            self._requests.end(life, type(error)(f"{error.message}; not tried again, since too many requests are"), now)
+            return
+        try:
+            for group in life.groups(unfinished):
+                self._place_again(life, attempt, group, error, now)
+        except (NodeUnavailable, Overloaded) as refused:
+            end = error if refused is error else type(refused)(f"{error.message}; {refused.message}")
+            self._requests.end(life, end, now)
+
+    def _place_again(
+        self, life: RequestLife, lost: Attempt, group: list[SampleLife], error: BatonError, now: float
+    ) -> None:
+        """Raises NodeUnavailable. Raises `error` itself if it is Overloaded and no other node can be asked, so that the
+        client retries later."""
+        placement = self._attempts.choose(life, now)
+        if isinstance(error, Overloaded) and (placement is None or placement.last.info.incarnation in life.avoid):
+            raise error
+        whole = len(group) == len(lost.samples)
+        key = lost.id.request_id if whole else f"{lost.id.request_id}/{group[0].index}"
+        self._attempts.place_or_wait(Unplaced(life, group, key, lost.id.attempt + 1, error), placement, now)

@@ -1,0 +1,247 @@
+"""What nodes tell of attempts: tokens in order of their indexes, the steps of a handoff, and ends.
+
+Messages of two nodes overtake each other. What a decode node says of a sample before the prefill node's last word waits
+in `SampleLife.early`, and its End in `Attempt.end_waits`.
+"""
+
+from __future__ import annotations
+
+from baton.errors import BatonError, InternalError, NodeUnavailable, PeerLost, TransferError
+from baton.messages import Adopted, End, HandedOff, SampleEnd, Started, Stayed, Tokens, Update
+from baton.prompt_logprobs import PromptLogprobs
+from router.actions import Outbox
+from router.attempts import Attempts
+from router.held_events import HeldEvents
+from router.kv_flows import KvFlows
+from router.life import Attempt, AttemptState, RequestLife, SampleLife, SampleOut, TokensOut
+from router.live_requests import LiveRequests
+from router.migrations import Migrations
+from router.pool import Pool
+from router.recovery import Recovery
+
+
+class Updates:
+    """Carries each update into the attempt's and the request's state, and tells the client what is new."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        attempts: Attempts,
+        requests: LiveRequests,
+        migrations: Migrations,
+        recovery: Recovery,
+        held: HeldEvents,
+        outbox: Outbox,
+    ) -> None:
+        self.kv_flows = KvFlows()
+        self._pool = pool
+        self._attempts = attempts
+        self._requests = requests
+        self._migrations = migrations
+        self._recovery = recovery
+        self._held = held
+        self._outbox = outbox
+
+    def take(self, incarnation: str, update: Update, now: float) -> None:
+        """Take one update of a node. Anything of an attempt that is not current, or of a node that the attempt was not
+        placed on, is late and ignored."""
+        found = self._attempts.find(update.attempt_id, incarnation)
+        if found is None:
+            return
+        life, attempt = found
+        if attempt.target is not None and not self._moves_on(life, attempt, update, incarnation, now):
+            return
+        if isinstance(update.kind, Tokens):
+            self._pool.generated(incarnation, len(update.kind.token_ids))
+        match update.kind:
+            case Tokens() as tokens if self._flows(life, attempt, tokens):
+                self._outbox.to_client(
+                    life.request.request_id, TokensOut(tokens.sample, tokens.token_ids, tokens.logprobs)
+                )
+            case Tokens() | SampleEnd() as item:
+                self._item(life, attempt, item, incarnation, now)
+            case Started() as started:
+                attempt.record.started(started, now - life.arrived)
+                self._started(life, attempt, started, incarnation)
+            case PromptLogprobs() as piece:
+                self._prompt_logprobs(life, attempt, piece, now)
+            case HandedOff() as handed_off:
+                if not attempt.handed_off and incarnation == attempt.prefill:
+                    self._handed_off(life, attempt, handed_off, now)
+            case Adopted() as adopted:
+                self._adopted(life, attempt, adopted, incarnation, now)
+            case Stayed() as stayed:
+                self._migrations.stayed(life, attempt, stayed, now)
+            case End(error) as end:
+                attempt.record.ended(end)
+                self._ended(life, attempt, error, incarnation, now)
+
+    def _moves_on(self, life: RequestLife, attempt: Attempt, update: Update, incarnation: str, now: float) -> bool:
+        """Note it if an update of an attempt that is to move says that the target has it. False: it is lost there."""
+        kind, target = update.kind, attempt.target
+        if incarnation != target and not (isinstance(kind, HandedOff) and incarnation == attempt.generates_on):
+            if isinstance(kind, End) and kind.error is not None:
+                self._migrations.num_by_outcome["lost"] += 1
+            return True
+        if attempt.target_lost:
+            error = NodeUnavailable("the decode node was lost to which the request has moved")
+            self._migrations.num_by_outcome["lost"] += 1
+            self._recovery.fail(life, attempt, error, now, {target} if target else None, lost=True)
+            return False
+        self._migrations.handed_over(life, attempt)
+        attempt.record.moved(life.timings.decode_node, now - life.arrived)
+        return True
+
+    def _handed_off(self, life: RequestLife, attempt: Attempt, handed_off: HandedOff, now: float) -> None:
+        self._attempts.prefilled(life, attempt, now)
+        attempt.handed_off = True
+        if attempt.decode and not attempt.visited:
+            self._pool.pair_breakers.worked((attempt.prefill, attempt.decode))
+        self._pool.worked(attempt.prefill)
+        if not attempt.visited:
+            life.timings.handed_off(handed_off)
+            attempt.record.handed_off(handed_off, now - life.arrived)
+        self._after_progress(life, attempt, now)
+
+    def _adopted(self, life: RequestLife, attempt: Attempt, adopted: Adopted, incarnation: str, now: float) -> None:
+        self._attempts.prefilled(life, attempt, now)
+        attempt.state = AttemptState.DECODING
+        if not attempt.visited:
+            attempt.record.adopted(adopted, now - life.arrived)
+        self._attempts.has_blocks(attempt)
+        for sample in attempt.samples:
+            self._held.release(life, sample, now)
+        self._pool.worked(incarnation)
+        self.kv_flows.add(attempt.prefill, incarnation, adopted.transfer_bytes)
+        if not attempt.visited:
+            life.timings.adopted(adopted)
+            self._pool.handed_over(incarnation, adopted.handoff_s)
+
+    def _flows(self, life: RequestLife, attempt: Attempt, item: Tokens) -> bool:
+        """Take the next tokens of a sample in full flow, as nearly all updates are. False: it may be otherwise, and
+        `_item` has to look."""
+        sample = attempt.samples[0]
+        if (
+            attempt.state is not AttemptState.DECODING
+            or item.sample != sample.index
+            or item.first_index != len(sample.tokens)
+            or not item.token_ids
+            or sample.ended
+            or sample.early
+            or sample.held
+            or attempt.end_waits
+            or not attempt.prefilled
+            or not life.told
+            or life.lacks_prompt_logprobs
+        ):
+            return False
+        sample.tokens.extend(item.token_ids)
+        return True
+
+    def _started(self, life: RequestLife, attempt: Attempt, started: Started, incarnation: str) -> None:
+        if attempt.state is AttemptState.QUEUED:
+            attempt.state = AttemptState.PREFILLING
+        if attempt.decode is None:
+            self._attempts.has_blocks(attempt)
+        if attempt.id.attempt == 0:  # later ones compute output, too
+            attempt.num_cached = started.num_cached_tokens
+        if attempt.id.attempt == 0 or not life.timings.queue_s:
+            life.timings.queue_s = started.queue_s
+            life.timings.num_cached_tokens = started.num_cached_tokens
+
+    def _prompt_logprobs(self, life: RequestLife, attempt: Attempt, piece: PromptLogprobs, now: float) -> None:
+        """Pass on what is new; an attempt repeats what an earlier one told."""
+        try:
+            fresh = life.take_prompt_logprobs(piece)
+        except InternalError as error:
+            self._recovery.fail(life, attempt, error, now, retry=True)
+            return
+        if fresh is not None:
+            self._outbox.to_client(life.request.request_id, fresh)
+
+    def _item(
+        self, life: RequestLife, attempt: Attempt, item: Tokens | SampleEnd, incarnation: str, now: float
+    ) -> None:
+        sample = attempt.sample(item.sample)
+        if sample is None:
+            unasked = InternalError(f"{attempt.id}: sample {item.sample} was not asked for")
+            self._recovery.fail(life, attempt, unasked, now)
+        elif not sample.ended:
+            gap = isinstance(item, Tokens) and item.first_index > len(sample.tokens)
+            if (
+                incarnation == attempt.decode
+                and not attempt.handed_off
+                and (sample.early or gap or life.lacks_prompt_logprobs)
+            ):
+                sample.early.append(item)  # it overtook the prefill node's tokens
+            elif self._accept(life, attempt, sample, item, now):
+                self._after_progress(life, attempt, now)
+
+    def _accept(
+        self, life: RequestLife, attempt: Attempt, sample: SampleLife, item: Tokens | SampleEnd, now: float
+    ) -> bool:
+        """Take one item in index order. False: the attempt failed."""
+        if life.lacks_prompt_logprobs:
+            lacking = InternalError(f"{attempt.id}: sample {sample.index} came before all logprobs of the prompt")
+            self._recovery.fail(life, attempt, lacking, now, retry=True)
+            return False
+        if isinstance(item, SampleEnd):
+            sample.ended = True
+            sample.early.clear()
+            self._held.tell(life, attempt, sample, SampleOut(sample.index, item.reason, item.stop_token_id), now)
+            return True
+        have = len(sample.tokens)
+        if item.first_index > have:
+            gap = InternalError(f"{attempt.id}: sample {sample.index} jumps from token {have} to {item.first_index}")
+            self._recovery.fail(life, attempt, gap, now, retry=True)
+            return False
+        known = have - item.first_index  # repeated tokens
+        fresh = item.token_ids[known:]
+        if fresh:
+            self._attempts.prefilled(life, attempt, now)
+            sample.tokens.extend(fresh)
+            if attempt.decode and attempt.state is not AttemptState.DECODING:
+                attempt.state = AttemptState.HANDING_OFF
+            elif not attempt.decode:
+                attempt.state = AttemptState.DECODING
+                self._pool.worked(attempt.prefill)
+            self._held.tell(life, attempt, sample, TokensOut(sample.index, fresh, item.logprobs[known:]), now)
+        return True
+
+    def _after_progress(self, life: RequestLife, attempt: Attempt, now: float) -> None:
+        """Take items that waited for tokens of the prefill node. After its last message, a gap is an error."""
+        for sample in attempt.samples:
+            while sample.early:
+                head = sample.early[0]
+                if isinstance(head, Tokens) and head.first_index > len(sample.tokens) and not attempt.handed_off:
+                    break
+                sample.early.pop(0)
+                if not self._accept(life, attempt, sample, head, now):
+                    return
+        if attempt.end_waits and not any(s.early for s in attempt.samples):
+            self._ended(life, attempt, None, attempt.decode or attempt.prefill, now)
+
+    def _ended(
+        self, life: RequestLife, attempt: Attempt, error: BatonError | None, incarnation: str, now: float
+    ) -> None:
+        if error is not None:
+            suspects = attempt.suspects(error, incarnation)
+            if isinstance(error, PeerLost):
+                life.blamed |= suspects
+            if isinstance(error, TransferError) and attempt.decode:
+                self._pool.pair_breakers.failed((attempt.prefill, attempt.decode), error.message, now)
+            if isinstance(error, InternalError):
+                for suspect in suspects:
+                    self._pool.failed(suspect, error.message, now)
+            self._recovery.fail(life, attempt, error, now, suspects, lost=isinstance(error, PeerLost))
+        elif not attempt.unfinished:
+            if incarnation == attempt.decode and not attempt.handed_off:
+                # its last word is still under way and says nothing new
+                self._attempts.abort_on(attempt.prefill, attempt)
+            self._attempts.retire(life, attempt, now)
+            self._requests.end_if_done(life, now)
+        elif incarnation == attempt.decode and not attempt.handed_off:
+            attempt.end_waits = True
+        else:
+            early = InternalError(f"{attempt.id} ended with unfinished samples")
+            self._recovery.fail(life, attempt, early, now, retry=True)
