@@ -19,9 +19,10 @@ from baton.sampling import SamplingParams
 from benchmarks import ceilings
 from benchmarks.engine_host import TimedRunner
 from benchmarks.engine_shape import ModelShape, shape_of
-from engine.engine import Engine, StepResult
+from engine.engine import Engine
 from engine.model.load.loader import LoadFormat
 from engine.sequence import Sequence as EngineSequence
+from engine.step import StepResult
 from node.build import Built, build
 from node.settings import NodeSettings
 

@@ -21,6 +21,7 @@ from baton.sampling import SamplingParams
 from baton_kernels.quantized_linear import dequantize
 from benchmarks.checks import WrongAnswers
 from benchmarks.engine_bench import Bench, drain, note
+from engine.model.experts import NAMES, expert_modules
 from engine.model.linear_method import linear_layers, method_of
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, move_empty
 from engine.model.quantization.linear import QuantizedLinear
@@ -101,6 +102,8 @@ def as_usual(answers: list[Answer], reference: Any, *, weights: bool, kv: bool) 
             module.register_forward_pre_hook(_rounded_inputs)
         if kv and name.endswith(("k_proj", "v_proj")):
             module.register_forward_hook(_rounded_output)
+    for _, experts in expert_modules(reference) if weights else ():
+        _round_experts(experts)
     agreed, num_tokens, shortfall, errors = 0, 0, 0.0, list[Tensor]()
     for answer, logits in zip(answers, exact, strict=True):
         rounded = _logits(reference, answer)
@@ -119,6 +122,16 @@ def _agreement(num_sequences: int, num_tokens: int, agreed: int, shortfall: floa
     return Agreement(
         num_sequences, num_tokens, agreed / num_tokens, shortfall, float(errors.max()), float(errors.mean())
     )
+
+
+def _round_experts(module: Any) -> None:
+    """A scale per expert and matrix, and one per row of either product's inputs."""
+    for name in NAMES:
+        for weight in getattr(module, name):
+            weight.copy_(_rounded(weight, weight.abs().max()))
+    gate = module._apply_gate
+    module._apply_gate = lambda gate_up: _rounded((x := gate(gate_up)), x.abs().amax(-1, keepdim=True))
+    module.register_forward_pre_hook(lambda _, inputs: (*_rounded_inputs(module, inputs[:1]), *inputs[1:]))
 
 
 def _rounded_inputs(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -238,12 +251,19 @@ def reference_of(bench: Bench) -> Any:
     """A plain transformers model with the same weights: those before they were quantized while loading; of a checkpoint
     that is quantized, what they stand for."""
     checkpoint = bench.built.checkpoint
-    if bench.settings.load_format == "dummy" and bench.settings.quantization is not None:
+    is_dummy, on_cpu = bench.settings.load_format == "dummy", bench.built.device.type == "cpu"
+    if is_dummy and (bench.settings.quantization is not None or (on_cpu and not is_quantized(bench))):
+        # The same are drawn again: the served model's may be packed by now, and gone in this form.
         model = build_skeleton(checkpoint.config, bench.dtype, "eager")
         move_empty(model, bench.built.device)
         fill_with_dummies(model)
         return model
-    if bench.settings.load_format == "dummy" or is_quantized(bench):
+    if is_dummy and not is_quantized(bench):
+        model = build_skeleton(checkpoint.config, bench.dtype, "eager")
+        _share_weights(bench.built.runner.model, model)
+        move_empty(model, bench.built.device)
+        return model
+    if is_dummy or is_quantized(bench):
         model = build_skeleton(checkpoint.config, bench.dtype, "eager")
         move_empty(model, bench.built.device)
         _copy_weights(bench.built.runner.model, model)
@@ -252,6 +272,15 @@ def reference_of(bench: Bench) -> Any:
         checkpoint.path, dtype=bench.dtype, attn_implementation="eager", trust_remote_code=False, local_files_only=True
     )
     return loaded.to(bench.built.device).eval()
+
+
+@torch.no_grad()
+def _share_weights(served: Any, reference: Any) -> None:
+    """The reference gets no memory of its own: with twice its weights, a large model leaves none for KV."""
+    own = dict(served.named_parameters())
+    for name, parameter in reference.named_parameters():
+        assert own[name].shape == parameter.shape, "the served model has its weights in another form"
+        parameter.data = own[name].data
 
 
 @torch.no_grad()

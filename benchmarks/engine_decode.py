@@ -130,7 +130,7 @@ def adopt(bench: Bench, cell: Cell, num_steps: int, params: SamplingParams) -> l
 
 def end(engine: Engine, running: list[Sequence]) -> None:
     for seq in running:
-        engine.release(seq)
+        engine.sequences.release(seq)
     for _ in drain(engine):
         pass
 

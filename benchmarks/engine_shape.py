@@ -69,10 +69,24 @@ VLLM = {
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The experts of all layers of a mixture. num_params, num_bytes: of all; num_experts, top_k: of a layer."""
+
+    num_experts: int
+    top_k: int
+    num_params: int
+    num_bytes: int
+
+    def read_bytes(self, batch: int) -> float:
+        """Bytes of the experts that a batch chooses if each token takes any with the same chance."""
+        return self.num_bytes * (1 - (1 - self.top_k / self.num_experts) ** batch)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder. `read_params`: the weights that a step reads completely, so without the embedding table unless
-    it is also the output layer; `read_bytes`: of them, as they are stored. `token_params`: those that every token of a
-    prompt is multiplied with."""
+    """A decoder. `read_params`: the weights that every step reads completely, so without experts, and without the
+    embedding table unless it is also the output layer; `read_bytes`: of them, as they are stored. `token_params`: those
+    that every token of a prompt is multiplied with, its experts included."""
 
     dims: tuple[int, ...]
     num_layers: int
@@ -82,17 +96,21 @@ class ModelShape:
     read_params: int
     read_bytes: int
     token_params: int
+    output_params: int
     vllm: VllmFigures | None = field(default=None)
+    experts: ExpertsShape | None = None
 
     def step_bytes(self, batch: int, mean_context: float, token_bytes: float) -> float:
-        """Bytes that a decode step must read: the weights once, and the KV of every sequence, of `token_bytes` each."""
-        return self.read_bytes + batch * mean_context * token_bytes
+        """Bytes that a decode step must read: the weights once, of experts those that are chosen, and the KV of every
+        sequence, of `token_bytes` each."""
+        experts = 0.0 if self.experts is None else self.experts.read_bytes(batch)
+        return self.read_bytes + experts + batch * mean_context * token_bytes
 
     def prompt_flops(self, num_tokens: int) -> float:
         """Multiplications and additions of a prompt, with causal attention and only its last token's logits."""
         pairs = num_tokens * (num_tokens + 1) / 2
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
-        return 2 * self.token_params * num_tokens + attention + 2 * (self.read_params - self.token_params)
+        return 2 * self.token_params * num_tokens + attention + 2 * self.output_params
 
 
 def shape_of(
@@ -119,17 +137,37 @@ def shape_of(
     if served is not None:
         tables = [module.weight.nbytes for module in served.modules() if isinstance(module, nn.Embedding)]
         read_bytes = sum(weight.nbytes for weight in served.parameters()) - (0 if _tied(model) else sum(tables))
+    experts = _experts(model, served, dtype, text)
+    num_experts_params, num_active_params = 0, 0
+    if experts is not None:
+        num_experts_params = experts.num_params
+        num_active_params = num_experts_params * experts.top_k // experts.num_experts
+        read_bytes -= experts.num_bytes
+    read_params = total - untied_table - num_experts_params
     return ModelShape(
         dims=dims,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-        read_params=total - untied_table,
+        read_params=read_params,
         read_bytes=read_bytes,
-        token_params=total - untied_table - output,
+        token_params=read_params - output + num_active_params,
+        output_params=output,
         vllm=VLLM.get((dims, quantization, kv_cache_dtype)) if dtype == torch.bfloat16 else None,
+        experts=experts,
     )
+
+
+def _experts(model: nn.Module, served: nn.Module | None, dtype: torch.dtype, text: Any) -> ExpertsShape | None:
+    """None: the model has none."""
+    own = [weight for weight in model.parameters() if weight.ndim == 3]
+    if not own:
+        return None
+    num_params = sum(weight.numel() for weight in own)
+    stored = [weight for weight in served.parameters() if weight.ndim == 3] if served is not None else []
+    num_bytes = sum(weight.nbytes for weight in stored) or num_params * dtype.itemsize
+    return ExpertsShape(own[0].shape[0], text.num_experts_per_tok, num_params, num_bytes)
 
 
 def _tied(model: Any) -> bool:

@@ -26,7 +26,7 @@ from baton.settings import Settings, parse
 from benchmarks import hostile_http, hostile_nodes, hostile_peers  # noqa: F401 - they register their cases
 from benchmarks.cluster import running_cluster
 from benchmarks.hostile_case import CASES, UP, Attack, Case
-from benchmarks.hostile_peers import Stranger
+from benchmarks.hostile_stranger import Stranger
 from benchmarks.hostile_victim import Seen, Victim
 from benchmarks.hostile_watch import Memory, cluster_processes, few_descriptors, get, integrity
 from benchmarks.http_stream import Connection

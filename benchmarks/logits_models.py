@@ -14,15 +14,21 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 160
@@ -68,6 +74,13 @@ _YARN: dict[str, Any] = {
     "factor": 2.0,
     "original_max_position_embeddings": _ORIGINAL,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 
 FAMILIES: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**_HEADS, rope_parameters=_LLAMA3),
@@ -92,6 +105,18 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "gpt-oss": lambda: GptOssConfig(
         **_HEADS, sliding_window=20, num_local_experts=4, num_experts_per_tok=2, rope_parameters=_YARN
     ),
+    "qwen3 moe": lambda: Qwen3MoeConfig(
+        **_HEADS, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, norm_topk_prob=True
+    ),
+    "mixtral": lambda: MixtralConfig(**_HEADS, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": lambda: OlmoeConfig(**_SHAPE, num_experts=8, num_experts_per_tok=3),
+    "granite moe": lambda: GraniteMoeConfig(
+        **_SHAPE, num_local_experts=6, num_experts_per_tok=2, residual_multiplier=0.4, logits_scaling=2.0
+    ),
+    "glm4 moe": lambda: Glm4MoeConfig(
+        **_HEADS, **_DEEPSEEK, num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, use_qk_norm=True
+    ),
+    "minimax m2": lambda: MiniMaxM2Config(**_HEADS, num_local_experts=8, num_experts_per_tok=3, rotary_dim=32),
 }
 
 

@@ -2,6 +2,7 @@
 
     python -m tools.quantize baton-tiny OUT --format awq
     python -m tools.quantize baton-tiny OUT --format awq --dequantized   # what those weights stand for, in fp32
+    python -m tools.quantize GPT_OSS OUT --format mxfp4   # a mixture whose experts are in one tensor, as gpt-oss's
 
 Weights are rounded to the nearest value, without calibration: for tests, tables of accuracy, and to try a format. Use
 LLM Compressor, GPTQModel or AutoAWQ for a model that will be served in 4 bits.
@@ -31,10 +32,18 @@ Tensors = dict[str, Tensor]
 @dataclass(frozen=True, slots=True)
 class Format:
     """quantize: the tensors that stand for a layer's weight, by the ends of their names, and the weight that they
-    stand for, in fp32. config: config.json's `quantization_config`."""
+    stand for, in fp32. config: config.json's `quantization_config`. experts: of mixtures' experts, [num_experts,
+    columns, rows], instead of layers."""
 
     config: Mapping[str, Any]
     quantize: Callable[[Tensor], tuple[Tensors, Tensor]]
+    experts: bool = False
+
+    def stored_names(self, name: str) -> str | None:
+        """What the names of the tensors begin with that stand for this one; None: it stays as it is."""
+        if self.experts:
+            return f"{name}_" if name.endswith(("experts.gate_up_proj", "experts.down_proj")) else None
+        return name.removesuffix("weight") if name.endswith("_proj.weight") else None
 
 
 def scales(weight: Tensor, largest: float, group: int) -> Tensor:
@@ -162,6 +171,21 @@ def stored(quantize: Callable[[Tensor], tuple[Tensor, ...]], scale_name: str, sh
     return named
 
 
+def mxfp4(experts: Tensor) -> tuple[Tensors, Tensor]:
+    """A power of two per 32 columns, so that the largest of them is below 8, and 6 at most once it is rounded."""
+    rows = experts.transpose(1, 2).contiguous()
+    groups = rows.view(*rows.shape[:2], -1, 32)
+    largest = groups.abs().amax(-1).clamp(min=2.0**-120)
+    exponents = largest.log2().floor() - 2
+    scaled = groups / exponents.exp2()[..., None]
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = torch.bucketize(scaled.abs(), (table[1:] + table[:-1]) / 2)
+    codes = nearest + 8 * (scaled < 0)
+    values = table[nearest] * scaled.sign() * exponents.exp2()[..., None]
+    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return {"blocks": blocks, "scales": (exponents + 127).to(torch.uint8)}, values.flatten(2).transpose(1, 2)
+
+
 def _scheme(form: str, inputs: bool, **weights: Any) -> dict[str, Any]:
     activations = {"num_bits": 8, "type": weights["type"], "strategy": "token", "dynamic": True, "symmetric": True}
     scheme: dict[str, Any] = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
@@ -212,23 +236,27 @@ FORMATS = {
     "gptq-8bit": Format(_gptq_config(8, True, True, "gptq"), gptq(8, True, False, 1)),
 }
 
+EXPERT_FORMATS = {
+    "mxfp4": Format({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4, experts=True)
+}
+
 
 def write(source: Path, out: Path, form: str, dequantized: bool = False) -> None:
     """A checkpoint's folder in that format; dequantized: its values in fp32, as a plain checkpoint."""
     shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
-    chosen = FORMATS[form]
+    chosen = (FORMATS | EXPERT_FORMATS)[form]
     tensors: Tensors = {}
     for file in sorted(source.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
-            if not name.endswith("_proj.weight"):
+            begin = chosen.stored_names(name)
+            if begin is None:
                 tensors[name] = tensor.float() if dequantized else tensor
                 continue
             parts, values = chosen.quantize(tensor.float())
             if dequantized:
                 tensors[name] = values.contiguous()
             else:
-                layer = name.removesuffix(".weight")
-                tensors |= {f"{layer}.{end}": part.contiguous() for end, part in parts.items()}
+                tensors |= {f"{begin}{end}": part.contiguous() for end, part in parts.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config |= {"dtype": "float32"} if dequantized else {"quantization_config": dict(chosen.config)}
@@ -239,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tools.quantize", description=__doc__.partition("\n")[0])
     parser.add_argument("source", help="an embedded model or a folder")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("--format", choices=[*FORMATS, *EXPERT_FORMATS], required=True)
     parser.add_argument("--dequantized", action="store_true", help="write what the weights stand for, in fp32")
     arguments = parser.parse_args()
     write(

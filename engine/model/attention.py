@@ -176,6 +176,14 @@ def attach(layers: list[nn.Module], pool: KvPool) -> StepContext:
     return step
 
 
+def padding_slots(layer: nn.Module, x: Tensor) -> Tensor | None:
+    """Of the step that is computed on a GPU: [num_tokens] int64, 0 for tokens that are padding. None on a CPU, and
+    for x, [rows, width], that has other rows than the step's tokens. layer: an attention module."""
+    site = layer.__dict__.get(_SITE)
+    slots = site.step.slot_mapping if isinstance(site, LayerSite) and x.is_cuda else None
+    return slots if slots is not None and slots.shape[0] == x.shape[0] else None
+
+
 def bind(module: nn.Module, site: AttentionSite | None) -> None:
     """Set what handles the module's attention calls; None: nothing does."""
     if site is None:

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from baton_kernels.gated_activation import Activation, gated_activation
 from baton_kernels.linear import gated_linear, linear
 from baton_kernels.packed_linear import PackedWeight, can_pack, pack, packed_linear
+from engine.model.experts import expert_modules
+from engine.model.parallel.group import RankGroup
 from engine.model.tolerance import Tolerance, close, rounding
 
 Product = Callable[[Tensor], Tensor]
@@ -151,9 +153,17 @@ class UnquantizedLinear(LinearMethod):
 
 class Quantization(ABC):
     """How a checkpoint stores linear layers and what computes them; one per model. `name`: the module's name in the
-    model. `can_divide`: whether the stored tensors are those of nn.Linear, of which each rank can read a part."""
+    model."""
 
-    can_divide = False
+    @property
+    def can_divide(self) -> bool:
+        """Whether each rank can read its part of the stored tensors: all are [rows, columns] of the weight, or of
+        equal parts of it."""
+        return False
+
+    def divide(self, row_parallel: Sequence[nn.Linear], group: RankGroup) -> None:  # noqa: B027 - most find nothing
+        """The model is a rank's part; these modules have some of the columns. What is found while weights load must be
+        the same as for the whole."""
 
     @abstractmethod
     def create_weights(self, name: str, module: nn.Linear) -> None:
@@ -164,33 +174,48 @@ class Quantization(ABC):
         """The method for the module, whose parameters have been read and are on their device. dtype: the model's."""
         return UnquantizedLinear(module.weight, module.bias)
 
+    def create_expert_weights(self, name: str, module: nn.Module) -> None:  # noqa: B027 - most have plain experts
+        """As `create_weights`, for experts (see `engine.model.experts`)."""
+
+    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+        """As `process_weights_after_loading`, for experts; it may be called again. Returns whether they are quantized
+        now."""
+        return False
+
 
 class Unquantized(Quantization):
     """Weights as nn.Linear has them."""
 
-    can_divide = True
+    @property
+    def can_divide(self) -> bool:
+        return True
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: nn.Linear has them."""
 
 
 def create_weights(model: nn.Module, quantization: Quantization) -> None:
-    """Give all linear layers the parameters that the checkpoint stores, before anything is read."""
+    """Give all linear layers, and experts, the parameters that the checkpoint stores, before anything is read."""
     for name, module in linear_layers(model):
         quantization.create_weights(name, module)
+    for name, experts in expert_modules(model):
+        quantization.create_expert_weights(name, experts)
 
 
 @torch.no_grad()
 def process_weights_after_loading(
     model: nn.Module, quantization: Quantization, dtype: torch.dtype, part: nn.Module | None = None
 ) -> None:
-    """Attach to each linear layer the method that computes it. part: only to those in it. Layers that have one are left
-    alone."""
+    """Attach to each linear layer the method that computes it, and process experts. part: only those in it. Layers that
+    have a method are left alone."""
     within = set((part or model).modules())
     layers = [(name, module) for name, module in linear_layers(model) if module in within]
     for name, module in layers:
         if _METHOD not in module.__dict__:
             attach(module, quantization.process_weights_after_loading(name, module, dtype))
+    for name, experts in expert_modules(model):
+        if experts in within:
+            quantization.process_experts(name, experts, dtype)
 
 
 def attach(module: nn.Module, method: LinearMethod) -> None:

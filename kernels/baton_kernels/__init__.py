@@ -3,6 +3,7 @@
     paged_attention   attention of a flattened batch over KV blocks
     kv_write          writes new keys and values to their slots, optionally with rotary embedding and head norms
     linear            matmuls with weights, optionally with the activation of a gated MLP
+    experts           the choice of experts, and the weighted sums of their gated MLPs
     rms_norm          RMS norm of rows, optionally after adding a residual
     gated_activation  activation of a gated MLP
     step_inputs       token ids, slots and block tables of a step

@@ -190,6 +190,23 @@ def test_what_a_step_reads_and_a_prompt_computes(folder: Path) -> None:
     assert shape.vllm is None
 
 
+def test_of_experts_only_those_that_are_chosen_count() -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token takes 3.3."""
+    models = Path(__file__).parents[2] / "benchmarks" / "models"
+    shape = shape_of(Checkpoint.open(models / "qwen3-30b-a3b"), torch.bfloat16)
+    table = 151936 * 2048
+    expert = 3 * 2048 * 768
+    assert shape.experts is not None
+    assert shape.experts.num_params == 48 * 128 * expert
+    assert shape.read_params + shape.experts.num_params + table == pytest.approx(30.5e9, rel=2e-3)
+    assert shape.token_params + 2 * table == pytest.approx(3.35e9, rel=5e-3)
+    assert shape.step_bytes(1, 0, 0) == 2 * (shape.read_params + 48 * 8 * expert)
+    of_two = 48 * 128 * expert * (1 - (1 - 8 / 128) ** 2)
+    assert shape.step_bytes(2, 0, 0) == pytest.approx(2 * (shape.read_params + of_two))
+    oss = shape_of(Checkpoint.open(models / "gpt-oss-20b"), torch.bfloat16)
+    assert oss.token_params + 2 * 201088 * 2880 == pytest.approx(4.2e9, rel=2e-2)  # its card counts one table: 3.6
+
+
 def test_vllm_is_compared_with_its_own_shape() -> None:
     models = Path(__file__).parents[2] / "benchmarks" / "models"
     llama = shape_of(Checkpoint.open(models / "llama-3.1-8b"), torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -235,3 +236,81 @@ def test_all_is_taken_back_when_the_whole_differs(
     assert "fast modules are off" in caplog.text
     assert not any("forward" in module.__dict__ for module in model.modules())
     check_same_as_own(model, probed, "qwen3")
+
+
+# ---- mixtures of experts ----
+
+MIXTURES = ["gpt-oss", "qwen3 moe", "mixtral", "olmoe", "granite moe", "glm4 moe", "minimax m2"]
+
+
+def mixture_layers(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "experts")]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_and_their_choice(family: str) -> None:
+    model = built(family)
+    probed, report = fused(model)
+    number = len(mixture_layers(model))
+    assert number
+    assert (report.taken_back, report.pieces["experts"].fused, report.pieces["routing"].fused) == (None, number, number)
+    check_same_as_own(model, probed, family)
+
+
+def test_experts_with_another_gate() -> None:
+    def mutate(model: PreTrainedModel) -> None:
+        experts = mixture_layers(model)[0].experts
+        experts._apply_gate = lambda gate_up: F.silu(gate_up.chunk(2, -1)[0]).clamp(max=0.5) * gate_up.chunk(2, -1)[1]
+
+    model = built("qwen3 moe")
+    mutate(model)
+    probed, report = fused(model)
+    (name, why), *others = report.pieces["experts"].refused
+    assert (name, others) == ("model.layers.0.mlp.experts", [])
+    assert why.startswith("its gate is none of silu, ")
+    check_same_as_own(model, probed, "qwen3 moe", mutate)
+
+
+def test_experts_that_compute_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts_class = type(mixture_layers(built("mixtral"))[0].experts)
+    own = inspect.unwrap(experts_class.forward)
+    monkeypatch.setattr(experts_class, "forward", lambda self, x, ids, weights: own(self, x, ids, weights.square()))
+    model = built("mixtral")
+    probed, report = fused(model)
+    assert {why for _, why in report.pieces["experts"].refused} == {"differs"}
+    check_same_as_own(model, probed, "mixtral")
+
+
+@pytest.mark.parametrize("family", ["qwen3 moe", "glm4 moe"])
+def test_routers_that_choose_otherwise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    router_class = type(mixture_layers(built(family))[0].gate)
+    own = router_class.forward
+
+    def squared(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, ids = own(self, x)
+        return logits, weights.square(), ids
+
+    monkeypatch.setattr(router_class, "forward", squared)
+    model = built(family)
+    probed, report = fused(model)
+    assert report.pieces["routing"].fused == 0
+    assert {why for _, why in report.pieces["routing"].refused} == {"differs"}
+    check_same_as_own(model, probed, family)
+
+
+def test_the_bias_of_a_choice_is_found_where_it_is_zero() -> None:
+    """A fresh model's is; what a checkpoint has then counts."""
+
+    def mutate(model: PreTrainedModel) -> None:
+        for layer in mixture_layers(model):
+            bias = layer.gate.e_score_correction_bias
+            bias.copy_(torch.linspace(0, 0.5, len(bias))[torch.randperm(len(bias), generator=torch.Generator())])
+
+    model = built("glm4 moe")
+    with torch.no_grad():
+        for layer in mixture_layers(model):
+            layer.gate.e_score_correction_bias.zero_()
+    probed, report = fused(model)
+    assert report.pieces["routing"].fused == 1
+    mutate(model)
+    check_same_as_own(model, probed, "glm4 moe", mutate)

@@ -14,6 +14,8 @@ torch.set_num_threads(1)
 
 # Of transformers' own error in the dtype, for which rounding is to blame alone.
 SIXTEEN_BIT_MARGIN = 1.5
+MIXTURE_MARGIN = 3.0
+"""Rounding sends some tokens to other experts, here and there others."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -38,8 +40,10 @@ def test_fp32_on_a_gpu(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_16_bits_on_a_gpu(family: str, dtype: torch.dtype) -> None:
     compared = logits.compare(family, torch.device("cuda"), dtype)
-    assert compared.ours.mean_error < SIXTEEN_BIT_MARGIN * compared.own_dtype.mean_error
-    assert compared.ours.same_argmax >= 0.9 * compared.ours.num_tokens
+    is_mixture = "experts" in compared.fused
+    margin, least = (MIXTURE_MARGIN, 0.85) if is_mixture else (SIXTEEN_BIT_MARGIN, 0.9)
+    assert compared.ours.mean_error < margin * compared.own_dtype.mean_error
+    assert compared.ours.same_argmax >= least * compared.ours.num_tokens
     assert "rope 2/2" in compared.fused
 
 

@@ -57,9 +57,12 @@ def sequences(lengths: list[int]) -> list[Sequence]:
     return result
 
 
-@pytest.mark.parametrize("family", tiny_models.CONFIGS)
+FAMILIES = {**tiny_models.CONFIGS, **tiny_models.MIXTURES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_the_modules_as_they_are(family: str, tmp_path: Path) -> None:
-    folder = tiny_models.save(tiny_models.CONFIGS[family], tmp_path)
+    folder = tiny_models.save(FAMILIES[family], tmp_path)
     run = LogitsOf(folder)
     a, b, c = seqs = sequences([70, 33, 100])
     assert run(Chunk.of(a, 0, 30), Chunk.of(b, 0, 32)) == []

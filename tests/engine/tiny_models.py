@@ -9,12 +9,14 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 160
@@ -43,6 +45,19 @@ CONFIGS = {
     "gemma2": Gemma2Config(**SHAPE, sliding_window=20, query_pre_attn_scalar=16, attn_logit_softcapping=3.0),
     "gpt_oss": GptOssConfig(**SHAPE, sliding_window=20, num_local_experts=2, num_experts_per_tok=1),
 }
+MIXTURES = {
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32),
+    "glm4_moe": Glm4MoeConfig(
+        **SHAPE,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+}
+"""Whose checkpoints have a tensor for each expert, which only transformers puts together."""
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> Path:

@@ -45,11 +45,10 @@ class Case:
         tables = [[order.pop() for _ in range(width)] + [0] * 3 for width in widths]
         num_blocks = sum(widths) + 1
         pool = torch.full((num_blocks, 2, 2, kv_heads, block_size, dim), math.nan, device=device, dtype=dtype)
-        stored = pool
         if quantized:
             pool = torch.full((num_blocks, 2, 2, kv_heads, head_bytes(block_size, dim)), 255, dtype=torch.uint8)
             pool = pool.to(device)
-            stored = elements_of(pool, block_size, dim)
+        stored = elements_of(pool, block_size, dim) if quantized else pool
 
         def random(num_tokens: int, num_heads: int) -> Tensor:
             return torch.randn(num_tokens, num_heads, dim, generator=generator).to(device, dtype)

@@ -24,7 +24,7 @@ def test_small_kernels_compile_for_hopper() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 63
+    assert int(done.stdout) == 109
 
 
 def bf16(*shape: int) -> Tensor:
@@ -131,6 +131,8 @@ def launch_quantized() -> None:
         few_rows(bf16(num_rows, 1024), None, four_with_zeros, None, activation, tiling, torch.bfloat16)
     for weight in (four, four_with_zeros):
         direct_few_rows(bf16(3, 1024), weight, bf16(4096))
+        direct_few_rows(bf16(3, 1024), weight, bf16(4096), "silu")
+        direct_few_rows(bf16(20, 1024), weight, None)
     tiling = choose(8, 4096, 1024, False, 0)
     assert tiling is not None
     few_rows(bf16(8, 1024), None, eight, bf16(4096), None, tiling, torch.bfloat16)
@@ -142,6 +144,40 @@ def launch_quantized() -> None:
     quantize_rows(bf16(32, 2048), "silu", fp8)
     quantized = ints(2, 4096, dtype=torch.int8).view(fp8), torch.zeros(2, 1)
     rms_norm(bf16(2, 4096), bf16(4096), 1e-5, bf16(2, 4096), 0.0, False, quantized)
+
+
+def launch_experts() -> None:
+    from baton_kernels.experts import ExpertWeights, Routing, in_blocks, on_gpu
+    from baton_kernels.experts.routing_kernel import route, route_few
+    from baton_kernels.experts.tiling import Tiling, Tilings
+
+    route_few(bf16(3, 2048), bf16(128, 2048), None, Routing(8), None, torch.bfloat16, torch.bfloat16)
+    for routing in (
+        Routing(8, normalized=True),
+        Routing(8, "sigmoid", True, 2.5, 1e-20, 8, 4),
+        Routing(4, "chosen_softmax"),
+    ):
+        route(bf16(3, 128), routing, bf16(128) if routing.scores == "sigmoid" else None, torch.bfloat16)
+    plain = ExpertWeights(bf16(32, 2 * 768, 2048), bf16(32, 2048, 768))
+    biased = ExpertWeights(bf16(8, 2 * 96, 96), bf16(8, 96, 96), "clamped", True, bf16(8, 2 * 96), bf16(8, 96))
+    for num_tokens in (1, 16, 1500):
+        on_gpu(bf16(num_tokens, 2048), ints(num_tokens, 8), bf16(num_tokens, 8), plain, None)
+    by_tma = Tiling(64, 64, 64, num_warps=4, num_stages=3, tma=True)
+    in_blocks(bf16(300, 96), ints(300, 4), bf16(300, 4), biased, None, Tilings(by_tma, by_tma))
+    for num_tokens in (2, 8):
+        on_gpu(bf16(num_tokens, 96), ints(num_tokens, 4), bf16(num_tokens, 4), biased, ints(num_tokens))
+    values = ints(8, 2 * 128, 128, dtype=torch.int8).view(torch.float8_e4m3fn)
+    down = ints(8, 128, 128, dtype=torch.int8).view(torch.float8_e4m3fn)
+    scales = torch.zeros(8, 2 * 128), torch.zeros(8, 128)
+    eight = ExpertWeights(values, down, gate_up_scale=scales[0], down_scale=scales[1])
+    for num_tokens in (8, 300):
+        on_gpu(bf16(num_tokens, 128), ints(num_tokens, 2), bf16(num_tokens, 2), eight, None)
+    codes = ints(32, 5760, 1440, dtype=torch.uint8), ints(32, 2880, 1440, dtype=torch.uint8)
+    exponents = ints(32, 5760, 90, dtype=torch.uint8), ints(32, 2880, 90, dtype=torch.uint8)
+    biases = bf16(32, 5760), bf16(32, 2880)
+    four = ExpertWeights(*codes, "clamped", True, *biases, gate_up_scale=exponents[0], down_scale=exponents[1])
+    for num_tokens in (1, 16, 4096):
+        on_gpu(bf16(num_tokens, 2880), ints(num_tokens, 4), bf16(num_tokens, 4), four, None)
 
 
 def launch_attention(quantized: bool) -> None:
@@ -185,6 +221,7 @@ def main() -> None:
         launch_moves_and_inputs()
         launch_matmuls()
         launch_quantized()
+        launch_experts()
         launch_attention(quantized=False)
         launch_attention(quantized=True)
     print(len(names))

@@ -73,15 +73,17 @@ FORMS = [
     pytest.param(torch.uint8, 64, 1, False, id="4-bits"),
     pytest.param(torch.uint8, 32, 1, True, id="4-bits-zeros"),
     pytest.param(torch.uint8, 0, 1, False, id="4-bits-rows"),
+    pytest.param(torch.uint8, 128, 1, True, id="4-bits-wide-groups"),
 ]
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("values", "group", "scale_rows", "with_zero"), FORMS)
-@pytest.mark.parametrize(("num_rows", "splits"), [(1, 1), (5, 3)])
+@pytest.mark.parametrize(("num_rows", "splits", "steps"), [(1, 1, 1), (5, 3, 2)])
 def test_few_rows(
     num_rows: int,
     splits: int,
+    steps: int,
     values: torch.dtype,
     group: int,
     scale_rows: int,
@@ -92,7 +94,7 @@ def test_few_rows(
     from baton_kernels.quantized_linear import kernel
 
     weight = quantized(130, 512, values, group, scale_rows, with_zero, device)
-    depth = weight.packed_columns if weight.four_bits else group or 128
+    depth = max(32, (weight.packed_columns if weight.four_bits else group or 128) // steps)
     wide = torch.randn(num_rows, 576).to(device, dtype)
     x, bias = wide[:, :512], torch.randn(130).to(device, dtype)
     tiling = Tiling(16, out=64, depth=depth, num_warps=4, num_stages=2, splits=splits)
@@ -195,11 +197,14 @@ def test_halves_are_packed_and_unpacked(columns: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("values", "group", "scale_rows", "with_zero"), FORMS)
-@pytest.mark.parametrize("num_rows", [1, 8, 9, 33, 128, 129, 700])
-def test_linear_on_a_gpu(num_rows: int, values: torch.dtype, group: int, scale_rows: int, with_zero: bool) -> None:
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 20, 33, 128, 129, 700])
+@pytest.mark.parametrize("in_features", [1024, 8192])
+def test_linear_on_a_gpu(
+    in_features: int, num_rows: int, values: torch.dtype, group: int, scale_rows: int, with_zero: bool
+) -> None:
     """Quantized rows of x differ by what their codes cannot hold; all others by rounding alone."""
-    weight = quantized(768, 1024, values, group, scale_rows, with_zero, "cuda")
-    x = torch.randn(num_rows, 1024, device="cuda", dtype=torch.bfloat16)
+    weight = quantized(768, in_features, values, group, scale_rows, with_zero, "cuda")
+    x = torch.randn(num_rows, in_features, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(768, device="cuda", dtype=torch.bfloat16)
     whole = dequantize(weight, torch.float32)
     for out, expected in (
@@ -211,11 +216,12 @@ def test_linear_on_a_gpu(num_rows: int, values: torch.dtype, group: int, scale_r
 
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 33, 64, 65, 128, 129, 5000])
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 33, 64, 65, 128, 129, 256, 257, 5000])
 def test_the_tiling_fits_the_shape(num_rows: int, gated: bool, out_features: int, in_features: int) -> None:
     for depth in (0, 32, 64, 128):
         tiling = choose(num_rows, out_features, in_features, gated, depth)
-        assert (tiling is None) == (num_rows > 128)
+        assert tiling is not None or num_rows > 128
+        assert tiling is None or num_rows <= (128 if gated else 256)
         if tiling:
             assert in_features % tiling.depth == 0
             assert not depth or depth % tiling.depth == 0
@@ -225,7 +231,7 @@ def test_the_tiling_fits_the_shape(num_rows: int, gated: bool, out_features: int
         columns = packed_columns(in_features, group)
         tiling = choose_four_bits(num_rows, out_features, in_features, gated, columns)
         if tiling:
-            assert tiling.depth == columns
+            assert columns % tiling.depth == 0
             assert tiling.splits == 1 or not gated
         else:
             assert num_rows > 128 or columns not in (32, 64, 128, 256) or in_features % columns

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.model.attention import Probe
+from engine.model.fast.experts import fuse_experts, fuse_routing
 from engine.model.fast.forwards import logits_as_served
 from engine.model.fast.linears import fuse_linears, fuse_qkv
 from engine.model.fast.mlp import fuse_gate_up
@@ -32,6 +33,8 @@ PIECES: dict[str, Piece] = {
     "qkv": fuse_qkv,
     "gate_up": fuse_gate_up,
     "linear": fuse_linears,
+    "experts": fuse_experts,
+    "routing": fuse_routing,
     "rms_norm": fuse_norms,
     "rotary_table": fuse_tables,
     "qk_norm": fuse_head_norms,

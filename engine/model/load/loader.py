@@ -83,7 +83,7 @@ def _load(
     path = checkpoint.path
     quantization = choose_quantization(checkpoint.config, checkpoint.weights, requested)
     if group.size > 1 and (quantization is None or not quantization.can_divide):
-        raise UnsupportedModel(f"{path}: weights that are stored quantized cannot be divided among ranks")
+        raise UnsupportedModel(f"{path}: weights that are stored quantized in this form cannot be divided among ranks")
     if load_format == "dummy":
         with told(str(path)):
             return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group)
@@ -121,6 +121,8 @@ def _load_directly(
     stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
     dtype = dtype or config.dtype or stored_dtype(stored)
     model, sharding = _skeleton(config, dtype, quantization, group)
+    if sharding is not None:
+        sharding.follow(model, {name: tensor.shape for name, tensor in stored.items()})
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
     matched = {id(target): (source, target) for source, target in match(model, stored, cut_of)}
     loaded = Loaded(sum(num_bytes(source, target) for source, target in matched.values()))
@@ -144,6 +146,8 @@ def _skeleton(
     """The model without weights, or this rank's part of it."""
     model = build_skeleton(config, dtype, IMPLEMENTATION)
     sharding = shard(model, group.rank, group.size) if group.size > 1 else None
+    if sharding is not None:
+        quantization.divide(sharding.row_parallel, group)
     create_weights(model, quantization)
     return model, sharding
 

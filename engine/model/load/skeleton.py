@@ -8,6 +8,7 @@ transformers does when it loads a checkpoint, on the CPU in fp32, so that they a
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
@@ -15,9 +16,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from engine.model.experts import expert_modules
 from engine.model.linear_method import linear_layers
+from engine.model.quantization.stored import fill_experts_with_dummies
 from engine.model.quantization.stored import fill_with_dummies as quantized_dummies
 
+_BUILDING = threading.Lock()
+"""transformers changes torch's initializers for the whole process while it builds a model."""
 _DUMMY_SEED = 0  # not --seed: nodes of one cluster must have the same weights
 
 
@@ -28,7 +33,7 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTraine
     """
     config = copy.deepcopy(config)  # transformers writes the dtype and the attention into its argument
     auto_class: Any = AutoModelForCausalLM
-    with no_init_weights():
+    with _BUILDING, no_init_weights():
         model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     model.tie_weights()  # skipped together with the initializers
     for tensor in model.state_dict(keep_vars=True).values():
@@ -56,13 +61,14 @@ def in_parts(model: nn.Module) -> list[nn.Module]:
 
 def fill_with_dummies(model: PreTrainedModel) -> None:
     """Random weights by the model class's own rules (matrices normal, norms one or, where the class adds one, zero),
-    drawn on the model's device; the same every time on one device. Quantized layers get random codes."""
+    drawn on the model's device; the same every time on one device. Quantized layers and experts get random codes."""
     untouched: list[nn.Module | torch.Tensor] = [*model.modules(), *model.state_dict(keep_vars=True).values()]
     for initialized in untouched:
         vars(initialized).pop("_is_hf_initialized", None)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(_DUMMY_SEED)
-        quantized = [module for _, module in linear_layers(model) if quantized_dummies(module)]
+        quantized: list[nn.Module] = [module for _, module in linear_layers(model) if quantized_dummies(module)]
+        quantized += [module for _, module in expert_modules(model) if fill_experts_with_dummies(module)]
         for module in quantized:
             module._is_hf_initialized = True  # type: ignore[assignment] # transformers' initializers skip it
         filled = {id(parameter) for module in quantized for parameter in module.parameters()}

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
+    AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
     ProcessGroupGloo,
@@ -17,6 +18,9 @@ from torch._C._distributed_c10d import (
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """The bound for a rank that waits for another; that one died or hangs is noticed much earlier (`node.ranks`)."""
+_CONNECT_TIMEOUT_S = 15.0
+"""The bound for connecting ranks that are all there, which takes milliseconds. gloo holds Python's lock meanwhile, so
+that nobody in this process could end the wait for one that is not there."""
 _HOST = "127.0.0.1"
 
 
@@ -67,32 +71,42 @@ class GlooRanks:
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         self.rank, self.size = rank, size
+        self._timeout = timedelta(seconds=timeout_s)
+        store.set(_there(rank), "")
+        store.wait([_there(other) for other in range(size)], self._timeout)
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
         options._devices = [gloo.create_device(hostname=_HOST)]
         self._group: Any = gloo(store, rank, size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        options: Any = AllreduceOptions()
-        options.reduceOp = ReduceOp.SUM
-        self._group.allreduce([x], options).wait()
+        self._reduce(x, ReduceOp.SUM)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
+        options = AllgatherOptions()
+        options.timeout = self._timeout
+        self._group.allgather([parts], [x.contiguous()], options).wait()
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> None:
         options = BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank, options.timeout = 0, self._timeout
         self._group.broadcast([x], options).wait()
 
     def minimum(self, number: int) -> int:
         told = torch.tensor([number], dtype=torch.int64)
-        options: Any = AllreduceOptions()
-        options.reduceOp = ReduceOp.MIN
-        self._group.allreduce([told], options).wait()
+        self._reduce(told, ReduceOp.MIN)
         return int(told)
+
+    def _reduce(self, x: Tensor, kind: Any) -> None:
+        options: Any = AllreduceOptions()
+        options.reduceOp, options.timeout = kind, self._timeout
+        self._group.allreduce([x], options).wait()
+
+
+def _there(rank: int) -> str:
+    return f"rank {rank} is there"

@@ -12,7 +12,7 @@ gathers are in `engine.model.parallel.layers`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,30 @@ class Sharding:
     kv: KvSlice
     cuts: dict[int, Cut] = field(default_factory=dict)
     row_parallel: list[nn.Linear] = field(default_factory=list)
+    _weights: dict[nn.Module, nn.Parameter] = field(default_factory=dict)
 
     def cut_of(self, parameter: Tensor) -> Cut | None:
         return self.cuts.get(id(parameter))
+
+    def add(self, module: nn.Module, name: str, parameter: nn.Parameter, cut: Cut) -> None:
+        """The module's parameter of that name is this part of the stored one."""
+        setattr(module, name, parameter)
+        self.cuts[id(parameter)] = cut
+        if name == "weight":
+            self._weights[module] = parameter  # kept, so that no other object gets its id
+
+    def follow(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> None:
+        """Once quantized layers have other parameters than `weight`: cut these as it was. stored: the shapes of the
+        files' tensors. Raises UnsupportedModel for one that cannot be cut at the same place."""
+        for name, module in model.named_modules():
+            former = self._weights.pop(module, None)
+            if former is None or module._parameters.get("weight") is former:
+                continue
+            cut = self.cuts.pop(id(former))
+            for own, parameter in module.named_parameters(prefix=name, recurse=False):
+                shape = stored.get(own, tuple(parameter.shape))
+                if id(parameter) not in self.cuts and shape != tuple(parameter.shape):
+                    self.cuts[id(parameter)] = _in_proportion(own, cut, shape, tuple(parameter.shape))
 
 
 def shard(model: PreTrainedModel, rank: int, size: int) -> Sharding:
@@ -134,9 +155,19 @@ def _shrink(sharding: Sharding, module: nn.Module, name: str, cut: Cut) -> nn.Pa
     shape[cut.dim] = cut.end - cut.first
     parameter = nn.Parameter(torch.empty(shape, dtype=whole.dtype), requires_grad=False)
     parameter._is_hf_initialized = True  # type: ignore[attr-defined] # transformers' initializers skip it
-    setattr(module, name, parameter)
-    sharding.cuts[id(parameter)] = cut
+    sharding.add(module, name, parameter, cut)
     return parameter
+
+
+def _in_proportion(name: str, cut: Cut, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
+    """The part, of such a shape, of a tensor of which each entry along the cut stands for equally many of the weight's
+    rows or columns."""
+    per_entry, rest = divmod(cut.whole[cut.dim], whole[cut.dim] if len(whole) > cut.dim else 1)
+    first, end = cut.first // per_entry, cut.end // per_entry
+    fits = not rest and not cut.first % per_entry and not cut.end % per_entry
+    if not fits or part != (*whole[: cut.dim], end - first, *whole[cut.dim + 1 :]):
+        raise UnsupportedModel(f"{name} is {whole}, of which {cut.first} to {cut.end} of {cut.whole} cannot be taken")
+    return Cut(cut.dim, first, end, whole)
 
 
 def _even(number: int, rank: int, size: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from engine.model.quantization.awq import Awq
 from engine.model.quantization.compressed_tensors import CompressedTensors
 from engine.model.quantization.fp8 import Fp8
 from engine.model.quantization.gptq import Gptq
+from engine.model.quantization.mxfp4 import Mxfp4
 from engine.model.quantization.online import OnlineFp8, OnlineInt8
 
 QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], Quantization]] = {
@@ -24,6 +25,7 @@ QUANTIZATIONS: dict[str, Callable[[Mapping[str, Any], Mapping[str, StoredTensor]
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
     "gptq": Gptq,
+    "mxfp4": Mxfp4,
 }
 """By the `quant_method` of config.json's `quantization_config`; each is made from that and the tensors of the files
 (none: random weights)."""

@@ -83,6 +83,11 @@ class CompressedTensors(Quantization):
             if group.get("weights")
         ]
 
+    @property
+    def can_divide(self) -> bool:
+        """Neither words of several codes nor blocks of rows need end where a rank's part does."""
+        return all(not scheme.packed and scheme.rows == 1 for _, scheme in self._groups)
+
     def create_weights(self, name: str, module: nn.Linear) -> None:
         scheme = self._scheme(name)
         if scheme is None:

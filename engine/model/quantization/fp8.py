@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from engine.model.quantization.stored import (
     stored_parameter,
 )
 
+_SCALES = (".weight_scale_inv", ".weight_scale")
+
 
 class Fp8(Quantization):
     """weight: float8_e4m3fn, [out_features, in_features]; weight_scale_inv or weight_scale: one number, or
@@ -35,8 +38,13 @@ class Fp8(Quantization):
         self._block = int(block[0]) if block else 0
         self._stored = stored
         unquantized = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
-        suffixes = (".weight_scale_inv", ".weight_scale")
-        self._layers = QuantizedLayers(stored, suffixes, unquantized)
+        self._layers = QuantizedLayers(stored, _SCALES, unquantized)
+
+    @property
+    def can_divide(self) -> bool:
+        """With a scale per tensor. Blocks of rows need not end where a rank's part does."""
+        scales = [tensor for name, tensor in self._stored.items() if name.endswith(_SCALES)]
+        return not self._block and all(math.prod(scale.shape) == 1 for scale in scales)
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         if name not in self._layers:

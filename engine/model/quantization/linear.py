@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from baton_kernels.gated_activation import Activation
 from baton_kernels.packed_linear import PackedWeight, can_pack_int8, pack_int8, packed_linear
 from baton_kernels.quantized_linear import QuantizedWeight, activated_linear, dequantize, gated_linear, linear
-from baton_kernels.quantized_linear.tiling import MAX_ROWS
+from baton_kernels.quantized_linear.tiling import MAX_GATED_ROWS
 from engine.model.linear_method import LinearMethod, Product, UnquantizedLinear, concatenate_tensors
 from engine.model.tolerance import Tolerance, close, rounding
 
@@ -85,7 +85,7 @@ class QuantizedLinear(LinearMethod):
         gate_up, gated = self.make_product(), self.make_gated_product(activation)
 
         def mlp(x: Tensor) -> Tensor:
-            if x.numel() // x.shape[-1] > MAX_ROWS:
+            if x.numel() // x.shape[-1] > MAX_GATED_ROWS:
                 return activated_linear(gate_up(x), activation, weight, bias)
             return linear(gated(x), weight, bias)
 

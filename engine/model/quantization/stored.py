@@ -88,6 +88,23 @@ class QuantizedLayers:
         return not any(f".{part}." in f".{name}." for part in self._unquantized)
 
 
+_DUMMY_EXPONENT = 120
+"""Of scales in MXFP4: random codes then have a standard deviation of 0.023."""
+
+
+def fill_experts_with_dummies(module: nn.Module) -> bool:
+    """As `fill_with_dummies`, for a module of experts in MXFP4."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if not any(name.endswith("_blocks") for name in parameters):
+        return False
+    for name, parameter in parameters.items():
+        if name.endswith("_blocks"):
+            parameter.random_(0, 256)
+        else:
+            parameter.fill_(_DUMMY_EXPONENT if name.endswith("_scales") else 0)
+    return True
+
+
 def fill_with_dummies(module: nn.Linear) -> bool:
     """Random values for the parameters of any format, for weights about as large as a real model's. False: the module's
     weight is not quantized."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from baton_kernels.gated_activation import Activation, gated_activation
 from baton_kernels.linear.tiling import Tiling
 from baton_kernels.quantized_linear import reference
-from baton_kernels.quantized_linear.tiling import MAX_ROWS, WEIGHT_ONLY_ROWS, choose, choose_four_bits
+from baton_kernels.quantized_linear.tiling import WEIGHT_ONLY_ROWS, choose, choose_four_bits
 from baton_kernels.quantized_linear.weights import QuantizedWeight, pack_halves, packed_columns, unpack_halves
 
 __all__ = [
@@ -92,7 +92,7 @@ def activated_linear(
     """
     assert gate_up.shape[-1] == 2 * weight.in_features
     rows = gate_up.reshape(-1, gate_up.shape[-1])
-    if not gate_up.is_cuda or rows.shape[0] <= MAX_ROWS or not weight.by_rows:
+    if not gate_up.is_cuda or rows.shape[0] <= WEIGHT_ONLY_ROWS or not weight.by_rows:
         return linear(gated_activation(gate_up, activation), weight, bias)
     from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
 
@@ -137,7 +137,11 @@ def _in_type_of(weight: QuantizedWeight, x: Tensor, quantized: QuantizedRows | N
 def _quantized_product(
     values: Tensor, scale: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Of many quantized rows: values of the weight's dtype, with a scale each."""
+    """Of quantized rows: values of the weight's dtype, with a scale each."""
+    if (tiling := _tiling(values, weight, gated=False)) is not None:
+        from baton_kernels.quantized_linear import kernel
+
+        return kernel.few_rows(values, scale, weight, bias, None, tiling, dtype)
     if values.dtype == torch.int8:
         out = (torch._int_mm(values, weight.values.t()) * scale * weight.scale.t()).to(dtype)
     else:
@@ -155,8 +159,8 @@ def _few_rows(
 ) -> Tensor:
     from baton_kernels.quantized_linear import four_bits_kernel, kernel
 
-    if activation is None and four_bits_kernel.can_do(x, weight):
-        return four_bits_kernel.few_rows(x, weight, bias)
+    if four_bits_kernel.can_do(x, weight):
+        return four_bits_kernel.few_rows(x, weight, bias, activation)
     in_groups = weight.group and weight.values.dtype == torch.int8
     if weight.four_bits or in_groups or weight.zero is not None or x.shape[0] <= WEIGHT_ONLY_ROWS:
         return kernel.few_rows(x, None, weight, bias, activation, tiling, x.dtype)

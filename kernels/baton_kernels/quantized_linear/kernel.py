@@ -72,7 +72,7 @@ def _tile_kernel(
     scale_stride,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    FOUR_BITS: tl.constexpr,
+    PACKED_COLUMNS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     PACKED: tl.constexpr,
     X_QUANTIZED: tl.constexpr,
@@ -85,8 +85,14 @@ def _tile_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`weight @ x.T`, as in `linear.kernel`: the many rows of the weight are the tensor cores' M dimension."""
+    """`weight @ x.T`, as in `linear.kernel`: the many rows of the weight are the tensor cores' M dimension.
+
+    PACKED_COLUMNS: see `pack_halves`; 0: a column is a byte. A step has DEPTH columns; of packed ones, half of them are
+    PACKED_COLUMNS / 2 after the others.
+    """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    FOUR_BITS: tl.constexpr = PACKED_COLUMNS > 0
+    HALF: tl.constexpr = PACKED_COLUMNS // 2
     WIDTH: tl.constexpr = DEPTH // 2 if FOUR_BITS else DEPTH
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -105,17 +111,21 @@ def _tile_kernel(
     up_scales = (row + out_features) // SCALE_ROWS * scale_stride - row // SCALE_ROWS * scale_stride
     zero_ptrs = zero_ptr + row * scale_stride
     up_zeros = tl.cast(out_features, tl.int64) * scale_stride
-    x_ptrs = x_ptr + x_row[None, :].to(tl.int64) * x_stride + (begin + column)[:, None]
+    x_ptrs = x_ptr + x_row[None, :].to(tl.int64) * x_stride + column[:, None]
     x_mask = (x_row < num_rows)[None, :]
     sums = tl.zeros([OUT, ROWS], tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32)
     up_sums = sums
     if PDL:
         tl.extra.cuda.gdc_wait()
     for start in tl.range(begin, end, DEPTH, num_stages=STAGES):
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        x_high = tl.load(x_ptrs + WIDTH, mask=x_mask, other=0.0) if FOUR_BITS else x
-        group = start // GROUP if GROUP else 0
-        high_group = (start + WIDTH) // GROUP if GROUP else 0
+        low = start
+        if FOUR_BITS and DEPTH < PACKED_COLUMNS:
+            low = start // PACKED_COLUMNS * PACKED_COLUMNS + start % PACKED_COLUMNS // 2
+            low = tl.multiple_of(low, WIDTH)  # else the compiler takes it for any number, and loads x value by value
+        x = tl.load(x_ptrs + low, mask=x_mask, other=0.0)
+        x_high = tl.load(x_ptrs + low + HALF, mask=x_mask, other=0.0) if FOUR_BITS else x
+        group = low // GROUP if GROUP else 0
+        high_group = (low + HALF) // GROUP if GROUP else 0
         weight = tl.load(weight_ptrs)
         sums = _add_products(
             sums, weight, x, x_high, scale_ptrs, zero_ptrs, group, high_group,
@@ -128,7 +138,6 @@ def _tile_kernel(
                 GROUP, FOUR_BITS, HAS_ZERO, PACKED, X_QUANTIZED, ROWS > 64, DTYPE,
             )  # fmt: skip
         weight_ptrs += WIDTH
-        x_ptrs += DEPTH
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     sums = sums.to(tl.float32)
@@ -228,14 +237,15 @@ def few_rows(
     num_rows, in_features = x.shape
     out_features = weight.out_features if activation is None else weight.out_features // 2
     assert in_features % tiling.depth == 0
-    assert not weight.four_bits or weight.packed_columns == tiling.depth
+    assert not weight.four_bits or weight.packed_columns % tiling.depth == 0
     assert weight.four_bits or not weight.group or weight.group % tiling.depth == 0
     assert x_scale is None or (weight.values.dtype == x.dtype and (not weight.group or x.dtype != torch.int8))
     out = torch.empty((num_rows, out_features), dtype=dtype, device=x.device)
     tiles = triton.cdiv(out_features, tiling.out)
     packed = weight.four_bits and x.is_cuda and x.dtype == torch.bfloat16
     weights = (weight.values, weight.scale, out if weight.zero is None else weight.zero, out if bias is None else bias)
-    form = (weight.group, weight.scale_rows, weight.four_bits, weight.zero is not None, packed)
+    columns = weight.packed_columns if weight.four_bits else 0
+    form = (weight.group, weight.scale_rows, columns, weight.zero is not None, packed)
     assert num_rows <= tiling.rows
     assert tiling.slices == 1
     part, arrived = out, out

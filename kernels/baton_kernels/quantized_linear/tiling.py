@@ -13,7 +13,9 @@ from baton_kernels.linear.tiling import MAX_TILES, Tiling
 
 WEIGHT_ONLY_ROWS = 8
 """Up to so many rows, quantizing x takes more time than it saves."""
-MAX_ROWS = 128
+MAX_GATED_ROWS = 128
+"""Beyond so many rows, cuBLAS multiplies by gate and up faster, though the activation is a kernel of its own."""
+MAX_ROWS = 256
 
 
 @functools.lru_cache(maxsize=4096)
@@ -22,10 +24,11 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, dept
 
     depth: the most columns of a step, which all have the same scale.
 
-    Up to 8 rows: 9.6, 7.6, 30.1, 18.0. 32, with x in fp8: 8.9, 7.6, 32.1, 18.4. 128: 13.7, 10.7, 36.8, 25.2, where
-    cuBLAS takes 14.0, 13.7, 34.1 without the activation, 36.3.
+    Up to 8 rows: 9.6, 7.6, 30.1, 18.0. 32, with x in fp8: 8.9, 7.6, 32.1, 18.4. 128: 11.1, 9.8, 35.5, 21.7, where
+    cuBLAS takes 13.9, 13.7, 34.4 without the activation, 36.7. 256: 13.8 for o, and 30.1 for down, of
+    13.7 and 36.9.
     """
-    if num_rows > MAX_ROWS:
+    if num_rows > (MAX_GATED_ROWS if gated else MAX_ROWS):
         return None
     rows = _padded(num_rows)
     tiles = -(-out_features // 64)
@@ -39,12 +42,15 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, dept
     elif rows <= 64:
         splits = 1 if tiles > 64 else 2 if rows == 64 else 4
         tiling = Tiling(rows, out=64, depth=256, num_warps=4, num_stages=4, splits=1 if gated else splits)
+    elif rows == 256:
+        if tiles > 64:
+            return None
+        splits = 2 if in_features >= 8192 else 1
+        tiling = Tiling(rows, out=64, depth=128, num_warps=8, num_stages=5, splits=splits)
     elif gated:
-        tiling = Tiling(rows, out=128, depth=128, num_warps=8, num_stages=4)
-    elif tiles > 64:
-        tiling = Tiling(rows, out=64, depth=128, num_warps=4, num_stages=4)
+        tiling = Tiling(rows, out=64, depth=128, num_warps=4, num_stages=3)
     else:
-        tiling = Tiling(rows, out=64, depth=256, num_warps=4, num_stages=3, splits=2)
+        tiling = Tiling(rows, out=64, depth=256, num_warps=4, num_stages=4, splits=1 if tiles > 64 else 2)
     return _of_depth(tiling, in_features, depth)
 
 
@@ -52,23 +58,25 @@ def choose(num_rows: int, out_features: int, in_features: int, gated: bool, dept
 def choose_four_bits(num_rows: int, out_features: int, in_features: int, gated: bool, depth: int) -> Tiling | None:
     """The tiling for 4-bit values, which are packed within `depth` columns.
 
-    Up to 8 rows: 8.2, 6.8, 26.3, 13.4. 32: 12.4, 8.7, 39.8, 20.6. 128: 25.9, 17.2, 94.7, 47.7.
+    8 rows: 10.6, 7.0, 30.4, 14.6. 32: 14.2, 9.3, 43.7, 25.0. 128: 26.9, 18.0, 85.0, 50.8.
     """
-    if num_rows > MAX_ROWS or not 32 <= depth <= 256 or depth & (depth - 1) or in_features % depth:
+    if num_rows > 128 or not 32 <= depth <= 256 or depth & (depth - 1) or in_features % depth:
         return None
     rows = _padded(num_rows)
     tiles = -(-out_features // 64)
     if gated:
         if rows <= 32:
             return Tiling(rows, out=64, depth=depth, num_warps=4, num_stages=4)
-        return Tiling(rows, out=128, depth=depth, num_warps=8, num_stages=3 if rows == 64 else 2)
+        if rows == 64:
+            return Tiling(rows, out=128, depth=depth, num_warps=8, num_stages=3)
+        return Tiling(rows, out=64, depth=min(depth, 128), num_warps=4, num_stages=3)
     if rows <= 8:
         return Tiling(rows, out=64, depth=depth, num_warps=4, num_stages=3, splits=_splits(tiles, 8))
     if rows <= 32:
         splits = 2 if tiles > 64 else 4
         stages = 3 if tiles > 64 else 4
         return Tiling(rows, out=64, depth=depth, num_warps=4, num_stages=stages, splits=_splits(tiles, splits))
-    splits = 1 if rows == 128 and tiles > 64 else 4 if in_features >= 8192 and rows == 64 else 2
+    splits = 1 if rows == 128 and tiles > 64 else 4 if tiles <= 64 and rows == 64 else 2
     return Tiling(rows, out=64, depth=depth, num_warps=4, num_stages=3, splits=_splits(tiles, splits))
 
 

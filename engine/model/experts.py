@@ -1,0 +1,223 @@
+"""Experts as transformers' modules keep them: what computes them, and their weights in 8 and 4 bits.
+
+They are modules that transformers dispatches through its experts interface, with one tensor for all experts' gate and
+up, and one for down; called with x, [num_tokens, hidden_size], ids and weights, [num_tokens, top_k] both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baton_kernels.experts import ExpertWeights, Gate, can_compute, experts
+from baton_kernels.experts.reference import dequantize, gated
+from baton_kernels.gated_activation import ACTIVATIONS
+from baton_kernels.quantized_linear.reference import quantize_rows
+
+NAMES = ("gate_up_proj", "down_proj")
+GATES: tuple[Gate, ...] = (*ACTIVATIONS, "clamped")
+_USUAL = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
+_ATTACHED = "baton_experts"
+_QUANTIZED = "baton_experts_in_8_bits"
+
+
+def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules that hold experts' weights in tensors of three dimensions, or did before `create_expert_weights`."""
+    return [(name, module) for name, module in model.named_modules() if _holds_experts(module)]
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    weights = [getattr(module, name, getattr(module, f"{name}_blocks", None)) for name in NAMES]
+    return all(isinstance(weight, Tensor) and weight.ndim >= 3 for weight in weights)
+
+
+def expert_shape(module: nn.Module, name: str) -> tuple[int, int, int]:
+    """Experts, and the rows and columns of one's weight, rows being its outputs."""
+    num_experts, rows, columns = getattr(module, name).shape
+    return (num_experts, columns, rows) if is_transposed(module) else (num_experts, rows, columns)
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Why `experts` cannot compute the module; None: it can, if the module is what it looks like."""
+    return _why_unusual(module) or _why_not_computed(weights_of(module))
+
+
+def _why_unusual(module: nn.Module) -> str | None:
+    if any(getattr(module, name, wanted) is not wanted for name, wanted in _USUAL.items()):
+        return "its experts are no gated MLPs, or spread over devices"
+    if len(_argument_names(module)) != 3:
+        return "it is not called with x, ids and weights"
+    return None
+
+
+def _why_not_computed(of: ExpertWeights | None) -> str | None:
+    if of is None:
+        return "its gate is none of " + ", ".join(GATES)
+    return None if can_compute(of) else "its sizes are no multiples of 16, or 32"
+
+
+def weights_of(module: nn.Module) -> ExpertWeights | None:
+    """The module's weights, with an expert's outputs as rows; None: its gate is not known.
+
+    Weights that are stored the other way are stored anew on a GPU, where the parameters become views of them.
+    """
+    attached: ExpertWeights | None = module.__dict__.get(_ATTACHED)
+    if attached is not None:
+        return attached
+    gate_up, down = (_rows_contiguous(module, name) for name in NAMES)
+    return _with_gate(module, _biased(module, ExpertWeights(gate_up, down)))
+
+
+def _biased(module: nn.Module, of: ExpertWeights) -> ExpertWeights:
+    gate_up, down = (getattr(module, f"{name}_bias", None) for name in NAMES)
+    return replace(of, gate_up_bias=gate_up, down_bias=down)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether an expert's outputs are columns (gpt-oss)."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _rows_contiguous(module: nn.Module, name: str) -> Tensor:
+    parameter: nn.Parameter = getattr(module, name)
+    if not is_transposed(module):
+        return parameter.detach()
+    if parameter.is_cuda and parameter.stride(1) != 1:
+        _store_by_rows(parameter)
+    return parameter.detach().transpose(1, 2)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _store_by_rows(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _with_gate(module: Any, of: ExpertWeights) -> ExpertWeights | None:
+    """Compares in fp32, over small and large values."""
+    if not hasattr(module, "_apply_gate"):
+        return None
+    of = replace(of, alpha=_number(module, "alpha", of.alpha), limit=_number(module, "limit", of.limit))
+    grid = torch.linspace(-9, 9, 37)
+    pairs = torch.cartesian_prod(grid, grid)
+    for gate in GATES:
+        for interleaved in (False, True):
+            found = replace(of, gate=gate, interleaved=interleaved)
+            gate_up = pairs.flatten()[None] if interleaved else pairs.t().flatten()[None]
+            own, expected = module._apply_gate(gate_up.clone()), gated(gate_up, found)
+            if own.shape == expected.shape and torch.allclose(own, expected, atol=1e-5, rtol=1e-5):
+                return found
+    return None
+
+
+def _number(module: nn.Module, name: str, default: float) -> float:
+    found = getattr(module, name, None)
+    return float(found) if isinstance(found, int | float) else default
+
+
+# ---- 8 bits ----
+
+
+@torch.no_grad()
+def quantize_fp8(module: nn.Module) -> bool:
+    """Store the weights in float8_e4m3fn with a scale for each of an expert's outputs, and let `experts` compute the
+    module; once. On a CPU they get the values that these stand for, in their own type. False: nothing can compute
+    it."""
+    if _QUANTIZED in module.__dict__:
+        return True
+    of = weights_of(module)
+    if why_not(module) is not None or of is None:
+        return False
+    module.__dict__[_QUANTIZED] = True
+    parts = [_quantized(weight) for weight in (of.gate_up, of.down)]
+    if not of.gate_up.is_cuda:
+        for weight, (values, scale) in zip((of.gate_up, of.down), parts, strict=True):
+            weight.copy_(values.float() * scale[..., None])
+        return True
+    for name, (values, scale) in zip(NAMES, parts, strict=True):
+        stored = values.transpose(1, 2) if is_transposed(module) else values
+        setattr(module, name, nn.Parameter(stored, requires_grad=False))
+        setattr(module, f"{name}_scale", nn.Parameter(scale, requires_grad=False))
+    (gate_up, gate_up_scale), (down, down_scale) = parts
+    attach(module, replace(of, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale))
+    return True
+
+
+# ---- 4 bits ----
+
+
+Codes = tuple[Tensor, Tensor]
+"""A weight in MXFP4, with its scales, as in `ExpertWeights`."""
+
+
+@torch.no_grad()
+def keep_four_bits(module: nn.Module, gate_up: Codes, down: Codes) -> str | None:
+    """Let the module's weights be these, and `experts` compute it; else why it cannot."""
+    plain = ExpertWeights(gate_up[0], down[0], gate_up_scale=gate_up[1], down_scale=down[1])
+    of = _with_gate(module, _biased(module, plain))
+    reason = _why_unusual(module) or _why_not_computed(of)
+    if reason is not None or of is None:
+        return reason
+    for name, (codes, scale) in zip(NAMES, (gate_up, down), strict=True):
+        setattr(module, name, nn.Parameter(codes, requires_grad=False))
+        setattr(module, f"{name}_scale", nn.Parameter(scale, requires_grad=False))
+    attach(module, of)
+    return None
+
+
+@torch.no_grad()
+def store_values(module: nn.Module, gate_up: Codes, down: Codes, dtype: torch.dtype) -> None:
+    """Give the module what these stand for, in `dtype`, as its class has it; by rows, whichever these are."""
+    for name, (codes, scale) in zip(NAMES, (gate_up, down), strict=True):
+        sizes = (*codes.shape[:2], 2 * codes.shape[2])
+        values = torch.empty(sizes, dtype=dtype, device=codes.device)
+        for expert in range(len(codes)):  # in fp32, one at a time
+            values[expert] = dequantize(codes[expert], scale[expert], dtype)
+        stored = values.transpose(1, 2) if is_transposed(module) else values
+        setattr(module, name, nn.Parameter(stored, requires_grad=False))
+
+
+def attach(module: nn.Module, of: ExpertWeights) -> None:
+    """Let these weights be the module's."""
+    module.__dict__[_ATTACHED] = of
+    module.forward = forward_of(module, of)
+
+
+def forward_of(
+    module: nn.Module, of: ExpertWeights, slots: Callable[[Tensor], Tensor | None] = lambda _: None
+) -> Callable[..., Tensor]:
+    """The module's forward, whose arguments have names of their own in each class. slots: the argument of `experts`,
+    given x."""
+    names = _argument_names(module)
+
+    def forward(*given: Tensor, **named: Tensor) -> Tensor:
+        x, ids, weights = (*given, *(named[name] for name in names[len(given) :])) if named else given
+        return experts(x, ids, weights, of, slots(x))
+
+    return forward
+
+
+def own_forward(module: nn.Module) -> Callable[..., Tensor]:
+    """transformers' own loop over experts, whichever implementation is configured; takes the module first."""
+    forward: Callable[..., Tensor] = inspect.unwrap(type(module).forward)
+    return forward
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(own_forward(module)).parameters)[1:]
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[num_experts, rows, columns] in fp8, and [num_experts, rows]; one expert after another, as each takes three
+    copies in fp32."""
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
+    for expert in range(weight.shape[0]):
+        codes, scales = quantize_rows(weight[expert], torch.float8_e4m3fn)
+        values[expert], scale[expert] = codes, scales[:, 0]
+    return values, scale

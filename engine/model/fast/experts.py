@@ -1,0 +1,175 @@
+"""Mixtures of experts: the choice of experts as one kernel, their MLPs as products over blocks of rows.
+
+Routers are modules of one weight that return logits, weights and ids.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from baton_kernels.experts import ROUTER_TOKENS, ExpertWeights, Routing, kernel_tokens, route, route_rows
+from baton_kernels.experts.reference import experts as reference
+from engine.model.attention import padding_slots
+from engine.model.experts import expert_modules, forward_of, own_forward, weights_of, why_not
+from engine.model.fast.patches import Target
+from engine.model.fast.tally import Tally
+from engine.model.tolerance import Tolerance, close, rounding
+
+_BIAS = "e_score_correction_bias"
+_ROUNDED_INPUTS = Tolerance(product=0.12, logits=0.5)
+"""Of experts in fp8, whose inputs are rounded to fp8 twice."""
+
+
+def fuse_experts(target: Target, tally: Tally) -> None:
+    """Modules with gate_up_proj and down_proj of three dimensions, called with x, ids and weights."""
+    compiled: set[object] = set()
+    for name, module in expert_modules(target.model):
+        tally.add(name, _fuse_experts(target, module, compiled))
+
+
+def _fuse_experts(target: Target, module: nn.Module, compiled: set[object]) -> str | None:
+    """Why it was not fused, or None. compiled: shapes for which all kernels have run."""
+    if (refusal := why_not(module)) is not None:
+        return refusal
+    of = weights_of(module)
+    assert of is not None
+    x, ids, weights = _probe(target, of)
+    expected = _expected(module, of, x, ids, weights)
+    layer = target.layers[0]
+    forward = forward_of(module, of, lambda x: padding_slots(layer, x))
+    if not close(forward(x, ids, weights), expected):
+        return "differs"
+    shape = (of.gate_up.shape, of.down.shape, of.interleaved, of.gate, ids.shape[1])
+    if of.gate_up.is_cuda and shape not in compiled:
+        compiled.add(shape)
+        tolerance = _ROUNDED_INPUTS if of.eight_bits else None
+        for num_tokens in kernel_tokens(ids.shape[1], of.num_experts):
+            many = [rows.repeat(-(-num_tokens // len(x)), 1)[:num_tokens] for rows in (x, ids, weights, expected)]
+            if not close(forward(*many[:3]), many[3], tolerance):
+                return f"differs with {num_tokens} tokens"
+    target.patches.set_forward(module, forward)
+    return None
+
+
+def _expected(module: nn.Module, of: ExpertWeights, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What the module computes; of weights in 8 or 4 bits, which its class does not know, by the reference."""
+    if of.gate_up_scale is not None:
+        return reference(x, ids, weights, of)
+    return own_forward(module)(module, x, ids, weights)
+
+
+def _probe(target: Target, of: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """x, different experts for each token, and weights."""
+    config, generator = target.config, torch.Generator().manual_seed(of.num_experts)
+    top_k = next((k for name in ("num_experts_per_tok", "top_k_experts") if (k := getattr(config, name, None))), 1)
+    x = target.inputs(of.hidden_size)[0]
+    ids = torch.stack([torch.randperm(of.num_experts, generator=generator)[:top_k] for _ in x])
+    weights = torch.rand(ids.shape, generator=generator) + 0.1
+    return x, ids.to(x.device), weights.to(x.device, x.dtype)
+
+
+def fuse_routing(target: Target, tally: Tally) -> None:
+    """Modules with a weight, [num_experts, hidden_size], and `top_k`, that return logits, weights and ids."""
+    for name, module in target.model.named_modules():
+        weight, top_k = getattr(module, "weight", None), getattr(module, "top_k", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and isinstance(top_k, int) and not list(module.children()):
+            tally.add(name, _fuse_router(target, module))
+
+
+def _fuse_router(target: Target, module: Any) -> str | None:
+    takes_bias = _BIAS in inspect.signature(module.forward).parameters
+    own_bias = getattr(module, _BIAS, None)
+    x = target.inputs(module.weight.shape[1])[0]
+    bias = None
+    if takes_bias or own_bias is not None:
+        generator = torch.Generator().manual_seed(1)
+        bias = torch.rand(module.weight.shape[0], generator=generator) * 0.3
+        bias = bias.to(x.device, torch.float32 if own_bias is None else own_bias.dtype)
+    expected = _with_bias(module, own_bias, bias, lambda: module(x, bias) if takes_bias else module(x))
+    if not isinstance(expected, tuple) or len(expected) != 3:
+        return "does not return logits, weights and ids"
+    ids_first = not expected[0].is_floating_point()
+    logits, weights, ids = reversed(expected) if ids_first else expected
+    in_fp32 = _is_in_fp32(module, x, logits)
+    if in_fp32 is None:
+        return "its logits are no product"
+    for routing in _forms(module, ids.shape[-1]):
+        forward = _router_forward(module, routing, in_fp32, weights.dtype, own_bias, ids_first)
+        if _same_choice(route(logits, routing, bias, weights.dtype), (weights, ids)):
+            break
+    else:
+        return "differs"
+    for rows in (x, x.repeat(ROUTER_TOKENS, 1)):
+        _, chosen_weights, chosen = forward(rows, bias)[:: -1 if ids_first else 1]
+        if not _same_choice((chosen_weights[: len(x)], chosen[: len(x)]), (weights, ids)):
+            return "differs"
+    target.patches.set_forward(module, forward)
+    return None
+
+
+def _router_forward(
+    module: Any, routing: Routing, in_fp32: bool, dtype: torch.dtype, own_bias: Tensor | None, ids_first: bool
+) -> Callable[..., tuple[Tensor, ...]]:
+    router, router_bias = module.weight.detach(), getattr(module, "bias", None)
+
+    def forward(x: Tensor, e_score_correction_bias: Tensor | None = own_bias) -> tuple[Tensor, ...]:
+        found = route_rows(
+            x.reshape(-1, x.shape[-1]),
+            router,
+            routing,
+            router_bias=router_bias,
+            bias=e_score_correction_bias,
+            in_fp32=in_fp32,
+            dtype=dtype,
+        )
+        return found[::-1] if ids_first else found
+
+    return forward
+
+
+def _with_bias(module: nn.Module, own: Tensor | None, bias: Tensor | None, call: Callable[[], Any]) -> Any:
+    """The call's result with that bias in place of the module's own, which may be zeros and hide what becomes of it."""
+    if own is None or bias is None:
+        return call()
+    before = own.clone()
+    own.copy_(bias)
+    try:
+        return call()
+    finally:
+        own.copy_(before)
+
+
+def _is_in_fp32(module: Any, x: Tensor, logits: Tensor) -> bool | None:
+    """Whether the router multiplies in fp32, and not in the model's type; None: neither makes these logits."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if close(F.linear(x, weight, bias).to(logits.dtype), logits, rounding(torch.float32)):
+        return False
+    whole = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return True if logits.dtype == torch.float32 and close(whole, logits) else None
+
+
+def _forms(module: Any, top_k: int) -> list[Routing]:
+    """What routers of that kind may compute, the likelier first."""
+    scale = float(getattr(module, "routed_scaling_factor", 1.0))
+    groups = next((n for name in ("num_group", "n_group") if (n := getattr(module, name, None))), 1)
+    best = getattr(module, "topk_group", None) or 1
+    known = [Routing(top_k, "chosen_softmax"), *(Routing(top_k, "softmax", norm) for norm in (False, True))]
+    sigmoid = [Routing(top_k, "sigmoid", norm, scale, 1e-20, groups, best) for norm in (False, True)]
+    return [*known, *sigmoid, *(replace(form, scale=scale) for form in known)]
+
+
+def _same_choice(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    """Whether weights are equal, of whichever experts, and experts in all tokens but one, where two may be equal."""
+    if actual[0].dtype != expected[0].dtype or actual[1].shape != expected[1].shape:
+        return False
+    if not close(actual[0].sort(-1).values, expected[0].sort(-1).values):
+        return False
+    same = (actual[1].sort(-1).values == expected[1].sort(-1).values).all(-1)
+    return int(same.sum()) >= len(same) - 1

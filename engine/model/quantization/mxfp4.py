@@ -1,0 +1,81 @@
+"""MXFP4 experts, as gpt-oss is published: 4 bits with a power of two per 32 columns (OCP Microscaling Formats, 1.0)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton_kernels.experts.weights import GROUP
+from engine.model.errors import UnsupportedModel
+from engine.model.experts import NAMES, expert_shape, keep_four_bits, store_values
+from engine.model.linear_method import Quantization
+from engine.model.load.safetensors_index import StoredTensor
+
+log = logging.getLogger(__name__)
+
+_SIZES = {"bits": 4, "num_bits": 4, "group_size": GROUP, "block_size": GROUP}
+"""What a configuration may state, and must then be; the format has no other."""
+
+
+class Mxfp4(Quantization):
+    """gate_up_proj_blocks, down_proj_blocks: uint8, [num_experts, rows, columns / 32, 16], two codes in a byte, the
+    first in its low half; gate_up_proj_scales, down_proj_scales: uint8, [num_experts, rows, columns / 32]. Biases and
+    all other layers are not quantized."""
+
+    def __init__(self, stated: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
+        """Raises UnsupportedModel."""
+        for name, size in _SIZES.items():
+            if stated.get(name) not in (None, size):
+                raise UnsupportedModel(f"MXFP4 with {name} {stated[name]}: only {size} can be run")
+        self._stored = stored
+        self._unquantized = list(stated.get("modules_to_not_convert") or ())
+
+    def create_weights(self, name: str, module: nn.Linear) -> None:
+        """Nothing to do: linear layers are not quantized."""
+
+    def create_expert_weights(self, name: str, module: nn.Module) -> None:
+        if not self._is_quantized(name):
+            return
+        for weight in NAMES:
+            num_experts, rows, columns = expert_shape(module, weight)
+            if columns % GROUP:
+                raise UnsupportedModel(f"{name}.{weight}: blocks of {GROUP} do not divide its {columns} columns")
+            scales = torch.empty(num_experts, rows, columns // GROUP, dtype=torch.uint8)
+            blocks = torch.empty(*scales.shape, GROUP // 2, dtype=torch.uint8)
+            delattr(module, weight)
+            for kind, tensor in (("blocks", blocks), ("scales", scales)):
+                self._check(f"{name}.{weight}_{kind}", tensor)
+                module.register_parameter(f"{weight}_{kind}", nn.Parameter(tensor, requires_grad=False))
+
+    def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
+        if not hasattr(module, f"{NAMES[0]}_blocks"):
+            return self._is_quantized(name)
+        parts = []
+        for weight in NAMES:
+            blocks, scales = (getattr(module, f"{weight}_{kind}").detach() for kind in ("blocks", "scales"))
+            parts.append((blocks.flatten(2), scales))
+            for kind in ("blocks", "scales"):
+                delattr(module, f"{weight}_{kind}")
+        gate_up, down = parts
+        if gate_up[0].is_cuda:
+            reason = keep_four_bits(module, gate_up, down)
+            if reason is None:
+                return True
+            log.warning("not kept in 4 bits: %s: %s", name, reason)
+        store_values(module, gate_up, down, dtype)
+        return True
+
+    def _is_quantized(self, name: str) -> bool:
+        if self._stored:
+            return f"{name}.{NAMES[0]}_blocks" in self._stored
+        return name not in self._unquantized
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        """Raises UnsupportedModel for files that have other blocks than the format's."""
+        found = self._stored.get(name)
+        if found is not None and (found.dtype, found.shape) != ("U8", tuple(tensor.shape)):
+            raise UnsupportedModel(f"{name} is {found.dtype} {found.shape}, in MXFP4 U8 {tuple(tensor.shape)}")

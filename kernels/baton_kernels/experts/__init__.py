@@ -1,0 +1,149 @@
+"""Mixtures of experts: the choice of a few experts for each token, and the weighted sum of their gated MLPs.
+
+On a GPU nothing waits for the host, so that all of it can be part of a CUDA graph: choices are sorted by expert on the
+device, launches are for the worst case, and programs without work end at once. The weights of an expert that no token
+chose are not read. Sums over a token's experts are in their order: the same shapes give the same bits each time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton_kernels.experts import reference
+from baton_kernels.experts.tiling import BY_TOKEN_TOKENS, RowTilings, Tilings, choose, kernel_tokens
+from baton_kernels.experts.weights import GROUP, ExpertWeights, Gate, Routing, Scores
+
+__all__ = [
+    "ROUTER_TOKENS",
+    "ExpertWeights",
+    "Gate",
+    "Routing",
+    "Scores",
+    "can_compute",
+    "experts",
+    "kernel_tokens",
+    "route",
+    "route_rows",
+]
+
+ALIGNED = 16
+"""What both sizes of an expert must be multiples of, for the kernels."""
+ROUTER_TOKENS = 16
+"""Up to so many tokens, the router's product and the choice are one kernel, in which each token reads the router."""
+EIGHT_BIT_TOKENS = 64
+"""Up to so many tokens, quantizing x takes more time than it saves."""
+
+
+def route(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of each token's experts, [num_tokens, top_k] of `dtype`, and which they are, int64, best
+    first.
+
+    logits: [num_tokens, num_experts]. bias: [num_experts], added to scores for the choice alone. Of equal scores,
+    which are chosen is not defined.
+    """
+    assert logits.ndim == 2
+    assert routing.top_k <= logits.shape[1]
+    if logits.is_cuda and logits.stride(1) == 1:
+        from baton_kernels.experts import routing_kernel
+
+        if routing_kernel.can_group(logits.shape[1], routing.num_groups):
+            return routing_kernel.route(logits, routing, bias, dtype)
+    return reference.route(logits, routing, bias, dtype)
+
+
+def route_rows(
+    x: Tensor,
+    router: Tensor,
+    routing: Routing,
+    *,
+    router_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    in_fp32: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, [num_tokens, num_experts], of x's dtype or in fp32, and what `route` makes of them.
+
+    x: [num_tokens, hidden_size]. router: [num_experts, hidden_size]; router_bias: [num_experts]. in_fp32: multiply in
+    fp32 what is stored in 16 bits. Calls on one device must run on one stream at a time: they share counters.
+    """
+    if x.is_cuda and x.shape[0] <= ROUTER_TOKENS and _can_route_few(x, router, routing):
+        from baton_kernels.experts import routing_kernel
+
+        logits_dtype = torch.float32 if in_fp32 else x.dtype
+        return routing_kernel.route_few(x, router, router_bias, routing, bias, logits_dtype, dtype)
+    if in_fp32:
+        x, router = x.float(), router.float()
+        router_bias = None if router_bias is None else router_bias.float()
+    logits = F.linear(x, router, router_bias)
+    return logits, *route(logits, routing, bias, dtype)
+
+
+def _can_route_few(x: Tensor, router: Tensor, routing: Routing) -> bool:
+    from baton_kernels.experts import routing_kernel
+
+    return x.stride(1) == 1 and router.is_contiguous() and routing_kernel.can_group(router.shape[0], routing.num_groups)
+
+
+def can_compute(of: ExpertWeights) -> bool:
+    """Whether `experts` can: always on a CPU; on a GPU sizes must be multiples of 16, in MXFP4 of 32, and weights
+    contiguous."""
+    if not of.gate_up.is_cuda:
+        return True
+    sizes, aligned = (of.hidden_size, of.intermediate_size), GROUP if of.four_bits else ALIGNED
+    stored = (of.gate_up, of.down, of.gate_up_scale, of.down_scale)
+    return all(size % aligned == 0 for size in sizes) and all(one is None or one.is_contiguous() for one in stored)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None = None) -> Tensor:
+    """Return the weighted sums of the experts' MLPs, [num_tokens, hidden_size], of x's dtype.
+
+    x: [num_tokens, hidden_size], contiguous rows. ids: [num_tokens, top_k], int64, all of a token different, or
+    `num_experts` and above: no expert. weights: [num_tokens, top_k]. slots: [num_tokens]; tokens whose slot is not
+    positive are padding: their experts are not read, and their results are zeros (on a GPU; on a CPU slots must be
+    None). `can_compute` must hold.
+    """
+    assert x.shape == (ids.shape[0], of.hidden_size)
+    assert ids.shape == weights.shape
+    if not x.is_cuda:
+        assert slots is None
+        return reference.experts(x, ids, weights, of)
+    return on_gpu(x, ids.contiguous(), weights.contiguous(), of, slots)
+
+
+def on_gpu(x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None) -> Tensor:
+    """The kernels, whatever the device."""
+    num_tokens, top_k = ids.shape
+    if not num_tokens:
+        return torch.empty_like(x)
+    tilings = choose(num_tokens, top_k, of.num_experts, of.weight_bytes)
+    if isinstance(tilings, RowTilings):
+        from baton_kernels.experts import rows_kernel
+
+        return rows_kernel.experts(x, ids, weights, of, slots, tilings)
+    return in_blocks(x, ids, weights, of, slots, tilings)
+
+
+def in_blocks(
+    x: Tensor, ids: Tensor, weights: Tensor, of: ExpertWeights, slots: Tensor | None, tilings: Tilings
+) -> Tensor:
+    """The general kernels with these tilings, whatever the device."""
+    from baton_kernels.experts import kernel
+    from baton_kernels.experts.alignment_kernel import align, blocks_by_token
+    from baton_kernels.quantized_linear.quantize_rows_kernel import quantize_rows
+
+    num_tokens, top_k = ids.shape
+    assert tilings.gate_up.rows == tilings.down.rows
+    assert not (of.four_bits and (tilings.gate_up.tma or tilings.down.tma))
+    rows = tilings.gate_up.rows
+    by_token = num_tokens <= min(rows, BY_TOKEN_TOKENS) and not tilings.down.tma
+    blocks = (blocks_by_token if by_token else align)(ids, slots, of.num_experts, rows)
+    rounds = of.eight_bits and num_tokens > EIGHT_BIT_TOKENS
+    values, scale = quantize_rows(x, None, of.gate_up.dtype) if rounds else (x, None)
+    inner = kernel.gate_up(values, scale, of, blocks, ids.numel(), top_k, tilings.gate_up, x.dtype)
+    values, scale = quantize_rows(inner, None, of.down.dtype) if rounds else (inner, None)
+    parts = kernel.down(values, scale, of, blocks, weights, tilings.down, x.dtype)
+    return kernel.summed(parts, ids, slots, of.num_experts)

@@ -1,0 +1,188 @@
+"""Choices sorted by expert, in blocks of rows, without a word to the host: sizes are those of the worst case, and a
+counter on the device says how many blocks there are.
+
+A program per expert counts all choices, so that each knows where its own begin; nothing is shared, and nothing depends
+on the order in which programs run. With many choices, they are counted in segments first, and each program places
+those of one expert in one segment.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_kernels.experts.tiling import ALIGN_AT_ONCE, FEW_CHOICES, max_blocks
+from baton_kernels.pdl import launch_options
+
+SEGMENT = 8192
+CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Which choices are computed together: blocks of `rows` choices of one expert, at most `most` of them.
+
+    order: [most * rows] int32, choices sorted by expert, in their order; an expert's last block is filled up with the
+        number of choices. expert_of: [most] int32. count: [1] int32, how many blocks there are; what follows them was
+        not written.
+    by_token: there is a block for each expert, with a row for each token, and none of this is needed: `order` is then
+        the ids, [num_tokens, top_k], and `expert_of` the slots, if has_slots.
+    """
+
+    order: Tensor
+    expert_of: Tensor
+    count: Tensor
+    rows: int
+    most: int
+    by_token: bool = False
+    has_slots: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Of what the first product writes: in the order of the blocks, or of the choices."""
+        return self.order.numel()
+
+
+@triton.jit
+def _load_experts(
+    ids_ptr, slots_ptr, choice, end, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, HAS_SLOTS: tl.constexpr
+):
+    """The experts of the choices; NUM_EXPERTS for those that are none: beyond the end, of padding, of no expert."""
+    mask = choice < end
+    expert = tl.load(ids_ptr + choice, mask=mask, other=NUM_EXPERTS).to(tl.int32)
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + choice // TOP_K, mask=mask, other=0)
+        expert = tl.where(slot <= 0, NUM_EXPERTS, expert)
+    return tl.minimum(expert, NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_choices"])
+def _count_kernel(
+    ids_ptr,
+    slots_ptr,
+    counts_ptr,
+    num_choices,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """counts: [segments, EXPERTS]."""
+    segment = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    end = tl.minimum(num_choices, (segment + 1) * SEGMENT)
+    counts = tl.zeros([EXPERTS], tl.int32)
+    for begin in range(segment * SEGMENT, end, CHUNK):
+        choice = begin + tl.arange(0, CHUNK)
+        expert = _load_experts(ids_ptr, slots_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_SLOTS)
+        counts += tl.histogram(expert, EXPERTS)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(counts_ptr + segment * EXPERTS + tl.arange(0, EXPERTS), counts)
+
+
+@triton.jit(do_not_specialize=["num_choices", "num_segments"])
+def _place_kernel(
+    ids_ptr,
+    slots_ptr,
+    counts_ptr,
+    order_ptr,
+    expert_of_ptr,
+    count_ptr,
+    num_choices,
+    num_segments,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """COUNTED: `_count_kernel` ran; else there is one segment."""
+    own = tl.program_id(0)
+    segment = tl.program_id(1)
+    lane = tl.arange(0, EXPERTS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    end = tl.minimum(num_choices, (segment + 1) * SEGMENT) if COUNTED else num_choices
+    first = segment * SEGMENT if COUNTED else 0
+    counts = tl.zeros([EXPERTS], tl.int32)
+    seen = 0
+    if COUNTED:
+        for other in range(num_segments):
+            counted = tl.load(counts_ptr + other * EXPERTS + lane)
+            counts += counted
+            seen += tl.where(other < segment, tl.sum(tl.where(lane == own, counted, 0), 0), 0)
+    else:
+        for begin in range(0, num_choices, CHUNK):
+            choice = begin + tl.arange(0, CHUNK)
+            expert = _load_experts(ids_ptr, slots_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_SLOTS)
+            counts += tl.histogram(expert, EXPERTS)
+    blocks = tl.where(lane < NUM_EXPERTS, (counts + ROWS - 1) // ROWS, 0)
+    first_block = tl.sum(tl.where(lane < own, blocks, 0), 0)
+    num_blocks = tl.sum(tl.where(lane == own, blocks, 0), 0)
+    base = order_ptr + first_block * ROWS
+    for begin in range(first, end, CHUNK):
+        choice = begin + tl.arange(0, CHUNK)
+        expert = _load_experts(ids_ptr, slots_ptr, choice, end, TOP_K, NUM_EXPERTS, HAS_SLOTS)
+        hit = expert == own
+        rank = seen + tl.cumsum(hit.to(tl.int32), 0) - 1
+        tl.store(base + rank, choice, mask=hit)
+        seen += tl.sum(hit.to(tl.int32), 0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if segment == 0:
+        total = tl.sum(tl.where(lane == own, counts, 0), 0)
+        place = total + tl.arange(0, ROWS)
+        tl.store(base + place, tl.full([ROWS], 0, tl.int32) + num_choices, mask=place < num_blocks * ROWS)
+        for begin in range(0, num_blocks, 32):
+            block = begin + tl.arange(0, 32)
+            tl.store(expert_of_ptr + first_block + block, tl.full([32], 0, tl.int32) + own, mask=block < num_blocks)
+        if own == 0:
+            tl.store(count_ptr, tl.sum(blocks, 0))
+
+
+def align(ids: Tensor, slots: Tensor | None, num_experts: int, rows: int) -> Blocks:
+    """ids: [num_tokens, top_k], contiguous; choices of `num_experts` or above, and those of tokens whose
+    slot is not positive, are left out. slots: [num_tokens], or None."""
+    num_choices, device = ids.numel(), ids.device
+    most = max_blocks(num_choices, num_experts, rows)
+    order = torch.empty(most * rows, dtype=torch.int32, device=device)
+    expert_of = torch.empty(most, dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    experts = triton.next_power_of_2(num_experts + 1)
+    common = (ids.shape[1], num_experts, experts)
+    counted = num_choices > ALIGN_AT_ONCE
+    segments = triton.cdiv(num_choices, SEGMENT) if counted else 1
+    counts, options = count, launch_options(device)
+    read = (ids, ids if slots is None else slots)
+    if counted:
+        counts = torch.empty((segments, experts), dtype=torch.int32, device=device)
+        _count_kernel[(segments,)](
+            *read, counts, num_choices, *common, SEGMENT, CHUNK, slots is not None, num_warps=8, **options
+        )
+    chunk = CHUNK if num_choices > FEW_CHOICES else FEW_CHOICES
+    _place_kernel[(num_experts, segments)](
+        *read, counts, order, expert_of, count, num_choices, segments, *common, rows, SEGMENT, chunk, counted,
+        slots is not None, num_warps=4, **options,
+    )  # fmt: skip
+    return Blocks(order, expert_of, count, rows, most)
+
+
+def blocks_by_token(ids: Tensor, slots: Tensor | None, num_experts: int, rows: int) -> Blocks:
+    """For at most `rows` tokens, each of which takes an expert once."""
+    assert ids.shape[0] <= rows
+    return Blocks(ids, ids if slots is None else slots, ids, rows, num_experts, True, slots is not None)

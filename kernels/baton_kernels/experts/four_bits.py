@@ -1,0 +1,46 @@
+"""Weights in MXFP4 on their way into products, in Triton: codes become values in registers.
+
+A thread takes the 16 bytes of a scale's 32 columns, so that it reads each scale once.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _values(codes):
+    """fp32 of e2m1 codes in the low halves of bytes. As the last bits of an exponent and the first of a mantissa, with
+    the sign before them, they are 2**126 times too small; 0.5 is then subnormal, as it is in e2m1."""
+    code = codes.to(tl.uint32)
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _powers_of_two(scale):
+    """fp32, of e8m0: the exponent's bits; 2**-127 is subnormal."""
+    bits = tl.where(scale == 255, 0x7FC00000, tl.maximum(scale.to(tl.int32) << 23, 1 << 22))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_groups(codes_ptr, scale_ptr, group, mask):
+    """The values of groups' even and of their odd columns, [..., 16], and what to multiply them by, [..., 1]; zeros
+    where there is no group. group: [...], int64, from the first one of the tensor on."""
+    byte = tl.expand_dims(group, -1) * 16 + tl.arange(0, 16)
+    codes = tl.load(codes_ptr + byte, mask=tl.expand_dims(mask, -1), other=0)
+    scale = tl.load(scale_ptr + group, mask=mask, other=0)
+    return _values(codes & 15), _values(codes >> 4), tl.expand_dims(_powers_of_two(scale), -1)
+
+
+@triton.jit
+def load_weight(codes_ptr, scale_ptr, row, begin, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, DTYPE: tl.constexpr):
+    """[rows, DEPTH] of DTYPE: the columns of these rows, [rows] int64, from `begin` on; zeros beyond COLUMNS."""
+    within = begin // 32 + tl.arange(0, DEPTH // 32)
+    group = row[:, None] * (COLUMNS // 32) + within[None, :]
+    even, odd, power = load_groups(codes_ptr, scale_ptr, group, (within < COLUMNS // 32)[None, :])
+    return tl.join((even * power).to(DTYPE), (odd * power).to(DTYPE)).reshape(row.shape[0], DEPTH)

@@ -1,0 +1,403 @@
+"""The products of blocks of rows with their experts' weights, in Triton.
+
+`weight @ x.T`: the many rows of a weight are the tensor cores' M dimension, so that few rows of x waste little. Tiles
+of the same features are side by side, so that blocks of one expert read its weights from memory once.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton_kernels.experts.alignment_kernel import Blocks
+from baton_kernels.experts.four_bits import load_weight
+from baton_kernels.experts.tiling import Tiling
+from baton_kernels.experts.weights import ExpertWeights
+from baton_kernels.linear.kernel import gated
+from baton_kernels.pdl import launch_options
+
+
+@triton.jit
+def apply_gate(gate, up, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
+    """fp32; gate, up and their activation are rounded as separate operations would."""
+    if GATE == "clamped":
+        gate = tl.minimum(gate.to(DTYPE).to(tl.float32), LIMIT)
+        up = tl.minimum(tl.maximum(up.to(DTYPE).to(tl.float32), -LIMIT), LIMIT)
+        return (up + 1.0) * (gate * tl.sigmoid(gate * ALPHA))
+    return gated(gate, up, GATE, DTYPE)
+
+
+@triton.jit
+def _place(most, num_tiles, group):
+    """This program's block and tile: tile after tile for each band of `group` blocks."""
+    program = tl.program_id(0)
+    band = program // (group * num_tiles)
+    height = tl.minimum(most - band * group, group)
+    place = program - band * (group * num_tiles)
+    return band * group + place % height, place // height
+
+
+@triton.jit
+def _choices_of(
+    ids_ptr,
+    slots_ptr,
+    expert,
+    num_tokens,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+):
+    """Each token's choice of the expert, and whether it has one: [ROWS]."""
+    token = tl.arange(0, ROWS)
+    slot = tl.arange(0, CHOICES)
+    mask = (token < num_tokens)[:, None] & (slot < TOP_K)[None, :]
+    hit = (tl.load(ids_ptr + token[:, None] * TOP_K + slot[None, :], mask=mask, other=-1) == expert) & mask
+    if HAS_SLOTS:
+        hit = hit & (tl.load(slots_ptr + token, mask=token < num_tokens, other=0) > 0)[:, None]
+    return token * TOP_K + tl.max(tl.where(hit, slot[None, :], 0), 1), tl.max(hit.to(tl.int32), 1) > 0
+
+
+@triton.jit
+def _block(
+    order_ptr,
+    expert_of_ptr,
+    count_ptr,
+    block,
+    num_choices,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+):
+    """A block's expert, its choices and which of them count, and its rows in what lies between the products: [ROWS].
+    Nothing counts in a block that there is not."""
+    if BY_TOKEN:
+        expert = block
+        choice, taken = _choices_of(
+            order_ptr, expert_of_ptr, expert, num_choices // TOP_K, TOP_K, CHOICES, ROWS, HAS_SLOTS
+        )
+        place = choice
+    else:
+        there = block < tl.load(count_ptr)
+        expert = tl.load(expert_of_ptr + block, mask=there, other=0)
+        place = block * ROWS + tl.arange(0, ROWS)
+        choice = tl.load(order_ptr + place, mask=there, other=num_choices)
+        taken = choice < num_choices
+    return expert.to(tl.int64), choice, taken, place
+
+
+@triton.jit
+def _product(sums, weight, x):
+    """sums + weight @ x; weights of 8 bits are multiplied in x's type."""
+    return tl.dot(weight.to(x.dtype), x, sums, input_precision="ieee")
+
+
+@triton.jit
+def _row_values(ptr, offsets, mask):
+    """One value of each row of a weight, as a column."""
+    return tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_choices", "most", "group"])
+def _gate_up_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    order_ptr,
+    expert_of_ptr,
+    count_ptr,
+    out_ptr,
+    num_choices,
+    most,
+    group,
+    x_stride,
+    expert_stride,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """WIDTH: intermediate_size. out: [most * ROWS, WIDTH], in the order of the blocks; or of the choices.
+
+    TMA: `weight_ptr` is a descriptor, of [num_experts * 2 * WIDTH, HIDDEN], or, interleaved, of
+    [num_experts * WIDTH, 2 * HIDDEN]. FOUR_BITS: weights are in MXFP4. SCALED: they have a scale per row.
+    """
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    EVEN: tl.constexpr = HIDDEN % DEPTH == 0
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    APART: tl.constexpr = 1 if INTERLEAVED else WIDTH  # rows from a gate to its up
+    block, tile = _place(most, tl.cdiv(WIDTH, OUT), group)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    expert, choice, taken, place = _block(
+        order_ptr, expert_of_ptr, count_ptr, block, num_choices, TOP_K, CHOICES, ROWS, BY_TOKEN, HAS_SLOTS
+    )
+    if tl.max(taken.to(tl.int32), 0) > 0:
+        token = tl.where(taken, choice // TOP_K, 0).to(tl.int64)
+        feature = tile * OUT + tl.arange(0, OUT)
+        mask = feature < WIDTH
+        row = tl.minimum(feature, WIDTH - 1) * STEP  # repeat the last row instead of masking
+        rows = expert * (2 * WIDTH) + row
+        column = tl.arange(0, DEPTH)
+        if TMA:
+            first = expert.to(tl.int32) * (WIDTH if INTERLEAVED else 2 * WIDTH) + tile * OUT
+            up_row = first if INTERLEAVED else first + WIDTH
+            up_column: tl.constexpr = HIDDEN if INTERLEAVED else 0
+        else:
+            weight_ptrs = weight_ptr + expert * expert_stride + (row[:, None] * HIDDEN + column[None, :])
+        x_ptrs = x_ptr + token[None, :] * x_stride + column[:, None]
+        gate = tl.zeros([OUT, ROWS], tl.float32)
+        up = tl.zeros([OUT, ROWS], tl.float32)
+        for k in tl.range(0, HIDDEN, DEPTH, num_stages=STAGES):
+            if TMA:
+                # What a tile has beyond a row's end is multiplied by zeros.
+                x = tl.load(x_ptrs, mask=taken[None, :] & (column < HIDDEN - k)[:, None], other=0.0)
+                gate = _product(gate, weight_ptr.load([first, k]), x)
+                up = _product(up, weight_ptr.load([up_row, up_column + k]), x)
+            elif FOUR_BITS:
+                x = tl.load(x_ptrs, mask=taken[None, :] & (column < HIDDEN - k)[:, None], other=0.0)
+                gate = _product(gate, load_weight(weight_ptr, scale_ptr, rows, k, HIDDEN, DEPTH, DTYPE), x)
+                up = _product(up, load_weight(weight_ptr, scale_ptr, rows + APART, k, HIDDEN, DEPTH, DTYPE), x)
+            elif EVEN:
+                x = tl.load(x_ptrs, mask=taken[None, :], other=0.0)
+                gate = _product(gate, tl.load(weight_ptrs), x)
+                up = _product(up, tl.load(weight_ptrs + APART * HIDDEN), x)
+            else:
+                inside = column < HIDDEN - k
+                x = tl.load(x_ptrs, mask=taken[None, :] & inside[:, None], other=0.0)
+                gate = _product(gate, tl.load(weight_ptrs, mask=inside[None, :], other=0.0), x)
+                up = _product(up, tl.load(weight_ptrs + APART * HIDDEN, mask=inside[None, :], other=0.0), x)
+            if not TMA:
+                weight_ptrs += DEPTH
+            x_ptrs += DEPTH
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        if X_SCALED:
+            x_scale = tl.load(x_scale_ptr + token)[None, :]
+            gate *= x_scale
+            up *= x_scale
+        if SCALED:
+            gate *= _row_values(scale_ptr, rows, mask)
+            up *= _row_values(scale_ptr, rows + APART, mask)
+        if HAS_BIAS:
+            gate += _row_values(bias_ptr, rows, mask)
+            up += _row_values(bias_ptr, rows + APART, mask)
+        result = apply_gate(gate, up, GATE, ALPHA, LIMIT, DTYPE).to(DTYPE)
+        out_ptrs = out_ptr + place.to(tl.int64)[None, :] * WIDTH + feature[:, None]
+        tl.store(out_ptrs, result, mask=mask[:, None] & taken[None, :])
+
+
+@triton.jit(do_not_specialize=["num_choices", "most", "group"])
+def _down_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    routed_ptr,
+    order_ptr,
+    expert_of_ptr,
+    count_ptr,
+    out_ptr,
+    num_choices,
+    most,
+    group,
+    expert_stride,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x: what `_gate_up_kernel` wrote. routed: [num_choices], the weights. out: [num_choices, HIDDEN]. TMA: `x_ptr` and
+    `weight_ptr` are descriptors, that of [num_experts * HIDDEN, WIDTH]. FOUR_BITS: weights are in MXFP4."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    EVEN: tl.constexpr = WIDTH % DEPTH == 0
+    block, tile = _place(most, tl.cdiv(HIDDEN, OUT), group)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    expert, choice, taken, place = _block(
+        order_ptr, expert_of_ptr, count_ptr, block, num_choices, TOP_K, CHOICES, ROWS, BY_TOKEN, HAS_SLOTS
+    )
+    if tl.max(taken.to(tl.int32), 0) > 0:
+        feature = tile * OUT + tl.arange(0, OUT)
+        mask = feature < HIDDEN
+        row = tl.minimum(feature, HIDDEN - 1)
+        rows = expert * HIDDEN + row
+        column = tl.arange(0, DEPTH)
+        if TMA:
+            first = expert.to(tl.int32) * HIDDEN + tile * OUT
+        else:
+            weight_ptrs = weight_ptr + expert * expert_stride + (row[:, None] * WIDTH + column[None, :])
+            x_ptrs = x_ptr + place.to(tl.int64)[None, :] * WIDTH + column[:, None]
+        sums = tl.zeros([OUT, ROWS], tl.float32)
+        for k in tl.range(0, WIDTH, DEPTH, num_stages=STAGES):
+            if TMA:  # rows of no choice may be anything: their sums are not stored
+                sums = _product(sums, weight_ptr.load([first, k]), x_ptr.load([block * ROWS, k]).T)
+            elif FOUR_BITS:
+                x = tl.load(x_ptrs, mask=taken[None, :] & (column < WIDTH - k)[:, None], other=0.0)
+                sums = _product(sums, load_weight(weight_ptr, scale_ptr, rows, k, WIDTH, DEPTH, DTYPE), x)
+            elif EVEN:
+                x = tl.load(x_ptrs, mask=taken[None, :], other=0.0)
+                sums = _product(sums, tl.load(weight_ptrs), x)
+            else:
+                inside = column < WIDTH - k
+                x = tl.load(x_ptrs, mask=taken[None, :] & inside[:, None], other=0.0)
+                sums = _product(sums, tl.load(weight_ptrs, mask=inside[None, :], other=0.0), x)
+            if not TMA:
+                weight_ptrs += DEPTH
+                x_ptrs += DEPTH
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        if X_SCALED:
+            sums *= tl.load(x_scale_ptr + place, mask=taken, other=0.0)[None, :]
+        if SCALED:
+            sums *= _row_values(scale_ptr, rows, mask)
+        if HAS_BIAS:
+            sums += _row_values(bias_ptr, rows, mask)
+        sums *= tl.load(routed_ptr + choice, mask=taken, other=0.0).to(tl.float32)[None, :]
+        out_ptrs = out_ptr + choice.to(tl.int64)[None, :] * HIDDEN + feature[:, None]
+        tl.store(out_ptrs, sums.to(DTYPE), mask=mask[:, None] & taken[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr,
+    ids_ptr,
+    slots_ptr,
+    out_ptr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sum of a token's choices, in their order; parts of no expert were not written."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    slot = tl.arange(0, CHOICES)
+    choice = token * TOP_K + slot
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    taken = tl.load(ids_ptr + choice, mask=slot < TOP_K, other=NUM_EXPERTS) < NUM_EXPERTS
+    if HAS_SLOTS:
+        taken = taken & (tl.load(slots_ptr + token) > 0)
+    mask = taken[:, None] & (column < HIDDEN)[None, :]
+    parts = tl.load(parts_ptr + choice[:, None] * HIDDEN + column[None, :], mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    out = tl.sum(parts.to(tl.float32), 0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * HIDDEN + column, out, mask=column < HIDDEN)
+
+
+def gate_up(
+    x: Tensor, x_scale: Tensor | None, of: ExpertWeights, blocks: Blocks, num_choices: int, top_k: int, tiling: Tiling,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """[blocks.num_rows, intermediate_size] of `dtype`, in the order of the blocks; rows of no choice are not written.
+
+    x: [num_tokens, hidden_size], contiguous rows; x_scale: [num_tokens, 1], if they are quantized.
+    """
+    width = of.intermediate_size
+    out = torch.empty((blocks.num_rows, width), dtype=dtype, device=x.device)
+    scale, bias = of.gate_up_scale, of.gate_up_bias
+    grid = (blocks.most * triton.cdiv(width, tiling.out),)
+    weight: Tensor | TensorDescriptor = of.gate_up
+    if tiling.tma:
+        columns = of.hidden_size * (2 if of.interleaved else 1)
+        weight = _descriptor(of.gate_up, columns, tiling.out, tiling.depth)
+    _gate_up_kernel[grid](
+        x, out if x_scale is None else x_scale, weight, out if scale is None else scale,
+        out if bias is None else bias, blocks.order, blocks.expert_of, blocks.count, out,
+        num_choices, blocks.most, tiling.group or blocks.most, x.stride(0), of.gate_up.stride(0),
+        width, of.hidden_size, top_k, triton.next_power_of_2(top_k),
+        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, blocks.by_token, blocks.has_slots,
+        of.interleaved, of.four_bits, of.eight_bits, x_scale is not None, bias is not None,
+        of.gate, of.alpha, of.limit,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def down(
+    x: Tensor, x_scale: Tensor | None, of: ExpertWeights, blocks: Blocks, weights: Tensor, tiling: Tiling,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """[num_choices, hidden_size] of `dtype`: each choice's product, times its weight; choices of no expert are not
+    written. x: as `gate_up` returns it, contiguous; x_scale: [rows, 1], if they are quantized. weights:
+    [num_tokens, top_k], contiguous."""
+    out = torch.empty((weights.numel(), of.hidden_size), dtype=dtype, device=x.device)
+    scale, bias = of.down_scale, of.down_bias
+    grid = (blocks.most * triton.cdiv(of.hidden_size, tiling.out),)
+    weight: Tensor | TensorDescriptor = of.down
+    rows: Tensor | TensorDescriptor = x
+    if tiling.tma:
+        assert not blocks.by_token
+        weight = _descriptor(of.down, of.intermediate_size, tiling.out, tiling.depth)
+        rows = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth])
+    _down_kernel[grid](
+        rows, out if x_scale is None else x_scale, weight, out if scale is None else scale,
+        out if bias is None else bias, weights, blocks.order, blocks.expert_of, blocks.count, out,
+        weights.numel(), blocks.most, tiling.group or blocks.most, of.down.stride(0),
+        of.intermediate_size, of.hidden_size, weights.shape[1], triton.next_power_of_2(weights.shape[1]),
+        tiling.rows, tiling.out, tiling.depth, tiling.num_stages, tiling.tma, blocks.by_token, blocks.has_slots,
+        of.four_bits, of.eight_bits, x_scale is not None, bias is not None,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _descriptor(weight: Tensor, columns: int, out: int, depth: int) -> TensorDescriptor:
+    """Of all experts' rows, as a matrix of so many columns; it reads tiles of [out, depth]."""
+    return TensorDescriptor.from_tensor(weight.view(-1, columns), [out, depth])
+
+
+def summed(parts: Tensor, ids: Tensor, slots: Tensor | None, num_experts: int) -> Tensor:
+    """[num_tokens, hidden_size] of [num_tokens * top_k, hidden_size]."""
+    num_tokens, top_k = ids.shape
+    hidden = parts.shape[1]
+    out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
+    tile = min(1024, triton.next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
+        parts, ids, ids if slots is None else slots, out, hidden, top_k, triton.next_power_of_2(top_k), num_experts,
+        tile, slots is not None, num_warps=4, **launch_options(parts.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,105 @@
+"""Chooses the kernels of an expert layer by shapes alone, so that every call of a shape runs the same ones.
+
+What counts is how many rows an expert has on average. With few, the time is that of reading the weights of the experts
+that were chosen; with many, that of the tensor cores.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+ROW_TOKENS = 2
+"""Up to so many tokens nearly all choices are of different experts, and each is a product of a matrix and a vector."""
+BY_TOKEN_TOKENS = 16
+"""Up to so many tokens, nothing is sorted: each expert's programs look for the tokens that chose it."""
+ALIGN_AT_ONCE = 4096
+"""Choices that one program counts alone."""
+FEW_CHOICES = 256
+"""Choices that are counted in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiling:
+    """One row of x: a program handles `out` features (of gate and of up), in steps of `depth` columns."""
+
+    out: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """A block of `rows` rows of one expert: a program handles `out` features (of gate and of up) of it, in steps of
+    `depth` columns. group: blocks whose tiles are computed side by side, so that they share their reads in L2; 0: all
+    of them. tma: tiles of weights are read by the tensor memory accelerator."""
+
+    rows: int
+    out: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    group: int = 0
+    tma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tilings:
+    gate_up: Tiling
+    down: Tiling
+
+
+@dataclass(frozen=True, slots=True)
+class RowTilings:
+    gate_up: RowTiling
+    down: RowTiling
+
+
+ROW = RowTilings(RowTiling(8, 128, 2, 5), RowTiling(8, 128, 2, 5))
+ROW_FOUR_BITS = RowTilings(RowTiling(8, 256, 2, 4), RowTiling(8, 256, 2, 4))
+"""As `ROW`, for weights of 4 bits; not tuned."""
+CLASSES: tuple[tuple[float, Tilings], ...] = (
+    (8, Tilings(Tiling(16, 64, 64, 4, 5), Tiling(16, 64, 128, 4, 4))),
+    (24, Tilings(Tiling(32, 64, 64, 4, 3), Tiling(32, 128, 64, 4, 5))),
+    (48, Tilings(Tiling(64, 64, 64, 4, 3, 8), Tiling(64, 128, 64, 4, 4, 8))),
+    (160, Tilings(Tiling(128, 64, 64, 4, 3, 8), Tiling(128, 128, 64, 4, 3, 8))),
+    (float("inf"), Tilings(Tiling(128, 128, 64, 8, 4, 8), Tiling(128, 256, 64, 8, 4, 8))),
+)
+"""By the most rows per expert: the best of `benchmarks.experts_tune` on an H200, for layers of Qwen3-30B-A3B and
+gpt-oss-20b."""
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(num_tokens: int, top_k: int, num_experts: int, itemsize: float = 2) -> RowTilings | Tilings:
+    """itemsize: bytes of a weight's element, 0.5 for 4 bits. The table is for two."""
+    if num_tokens <= ROW_TOKENS:
+        return ROW_FOUR_BITS if itemsize < 1 else ROW
+    mean = num_tokens * top_k / num_experts
+    tilings = next(tilings for most, tilings in CLASSES if mean <= most)
+    return Tilings(_for_size(tilings.gate_up, itemsize), _for_size(tilings.down, itemsize))
+
+
+def _for_size(tiling: Tiling, itemsize: float) -> Tiling:
+    """As many bytes in a step, and no more shared memory than an SM has. Of 4 bits, tiles of many rows keep their
+    depth: they are there as 16 bits, too, before they are multiplied."""
+    if itemsize < 1:
+        return replace(tiling, depth=128) if tiling.rows <= 16 else tiling
+    if itemsize == 4:
+        return replace(tiling, depth=tiling.depth // 2, num_stages=min(3, tiling.num_stages))
+    return replace(tiling, depth=min(128, 2 * tiling.depth)) if itemsize == 1 else tiling
+
+
+@functools.cache
+def kernel_tokens(top_k: int, num_experts: int) -> tuple[int, ...]:
+    """Numbers of tokens that together run every kernel there is for a layer: after calling `experts` with each of them
+    at startup, nothing is compiled later."""
+    ends = {ROW_TOKENS, BY_TOKEN_TOKENS, FEW_CHOICES // top_k, ALIGN_AT_ONCE // top_k}
+    ends |= {int(most * num_experts / top_k) for most, _ in CLASSES[:-1]}
+    return tuple(sorted({1, *(end for end in ends if end), *(end + 1 for end in ends)}))
+
+
+def max_blocks(num_choices: int, num_experts: int, rows: int) -> int:
+    """The most blocks that so many choices can need."""
+    hit = min(num_choices, num_experts)
+    return hit + (num_choices - hit) // rows

@@ -1,0 +1,95 @@
+"""What experts are made of, and how a router chooses among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from baton_kernels.gated_activation import Activation
+
+GROUP = 32
+"""Columns of a weight in MXFP4 that have one scale."""
+Gate = Activation | Literal["clamped"]
+"""What gate and up become. "clamped", of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, gate at most `limit`, up
+within `limit` of zero."""
+Scores = Literal["softmax", "sigmoid", "chosen_softmax"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The gated MLPs of one layer.
+
+    gate_up: [num_experts, 2 * intermediate_size, hidden_size], the rows of gate, then those of up; interleaved: rows of
+        gate and up alternate. down: [num_experts, hidden_size, intermediate_size]. Both have contiguous rows.
+    gate_up_bias, down_bias: [num_experts, rows], or None.
+    gate_up_scale, down_scale: [num_experts, rows] in fp32, of weights in float8_e4m3fn, whose values they multiply.
+
+    Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5) are uint8, and their last dimension is half as
+    long: a byte has two e2m1 codes, that of the even column in its low half. Their scales are uint8, [num_experts,
+    rows, columns / 32], each the exponent of a power of two plus 127.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate: Gate = "silu"
+    interleaved: bool = False
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    alpha: float = 1.702
+    limit: float = 7.0
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    @property
+    def four_bits(self) -> bool:
+        """Whether the weights are in MXFP4."""
+        return self.gate_up.dtype == torch.uint8
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether the weights are in fp8, so that rows of x may be rounded to it, too."""
+        return self.gate_up_scale is not None and not self.four_bits
+
+    @property
+    def hidden_size(self) -> int:
+        return self.gate_up.shape[2] * (2 if self.four_bits else 1)
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down.shape[2] * (2 if self.four_bits else 1)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one value, without its scale."""
+        return 0.5 if self.four_bits else self.gate_up.element_size()
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, without biases."""
+        stored = (self.gate_up, self.down, self.gate_up_scale, self.down_scale)
+        return sum(tensor[0].numel() * tensor.element_size() for tensor in stored if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How logits become the weights of `top_k` experts.
+
+    scores: "softmax" of all logits; their "sigmoid"; or "chosen_softmax", of the chosen logits alone.
+    normalized: divide by the sum of the chosen scores, plus epsilon. scale: multiplies the weights at the end.
+    num_groups, top_groups: choose only from the `top_groups` groups of experts with the largest sums of their two best.
+    """
+
+    top_k: int
+    scores: Scores = "softmax"
+    normalized: bool = False
+    scale: float = 1.0
+    epsilon: float = 0.0
+    num_groups: int = 1
+    top_groups: int = 1

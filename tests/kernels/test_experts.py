@@ -1,0 +1,520 @@
+"""Experts: the reference is what transformers computes, and the kernels agree with it, whoever chooses what."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import GptOssConfig, MixtralConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from baton_kernels.experts import (
+    ExpertWeights,
+    Routing,
+    can_compute,
+    experts,
+    kernel_tokens,
+    on_gpu,
+    reference,
+    route,
+    route_rows,
+)
+from baton_kernels.experts.four_bits import load_weight
+from baton_kernels.experts.tiling import (
+    BY_TOKEN_TOKENS,
+    CLASSES,
+    ROW_TOKENS,
+    RowTilings,
+    Tiling,
+    Tilings,
+    choose,
+    max_blocks,
+)
+from baton_kernels.gated_activation import ACTIVATIONS
+from tests.kernels.poison import poisoned
+
+torch.set_num_threads(1)
+
+PLACES = [
+    pytest.param("cpu", torch.float32),
+    pytest.param("cpu", torch.float16),
+    pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+RELATIVE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""The largest difference in a row, over the row's largest value."""
+ROUTINGS = [
+    Routing(4),
+    Routing(3, normalized=True),
+    Routing(4, "sigmoid", normalized=True, scale=2.5, epsilon=1e-20),
+    Routing(3, "sigmoid"),
+    Routing(4, "chosen_softmax"),
+    Routing(4, "sigmoid", normalized=True, num_groups=4, top_groups=2),
+]
+SMALL = Tilings(Tiling(8, 32, 32, 4, 3), Tiling(8, 32, 32, 4, 3, group=3))
+
+
+def weights_of(
+    num_experts: int, hidden: int, width: int, dtype: torch.dtype, device: str, clamped: bool = False
+) -> ExpertWeights:
+    """Of gpt-oss's form if clamped."""
+
+    def drawn(*sizes: int) -> Tensor:
+        return (torch.randn(*sizes) * sizes[-1] ** -0.5).to(device, dtype)
+
+    plain = ExpertWeights(drawn(num_experts, 2 * width, hidden), drawn(num_experts, hidden, width))
+    if not clamped:
+        return plain
+    biased = replace(plain, gate_up_bias=4 * drawn(num_experts, 2 * width), down_bias=drawn(num_experts, hidden))
+    return replace(biased, gate="clamped", interleaved=True, limit=1.5)
+
+
+def in_four_bits(of: ExpertWeights) -> ExpertWeights:
+    """Random ones of the same sizes in MXFP4."""
+
+    def drawn(weight: Tensor) -> tuple[Tensor, Tensor]:
+        sizes, columns = weight.shape[:2], weight.shape[2]
+        codes = torch.randint(0, 256, (*sizes, columns // 2), dtype=torch.uint8)
+        return codes.to(weight.device), torch.randint(120, 125, (*sizes, columns // 32)).byte().to(weight.device)
+
+    (gate_up, gate_up_scale), (down, down_scale) = drawn(of.gate_up), drawn(of.down)
+    return replace(of, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale)
+
+
+def choices(num_tokens: int, top_k: int, num_experts: int, device: str) -> tuple[Tensor, Tensor]:
+    """ids and weights."""
+    ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)])
+    return ids.to(device), (torch.rand(num_tokens, top_k) + 0.1).to(device)
+
+
+def check(out: Tensor, expected: Tensor, factor: float = 1.0) -> None:
+    assert out.shape == expected.shape
+    assert out.dtype == expected.dtype
+    largest = expected.float().abs().amax(-1)
+    assert ((out.float() - expected.float()).abs().amax(-1) <= factor * RELATIVE[out.dtype] * largest).all()
+
+
+# ---- the reference ----
+
+
+def own_loop(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """transformers' loop over experts."""
+    result: Tensor = inspect.unwrap(type(module).forward)(module, x, ids, weights)
+    return result
+
+
+@torch.inference_mode()
+def test_reference_is_transformers() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 20, "num_local_experts": 5}
+    x, (ids, weights) = torch.randn(11, 24), choices(11, 2, 5, "cpu")
+    mixtral: Any = MixtralExperts(MixtralConfig(**sizes))
+    oss: Any = GptOssExperts(GptOssConfig(**sizes))
+    for module in (mixtral, oss):
+        for parameter in module.parameters():
+            parameter.data = torch.randn(parameter.shape)
+    of = ExpertWeights(mixtral.gate_up_proj, mixtral.down_proj)
+    check(reference.experts(x, ids, weights, of), own_loop(mixtral, x, ids, weights))
+    of = ExpertWeights(
+        oss.gate_up_proj.mT, oss.down_proj.mT, "clamped", True, oss.gate_up_proj_bias, oss.down_proj_bias
+    )
+    check(reference.experts(x, ids, weights, of), own_loop(oss, x, ids, weights))
+
+
+def test_reference_of_weights_of_8_bits() -> None:
+    """A scale per row multiplies the values."""
+    torch.manual_seed(0)
+    of = weights_of(4, 32, 16, torch.float32, "cpu")
+    scales = torch.rand(4, 32) + 0.5, torch.rand(4, 32) + 0.5
+    scaled = replace(of, gate_up_scale=scales[0], down_scale=scales[1])
+    whole = replace(of, gate_up=of.gate_up * scales[0][..., None], down=of.down * scales[1][..., None])
+    x, (ids, weights) = torch.randn(5, 32), choices(5, 2, 4, "cpu")
+    check(reference.experts(x, ids, weights, scaled), reference.experts(x, ids, weights, whole))
+
+
+def all_codes() -> tuple[Tensor, Tensor]:
+    """Every pair of codes with every scale but 255, which is not a number: [255, 256], [255, 16]."""
+    return torch.arange(256, dtype=torch.uint8).repeat(255, 1), torch.arange(255).byte()[:, None].repeat(1, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_in_mxfp4_are_transformers(dtype: torch.dtype) -> None:
+    """Exactly, in both types. transformers returns rows as columns."""
+    codes, scale = all_codes()
+    expected = convert_moe_packed_tensors(codes.view(1, 255, 16, 16), scale[None], dtype=dtype)
+    assert torch.equal(reference.dequantize(codes, scale, dtype), expected[0].T)
+    assert expected[0, :, :253].isfinite().all()
+    assert reference.dequantize(codes[:1, :16], torch.tensor([[255]], dtype=torch.uint8), dtype).isnan().all()
+
+
+@triton.jit
+def load_all(codes_ptr, scale_ptr, out_ptr):
+    row, column = tl.program_id(0).to(tl.int64) + tl.zeros([1], tl.int64), tl.arange(0, 512)
+    values = load_weight(codes_ptr, scale_ptr, row, 0, 512, 512, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row[:, None] * 512 + column[None, :], values)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[2:])
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy's, in the interpreter
+def test_kernels_have_the_values_of_mxfp4(device: str, dtype: torch.dtype) -> None:
+    """Of every code and scale, the largest and the subnormal ones, too."""
+    codes, scale = (tensor.to(device) for tensor in all_codes())
+    out = torch.full((255, 512), float("nan"), device=device, dtype=dtype)
+    load_all[(255,)](codes, scale, out)
+    assert torch.equal(out, reference.dequantize(codes, scale, dtype))
+
+
+def test_choices_of_no_expert_add_nothing() -> None:
+    torch.manual_seed(0)
+    of, x = weights_of(4, 16, 16, torch.float32, "cpu"), torch.randn(3, 16)
+    ids, weights = choices(3, 2, 4, "cpu")
+    ids[1, 0] = ids[2, 0] = ids[2, 1] = 4
+    out = experts(x, ids, weights, of)
+    check(out[:1], experts(x[:1], ids[:1], weights[:1], of))
+    check(out[1:2], experts(x[1:2], ids[1:2, 1:], weights[1:2, 1:], of))
+    assert not out[2].any()
+
+
+# ---- the choice ----
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_routing(routing: Routing, device: str, dtype: torch.dtype) -> None:
+    from baton_kernels.experts import routing_kernel
+
+    torch.manual_seed(routing.top_k)
+    for num_experts in (32, 20) if routing.num_groups == 1 else (32,):
+        logits = torch.stack([torch.randperm(num_experts) for _ in range(5)]).to(device, dtype) * 0.125 - 1  # no ties
+        bias = torch.rand(num_experts, device=device) * 0.03 if routing.scores == "sigmoid" else None
+        with poisoned():
+            weights, ids = routing_kernel.route(logits, routing, bias, dtype)
+        expected, expected_ids = reference.route(logits, routing, bias, dtype)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("routing", ROUTINGS[1:4], ids=str)
+def test_routing_with_the_routers_product(routing: Routing, device: str, dtype: torch.dtype) -> None:
+    """In the type of x, rounded as a matmul's result, or in fp32; twice, as the counters must be zero again."""
+    from baton_kernels.experts import routing_kernel
+
+    torch.manual_seed(0)
+    router, router_bias = torch.randn(18, 300).to(device, dtype), torch.randn(18).to(device, dtype)
+    bias = torch.rand(18, device=device) if routing.scores == "sigmoid" else None
+    for number, own in enumerate((None, router_bias)):
+        x = torch.randn(3, 400).to(device, dtype)[:, :300]
+        with poisoned():
+            logits, weights, ids = routing_kernel.route_few(
+                x, router, own, routing, bias, torch.float32 if number else dtype, dtype
+            )
+        expected = torch.nn.functional.linear(x.double(), router.double(), None if own is None else own.double())
+        torch.testing.assert_close(
+            logits.double(), expected, rtol=2 * RELATIVE[dtype], atol=2e-2 if number == 0 else 1e-4
+        )
+        found, found_ids = reference.route(logits, routing, bias, dtype)
+        assert torch.equal(ids, found_ids)
+        torch.testing.assert_close(weights, found)
+
+
+def test_logits_of_routers_on_a_cpu() -> None:
+    x, router, router_bias = torch.randn(3, 8).half(), torch.randn(5, 8).half(), torch.randn(5).half()
+    logits, weights, ids = route_rows(x, router, ROUTINGS[1], router_bias=router_bias, in_fp32=True)
+    whole = torch.nn.functional.linear(x.float(), router.float(), router_bias.float())
+    assert torch.equal(logits, whole)
+    for actual, expected in zip((weights, ids), route(whole, ROUTINGS[1]), strict=True):
+        assert torch.equal(actual, expected)
+    assert route_rows(x, router, ROUTINGS[1])[0].dtype == torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
+def test_routing_of_nan_names_experts() -> None:
+    from baton_kernels.experts import routing_kernel
+
+    _, ids = routing_kernel.route(torch.full((2, 20), float("nan")), Routing(3), None, torch.float32)
+    assert ids.min() >= 0
+    assert ids.max() < 20
+
+
+def test_groups_that_the_kernel_cannot_have_are_left_to_torch() -> None:
+    from baton_kernels.experts import routing_kernel
+
+    assert routing_kernel.can_group(160, 1)
+    assert routing_kernel.can_group(256, 8)
+    assert not routing_kernel.can_group(160, 8)
+    assert not routing_kernel.can_group(256, 3)
+
+
+def test_routing_on_a_cpu_is_the_reference() -> None:
+    logits = torch.randn(4, 9)
+    for actual, expected in zip(
+        route(logits, ROUTINGS[1]), reference.route(logits, ROUTINGS[1], None, torch.float32), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+# ---- the order ----
+
+
+def check_aligned(ids: Tensor, slots: Tensor | None, num_experts: int, rows: int) -> None:
+    """Each choice that counts is once in a block of its expert, and everything else is padding."""
+    from baton_kernels.experts.alignment_kernel import align
+
+    with poisoned():
+        blocks = align(ids, slots, num_experts, rows)
+    kept = ids if slots is None else ids.masked_fill(slots[:, None] <= 0, num_experts)
+    order, expert_of = reference.align(kept, num_experts, rows)
+    count = int(blocks.count)
+    assert count == len(expert_of) <= blocks.most
+    assert blocks.expert_of[:count].tolist() == expert_of.tolist()
+    assert blocks.order[: count * rows].tolist() == order.tolist()
+    real = order[order < ids.numel()]
+    assert sorted(real.tolist()) == (kept.flatten() < num_experts).nonzero()[:, 0].tolist()
+    assert (kept.flatten()[real] == expert_of.repeat_interleave(rows)[order < ids.numel()]).all()
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_alignment(data: st.DataObject) -> None:
+    """However choices are spread, with choices of no expert, and tokens that are padding."""
+    num_experts, top_k = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 3))
+    rows = data.draw(st.sampled_from([4, 8, 16]))
+    ids = data.draw(st.lists(st.lists(st.integers(0, num_experts), min_size=top_k, max_size=top_k), min_size=1))
+    slots = data.draw(st.none() | st.lists(st.integers(-1, 3), min_size=len(ids), max_size=len(ids)))
+    check_aligned(torch.tensor(ids), None if slots is None else torch.tensor(slots), num_experts, rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("num_tokens", [200, 4200, pytest.param(60_000, marks=pytest.mark.gpu)])
+def test_alignment_of_many(num_tokens: int, device: str) -> None:
+    """More than a chunk; more than a segment."""
+    torch.manual_seed(num_tokens)
+    ids, _ = choices(num_tokens, 2, 5, "cpu")
+    slots = torch.randint(-1, 9, (num_tokens,))
+    check_aligned(ids.to(device), slots.to(device), 5, 16)
+
+
+def test_all_choices_of_one_expert_and_each_of_another() -> None:
+    check_aligned(torch.zeros(40, 1, dtype=torch.int64), None, 7, 8)
+    check_aligned(torch.arange(7)[:, None], None, 7, 8)
+    assert max_blocks(40, 7, 8) >= 5
+    assert max_blocks(7, 7, 8) == 7
+
+
+# ---- the products ----
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, ROW_TOKENS, 13, 20])
+def test_experts(num_tokens: int, clamped: bool, device: str, dtype: torch.dtype) -> None:
+    """Sizes that are no multiples of the tiles'; choices of no expert; padding."""
+    torch.manual_seed(num_tokens)
+    hidden, width = (40, 24) if device == "cpu" else (80, 48)
+    of = weights_of(6, hidden, width, dtype, device, clamped)
+    x = torch.randn(num_tokens, 96).to(device, dtype)[:, :hidden]
+    ids, weights = choices(num_tokens, 3, 6, device)
+    ids[-1, 1] = 6
+    slots = (torch.arange(num_tokens, device=device) + num_tokens) % 3
+    with poisoned():
+        out = on_gpu(x, ids, weights.to(dtype), of, None)
+        padded = on_gpu(x, ids, weights.to(dtype), of, slots)
+    expected = reference.experts(x, ids, weights.to(dtype), of)
+    check(out, expected)
+    check(padded, expected * (slots > 0)[:, None].to(dtype))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2] + PLACES[3:])
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("num_tokens", [ROW_TOKENS, 13, 20])
+def test_experts_in_mxfp4(num_tokens: int, clamped: bool, device: str, dtype: torch.dtype) -> None:
+    """Sizes that are no multiples of the tiles'; choices of no expert; padding."""
+    torch.manual_seed(num_tokens)
+    of = in_four_bits(weights_of(6, 96, 160, dtype, device, clamped))
+    assert (of.hidden_size, of.intermediate_size, of.expert_bytes) == (96, 160, 3 * 96 * 160 * 17 // 32)
+    x = torch.randn(num_tokens, 128).to(device, dtype)[:, :96]
+    ids, weights = choices(num_tokens, 3, 6, device)
+    ids[-1, 1] = 6
+    slots = (torch.arange(num_tokens, device=device) + num_tokens) % 3
+    with poisoned():
+        out = on_gpu(x, ids, weights.to(dtype), of, None)
+        padded = on_gpu(x, ids, weights.to(dtype), of, slots)
+    expected = reference.experts(x, ids, weights.to(dtype), of)
+    check(out, expected)
+    check(padded, expected * (slots > 0)[:, None].to(dtype))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[3:])
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_gates(device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, (ids, weights) = torch.randn(4, 32).to(device, dtype), choices(4, 2, 3, device)
+    of = weights_of(3, 32, 32, dtype, device)
+    for activation in ACTIVATIONS:
+        for interleaved in (False, True):
+            form = replace(of, gate=activation, interleaved=interleaved)
+            for rows in (1, 4):
+                out = on_gpu(x[:rows], ids[:rows], weights[:rows].to(dtype), form, None)
+                check(out, reference.experts(x[:rows], ids[:rows], weights[:rows].to(dtype), form))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[3:])
+def test_tiles_in_bands(device: str, dtype: torch.dtype) -> None:
+    """Blocks of one expert in several bands, the last of which is not full."""
+    from baton_kernels.experts import in_blocks
+
+    torch.manual_seed(0)
+    of = weights_of(3, 96, 64, dtype, device)
+    x, (ids, weights) = torch.randn(50, 96).to(device, dtype), choices(50, 2, 3, device)
+    tilings = SMALL if device == "cpu" else Tilings(Tiling(16, 64, 32, 4, 3, 3), Tiling(16, 64, 32, 4, 3, 2))
+    with poisoned():
+        out = in_blocks(x, ids, weights.to(dtype), of, None, tilings)
+    check(out, reference.experts(x, ids, weights.to(dtype), of))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:1] + PLACES[3:])
+@pytest.mark.parametrize("clamped", [False, True])
+def test_tiles_by_tma(clamped: bool, device: str, dtype: torch.dtype) -> None:
+    """Tiles that reach beyond rows and columns: of an expert's weights, into the next one's."""
+    from baton_kernels.experts import in_blocks
+
+    torch.manual_seed(0)
+    of = weights_of(3, 80, 48, dtype, device, clamped)
+    x, (ids, weights) = torch.randn(30, 80).to(device, dtype), choices(30, 2, 3, device)
+    tiling = Tiling(16, 64, 32, 4, 3, group=2, tma=True)
+    with poisoned():
+        out = in_blocks(x, ids, weights.to(dtype), of, None, Tilings(tiling, tiling))
+    check(out, reference.experts(x, ids, weights.to(dtype), of))
+
+
+def test_without_tokens() -> None:
+    of = weights_of(3, 32, 16, torch.float32, "cpu")
+    assert on_gpu(torch.empty(0, 32), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2), of, None).shape == (
+        0,
+        32,
+    )
+
+
+# ---- which kernels ----
+
+
+@pytest.mark.parametrize(("top_k", "num_experts"), [(8, 128), (4, 32), (2, 8), (1, 16), (8, 256), (6, 64)])
+def test_startup_runs_every_kernel(top_k: int, num_experts: int) -> None:
+    """Whatever number of tokens comes later has its tilings, and its way to count, from one that ran at startup."""
+
+    def way(num_tokens: int) -> object:
+        num_choices = num_tokens * top_k
+        by_token = num_tokens <= BY_TOKEN_TOKENS
+        return choose(num_tokens, top_k, num_experts), by_token, num_choices > 4096, num_choices > 256
+
+    known = {way(num_tokens) for num_tokens in kernel_tokens(top_k, num_experts)}
+    met = {way(num_tokens) for num_tokens in range(1, 9000)}
+    # alone, with vectors, nothing is counted
+    vectors = {found for found in met if isinstance(found[0], RowTilings)}  # type: ignore[index]
+    assert met - vectors <= known
+    assert any(isinstance(found[0], RowTilings) for found in known)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("itemsize", [0.5, 1, 2, 4])
+def test_tilings_fit_into_an_sm(itemsize: float) -> None:
+    for most, _ in CLASSES:
+        tilings = choose(int(min(most, 2000)) * 16, 8, 128, itemsize)
+        assert isinstance(tilings, Tilings)
+        assert tilings.gate_up.rows == tilings.down.rows
+        for tiling, matrices in ((tilings.gate_up, 2), (tilings.down, 1)):
+            x_bytes = (1 if itemsize == 1 and most > 64 else max(2, itemsize)) * tiling.rows  # fp8: many tokens
+            assert tiling.num_stages * tiling.depth * (matrices * tiling.out * itemsize + x_bytes) <= 227 * 1024
+
+
+def test_what_the_kernels_cannot_do() -> None:
+    assert can_compute(weights_of(2, 40, 20, torch.float32, "cpu"))
+
+
+@pytest.mark.gpu
+def test_odd_sizes_and_columns_are_refused() -> None:
+    assert can_compute(weights_of(2, 48, 32, torch.bfloat16, "cuda"))
+    assert not can_compute(weights_of(2, 40, 32, torch.bfloat16, "cuda"))
+    of = weights_of(2, 48, 48, torch.bfloat16, "cuda")
+    assert not can_compute(replace(of, down=of.down.mT))
+    assert can_compute(in_four_bits(weights_of(2, 64, 32, torch.bfloat16, "cuda")))
+
+
+# ---- on a GPU ----
+
+SHAPES = [(2048, 768, 128, 8, False), (2880, 2880, 32, 4, True), (4096, 14336, 8, 2, False), (1024, 512, 64, 8, False)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "width", "num_experts", "top_k", "clamped"), SHAPES)
+def test_in_the_sizes_of_serving(hidden: int, width: int, num_experts: int, top_k: int, clamped: bool) -> None:
+    torch.manual_seed(0)
+    of = weights_of(num_experts, hidden, width, torch.bfloat16, "cuda", clamped)
+    for num_tokens in sorted({*kernel_tokens(top_k, num_experts), 2, 3, 7, 33, 100, 2048}):
+        x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        logits = torch.randn(num_tokens, num_experts, device="cuda")
+        weights, ids = route(logits, Routing(top_k, normalized=True), None, torch.bfloat16)
+        with poisoned():
+            out = experts(x, ids, weights, of)
+        check(out, reference.experts(x, ids, weights, of))
+
+
+@pytest.mark.gpu
+def test_mxfp4_in_the_sizes_of_serving() -> None:
+    torch.manual_seed(0)
+    of = in_four_bits(weights_of(32, 2880, 2880, torch.bfloat16, "cuda", clamped=True))
+    for num_tokens in sorted({*kernel_tokens(4, 32), 2, 7, 33, 100, 2048}):
+        x = torch.randn(num_tokens, 2880, device="cuda", dtype=torch.bfloat16)
+        logits = torch.randn(num_tokens, 32, device="cuda")
+        weights, ids = route(logits, Routing(4, "chosen_softmax"), None, torch.bfloat16)
+        with poisoned():
+            out = experts(x, ids, weights, of)
+        check(out, reference.experts(x, ids, weights, of))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 8, 48, 200, 700, 3000])
+def test_weights_of_8_bits(num_tokens: int) -> None:
+    """As the reference, which multiplies what the weights stand for, but for the rounding of x."""
+    from benchmarks.experts_layer import LARGEST_FP8_ERROR, Layer, Shape
+
+    for shape in (Shape(2048, 768, 32, Routing(4)), Shape(2880, 2880, 8, Routing(2, "chosen_softmax"), clamped=True)):
+        layer = Layer.random(shape, torch.device("cuda"), torch.bfloat16, "fp8")
+        assert layer.check(num_tokens) < (0.02 if num_tokens <= 64 else LARGEST_FP8_ERROR)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 64, 512, 2000])
+def test_replayed_as_called(num_tokens: int) -> None:
+    """In a graph, with other tokens in each replay: the same bits as called, and padding that reads no expert."""
+    torch.manual_seed(0)
+    of = weights_of(32, 1024, 512, torch.bfloat16, "cuda")
+    router = torch.randn(32, 1024, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    slots = torch.ones(num_tokens, dtype=torch.int64, device="cuda")
+
+    def layer() -> Tensor:
+        weights, ids = route(x @ router.T, Routing(4), None, torch.bfloat16)
+        return experts(x, ids, weights, of, slots)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for number in range(20):
+        x.copy_(torch.randn_like(x))
+        slots.copy_(torch.arange(num_tokens, device="cuda") % (2 + number) + number % 2)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, layer())
+        assert not out[slots == 0].any()
