@@ -1,7 +1,7 @@
 """Which processes make up a cluster on this machine: a pure function of settings, machine and ports.
 
-On a CPU the nodes share the cores. GPUs are assigned to the nodes round robin, one each. A node sees the others too,
-after its own, since UCX reaches a peer's memory only on a visible device, and makes the first one current.
+On a CPU the nodes' ranks share the cores. GPUs are assigned to the nodes round robin, one each. A node sees the others
+too, after its own, since UCX reaches a peer's memory only on a visible device, and makes the first one current.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.address import HostPort
-from baton.settings import ENV_PREFIX
+from baton.settings import ENV_PREFIX, flag_name
 from deploy.settings import OwnSettings
 from node.kv_events_config import KvEventsConfig
 
@@ -62,16 +62,51 @@ def plan(
     settings: OwnSettings, machine: Machine, http: HostPort, grpc: HostPort, ports: Mapping[str, NodePorts]
 ) -> list[Child]:
     """The router, then the nodes, each named in `ports`."""
-    threads = str(settings.cpu_threads or max(1, machine.num_cores // len(ports)))
+    threads = str(_threads(settings, machine, list(ports)))
     gpus = _gpus(settings, machine, list(ports))
     nodes = []
     for index, (name, held) in enumerate(ports.items()):
         own = [f"--node-id={name}", f"--listen={held.listen}", f"--metrics-port={held.metrics.port}"]
         own += _kv_events(settings, index)
+        if settings.num_ranks(name) > 1:
+            own.append(f"--tensor-parallel-size={settings.num_ranks(name)}")
         env = {"OMP_NUM_THREADS": threads, **gpus[name].env}
         arguments = (*settings.node_flags(), *own, f"--cpu-threads={threads}", *gpus[name].arguments)
         nodes.append(Child(name, f"{name.split('-')[0]}_node.main", arguments, env))
     return [_router(settings, http, grpc, ports), *nodes]
+
+
+def placement(settings: OwnSettings, machine: Machine) -> str | None:
+    """Where ranks compute, in a line; None where each node is one rank. Raises ValueError, by the flag's name, for
+    ranks that this machine has no place for."""
+    names = node_names(settings)
+    ranks = {name: settings.num_ranks(name) for name in names}
+    if not any(size > 1 for size in ranks.values()):
+        return None
+    if settings.device != "cpu" and machine.gpus:
+        raise ValueError(f"{_rank_flag(settings, ranks)}: several ranks compute on a CPU so far, with --device cpu")
+    for name, size in ranks.items():
+        if size > machine.num_cores:
+            flag = _rank_flag(settings, {name: size})
+            raise ValueError(
+                f"{flag}: {name} would have {size} ranks on {machine.num_cores} cores; the ranks of a node wait for "
+                "each other in every layer, so each needs a core of its own"
+            )
+    threads = _threads(settings, machine, names)
+    said = ", ".join(f"{name} {size} rank{'s' if size > 1 else ''}" for name, size in ranks.items())
+    return f"{said}; {sum(ranks.values())} ranks on {machine.num_cores} cores, threads of each: {threads}"
+
+
+def _rank_flag(settings: OwnSettings, ranks: Mapping[str, int]) -> str:
+    """The one that gave the first of these nodes several ranks."""
+    name = next(name for name, size in ranks.items() if size > 1)
+    own = f"{name.split('-')[0]}_tensor_parallel_size"
+    return flag_name(own if getattr(settings, own) else "tensor_parallel_size")
+
+
+def _threads(settings: OwnSettings, machine: Machine, names: Sequence[str]) -> int:
+    """Of each rank."""
+    return settings.cpu_threads or max(1, machine.num_cores // sum(map(settings.num_ranks, names)))
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:

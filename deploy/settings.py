@@ -31,11 +31,23 @@ class OwnSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where the nodes compute; auto: cuda where there is one"
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="ranks of each node, among which the model and its KV are divided; on a CPU so far",
+    )
+    prefill_tensor_parallel_size: int | None = Field(
+        None, ge=1, le=64, description="ranks of each prefill node; unset: --tensor-parallel-size"
+    )
+    decode_tensor_parallel_size: int | None = Field(
+        None, ge=1, le=64, description="ranks of each decode node; unset: --tensor-parallel-size"
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="threads that compute on a CPU, of each node; unset: an equal share of the cores",
+        description="threads that compute on a CPU, of each rank of each node; unset: an equal share of the cores",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of each GPU's memory to use, divided among the nodes on it, 1 is all"
@@ -44,6 +56,12 @@ class OwnSettings(Settings):
         30.0, ge=0, description="seconds that running requests have left after SIGTERM, SIGINT or SIGHUP"
     )
     ready_timeout: float = Field(600.0, gt=0, description="seconds until all must be ready to answer requests")
+
+    def num_ranks(self, node: str) -> int:
+        """Of the node of that name."""
+        is_prefill = node.startswith("prefill")
+        own = self.prefill_tensor_parallel_size if is_prefill else self.decode_tensor_parallel_size
+        return own or self.tensor_parallel_size
 
     def node_flags(self) -> list[str]:
         """Flags for every node: the model, and the settings given here by flag, environment or file."""

@@ -14,7 +14,7 @@ from baton.address import HostPort
 from baton.settings import flag_name, parse
 from baton.signals import stop_signals
 from deploy.lines import NamedLines
-from deploy.plan import NodePorts, node_names, plan, this_machine
+from deploy.plan import Machine, NodePorts, node_names, placement, plan, this_machine
 from deploy.ports import HeldPort, PortTaken
 from deploy.ready import wait_until_serving, why_not_ready
 from deploy.settings import OwnSettings, UpSettings
@@ -29,13 +29,14 @@ NODE_HOST = "127.0.0.1"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; a second one kills."""
-    settings = parse(UpSettings, argv)
+    settings, machine = parse(UpSettings, argv), this_machine()
     try:
+        placed = placement(settings, machine)
         ports = {name: _hold(getattr(settings, name), name) for name in ("http", "grpc")}
-    except PortTaken as error:
+    except (PortTaken, ValueError) as error:
         sys.stderr.write(f"{settings.prog}: {error}\n")
         sys.exit(EXIT_FAILED)
-    sys.exit(asyncio.run(_Cluster(settings, ports["http"], ports["grpc"]).serve()))
+    sys.exit(asyncio.run(_Cluster(settings, machine, ports["http"], ports["grpc"]).serve(placed)))
 
 
 def _hold(address: HostPort, name: str) -> HeldPort:
@@ -48,17 +49,17 @@ def _hold(address: HostPort, name: str) -> HeldPort:
 class _Cluster:
     """One run of the command. Holds all ports until the process ends, for children that are restarted."""
 
-    def __init__(self, settings: OwnSettings, http_port: HeldPort, grpc_port: HeldPort) -> None:
+    def __init__(self, settings: OwnSettings, machine: Machine, http_port: HeldPort, grpc_port: HeldPort) -> None:
         self._settings = settings
         self._http, self._grpc = _reachable(http_port.address), _reachable(grpc_port.address)
         local = HostPort(NODE_HOST, 0)
         self._node_ports = {name: (HeldPort(local), HeldPort(local)) for name in node_names(settings)}
         self._own_ports = (http_port, grpc_port)
         ports = {name: NodePorts(a.address, b.address) for name, (a, b) in self._node_ports.items()}
-        self._children = plan(settings, this_machine(), http_port.address, grpc_port.address, ports)
+        self._children = plan(settings, machine, http_port.address, grpc_port.address, ports)
 
-    async def serve(self) -> int:
-        """Serve until the command ends; returns the exit code."""
+    async def serve(self, placed: str | None) -> int:
+        """Serve until the command ends; returns the exit code. placed: what to say of where ranks compute."""
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = loop.create_future()
         self._kill = asyncio.Event()
@@ -66,6 +67,8 @@ class _Cluster:
             loop.add_signal_handler(number, self._on_signal)
         lines = NamedLines(sys.stderr, [OURS, *(child.name for child in self._children)])
         self._supervisor = Supervisor(self._children, lines, cannot_start=self._on_cannot_start)
+        if placed is not None:
+            self._supervisor.say(placed)
         self._supervisor.start()
         telling = asyncio.create_task(self._tell_when_ready())
         code = await self._ended

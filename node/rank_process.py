@@ -15,7 +15,6 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     """Until the node closes the rank. Raises what loading raises, and RuntimeError when another rank is lost."""
     name = f"{settings.node_id or settings.listen.port}/{seat.number}"
     configure_logging(settings.logging_level(), name, log_format=settings.log_format)
-    group = seat.join()
 
     import torch
 
@@ -24,6 +23,7 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     from engine.model.rank import RankModel
     from node.build import load_part
 
+    group = seat.join()  # after the imports, which take seconds: rank 0 has its own meanwhile
     part = load_part(settings, Checkpoint.find(settings.model, settings.revision), group)
     device = part.model.device
     last_tokens = torch.zeros(part.config.max_num_seqs, dtype=torch.int32, device=device)

@@ -3,8 +3,8 @@
     fork, before anything has threads or a GPU  ->  join: all meet  ->  each loads its part  ->  pools: all are ready
     ->  steps over a SharedRing  ->  close
 
-A rank that dies or hangs ends the node at once, since what it holds is lost: the router goes on elsewhere. A rank whose
-node died ends by itself.
+A rank that dies or hangs ends the node at once, since what it holds is lost: the router goes on elsewhere. While the
+ranks load, rank 0 has a moment to say it in the line that ends a failed start. A rank dies with its node.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from baton.parent import die_with
 from baton.signals import stop_signals
 from kv_transfer.transports.host import LOOPBACK, listen_on
 from node.errors import StartupError
@@ -39,13 +40,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.2
-SILENCE_S = 5.0
-"""A rank whose heart has not beaten for so long hangs."""
 JOIN_S = 120.0
 """For the imports of all ranks, which take as long as the machine needs."""
-CLOSE_S = 5.0
-EXPLAIN_S = 1.0
 _MAX_MESSAGE = 64 * 1024
+_HAS_ENDED = "has ended"
+_ENDED_LOADING = "has ended while it loaded its part"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. silence: a rank whose heart has not beaten for so long hangs; loading_silence: while it imports and
+    loads, which may hold Python's lock. report: what rank 0 has to say why a start failed, before the node just ends.
+    close: what ranks have to end by themselves."""
+
+    silence: float = 5.0
+    loading_silence: float = 60.0
+    report: float = 5.0
+    close: float = 5.0
+
 
 RunRank = Callable[["RankSeat", NodeSettings], None]
 """What a forked process does: loads its part, reports, and serves until the node closes it."""
@@ -53,7 +65,8 @@ RunRank = Callable[["RankSeat", NodeSettings], None]
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank's process. pool: a memfd for its part of the KV pool."""
+    """A rank's process. pool: a memfd for its part of the KV pool. num_silent: slices of BEAT_S in which the node
+    listened and the heart did not beat (see `baton.silence`)."""
 
     number: int
     pid: int
@@ -62,7 +75,7 @@ class _Rank:
     pool: int
     ready: bool = False
     beats: int = 0
-    beat_at: float = field(default_factory=time.monotonic)
+    num_silent: int = 0
 
 
 class RankSeat:
@@ -87,19 +100,20 @@ class RankSeat:
         """Report that steps may come. num_bytes: of the pool."""
         self._link.send(json.dumps({"pool_bytes": num_bytes}).encode())
 
-    def failed(self, why: str) -> None:
+    def failed(self, error: Exception) -> None:
+        """Say why. A RuntimeError may be what another rank's end looks like from here."""
+        said = {"error": str(error) or repr(error), "met": isinstance(error, RuntimeError)}
         with contextlib.suppress(OSError):
-            self._link.send(json.dumps({"error": why}).encode())
+            self._link.send(json.dumps(said).encode())
 
-    def live_with(self, parent: int) -> None:
-        """Beat, on a thread of its own, and end this process when the node's has."""
+    def beat(self) -> None:
+        """From now on, on a thread of its own."""
 
         def beat() -> None:
             counts = memoryview(self._hearts).cast("q")
-            while os.getppid() == parent:
+            while True:
                 counts[self.number] += 1
                 time.sleep(BEAT_S)
-            os._exit(1)
 
         threading.Thread(target=beat, name="heart", daemon=True).start()
 
@@ -107,12 +121,14 @@ class RankSeat:
 class Ranks:
     """Ranks 1, 2, ... of this node, forked by `fork_ranks`. `close` ends them."""
 
-    def __init__(self, ranks: list[_Rank], ring: SharedRing, hearts: mmap.mmap) -> None:
+    def __init__(self, ranks: list[_Rank], ring: SharedRing, hearts: mmap.mmap, limits: Limits) -> None:
         self.size = 1 + len(ranks)
-        self._ranks, self._ring, self._hearts = ranks, ring, hearts
+        self._ranks, self._hearts, self._limits = ranks, hearts, limits
+        self._writer = RingWriter(ring)
         self._closing = threading.Event()
         self._others: RemoteRanks | None = None
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
 
     @property
     def others(self) -> RemoteRanks:
@@ -120,7 +136,7 @@ class Ranks:
         from engine.model.parallel.others import RemoteRanks
 
         if self._others is None:
-            self._others = RemoteRanks(RingWriter(self._ring).send)
+            self._others = RemoteRanks(self._writer.send)
         return self._others
 
     def join(self) -> RankGroup:
@@ -129,82 +145,115 @@ class Ranks:
         port = listener.getsockname()[1]
         store = _store(port, is_master=True, master_listen_fd=listener.detach())
         for rank in self._ranks:
-            rank.link.send(json.dumps({"port": port}).encode())
+            try:
+                rank.link.send(json.dumps({"port": port}).encode())
+            except OSError as error:
+                raise RuntimeError(f"rank {rank.number} {_ENDED_LOADING}") from error
         return _join(store, 0, self.size)
 
     def pools(self, block_bytes: list[int]) -> list[Tensor]:
-        """Wait until all are ready; their KV pools, each as [num_blocks, block_bytes], uint8. Raises StartupError."""
+        """Wait until all are ready; their KV pools, each as [num_blocks, block_bytes], uint8. Raises RuntimeError."""
         return [self._pool(rank).view(-1, size) for rank, size in zip(self._ranks, block_bytes, strict=True)]
 
     def _pool(self, rank: _Rank) -> Tensor:
-        try:
-            said = _receive(rank.link)
-        except OSError:
-            raise StartupError(f"rank {rank.number} has ended while it loaded its part") from None
-        if "error" in said:
-            raise StartupError(f"rank {rank.number}: {said['error']}")
-        rank.ready = True
+        select.select([rank.link], [], [])  # until it says something or ends; `_watch` bounds this wait
+        said = _heard(rank)
+        if said is None or "error" in said:
+            raise RuntimeError(f"rank {rank.number} {_ENDED_LOADING}")
+        rank.link.recv(_MAX_MESSAGE)
+        rank.num_silent, rank.ready = 0, True
         return _mapped(rank.pool, said["pool_bytes"])
 
     def why(self, error: RuntimeError) -> StartupError:
-        """What has ended a rank while it loaded, as it said itself; else the error that another met."""
+        """Which rank has ended while it loaded, and what it said; else the error, which was met here. A rank that
+        met the end of another is not to blame."""
+        silent, deadline = {rank.link for rank in self._ranks}, time.monotonic() + self._limits.report / 2
+        while silent and (left_s := deadline - time.monotonic()) > 0:
+            silent -= set(select.select(silent, [], [], left_s)[0])
+        met = None
         for rank in self._ranks:
-            if select.select([rank.link], [], [], EXPLAIN_S)[0]:
-                try:
-                    said = _receive(rank.link)
-                except OSError:
-                    return StartupError(f"rank {rank.number} has ended while it loaded its part")
-                if "error" in said:
-                    return StartupError(f"rank {rank.number}: {said['error']}")
-        return StartupError(str(error))
+            said = _heard(rank)
+            if said is None:
+                return StartupError(f"rank {rank.number} {_ENDED_LOADING}")
+            if "error" in said:
+                found = StartupError(f"rank {rank.number}: {said['error']}")
+                if not said["met"]:
+                    return found
+                met = met or found
+        return met or StartupError(str(error))
 
     def close(self) -> None:
         """End all ranks; those that do not end by themselves are killed. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
-        if all(rank.ready for rank in self._ranks):
+        self._watcher.join()
+        serve = all(rank.ready for rank in self._ranks)
+        if serve:
+            self._report_lost()
+            self._writer.timeout_s = self._limits.close
             with contextlib.suppress(TimeoutError):
                 self.others.close()
-        deadline = time.monotonic() + (CLOSE_S if all(rank.ready for rank in self._ranks) else 0)
+        deadline = time.monotonic() + (self._limits.close if serve else 0)
         for rank in self._ranks:
             if not select.select([rank.pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
             os.waitpid(rank.pid, 0)
+            os.close(rank.pidfd)
+            os.close(rank.pool)
+            rank.link.close()
 
     def _watch(self) -> None:
-        """End this process when a rank that serves is lost."""
+        """End this process when a rank is lost."""
         counts = memoryview(self._hearts).cast("q")
         while not self._closing.is_set():
             died, _, _ = select.select([rank.pidfd for rank in self._ranks], [], [], BEAT_S)
-            now = time.monotonic()
             for rank in self._ranks:
-                if counts[rank.number] != rank.beats:
-                    rank.beats, rank.beat_at = counts[rank.number], now
-                why = "has ended" if rank.pidfd in died else ""
-                if now - rank.beat_at > SILENCE_S and rank.ready:
-                    why = why or f"has been silent for {SILENCE_S:g} s"
-                if why and not self._closing.is_set() and (rank.ready or not why.startswith("has ended")):
+                beats = counts[rank.number]
+                rank.num_silent = 0 if beats != rank.beats else rank.num_silent + 1
+                rank.beats = beats
+                why = _HAS_ENDED if rank.pidfd in died else self._silence(rank)
+                if why and not self._closing.is_set():
                     self._lost(rank, why)
-            if died and not all(rank.ready for rank in self._ranks):
-                return  # `pools` reports it
+                    return
+
+    def _silence(self, rank: _Rank) -> str:
+        limit_s = self._limits.silence if rank.ready else self._limits.loading_silence
+        return f"has been silent for {limit_s:g} s" if rank.num_silent * BEAT_S >= limit_s else ""
 
     def _lost(self, rank: _Rank, why: str) -> None:
         """What is under way cannot be unwound: it may wait for the rank for ever."""
-        log.critical("rank %d (process %d) %s: the node ends", rank.number, rank.pid, why)
+        if not rank.ready and self._closing.wait(self._limits.report):
+            return  # rank 0 has met it, and reported it
+        log.critical("%s: the node ends", _story(rank, why))
         logging.shutdown()
         os._exit(1)
 
+    def _report_lost(self) -> None:
+        """Of a node that met the loss of a rank before the watch did, and has ended in order."""
+        for rank in self._ranks:
+            if select.select([rank.pidfd], [], [], 0)[0]:
+                log.critical("%s: the node ends", _story(rank, _HAS_ENDED))
 
-def fork_ranks(settings: NodeSettings, run: RunRank) -> Ranks | None:
-    """Fork ranks 1, 2, ..., which `run`; None if the settings want one rank. Call it before this process has threads,
-    and before it uses a GPU. The forks never return."""
+
+def _story(rank: _Rank, why: str) -> str:
+    """Of a rank that was lost; with what it said itself."""
+    said = _heard(rank) or {}
+    if not rank.ready and why == _HAS_ENDED:
+        return f"rank {rank.number}: {said['error']}" if "error" in said else f"rank {rank.number} {_ENDED_LOADING}"
+    because = f" ({said['error']})" if "error" in said else ""
+    return f"rank {rank.number} (process {rank.pid}) {why}{because}"
+
+
+def fork_ranks(settings: NodeSettings, run: RunRank, limits: Limits | None = None) -> Ranks | None:
+    """Fork ranks 1, 2, ..., which `run`; None if the settings want one rank. Call it on the main thread, before this
+    process has others, and before it uses a GPU. The forks never return."""
     size = settings.tensor_parallel_size
     if size == 1:
         return None
     ring, hearts = SharedRing(size - 1), mmap.mmap(-1, 8 * size)
     ranks = [_fork(number, size, ring, hearts, settings, run) for number in range(1, size)]
-    return Ranks(ranks, ring, hearts)
+    return Ranks(ranks, ring, hearts, limits or Limits())
 
 
 def _fork(number: int, size: int, ring: SharedRing, hearts: mmap.mmap, settings: NodeSettings, run: RunRank) -> _Rank:
@@ -220,11 +269,12 @@ def _fork(number: int, size: int, ring: SharedRing, hearts: mmap.mmap, settings:
     try:
         for stop in stop_signals():
             signal.signal(stop, signal.SIG_IGN)  # the node ends its ranks
-        seat.live_with(parent)
-        run(seat, settings)
+        if die_with(parent):
+            seat.beat()
+            run(seat, settings)
     except Exception as error:  # the process's boundary
         log.debug("rank failed", exc_info=error)
-        seat.failed(str(error) or repr(error))
+        seat.failed(error)
         os._exit(1)
     os._exit(0)
 
@@ -245,6 +295,18 @@ def _mapped(descriptor: int, num_bytes: int) -> Tensor:
     import torch
 
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
+def _heard(rank: _Rank) -> dict[str, Any] | None:
+    """What it has said that nobody has taken in; nothing so far; or None, if it has ended without a word."""
+    if not select.select([rank.link], [], [], 0)[0]:
+        return {}
+    try:
+        data = rank.link.recv(_MAX_MESSAGE, socket.MSG_PEEK)
+    except ConnectionResetError:  # told once of one that has ended without reading; what it said comes after that
+        data = rank.link.recv(_MAX_MESSAGE, socket.MSG_PEEK)
+    said: dict[str, Any] | None = json.loads(data) if data else None
+    return said
 
 
 def _receive(link: socket.socket) -> dict[str, Any]:

@@ -47,11 +47,11 @@ class SharedRing:
 
 
 class RingWriter:
-    """One thread only."""
+    """One thread only. timeout_s: how long `send` waits for a reader that takes nothing."""
 
     def __init__(self, ring: SharedRing, timeout_s: float = FULL_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
         self._ring = ring
-        self._timeout_s = timeout_s
         self._written = 0
 
     def send(self, kind: int, array: NDArray[np.int32]) -> None:
@@ -68,11 +68,11 @@ class RingWriter:
                 os.eventfd_write(bell, 1)
 
     def _wait_for_room(self) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         readers = range(len(self._ring.bells))
         while any((self._written - self._ring.taken(reader)) % 2**31 >= NUM_SLOTS for reader in readers):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a rank has taken no step for {self._timeout_s:g} s")
+                raise TimeoutError(f"a rank has taken no step for {self.timeout_s:g} s")
             time.sleep(1e-4)
 
 

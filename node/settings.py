@@ -70,7 +70,7 @@ class NodeSettings(ClusterSettings):
         description="of the KV cache; auto: that of --dtype; fp8: 8 bits, with a scale for each token and head, which "
         "halves what is stored and sent",
     )
-    quantization: Literal["awq", "compressed-tensors", "fp8", "gptq", "int8"] | None = Field(
+    quantization: Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "mxfp4"] | None = Field(
         None,
         description="fp8, int8: quantize a 16-bit checkpoint's linear layers while it loads, with a scale per row; "
         "unset, or the checkpoint's own method: as config.json says",

@@ -51,7 +51,7 @@ class Fragile:
 
     async def wait_ready(self) -> None:
         """What the first of each kind answers then makes its circuit breaker forget the deaths of earlier tests."""
-        await asyncio.to_thread(self.all.wait_nodes, 2, 2)
+        await asyncio.to_thread(self.all.wait_nodes, len(self.prefill), len(self.decode))
         for router in (self.pair, self.late):
             await asyncio.to_thread(router.wait_nodes, 1, 1)
         async with Client(self.all) as client:

@@ -188,7 +188,7 @@ def test_a_core_is_followed_whether_routers_listen_or_not() -> None:
     settings = parse(DecodeSettings, ["--model=baton-tiny", "--engine=simulated", "--profile=h200-8b"])
     parts = make_parts(settings, lambda: None)
     core: Any = parts.role
-    core.follow_blocks(Follower())
+    core.block_changes.follow(Follower())
     blocks = core.engine.blocks
     for event in (None, SessionOpened(1), SessionLost(1), None):
         if event is not None:

@@ -186,6 +186,26 @@ async def test_a_node_whose_certificate_names_another_address_is_not_talked_to(c
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize(
+    ("name", "is_it"), [("d-0.pool.ns.svc", True), ("pool.ns.svc", True), ("a.d-0.pool.ns.svc", False)]
+)
+async def test_a_wildcard_stands_for_each_name_below_a_service(tmp_path, name, is_it):
+    """So one certificate does for all pods behind headless services."""
+    names = "DNS:pool.ns.svc,DNS:*.pool.ns.svc"
+    made = make_certificate(tmp_path, names=names)
+    async with (
+        running(PREFILL_SIDE, NodeRole.PREFILL, **made.settings) as node,
+        open_channel(node.address, node.node._settings.trust().tls, name) as channel,
+    ):
+        asked = node_pb2_grpc.NodeStatusStub(channel).Describe(node_pb2.DescribeRequest(), timeout=WAIT_S)
+        if is_it:
+            await asked
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await asked
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 # ---- what an operator is told ----
 
 

@@ -1,0 +1,91 @@
+"""The ranks of one node as threads of this process, which meet and work as those of `node.ranks` do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch._C._distributed_c10d import HashStore
+from transformers import PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.model import fast
+from engine.model.attention import Probe, probe
+from engine.model.fast import FusedReport
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.parallel.group import ONE_RANK, GlooRanks, RankGroup
+from engine.model.parallel.others import RemoteRanks, serve
+from engine.model.rank import RankModel
+from engine.model.rank_step import Int32Array
+from engine.model.runner import TorchModelRunner
+
+TIMEOUT_S = 60.0
+Inbox = SimpleQueue[tuple[int, Int32Array]]
+
+
+class Load:
+    """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`."""
+
+    def __init__(self, folder: Path, config: EngineConfig, *, fused: bool, quantization: str | None = None) -> None:
+        self._folder, self.config, self._fused, self._quantization = folder, config, fused, quantization
+        self.reports: list[FusedReport] = []
+
+    def __call__(self, group: RankGroup) -> tuple[PreTrainedModel, Probe]:
+        model = loader.load_model(Checkpoint.open(self._folder), group=group, quantization=self._quantization)
+        probed = probe(model, self.config.max_model_len)
+        if self._fused:
+            self.reports.append(fast.apply(model, probed, self.config.max_model_len))
+        return model, probed
+
+
+@contextlib.contextmanager
+def in_threads(size: int, run: Callable[[RankGroup], None]) -> Iterator[RankGroup]:
+    """The group as rank 0 sees it; `run` has the other ranks, a thread each. At the end all of them must have ended."""
+    store = HashStore()
+    with ThreadPoolExecutor(max(1, size - 1)) as pool:
+        others = [pool.submit(lambda rank: run(GlooRanks(store, rank, size, TIMEOUT_S)), r) for r in range(1, size)]
+        try:
+            yield GlooRanks(store, 0, size, TIMEOUT_S)
+        finally:
+            for other in others:
+                other.result(TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def ranked_runner(
+    size: int, load: Load, make: type[TorchModelRunner] = TorchModelRunner
+) -> Iterator[tuple[TorchModelRunner, list[RankModel]]]:
+    """The runner of rank 0, and all ranks' models."""
+    if size == 1:
+        model, probed = load(ONE_RANK)
+        runner = make(model, load.config, probed)
+        yield runner, [runner.rank]
+        return
+    inboxes: list[Inbox] = [SimpleQueue() for _ in range(1, size)]
+    ranks: dict[int, RankModel] = {}
+
+    def run(group: RankGroup) -> None:
+        model, probed = load(group)
+        last_tokens = torch.zeros(load.config.max_num_seqs, dtype=torch.int32)
+        ranks[group.rank] = RankModel(model, load.config, probed, last_tokens, group=group)
+        group.minimum(0)  # all are there
+        serve(ranks[group.rank], inboxes[group.rank - 1].get)
+
+    def send(kind: int, array: Int32Array) -> None:
+        for inbox in inboxes:
+            inbox.put((kind, array))
+
+    with in_threads(size, run) as group:
+        others = RemoteRanks(send)
+        try:
+            model, probed = load(group)
+            runner = make(model, load.config, probed, group=group, others=others)
+            group.minimum(0)
+            yield runner, [runner.rank, *(ranks[rank] for rank in range(1, size))]
+        finally:
+            others.close()

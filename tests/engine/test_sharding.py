@@ -1,0 +1,313 @@
+"""A model divided among ranks: logits and KV are those of one rank, whatever the family and the degree."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+from transformers import LlamaConfig, PreTrainedModel
+
+from baton.layout import KvSlice
+from baton.messages import AttemptId
+from baton.sampling import SamplingParams
+from engine.checkpoint import EMBEDDED
+from engine.engine import Engine
+from engine.model.batch import singles_first
+from engine.model.errors import UnsupportedModel
+from engine.model.load import loader
+from engine.model.load.checkpoint import Checkpoint
+from engine.model.load.skeleton import build_skeleton
+from engine.model.parallel.cut import Cut
+from engine.model.parallel.group import GlooRanks, RankGroup
+from engine.model.parallel.sharding import kv_slice, shard
+from engine.model.runner import TorchModelRunner
+from engine.sequence import Sequence
+from engine.step import Chunk
+from tests.engine import tiny_models
+from tests.engine.rank_threads import Load, in_threads, ranked_runner
+from tests.engine.test_model_families import SIZES, sequences
+from tools.quantize import write
+
+torch.set_num_threads(1)
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+CI = {("llama", 2, True), ("qwen2", 4, False), ("qwen3", 8, True), ("mistral", 2, False)}
+CASES = [
+    pytest.param(family, size, fused, marks=[] if (family, size, fused) in CI else pytest.mark.full)
+    for family in FAMILIES
+    for size in (2, 4, 8)
+    for fused in (False, True)
+]
+
+
+class LogitsOf(TorchModelRunner):
+    """Says the logits of each chunk that samples, decodes first, as the sampler gets them."""
+
+    @torch.inference_mode()
+    def __call__(self, *chunks: Chunk) -> list[torch.Tensor]:
+        ordered = singles_first(chunks)
+        step = self._as_numbers(ordered, *self._input_batch.place(ordered), [])
+        return [row.clone() for row in self._compute(step, None, lambda *_: None)]
+
+
+def logits_and_kv(size: int, load: Load) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Of a prompt in chunks beside decodes: [num_logits, vocab_size], and of each rank its pool."""
+    with ranked_runner(size, load, LogitsOf) as (runner, ranks):
+        assert isinstance(runner, LogitsOf)
+        for rank in ranks:
+            rank.pool.tensor[1:] = float("nan")  # whatever is read must have been written before
+        a, b, c = sequences([70, 33, 100])
+        assert runner(Chunk.of(a, 0, 30), Chunk.of(b, 0, 32)) == []
+        rows = runner(Chunk.of(b, 32, 1), Chunk.of(a, 30, 40), Chunk.of(c, 0, 99))
+        rows += runner(Chunk.of(c, 99, 1))
+        return torch.stack(rows), [rank.pool.tensor.clone() for rank in ranks]
+
+
+def check_same(folder: Path, size: int, *, fused: bool) -> None:
+    alone, divided = (Load(folder, SIZES, fused=fused) for _ in range(2))
+    one, (whole,) = logits_and_kv(1, alone)
+    several, pools = logits_and_kv(size, divided)
+    done = [{name: tally.fused for name, tally in report.pieces.items()} for report in alone.reports + divided.reports]
+    assert done == done[:1] * ((1 + size) * fused)
+    error = (several - one).norm(dim=-1) / one.norm(dim=-1)
+    assert several.shape == one.shape
+    assert float(error.max()) < 1e-5
+    num_heads = whole.shape[3]
+    for rank, pool in enumerate(pools):
+        held = kv_slice(Checkpoint.open(folder).config, rank, size)
+        assert held.head_end <= num_heads
+        mine = whole[:, :, :, held.head_start : held.head_end]
+        torch.testing.assert_close(pool, mine, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(("family", "size", "fused"), CASES)
+def test_logits_and_kv_are_those_of_one_rank(family: str, size: int, fused: bool, tmp_path: Path) -> None:
+    """With 8 heads and 2 KV heads, four ranks hold each KV head twice."""
+    check_same(tiny_models.save(tiny_models.CONFIGS[family], tmp_path), size, fused=fused)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_vocabulary_that_cannot_be_divided_evenly(ties: bool, tmp_path: Path) -> None:
+    """The last rank's rows beyond it are no tokens. Biases are added once, also those of layers that are sums."""
+    shape = {**tiny_models.SHAPE, "vocab_size": 161, "tie_word_embeddings": ties}
+    folder = tiny_models.save(LlamaConfig(**shape, attention_bias=True, mlp_bias=True), tmp_path)
+    fill_biases(folder)
+    check_same(folder, 4, fused=not ties)
+
+
+def test_a_rank_reads_and_keeps_its_part_alone(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
+    whole, models = check_parts(folder, 4, head_dim=16)
+    total = sum(parameter.numel() for parameter in whole.values())
+    for model in models:  # more than a quarter: each KV head is on two ranks, norms are on all
+        assert sum(parameter.numel() for parameter in model.parameters()) < 0.3 * total
+
+
+@pytest.mark.parametrize("form", ["compressed-int8", "compressed-fp8-tensor", "fp8"])
+def test_a_rank_has_its_part_of_quantized_weights(form: str, tmp_path: Path) -> None:
+    """What they stand for, to the bit."""
+    write(EMBEDDED["baton-tiny"], tmp_path / "q", form)
+    check_parts(tmp_path / "q", 2, head_dim=32)
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_ranks_share_the_scales_of_weights_that_are_quantized_as_they_load(method: str) -> None:
+    check_parts(EMBEDDED["baton-tiny"], 4, head_dim=32, quantization=method)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "compressed-fp8-block", "compressed-w4a16", "awq", "gptq"])
+def test_quantized_weights_that_cannot_be_divided_are_refused(form: str, tmp_path: Path) -> None:
+    write(EMBEDDED["baton-tiny"], tmp_path / "q", form)
+    with (
+        in_threads(2, lambda _: None) as group,
+        pytest.raises(UnsupportedModel, match="in this form cannot"),
+    ):
+        loader.load_model(Checkpoint.open(tmp_path / "q"), group=group)
+
+
+def check_parts(
+    folder: Path, size: int, head_dim: int, quantization: str | None = None
+) -> tuple[dict[str, torch.Tensor], list[PreTrainedModel]]:
+    """The whole model's parameters, and the models of all ranks, which have exactly their parts of these."""
+    load = Load(folder, SIZES, fused=False, quantization=quantization)
+    whole = parameters(loader.load_model(Checkpoint.open(folder), quantization=quantization))
+    models: dict[int, PreTrainedModel] = {}
+
+    def run(group: RankGroup) -> None:
+        models[group.rank], _ = load(group)
+
+    with in_threads(size, run) as group:
+        run(group)
+    for rank, model in models.items():
+        own = parameters(model)
+        assert own.keys() == whole.keys()
+        for name, part in own.items():
+            expected = own_part(name, whole[name], rank, size, head_dim)
+            assert torch.equal(part, expected), f"{name} of rank {rank}"
+    return whole, [models[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_says_the_same_over_several_ranks(ahead: bool, tmp_path: Path) -> None:
+    """With prefix hits, forks whose last block is copied, prompt logprobs, preemptions, and a request that leaves;
+    also where the next step takes tokens that only the device of rank 0 knows."""
+    folder = tiny_models.save(tiny_models.CONFIGS["qwen3"], tmp_path)
+    config = dataclasses.replace(
+        SIZES, num_blocks=26, max_num_batched_tokens=32, max_model_len=64, block_size=4, async_scheduling=ahead
+    )
+    said = []
+    for size in (1, 2):
+        with ranked_runner(size, Load(folder, config, fused=True)) as (runner, _):
+            said.append(story(Engine(config, runner)))
+    assert said[0] == said[1]
+
+
+def story(engine: Engine) -> tuple[dict[tuple[str, int], list[int]], list[Any], int]:
+    """Tokens by request and sample, ranks and tokens of prompt logprobs, and how often there was no room."""
+    tokens: dict[tuple[str, int], list[int]] = {}
+    scored: list[Any] = []
+    plain, forks, asks, leaves = (request(name, n) for n, name in enumerate(("plain", "forks", "asks", "leaves")))
+    again = request("again", 0)  # as plain
+    forks.samples = [0, 1, 2]
+    asks.num_prompt_logprobs = 2
+    for seq in (plain, forks, asks, leaves):
+        engine.add(seq)
+    for turn in range(400):
+        result = engine.compute(engine.schedule(float(turn)))
+        engine.check_integrity()
+        for token in result.sampled:
+            tokens.setdefault((token.sequence.attempt_id.request_id, token.sample), []).append(token.token)
+        scored += [(entry.rank, entry.top[0][0]) for _, piece in result.prompt_logprobs for entry in piece]
+        if turn == 6:
+            engine.sequences.release(leaves)
+            engine.add(again)
+        if not engine.has_work:
+            break
+    assert not engine.has_work
+    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
+    assert {len(output) for (name, _), output in tokens.items() if name != "leaves"} == {12}
+    assert again.num_cached_tokens > 0
+    assert engine.num_preemptions > 0
+    return tokens, scored, engine.num_preemptions
+
+
+def request(name: str, number: int) -> Sequence:
+    generator = torch.Generator().manual_seed(number)
+    prompt = tuple(torch.randint(10, tiny_models.VOCAB_SIZE, (25,), generator=generator).tolist())
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    return Sequence(AttemptId(1, name, 0), [0], prompt, sampling)
+
+
+def fill_biases(folder: Path) -> None:
+    """transformers' initializers make them zero."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(2)
+    for name, tensor in weights.items():
+        if name.endswith(".bias"):
+            weights[name] = torch.randn_like(tensor)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+def own_part(name: str, whole: torch.Tensor, rank: int, size: int, head_dim: int) -> torch.Tensor:
+    """As tensor parallel is known, written down once more: of a llama with 2 KV heads."""
+    if "norm" in name:
+        return whole
+    if "k_proj" in name or "v_proj" in name:
+        first, num = rank * 2 // size, max(1, 2 // size)
+        return whole[first * head_dim : (first + num) * head_dim]
+    return whole.chunk(size, dim=1 if "o_proj" in name or "down_proj" in name else 0)[rank]
+
+
+def test_a_rank_that_waits_for_others_gives_up_in_time() -> None:
+    """Not only when gloo does, which holds Python's lock while it waits."""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        GlooRanks(HashStore(), 0, 2, timeout_s=0.2)
+    assert time.monotonic() - began < 10
+
+
+# ---- what cannot be divided ----
+
+SIX_KV_HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "size", "why"),
+    [
+        ("llama", {}, 3, "llama: 8 attention heads cannot be divided among 3 ranks"),
+        (
+            "llama",
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6},
+            4,
+            "llama: 6 KV heads cannot be divided",
+        ),
+        ("llama", {"intermediate_size": 90}, 4, "model.layers.0.mlp.gate_proj: 90 features cannot be divided among 4"),
+        ("gpt_oss", {}, 2, "tensor-parallel"),
+        ("gemma2", {}, 16, "gemma2: 8 attention heads cannot be divided among 16 ranks"),
+    ],
+)
+def test_what_cannot_be_divided_is_named(family: str, changes: dict[str, Any], size: int, why: str) -> None:
+    config = tiny_models.CONFIGS[family]
+    model = build_skeleton(type(config)(**{**config.to_dict(), **changes}), torch.float32, "eager")
+    with pytest.raises(UnsupportedModel, match=re.escape(why)):
+        shard(model, 0, size)
+
+
+def test_a_style_that_is_not_known_is_refused() -> None:
+    """Some later plan's, which would be computed wrongly."""
+    model = build_skeleton(tiny_models.CONFIGS["llama"], torch.float32, "eager")
+    model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.up_proj": "packed_colwise"}
+    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.up_proj has the tensor-parallel style packed_colwise"):
+        shard(model, 0, 2)
+
+
+# ---- which part ----
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 4), st.data())
+def test_each_rank_has_whole_groups_of_heads_and_all_have_equally_many(
+    kv_power: int, per_kv: int, size_power: int, data: st.DataObject
+) -> None:
+    """Each query head is where its KV head is; each KV head is held, by several ranks if there are fewer."""
+    size, num_kv = 2**size_power, data.draw(st.sampled_from([2**kv_power, 3 * 2**kv_power]))
+    num_heads = num_kv * per_kv
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv, "hidden_size": 8 * num_heads}
+    config = LlamaConfig(**{**tiny_models.SHAPE, **heads})
+    if num_heads % size or (num_kv % size and size % num_kv):
+        with pytest.raises(UnsupportedModel):
+            kv_slice(config, 0, size)
+        return
+    held = [kv_slice(config, rank, size) for rank in range(size)]
+    assert {part.head_end - part.head_start for part in held} == {max(1, num_kv // size)}
+    assert {head for part in held for head in range(part.head_start, part.head_end)} == set(range(num_kv))
+    for rank, part in enumerate(held):
+        own = range(rank * num_heads // size, (rank + 1) * num_heads // size)
+        assert {head // per_kv for head in own} == set(range(part.head_start, part.head_end))
+        assert part == KvSlice(0, config.num_hidden_layers, part.head_start, part.head_end)
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 1), st.integers(0, 9), st.integers(0, 9))
+def test_runs_are_the_elements_of_the_cut(whole: list[int], dim: int, first: int, length: int) -> None:
+    """In their order, each once; rows beyond the tensor are not in it."""
+    dim = min(dim, len(whole) - 1) if len(whole) < 3 else 0
+    if dim == 1:
+        first = min(first, whole[1])
+        length = min(length, whole[1] - first)
+    numbers = torch.arange(torch.Size(whole).numel()).view(whole)
+    expected = numbers.narrow(dim, min(first, whole[dim]), max(0, min(length, whole[dim] - first))).flatten()
+    runs = Cut(dim, first, first + length, tuple(whole)).runs()
+    assert [at for start, count in runs for at in range(start, start + count)] == expected.tolist()
