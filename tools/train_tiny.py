@@ -1,6 +1,7 @@
-"""Train baton-tiny, the small Llama checkpoint that ships with the repository, on generated data alone.
+"""Train baton-tiny, the small Llama checkpoint of the repository, or baton-tiny-moe, on generated data alone.
 
     python tools/train_tiny.py --out engine/checkpoints/baton-tiny --minutes 8     # one GPU
+    python tools/train_tiny.py --out engine/checkpoints/baton-tiny-moe --mixture --minutes 5
     python tools/train_tiny.py --out /tmp/baton-tiny --smoke                       # a minute on a CPU
     python tools/train_tiny.py --out engine/checkpoints/baton-tiny --eval-only     # measure, and write the card
 
@@ -30,7 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tools.tiny.training.card import describe, previous_how, write_card
 from tools.tiny.training.codec import Codec
 from tools.tiny.training.evaluate import EVALS, evaluate
-from tools.tiny.training.model import new_model, save
+from tools.tiny.training.mixture import mixture_config
+from tools.tiny.training.model import model_config, new_model, save
 from tools.tiny.training.settings import Settings
 from tools.tiny.training.source import SlabSource
 from tools.tiny.training.tokenizer import CHAT_TEMPLATE, MAX_LENGTH, build_tokenizer
@@ -46,6 +48,7 @@ def parse(argv: Sequence[str]) -> tuple[Settings, bool]:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", type=Path, help="start from the weights and the tokenizer of this folder")
+    parser.add_argument("--mixture", action="store_true", help="baton-tiny-moe: a mixture of experts like gpt-oss")
     parser.add_argument("--peak-lr", type=float, default=2.5e-3)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="prove the script in a minute on a CPU")
@@ -72,13 +75,15 @@ def parse(argv: Sequence[str]) -> tuple[Settings, bool]:
         eval_rows=("recall, 200 tokens", "sum of two numbers", "call a tool", "small talk") if small else tuple(EVALS),
         save_every_s=8 if small else 45,
         card_date=flags.date,
+        mixture=flags.mixture,
     ), flags.eval_only
 
 
 def start(settings: Settings) -> tuple[Any, Any]:
     """A new model and tokenizer, or those of the folder to resume from."""
     if settings.resume is None:
-        return new_model(settings.seed), build_tokenizer(settings.seed)
+        config = mixture_config() if settings.mixture else model_config()
+        return new_model(settings.seed, config), build_tokenizer(settings.seed)
     model = AutoModelForCausalLM.from_pretrained(settings.resume, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(settings.resume)
     tokenizer.chat_template = CHAT_TEMPLATE  # it may have become able to say more

@@ -101,6 +101,10 @@ class FlatForward:
         losses: Tensor = self._loss(x, model.norm.weight, model.embed_tokens.weight, targets, self._dtype)
         return losses
 
+    def extra_loss(self) -> Tensor | float:
+        """What the last pass adds to the loss."""
+        return 0.0
+
     def predicted(self, tokens: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
         """The most likely next token after each token [num_tokens]."""
         model = self._model.model

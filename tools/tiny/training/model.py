@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from tools.tiny.training.tokenizer import BOS, EOT, IM_END, MAX_LENGTH, PAD, VOCAB_SIZE
 
@@ -50,21 +50,23 @@ def model_config() -> LlamaConfig:
     )
 
 
-def new_model(seed: int) -> LlamaForCausalLM:
+def new_model(seed: int, config: PreTrainedConfig) -> PreTrainedModel:
     """A new model; initial projections into the residual stream are scaled down by the depth (GPT-2's rule)."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(model_config())
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     scale = 1 / math.sqrt(2 * model.config.num_hidden_layers)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(scale)
-            layer.mlp.down_proj.weight.mul_(scale)
-    return model
+            for name, parameter in layer.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                    parameter.mul_(scale)
+    made: PreTrainedModel = model
+    return made
 
 
-def save(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def save(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write the weights, rounded to bf16, with their configuration and tokenizer."""
-    rounded: Any = LlamaForCausalLM(model_config())
+    rounded: Any = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     rounded.load_state_dict(model.state_dict())
     rounded = rounded.to(torch.bfloat16)
     rounded.generation_config = type(rounded.generation_config)(**GENERATION_CONFIG)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from tools.tiny.training.codec import Codec, encode_sample
 from tools.tiny.training.evaluate import PROBES, heldout
-from tools.tiny.training.forward import FlatForward, on_device
+from tools.tiny.training.forward import on_device
+from tools.tiny.training.mixture import forward_of
 from tools.tiny.training.settings import Settings
 from tools.tiny.training.slabs import Slab, build_slab
 
@@ -18,8 +19,8 @@ class Probe:
     For a task with one right answer, this is equivalent to greedy generation producing it.
     """
 
-    def __init__(self, settings: Settings, model: LlamaForCausalLM, codec: Codec) -> None:
-        self._forward = FlatForward(model, settings, compiled=False)
+    def __init__(self, settings: Settings, model: PreTrainedModel, codec: Codec) -> None:
+        self._forward = forward_of(model, settings, compiled=False)
         self._device = settings.device
         self._slabs = {}
         for name in PROBES:

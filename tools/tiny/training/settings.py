@@ -28,6 +28,7 @@ class Settings:
     eval_rows: tuple[str, ...]
     save_every_s: float
     card_date: str
+    mixture: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tools.tiny.training.codec import Codec
 from tools.tiny.training.forward import FlatForward, on_device
+from tools.tiny.training.mixture import forward_of
 from tools.tiny.training.model import save
 from tools.tiny.training.probe import Probe
 from tools.tiny.training.settings import Settings
@@ -42,7 +43,7 @@ def batch_loss(forward: FlatForward, slabs: Sequence[Slab], device: torch.device
     weights = (codes - 1).clamp(min=0).float()
     answers = (losses * weights).sum() / weights.sum().clamp(min=1)
     prompts = (losses * (codes == 1)).sum() / (codes == 1).sum().clamp(min=1)
-    return answers + PROMPT_LOSS * prompts, answers.detach()
+    return answers + PROMPT_LOSS * prompts + forward.extra_loss(), answers.detach()
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -54,7 +55,7 @@ def learning_rate(progress: float, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min((progress - 0.5) / 0.5, 1))))
 
 
-def new_optimizer(model: LlamaForCausalLM, settings: Settings) -> torch.optim.Optimizer:
+def new_optimizer(model: PreTrainedModel, settings: Settings) -> torch.optim.Optimizer:
     """AdamW, with weight decay only on matrices."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -79,9 +80,9 @@ class Clock:
         return self.step / self._steps if self._steps else self.elapsed_s / self._seconds
 
 
-def train(settings: Settings, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, source: SlabSource) -> int:
+def train(settings: Settings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, source: SlabSource) -> int:
     """Train until the end of the run, saving periodically; returns the number of tokens seen."""
-    forward = FlatForward(model, settings, settings.compiled)
+    forward = forward_of(model, settings, settings.compiled)
     probe = Probe(settings, model, Codec(tokenizer))
     optimizer = new_optimizer(model, settings)
     one_step(settings, forward, optimizer, source, 0.0)  # compiles, before the clock starts
