@@ -1,11 +1,14 @@
 """The checks of `make check`, run two at a time: prints a line per check, and the tool's output where one fails.
 
-The layout rules cover what no tool checks: `proto/` and `kernels/` are folders on the path and never packages, since as
-import names they would shadow proto-plus's `proto` and Hugging Face's `kernels`.
+Two checks are of our own, since no tool has them. The layout: `proto/` and `kernels/` are folders on the path and never
+packages, since as import names they would shadow proto-plus's `proto` and Hugging Face's `kernels`. The length of
+functions: what does not fit on a screen has parts with names. A kernel is the exception, because it cannot call parts
+without cost.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import subprocess
@@ -18,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("proto", "kernels")
+MAX_FUNCTION_LINES = 50
 TIMEOUT_S = 600
 """For one check; `make test` runs its tests at the same time."""
 
@@ -63,12 +67,29 @@ def layout() -> str:
     return "\n".join(wrong)
 
 
+def lengths() -> str:
+    """No function outside the kernels is longer than MAX_FUNCTION_LINES."""
+    folders = [entry for entry in ROOT.iterdir() if entry.is_dir() and entry.name[0] != "." and entry.name != "build"]
+    wrong = []
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(("kernels/", "proto/baton/v1/")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if num_lines > MAX_FUNCTION_LINES:
+                    wrong.append(f"{name}:{node.lineno}: {node.name} has {num_lines} lines, over {MAX_FUNCTION_LINES}")
+    return "\n".join(wrong)
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "types": tool("-m", "mypy"),  # the slowest first
     "lint": tool("-m", "ruff", "check", "--output-format", "concise", "."),
     "format": tool("-m", "ruff", "format", "--check", "."),
     "imports": tool("-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-logo"),
     "stubs": tool("tools/generate_stubs.py", "--check"),
+    "lengths": lengths,
     "layout": layout,
 }
 
