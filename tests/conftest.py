@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     parallel workers share the cores: torch gets one in each."""
     if _is_controller(config):
         return  # importing torch takes seconds
+    gc.disable()  # until all is imported
     # each client of httpx and openai would else read all of the world's authorities, for 40 ms
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
@@ -56,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Parallel workers begin with what takes longest, so that none is left alone with it."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: shares.rank_of(item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: no collection of garbage need go through all of it again, for half a second."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from baton.parent import die_with
 from deploy import child
 
 PRELOADED = (
@@ -170,7 +171,7 @@ def _check_forkable() -> None:
 
 def _keep(server: int, request: dict[str, object], fds: Sequence[int]) -> None:
     """In a fork of the server. Returns in the process that was asked for, when its module is done."""
-    if not child.die_with(server):
+    if not die_with(server):
         os._exit(1)
     keeper = os.getpid()
     pid = os.fork()

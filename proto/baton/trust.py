@@ -62,16 +62,16 @@ class ClusterSettings(Settings):
         """Read the files. Raises ValueError that names the flag."""
         return Trust(self._secret(), self._tls())
 
-    def doubts(self, listen: HostPort | None) -> list[str]:
+    def warnings(self, listen: HostPort | None) -> list[str]:
         """Warnings about these settings for the operator. listen: the address for other roles, if there is one."""
-        doubts, path = [], self.cluster_secret_file
+        warnings, path = [], self.cluster_secret_file
         if path is not None and _others_may_read(path):
-            doubts.append(f"--cluster-secret-file: others than its owner may read {path}")
+            warnings.append(f"--cluster-secret-file: others than its owner may read {path}")
         if listen is not None and not _is_loopback(listen.host) and path is None and self.cluster_ssl_keyfile is None:
-            doubts.append(
+            warnings.append(
                 f"--cluster-secret-file: without one whoever reaches {listen} is believed: that network must be trusted"
             )
-        return doubts
+        return warnings
 
     def _secret(self) -> ClusterSecret | None:
         if self.cluster_secret_file is None:

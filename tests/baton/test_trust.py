@@ -29,5 +29,5 @@ def test_a_secret_that_more_may_read_than_must_is_told(
     file.chmod(mode)
     if not owned:
         monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
-    told = any("may read" in doubt for doubt in settings.doubts(None))
+    told = any("may read" in warning for warning in settings.warnings(None))
     assert told == warned

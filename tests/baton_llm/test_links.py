@@ -42,7 +42,7 @@ from node.events import (
 )
 from node.loop import Turn
 from router.prefix_index import PrefixIndex
-from tests.router.house import info
+from tests.router.rig import info
 
 ATTEMPT = AttemptId(7, "r", 0)
 RESERVE = Reserve(ATTEMPT, "d", 16, (), 1, 60.0, 64)

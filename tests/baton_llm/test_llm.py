@@ -204,15 +204,18 @@ def test_a_failing_prompt_leaves_the_others_their_outputs(llm):
     wait_whole(llm)
 
 
-def test_flags_are_checked():
+def test_flags_are_checked(monkeypatch):
+    monkeypatch.setenv("BATON_TENSOR_PARALLEL_SIZE", "4")  # meant for nodes that are processes
     with pytest.raises(TypeError, match="did you mean 'max_model_len'"):
         LLM(max_model_length=100)
     with pytest.raises(TypeError, match="'listen' is no flag"):
         LLM(listen="0.0.0.0:80")
     with pytest.raises(ValueError, match=r"--max-num-seqs: .* not 0"):
         LLM(max_num_seqs=0)
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size: .* LLM\(router=...\)"):
+        LLM(tensor_parallel_size=2)
     with pytest.raises(ValueError, match="--model /nowhere"):
-        LLM("/nowhere")
+        LLM("/nowhere", tensor_parallel_size=1)
     with pytest.raises(TypeError, match="for a router"):
         LLM(api_key="k")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from baton.address import HostPort
 from baton.settings import parse
-from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, plan
+from deploy.plan import Child, Machine, NodePorts, clean_environment, node_names, placement, plan
 from deploy.settings import OwnSettings, UpSettings
 from node.kv_events_config import KvEventsConfig
 from node.settings import NodeSettings
@@ -57,6 +58,45 @@ def test_nodes_share_the_cores() -> None:
     assert {node.env["OMP_NUM_THREADS"] for node in nodes} == {"3"}
     assert parse(NodeSettings, planned(Machine(1, ()))["prefill-0"].arguments).cpu_threads == 1
     assert parse(NodeSettings, planned(Machine(1, ()), "--cpu-threads=5")["prefill-0"].arguments).cpu_threads == 5
+
+
+def test_each_pool_has_its_number_of_ranks_and_they_share_the_cores() -> None:
+    flags = ("--tensor-parallel-size=2", "--decode-tensor-parallel-size=4", "--prefill=2")
+    children = planned(Machine(16, ()), *flags)
+    nodes = {name: parse(NodeSettings, child.arguments) for name, child in children.items() if name != "router"}
+    assert {name: node.tensor_parallel_size for name, node in nodes.items()} == {
+        "prefill-0": 2,
+        "prefill-1": 2,
+        "decode-0": 4,
+    }
+    assert {node.cpu_threads for node in nodes.values()} == {2}
+    said = "prefill-0 2 ranks, prefill-1 2 ranks, decode-0 4 ranks; 8 ranks on 16 cores, threads of each: 2"
+    assert placement(settings(*flags), Machine(16, ())) == said
+    assert placement(settings("--prefill=2"), Machine(16, ())) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "why"),
+    [
+        (
+            Machine(4, ()),
+            ("--tensor-parallel-size=8",),
+            "--tensor-parallel-size: prefill-0 would have 8 ranks on 4 cores",
+        ),
+        (
+            *(Machine(4, ()), ("--tensor-parallel-size=2", "--decode-tensor-parallel-size=5")),
+            "--decode-tensor-parallel-size: decode-0 would have 5 ranks on 4 cores",
+        ),
+        (
+            *(Machine(4, ("0",)), ("--prefill-tensor-parallel-size=2",)),
+            "--prefill-tensor-parallel-size: several ranks compute on a CPU so far, with --device cpu",
+        ),
+    ],
+)
+def test_ranks_without_a_place_are_refused_by_the_flag(machine: Machine, flags: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        placement(settings(*flags), machine)
+    assert placement(settings(*flags, "--device=cpu"), Machine(8, machine.gpus))
 
 
 def test_decode_nodes_may_be_alone() -> None:

@@ -23,7 +23,8 @@ def answer(url: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_cluster_answers_heals_and_leaves_nothing_behind() -> None:
-    with Up(*ANY_PORTS, "--decode=2") as up:
+    with Up(*ANY_PORTS, "--decode=2", "--prefill-tensor-parallel-size=2") as up:
+        up.wait_for(r"^baton-up +\| prefill-0 2 ranks, decode-0 1 rank, decode-1 1 rank; 4 ranks on \d+ cores, threads")
         url = up.wait_ready()
         for node in ("prefill-0", "decode-0", "decode-1"):
             up.wait_for(rf"^router .* node_id={node} .* up$")
@@ -52,6 +53,12 @@ def test_busy_port_is_named_before_anything_starts(flag: str) -> None:
         with Up(*ANY_PORTS, f"--{flag}={address}") as up:
             assert up.wait_end() == 1
             assert up.log == f"baton-up: --{flag}: {address} cannot be had: Address already in use\n"
+
+
+def test_more_ranks_than_cores_are_refused_before_anything_starts() -> None:
+    with Up(*ANY_PORTS, "--decode-tensor-parallel-size=64") as up:
+        assert up.wait_end() == 1
+        assert "baton-up: --decode-tensor-parallel-size: decode-0 would have 64 ranks on" in up.log
 
 
 def test_bad_flag_is_named_before_anything_starts() -> None:

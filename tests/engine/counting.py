@@ -12,8 +12,10 @@ from baton.messages import AttemptId
 from baton.prompt_logprobs import PromptLogprobs
 from baton.sampling import SamplingParams
 from engine.config import EngineConfig
-from engine.engine import Choice, Chunk, Engine, Plan, StepResult
+from engine.engine import Engine
+from engine.scheduler import Plan
 from engine.sequence import Sequence
+from engine.step import Choice, Chunk, StepResult
 
 SIZES = EngineConfig(num_blocks=33, max_model_len=64, vocab_size=100, eos_token_ids=(1, 2), block_size=4)
 _ids = itertools.count()

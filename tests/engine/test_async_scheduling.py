@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.engine import StepResult
 from engine.sequence import SequenceState
+from engine.step import StepResult
 from tests.engine.counting import make, run, sequence
 
 
@@ -44,8 +44,8 @@ def test_an_abort_under_a_launched_step_gives_blocks_back_when_it_retires() -> N
         engine.add(seq)
     engine.compute(engine.schedule(0.0))
     num_free = engine.blocks.num_free
-    engine.release(goes)
-    engine.release(goes)
+    engine.sequences.release(goes)
+    engine.sequences.release(goes)
     assert engine.blocks.num_free == num_free
     engine.check_integrity()
     results = run(engine)
@@ -59,7 +59,7 @@ def test_nobody_is_preempted_under_a_launched_step() -> None:
     for seq in (old, young):
         engine.add(seq)
     num_quiet = 0
-    while not engine.has_preempted(float("inf")):
+    while not engine.waiting.has_preempted(float("inf")):
         num_launched = len(model.batches)
         plan = engine.schedule(0.0)
         result = engine.compute(plan)

@@ -43,7 +43,7 @@ def search(engine: Engine, name: str, length: int, width: int, max_tokens: int, 
     group = BeamGroup(AttemptId(1, name, 0), length, sampling, engine.config.eos_token_ids)
     seq = Sequence(group.attempt_id, [0], prompt, BeamGroup.sampling_of(sampling), beams=group)
     engine.add(seq)
-    engine.begin_search(seq)
+    engine.beam_search.begin(seq)
     return group
 
 
@@ -178,8 +178,8 @@ def test_one_that_is_ended_leaves_nothing(num_turns: int, ahead: bool) -> None:
     group, other = search(engine, "r", 5, 4, 9), search(engine, "s", 6, 2, 9)
     for _ in range(num_turns):
         engine.compute(engine.schedule(0.0))
-    engine.end_search(group)
-    engine.end_search(group)
+    engine.beam_search.end(group)
+    engine.beam_search.end(group)
     assert run(engine) == [other]
     assert is_whole(engine)
 
@@ -190,6 +190,6 @@ def test_one_that_is_ended_leaves_nothing(num_turns: int, ahead: bool) -> None:
 def test_one_that_may_not_fit_is_refused(width: int, num_tokens: int, param: str) -> None:
     engine = make(40, max_num_seqs=60 if width == 49 else 8)
     with pytest.raises(InvalidRequest) as refused:
-        engine.require_search_possible(width, num_tokens)
+        engine.beam_search.require_possible(width, num_tokens)
     assert refused.value.param == param
-    engine.require_search_possible(3, 1000)  # of which the context takes 40
+    engine.beam_search.require_possible(3, 1000)  # of which the context takes 40

@@ -30,9 +30,9 @@ def test_a_step_ahead_computes_no_token_beyond_the_context() -> None:
 def test_who_lost_their_blocks_come_back_in_order_of_arrival() -> None:
     scheduler = Scheduler(SIZES, BlockManager(SIZES.num_blocks, SIZES.block_size))
     old, young, newcomer = (sequence(4, first=10 * number) for number in range(3))
-    scheduler.add(newcomer)
-    scheduler.requeue(young)
-    scheduler.requeue(old)
+    scheduler.waiting.add(newcomer)
+    scheduler.waiting.add_preempted(young)
+    scheduler.waiting.add_preempted(old)
     assert [chunk.sequence for chunk in scheduler.schedule().chunks] == [old, young, newcomer]
 
 

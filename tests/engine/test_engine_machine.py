@@ -18,9 +18,11 @@ from baton.layout import num_blocks_for
 from baton.messages import AttemptId
 from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
-from engine.engine import Engine, Plan, SampledToken, StepResult
+from engine.engine import Engine
 from engine.holdings import Holding
+from engine.scheduler import Plan
 from engine.sequence import Sequence, SequenceState
+from engine.step import SampledToken, StepResult
 from engine.step_padding import StepPadding
 from tests.engine.fake_tier import NOBODY, FakeTier
 from tests.machines import machine
@@ -164,7 +166,7 @@ class EngineMachine(RuleBasedStateMachine):
         for lease in [lease for lease in self.leases if lease.source.attempt_id == attempt_id]:
             self.drop(lease)
         for seq in request.sequences * 2:  # once more changes nothing
-            self.engine.release(seq)
+            self.engine.sequences.release(seq)
         self.queue = [waiting for waiting in self.queue if waiting != attempt_id]
 
     @rule(n=st.integers(1, 4))
@@ -210,13 +212,13 @@ class EngineMachine(RuleBasedStateMachine):
         blocks = self.engine.blocks
         hits = blocks.match(seq.block_hashes(num_full, BLOCK_SIZE))
         needed = num_full + len(samples) - len(hits)
-        places = self.config.max_num_seqs - self.engine.num_running - self.engine.num_reserved_seqs
+        places = self.config.max_num_seqs - self.engine.num_running - self.engine.scheduler.num_reserved_seqs
         if not samples or len(samples) > places or not blocks.can_allocate(needed, keep=hits):
             return
         blocks.acquire(hits)
         fresh = self.engine.allocate(needed)
         table = hits + fresh[: num_full + 1 - len(hits)]
-        self.engine.reserve_seqs(len(samples))
+        self.engine.scheduler.reserve_seqs(len(samples))
         self.leases.append(Lease(seq, table, fresh[num_full + 1 - len(hits) :], samples))
 
     @precondition(lambda self: self.leases)
@@ -228,13 +230,13 @@ class EngineMachine(RuleBasedStateMachine):
         for block, copy in zip(source.block_table[:num_moved], lease.table, strict=False):
             if self.engine.blocks.hash_of(copy) is None:
                 self.model.copy_blocks([(block, copy)])
-        self.engine.release(source)
+        self.engine.sequences.release(source)
         target = Sequence(
             source.attempt_id, lease.samples, source.prompt_tokens, source.sampling, arrived_s=source.arrived_s
         )
         target.cache_salt, target.block_table, target.runs_ahead = source.cache_salt, lease.table, source.runs_ahead
         outputs = {s: tuple(request.got[s]) for s in lease.samples}
-        self.engine.unreserve_seqs(len(lease.samples))
+        self.engine.scheduler.unreserve_seqs(len(lease.samples))
         event(f"adopted {len(outputs)}")
         children = self.engine.adopt(target, outputs, lease.spares)
         assert [child.samples for child in children] == [[s] for s in lease.samples]
@@ -247,7 +249,7 @@ class EngineMachine(RuleBasedStateMachine):
         lease = self.leases[0]
         self.drop(lease)
         self.requests[lease.source.attempt_id].aborted = True
-        self.engine.release(lease.source)
+        self.engine.sequences.release(lease.source)
 
     # ---- what must hold ----
 
@@ -291,7 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert seq.num_computed_tokens == seq.num_tokens
             assert len(seq.block_table) == num_blocks_for(seq.num_tokens, BLOCK_SIZE)
             if self.requests[seq.attempt_id].ended:  # all of it ended with its first token
-                self.engine.release(seq)
+                self.engine.sequences.release(seq)
 
     def hear(self, token: SampledToken) -> None:
         request = self.requests[token.sequence.attempt_id]
@@ -329,7 +331,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def drop(self, lease: Lease) -> None:
         self.leases.remove(lease)
-        self.engine.unreserve_seqs(len(lease.samples))
+        self.engine.scheduler.unreserve_seqs(len(lease.samples))
         self.engine.blocks.release(lease.table)
         self.engine.blocks.release(lease.spares)
 
@@ -339,7 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
             leases = [blocks for lease in self.leases for blocks in (lease.table, lease.spares)]
             held = [Holding("lease", "", NOBODY, (), 0.0, blocks) for blocks in leases + self.held]
             self.engine.check_integrity(held + self.tier.holdings())
-            assert self.engine.num_running + self.engine.num_reserved_seqs <= self.config.max_num_seqs
+            assert self.engine.num_running + self.engine.scheduler.num_reserved_seqs <= self.config.max_num_seqs
 
     def teardown(self) -> None:
         """With all leases gone and nobody new, everything left runs to its end."""
@@ -356,7 +358,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.take(plan, result)
             for seq in self.parked():
                 self.requests[seq.attempt_id].aborted = True
-                self.engine.release(seq)
+                self.engine.sequences.release(seq)
             if not self.engine.has_work and not result.again:
                 break
         assert all(request.ended for request in self.requests.values()), "somebody starved"

@@ -37,8 +37,7 @@ def test_how_a_sample_ends(
 
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, FinishReason.STOP), (True, FinishReason.LENGTH)])
 def test_any_eos_ends_a_sample_unless_ignored(ignore_eos: bool, reason: FinishReason) -> None:
-    engine, _ = make()
-    engine.config = dataclasses.replace(SIZES, eos_token_ids=(1, 11))
+    engine, _ = make(eos_token_ids=(1, 11))
     engine.add(sequence(ignore_eos=ignore_eos))
     tokens = [token for result in run(engine) for token in result.sampled]
     assert tokens[-1].finish is reason
@@ -154,20 +153,20 @@ def test_generated_blocks_are_hits_for_the_next_turn_and_salts_part_caches() -> 
         engine.add(seq)
         engine.compute(engine.schedule(0.0))
         assert seq.num_cached_tokens == cached
-        engine.release(seq)
+        engine.sequences.release(seq)
 
 
 def test_reserved_places_are_not_given_to_waiting_sequences() -> None:
     engine, _ = make(max_num_seqs=2)
-    engine.reserve_seqs(1)
+    engine.scheduler.reserve_seqs(1)
     seqs = [sequence(3), sequence(3, first=60)]
     for seq in seqs:
         engine.add(seq)
     engine.compute(engine.schedule(0.0))
     assert (engine.num_running, engine.num_waiting) == (1, 1)
-    engine.unreserve_seqs(1)
+    engine.scheduler.unreserve_seqs(1)
     with pytest.raises(AssertionError, match="1 places given back of 0"):
-        engine.unreserve_seqs(1)
+        engine.scheduler.unreserve_seqs(1)
     engine.compute(engine.schedule(0.0))
     assert engine.num_running == 2
 
@@ -177,7 +176,7 @@ def test_the_youngest_is_preempted_and_comes_back_before_newcomers() -> None:
     old, young = sequence(30, first=0, max_tokens=30), sequence(30, first=40, max_tokens=30)
     for seq in (old, young):
         engine.add(seq)
-    while not engine.has_preempted(float("inf")):
+    while not engine.waiting.has_preempted(float("inf")):
         plan = engine.schedule(0.0)
         engine.compute(plan)
         engine.check_integrity()
@@ -204,7 +203,7 @@ def test_a_prompt_to_hand_off_keeps_its_blocks_however_young_it_is() -> None:
     assert [seq.state for seq in (old, promised)] == [SequenceState.RUNNING] * 2
     engine.blocks.allocate(engine.blocks.num_free)
     table = list(promised.block_table)
-    while not engine.has_preempted(float("inf")):
+    while not engine.waiting.has_preempted(float("inf")):
         plan = engine.schedule(0.0)
         engine.compute(plan)
     assert plan.preempted == [old]
@@ -218,7 +217,7 @@ def test_alone_without_blocks_a_sequence_waits_for_leases() -> None:
     engine.add(seq)
     results = [engine.compute(engine.schedule(0.0)) for _ in range(6)]
     assert [result.num_tokens for result in results] == [7, 1, 0, 0, 0, 0]
-    assert engine.has_preempted(float("inf"))
+    assert engine.waiting.has_preempted(float("inf"))
     engine.blocks.release(lease)
     run(engine)
     assert seq.output_tokens == tuple(range(10, 19))

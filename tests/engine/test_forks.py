@@ -19,7 +19,7 @@ def test_a_prompt_to_hand_off_is_parked_with_its_tokens_until_released() -> None
     assert seq.tokens == list(seq.prompt_tokens)
     assert not engine.has_work
     engine.check_integrity()
-    engine.release(seq)
+    engine.sequences.release(seq)
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
 
 

@@ -42,7 +42,7 @@ class Pool:
 
     def add(self, *sequences: Sequence) -> None:
         for seq in sequences:
-            self.scheduler.add(seq)
+            self.scheduler.waiting.add(seq)
 
     def admitted(self) -> list[str]:
         """Who gets blocks now."""
@@ -53,7 +53,7 @@ class Pool:
         return [seq.attempt_id.request_id for seq in plan.started]
 
     def end(self, seq: Sequence) -> None:
-        self.scheduler.leave_lane(seq)
+        self.scheduler.waiting.leave_lane(seq)
         self.blocks.release(seq.block_table)
         seq.block_table = []
 
@@ -66,7 +66,7 @@ def test_a_lane_that_is_full_for_ever_leaves_the_others_their_share() -> None:
         pool.add(seq := sequence(f"free {i}", "free"))
         assert pool.admitted() == [f"free {i}"]
         pool.end(seq)
-    assert pool.scheduler.num_waiting == 48
+    assert len(pool.scheduler.waiting) == 48
 
 
 def test_one_lane_alone_has_the_whole_pool() -> None:
@@ -82,8 +82,8 @@ def test_what_has_left_its_lane_counts_no_more() -> None:
     pool.add(*sequences, sequence("b", "b", num_blocks=1))
     assert pool.admitted() == ["a0", "a1", "b"]
     assert pool.admitted() == []
-    pool.scheduler.leave_lane(sequences[0])
-    pool.scheduler.leave_lane(sequences[0])
+    pool.scheduler.waiting.leave_lane(sequences[0])
+    pool.scheduler.waiting.leave_lane(sequences[0])
     assert pool.admitted() == ["a2"]
 
 
@@ -126,16 +126,16 @@ def test_whoever_leaves_the_queue_is_not_admitted() -> None:
     gone, stays = sequence("gone", "a"), sequence("stays", "a")
     pool.add(gone, stays, sequence("b", "b"))
     pool.scheduler.remove(gone)
-    assert (pool.scheduler.num_waiting, pool.admitted()) == (2, ["stays", "b"])
+    assert (len(pool.scheduler.waiting), pool.admitted()) == (2, ["stays", "b"])
 
 
 def test_tokens_that_wait_are_counted() -> None:
     pool = Pool()
     one, two, three = (sequence(name, "d1", num_blocks) for name, num_blocks in (("a", 2), ("b", 3), ("c", NUM_BLOCKS)))
     pool.add(one, two, three)
-    assert pool.scheduler.num_waiting_tokens == (2 + 3 + NUM_BLOCKS) * BLOCK_SIZE
+    assert pool.scheduler.waiting.num_tokens == (2 + 3 + NUM_BLOCKS) * BLOCK_SIZE
     assert pool.admitted() == ["a", "b"]
-    assert pool.scheduler.num_waiting_tokens == NUM_BLOCKS * BLOCK_SIZE
+    assert pool.scheduler.waiting.num_tokens == NUM_BLOCKS * BLOCK_SIZE
     pool.scheduler.remove(three)
     pool.scheduler.remove(three)
-    assert pool.scheduler.num_waiting_tokens == 0
+    assert pool.scheduler.waiting.num_tokens == 0

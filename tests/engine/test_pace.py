@@ -8,8 +8,9 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.engine import Chunk, Engine
+from engine.engine import Engine
 from engine.pace import COST_FACTOR, NUM_REMEMBERED, SHARE, SLACK_S, Pace, StepSize
+from engine.step import Chunk
 from tests.engine.counting import SIZES, Counting, sequence
 
 TEN = StepSize(10, 1000)
@@ -262,7 +263,7 @@ def test_the_engine_launches_at_once_behind_a_step_that_is_done_or_when_nothing_
     device.finish()
     assert device.engine.launch_at is None
     device.launch()
-    device.engine.release(device.sequence)
+    device.engine.sequences.release(device.sequence)
     assert device.engine.has_room
     assert device.engine.launch_at is None
 

@@ -16,12 +16,13 @@ from baton.messages import AttemptId
 from baton.sampling import FinishReason, SamplingParams
 from baton_kernels.block_copy import gather_blocks, scatter_blocks
 from engine.config import EngineConfig
-from engine.engine import Engine, SampledToken
+from engine.engine import Engine
 from engine.model.graphs import decode_capture_sizes
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
+from engine.step import SampledToken
 from engine.step_padding import StepPadding
 from tests.engine import tiny_models
 
@@ -228,7 +229,7 @@ def test_handed_off_requests_go_on_as_if_nothing_had_happened(
             first = [token for token in p_step.sampled if token.sequence is seq]
             if not all(token.finish for token in first):
                 num_hits += hand_over(seq, first, p_runner, d_engine, d_runner)[1]
-            p_engine.release(seq)
+            p_engine.sequences.release(seq)
         p_engine.check_integrity()
         d_engine.check_integrity()
     assert said == undisturbed
@@ -264,7 +265,7 @@ def test_allowed_tokens_and_bad_words_hold_across_a_hand_off(
             said[token.sequence.attempt_id.request_id, token.sample].append(token.token)
         for seq in dict.fromkeys(token.sequence for token in p_step.sampled):
             hand_over(seq, [token for token in p_step.sampled if token.sequence is seq], p_runner, d_engine, d_runner)
-            p_engine.release(seq)
+            p_engine.sequences.release(seq)
     for key, output in run(d_engine).items():
         said[key] += output
     assert said == alone

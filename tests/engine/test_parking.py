@@ -21,8 +21,8 @@ def stopped(engine: Engine, seq: Sequence, num_steps: int = 3) -> list[int]:
     engine.add(seq)
     for _ in range(num_steps):
         sampled += engine.compute(engine.schedule(0.0)).sampled
-    engine.stop(seq)
-    while not engine.is_settled(seq):
+    engine.sequences.stop(seq)
+    while not engine.sequences.is_settled(seq):
         plan = engine.schedule(0.0)
         assert all(chunk.sequence is not seq for chunk in plan.chunks)
         sampled += engine.compute(plan).sampled
@@ -48,10 +48,10 @@ def test_a_resumed_sequence_goes_on_with_the_next_token(ahead: bool, parks: bool
     seq = sequence(5, max_tokens=9)
     tokens = stopped(engine, seq)
     if parks:
-        engine.park(seq)
+        engine.sequences.park(seq)
         assert tokens_after(engine) == []
         engine.check_integrity()
-    engine.resume(seq)
+    engine.sequences.resume(seq)
     assert tokens + tokens_after(engine) == tokens_after(undisturbed)
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total
 
@@ -60,14 +60,14 @@ def test_a_parked_sequence_keeps_its_place_and_its_blocks() -> None:
     engine, _ = make(async_scheduling=True, max_num_seqs=1)
     parked, waits = sequence(5, max_tokens=9), sequence(5, first=40, max_tokens=2)
     stopped(engine, parked)
-    engine.park(parked)
+    engine.sequences.park(parked)
     table = list(parked.block_table)
     engine.add(waits)
     run(engine)
     assert waits.state is SequenceState.WAITING
     assert parked.block_table == table
     assert all(engine.blocks.num_owners(block) for block in table)
-    engine.release(parked)
+    engine.sequences.release(parked)
     assert len(tokens_after(engine)) == 2
-    assert engine.num_reserved_seqs == 0
+    assert engine.scheduler.num_reserved_seqs == 0
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_total

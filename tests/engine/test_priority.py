@@ -69,7 +69,7 @@ def test_the_last_of_the_highest_value_is_preempted() -> None:
         plan = engine.schedule(0.0)
         engine.compute(plan)
     assert plan.preempted == [low]
-    assert (engine.has_preempted(high.due_s), engine.has_preempted(low.due_s)) == (False, True)
+    assert (engine.waiting.has_preempted(high.due_s), engine.waiting.has_preempted(low.due_s)) == (False, True)
     run(engine)
     assert (high.num_preemptions, low.num_output_tokens, high.num_output_tokens) == (0, 30, 30)
 
@@ -79,12 +79,12 @@ def test_a_preempted_sequence_comes_after_newcomers_of_a_lower_value_and_before_
     old, young = sequence(30, first=0, max_tokens=30), sequence(30, first=40, max_tokens=30)
     for seq in (old, young):
         engine.add(seq)
-    while not engine.has_preempted(young.due_s):
+    while not engine.waiting.has_preempted(young.due_s):
         engine.compute(engine.schedule(0.0))
     equal, urgent = sequence(2, first=90), sequence(2, first=95, priority=-1)
     engine.add(equal)
     engine.add(urgent)
-    assert (engine.num_waiting_up_to(urgent.due_s), engine.num_waiting_up_to(equal.due_s)) == (1, 3)
+    assert (engine.waiting.num_up_to(urgent.due_s), engine.waiting.num_up_to(equal.due_s)) == (1, 3)
     order = [token.sequence for _, result in turns(engine) for token in result.sampled]
     assert order.index(urgent) < order.index(young) < order.index(equal)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.engine import Chunk, Engine
+from engine.engine import Engine
 from engine.logits_processor import LogitsProcessorChain
 from engine.model import batch
 from engine.sequence import Sequence
-from engine.step import Choice
+from engine.step import Choice, Chunk
 from tests.engine.counting import Counting, Launched, make, run, sequence
 
 
@@ -68,7 +68,7 @@ def test_one_that_fails_gets_no_token_and_others_do(samples: int, hand_off: bool
     assert [token.sequence for token in result.sampled] == [good]
     assert bad.num_output_tokens == 0
     engine.check_integrity()
-    engine.release(bad)
+    engine.sequences.release(bad)
     run(engine)
     assert good.num_output_tokens == 3
 

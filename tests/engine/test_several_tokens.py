@@ -16,11 +16,12 @@ from baton.block_hash import next_hash, root_hash
 from baton.messages import AttemptId, TokenLogprobs
 from baton.sampling import FinishReason, SamplingParams
 from engine.config import EngineConfig
-from engine.engine import Choice, Chunk, Engine, SampledToken
+from engine.engine import Engine
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.runner import TorchModelRunner, accepted
 from engine.sequence import Sequence, SequenceState
+from engine.step import Choice, Chunk, SampledToken
 from tests.engine import tiny_models
 from tests.engine.counting import Counting, Launched, sequence
 
@@ -156,7 +157,7 @@ def test_who_ends_under_a_step_in_vain_keeps_its_blocks_until_that_is_over() -> 
     for _ in range(3):
         engine.compute(engine.schedule(0.0))
     assert seq.in_flight, "a step behind the token that did not come is under way"
-    engine.release(seq)
+    engine.sequences.release(seq)
     engine.check_integrity()
     assert engine.blocks.num_free + engine.blocks.num_cached < engine.blocks.num_total
     engine.compute(engine.schedule(0.0))

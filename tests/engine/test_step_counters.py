@@ -37,11 +37,11 @@ def test_prompts_beside_decodes_are_mixed():
 def test_what_watches_is_called_at_each_step_s_end():
     engine, model = make(async_scheduling=True)
     ends: list[int] = []
-    engine.watch_steps(lambda: ends.append(len(model.batches)))
+    engine.counters.watch(lambda: ends.append(len(model.batches)))
     engine.add(sequence(5, max_tokens=3))
     run(engine)
     assert len(ends) == len(model.batches)
-    engine.watch_steps(None)
+    engine.counters.watch(None)
     engine.add(sequence(5, first=60, max_tokens=3))
     run(engine)
     assert len(ends) < len(model.batches)

@@ -124,8 +124,8 @@ def test_others_go_past_a_sequence_that_waits_for_a_load(ahead: bool) -> None:
     assert waits.block_table[:4] == shares.block_table[:4] == load.blocks
     tiered.engine.compute(plan)
     tiered.check()
-    tiered.engine.release(waits)
-    tiered.engine.release(shares)
+    tiered.engine.sequences.release(waits)
+    tiered.engine.sequences.release(shares)
     tiered.run()
 
 
@@ -167,7 +167,7 @@ def test_an_abort_while_a_load_is_waited_for(let_go: bool) -> None:
     aborted = tiered.add(PROMPT)
     load = tiered.load(aborted)
     tiered.step()
-    tiered.engine.release(aborted)
+    tiered.engine.sequences.release(aborted)
     tiered.check()
     assert not tiered.engine.has_work
     if let_go:
@@ -187,12 +187,12 @@ def test_a_preempted_sequence_waits_for_a_load_and_newcomers_do_not() -> None:
     hashes = tiered.evict(tiered.add(PROMPT))
     old = tiered.add((60, 61, 62), max_tokens=33)
     young = tiered.add(PROMPT, max_tokens=20)
-    while not tiered.engine.has_preempted(float("inf")):
+    while not tiered.engine.waiting.has_preempted(float("inf")):
         tiered.step()
     assert young.state is SequenceState.WAITING
     lease = tiered.engine.allocate(tiered.engine.blocks.num_free + tiered.engine.blocks.num_cached)
     assert all(tiered.engine.blocks.find(block_hash) is None for block_hash in hashes)
-    tiered.engine.release(old)
+    tiered.engine.sequences.release(old)
     tiered.engine.blocks.release(lease)
     load = tiered.load(young)
     newcomer = tiered.add((70, 71), max_tokens=2)

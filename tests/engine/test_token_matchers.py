@@ -132,7 +132,7 @@ def test_an_error_of_a_matcher_comes_with_the_token() -> None:
         failed, num_sampled = result.failed, num_sampled + len(result.sampled)
     assert failed == [(seq, "broken")]
     assert num_sampled == 4
-    engine.release(seq)
+    engine.sequences.release(seq)
 
 
 def run_until_idle(engine: Engine, turns: int = 30) -> None:

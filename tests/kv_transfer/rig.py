@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -223,6 +224,7 @@ def _serve(pipe: Any, kind: str, device: str) -> None:
     torch.set_num_threads(1)
     faulthandler.enable()
     _keep_open(name, device)
+    gc.freeze()  # or each look at what a node left behind would go through all of torch, for 0.1 s
     before, slack = Resources.now(), NOTHING if device == "cpu" else GPU_SLACK
 
     while (options := pipe.recv()) is not None:
