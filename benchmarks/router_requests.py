@@ -24,6 +24,7 @@ import uvloop
 from pydantic import Field
 
 from baton import wire
+from baton.log_levels import LogLevels
 from baton.messages import (
     Abort,
     Adopted,
@@ -143,7 +144,7 @@ class Router:
 async def measure(settings: RequestsSettings) -> list[float]:
     """Microseconds of CPU time per request, of each round."""
     with open(os.devnull, "w") as nowhere:  # noqa: ASYNC230, PTH123  (a device)
-        configure_logging(logging.INFO, "router", nowhere)
+        configure_logging(LogLevels(), "router", nowhere)
         return await _measure(settings)
 
 

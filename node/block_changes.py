@@ -28,6 +28,7 @@ class BlockChanges:
         self._engine = engine
         self._outbox = outbox
         self._follower: BlockFollower | None = None
+        self._untold: dict[BlockHash, bool] = {}  # the follower
         self._records = False
 
     def follow(self, follower: BlockFollower) -> None:
@@ -48,12 +49,20 @@ class BlockChanges:
             self._engine.blocks.record_changes(wanted)
 
     def tell(self) -> None:
-        """The changes since the last call."""
+        """Tell routers of the changes since the last call."""
         changes = self._engine.blocks.take_changes()
         if self._follower is not None:
-            self._follower.turned(changes)
+            for block_hash, is_held in changes.items():
+                self._untold.pop(block_hash, None)  # in the order of the last changes
+                self._untold[block_hash] = is_held
         if changes and self._outbox.epochs:
             self._outbox.add(BlocksChanged(changes))
+
+    def tell_follower(self) -> None:
+        """Once a turn, when its outputs are on their way: no token waits for it."""
+        if self._follower is not None:
+            self._follower.turned(self._untold)
+            self._untold = {}
 
     def tell_held(self, epoch: int) -> None:
         """A snapshot for one router. Changes until now are for the others."""

@@ -189,6 +189,9 @@ class RoleCore(ABC):
 
     # ---- for the shell ----
 
+    def end_turn(self) -> None:
+        self.block_changes.tell_follower()
+
     def take_outputs(self) -> list[Output]:
         return self._outbox.take()
 

@@ -180,6 +180,9 @@ class Role(Protocol):
     def take_outputs(self) -> list[Output]:
         """The outputs since the last call, in order."""
 
+    def end_turn(self) -> None:
+        """The turn's outputs are on their way: do what nobody waits for."""
+
     def load(self) -> Load: ...
 
     @property

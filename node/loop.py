@@ -173,6 +173,7 @@ class NodeLoop:
         busy = role.compute(self.clock())
         self._step_began = role.device_busy_since
         self._tell(role, deliver, count)
+        role.end_turn()
         self._turn_began = None
         if not busy:
             deadline = role.next_deadline()

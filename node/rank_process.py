@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
     """Until the node closes the rank. Raises what loading raises, and RuntimeError when another rank is lost."""
     name = f"{settings.node_id or settings.listen.port}/{seat.number}"
-    configure_logging(settings.logging_level(), name, log_format=settings.log_format)
+    configure_logging(settings.log_levels(), name, log_format=settings.log_format)
 
     import torch
 

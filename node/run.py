@@ -49,7 +49,7 @@ def run_node(settings: NodeSettings, role: NodeRole, side: RoleSide, import_part
     Skips the interpreter's teardown: everything that must be closed is closed by then, and unloading torch and
     transformers would take seconds.
     """
-    configure_logging(settings.logging_level(), settings.name(role), log_format=settings.log_format)
+    configure_logging(settings.log_levels(), settings.name(role), log_format=settings.log_format)
     raise_open_files()
     try:
         code = _run(settings, side, import_parts)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def configure(settings: RouterSettings, name: str = "") -> None:
     """Logs and limits of the process. `name` follows the router's in log lines."""
     node_id = settings.node_id or f"router-{settings.http.port}"
-    configure_logging(settings.logging_level(), node_id + name, log_format=settings.log_format)
+    configure_logging(settings.log_levels(), node_id + name, log_format=settings.log_format)
     raise_open_files()
 
 

@@ -13,7 +13,6 @@ command causes a warning, such a key in the file an error; both suggest the clos
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,12 +20,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 import baton
 from baton.address import HostPort
+from baton.log_levels import LogLevels, parse_log_levels
 from baton.setting_names import ALL_NAMES, closest, of_kubernetes
 
 ENV_PREFIX = "BATON_"
@@ -56,13 +56,17 @@ def _size_list(value: object) -> object:
     return tuple(size for sizes in split for size in sizes if size != "")
 
 
+def _log_levels(text: str) -> str:
+    parse_log_levels(text)
+    return text
+
+
 ConnectAddress = Annotated[HostPort, BeforeValidator(_connect_address)]
 ListenAddress = Annotated[HostPort, BeforeValidator(_listen_address)]
 """Port 0 selects any free port."""
 ConnectAddresses = Annotated[tuple[HostPort, ...], BeforeValidator(_address_list)]
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_size_list)]
 
-LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 
@@ -78,11 +82,15 @@ class Settings(BaseSettings):
     config: Path | None = Field(
         None, description="YAML file, keys named like the flags; it may serve several commands, each takes its own"
     )
-    log_level: LogLevel = Field("info", description="least severe log lines to write")
+    log_level: Annotated[str, AfterValidator(_log_levels)] = Field(
+        "info",
+        description="least severe log lines to write: debug, info, warning or error; of some modules others, as in "
+        "info,router.http=debug",
+    )
     log_format: LogFormat = Field("text", description="form of log lines: text, or json, an object each")
 
-    def logging_level(self) -> int:
-        return logging.getLevelNamesMapping()[self.log_level.upper()]
+    def log_levels(self) -> LogLevels:
+        return parse_log_levels(self.log_level)
 
 
 S = TypeVar("S", bound=Settings)

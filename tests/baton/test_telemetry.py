@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from baton.errors import Overloaded, RequestCancelled
+from baton.log_levels import LogLevels
 from baton.messages import Adopted, AttemptId, End, HandedOff, Load, Prefill, Sample, Started, Tokens, Update
 from baton.sampling import SamplingParams
 from baton.telemetry import ROUTER, NodeMetrics, RouterMetrics, configure_logging, new_registry, request_scope
@@ -21,7 +22,7 @@ def lines():
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     stream = io.StringIO()
-    configure_logging(logging.INFO, "n0", stream)
+    configure_logging(LogLevels(), "n0", stream)
     yield stream
     logging.captureWarnings(False)
     root.handlers[:] = handlers
@@ -58,7 +59,7 @@ def test_tracebacks_are_kept(lines):
 def test_lines_as_json_are_objects_with_fields():
     root = logging.getLogger()
     handlers, level, stream = list(root.handlers), root.level, io.StringIO()
-    configure_logging(logging.INFO, "n0", stream, "json")
+    configure_logging(LogLevels(), "n0", stream, "json")
     try:
         log = logging.getLogger("m")
         with request_scope("r-1"), trace_scope(TraceContext(0xAB, 1)):

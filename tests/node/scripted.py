@@ -80,6 +80,8 @@ class ScriptedRole:
         outputs, self.outputs = self.outputs, []
         return outputs
 
+    def end_turn(self) -> None: ...
+
     def load(self) -> Load:
         return self.state
 

@@ -196,5 +196,8 @@ def test_a_core_is_followed_whether_routers_listen_or_not() -> None:
         (block,) = blocks.allocate(1).blocks
         blocks.seal(block, bytes([len(heard)]) * 32)
         core.compute(0.0)
+        told = len(heard)
+        core.end_turn()
+        assert len(heard) == told + 1, "no token waits for a follower"
     assert sum(len(changes) for changes in heard) == 4
     parts.close()

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -45,6 +45,8 @@ class Role:
     def take_outputs(self):
         outputs, self.outputs = self.outputs, []
         return outputs
+
+    def end_turn(self): ...
 
     def load(self):
         return Load(num_running=self.turns // 100)
@@ -96,6 +98,22 @@ async def test_what_was_prepared_is_told_while_the_step_is_computed():
         loop.post(Draining())
         assert len((await take(turns)).outputs) == 1
         role.told.set()
+
+
+async def test_a_turn_ends_when_its_outputs_are_on_their_way():
+    class Last(Role):
+        left: ClassVar[list[int]] = []
+
+        def end_turn(self):
+            self.left.append(len(self.outputs))
+
+    role = Last()
+    with started(role) as (loop, turns, _):
+        loop.post(Draining())
+        while not (await take(turns)).outputs:
+            pass
+    assert role.left
+    assert not any(role.left)
 
 
 async def test_it_sleeps_while_nothing_happens():

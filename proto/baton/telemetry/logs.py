@@ -13,6 +13,7 @@ import logging
 import sys
 from typing import TextIO
 
+from baton.log_levels import LogLevels
 from baton.telemetry.json_logs import JsonFormatter, LogFormat, moment
 
 NO_REQUEST = "-"
@@ -38,7 +39,9 @@ def rename_request(request_id: str) -> None:
     _request_id.set(request_id)
 
 
-def configure_logging(level: int, node_id: str, stream: TextIO | None = None, log_format: LogFormat = "text") -> None:
+def configure_logging(
+    levels: LogLevels, node_id: str, stream: TextIO | None = None, log_format: LogFormat = "text"
+) -> None:
     """Send all loggers of the process to `stream` (default: stderr). Replaces any previous configuration."""
     handler = logging.StreamHandler(stream or sys.stderr)
     if log_format == "json":
@@ -48,7 +51,7 @@ def configure_logging(level: int, node_id: str, stream: TextIO | None = None, lo
         handler.setFormatter(_LineFormatter(node_id))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    levels.apply()
     logging.captureWarnings(True)
     # our lines name no thread, process or place in the code: without them, a line takes half the time
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
