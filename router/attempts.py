@@ -183,6 +183,13 @@ class Attempts:
 
     # ---- progress, end ----
 
+    def started(self, life: RequestLife, attempt: Attempt, num_cached: int) -> None:
+        """Its prefill node has begun, with so many of the prompt's tokens from its cache. If others have told of the
+        prompt's end before, this completes the count of what was computed."""
+        attempt.num_cached = num_cached
+        if attempt.prefilled:
+            self._pool.count_tokens(attempt.prefill, len(life.request.prompt_tokens) - num_cached)
+
     def prefilled(self, life: RequestLife, attempt: Attempt, now: float) -> None:
         """Its prompt keeps nobody waiting any more. Once more does nothing."""
         if not attempt.prefilled:

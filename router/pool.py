@@ -234,7 +234,8 @@ class Pool:
             node.to_prefill_s = node.to_prefill_s - prefill_s if node.num_prompts else 0.0
             node.busy_since = now
 
-    def generated(self, incarnation: str, num_tokens: int) -> None:
+    def count_tokens(self, incarnation: str, num_tokens: int) -> None:
+        """See `Node.num_tokens`."""
         if node := self._nodes.get(incarnation):
             node.num_tokens += num_tokens
 

@@ -52,7 +52,7 @@ class Updates:
         if attempt.target is not None and not self._moves_on(life, attempt, update, incarnation, now):
             return
         if isinstance(update.kind, Tokens):
-            self._pool.generated(incarnation, len(update.kind.token_ids))
+            self._pool.count_tokens(incarnation, len(update.kind.token_ids))
         match update.kind:
             case Tokens() as tokens if self._flows(life, attempt, tokens):
                 self._outbox.to_client(
@@ -144,7 +144,7 @@ class Updates:
         if attempt.decode is None:
             self._attempts.has_blocks(attempt)
         if attempt.id.attempt == 0:  # later ones compute output, too
-            attempt.num_cached = started.num_cached_tokens
+            self._attempts.started(life, attempt, started.num_cached_tokens)
         if attempt.id.attempt == 0 or not life.timings.queue_s:
             life.timings.queue_s = started.queue_s
             life.timings.num_cached_tokens = started.num_cached_tokens

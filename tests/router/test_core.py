@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import InternalError, Overloaded, PeerLost
-from baton.messages import Adopted, End, HandedOff, KvEvents, NodeRole, Tokens
+from baton.messages import Adopted, End, HandedOff, KvEvents, NodeRole, Started, Tokens
 from tests.router.rig import RouterRig, info
 
 
@@ -105,6 +105,18 @@ def test_what_decode_says_before_prefill_has_spoken_waits_its_turn() -> None:
     assert rig.emitted == []
     rig.say("p1", first, Tokens(0, 0, (5,)))
     assert rig.told == [(0, 5), (0, 6), (0, 7)]
+
+
+@pytest.mark.parametrize("overtakes", [False, True])
+def test_a_computed_prompt_counts_whichever_node_is_heard_first(overtakes: bool) -> None:
+    rig = RouterRig("p1", "d1")
+    prefill = rig.submit()
+    words = [("p1", Started(1, 0.0)), ("d1", Adopted(0.1, 0, 9))]
+    for name, word in reversed(words) if overtakes else words:
+        rig.say(name, prefill, word)
+    rig.say("p1", prefill, Tokens(0, 0, (5,)))
+    rig.say("d1", prefill, Tokens(0, 1, (6,)))
+    assert rig.core.pool.num_tokens() == {"p1": 3, "d1": 1}
 
 
 def test_a_gap_fails_the_attempt() -> None:
