@@ -12,7 +12,6 @@ import asyncio
 import cProfile
 import gc
 import json
-import logging
 import os
 import pstats
 import statistics

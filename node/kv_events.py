@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL_S = 0.1
 _PAUSE_S = 0.005
-"""Before a batch is sent, unless others wait: the thread that sends the turn's tokens wants the CPU at the same time."""
+"""Before a batch is sent, unless others wait: the thread that sends the turn's tokens wants the CPU meanwhile."""
 _CLOSE_S = 2.0
 _INT_BITS = 64
 
