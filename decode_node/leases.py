@@ -9,6 +9,7 @@ from baton.messages import Adopted, Commit, Reserve
 from baton.priority import due_s
 from engine.beams import BeamGroup
 from engine.logits_processor import LogitsProcessorChain
+from engine.sequence import Sequence
 from kv_transfer.copies import Mark
 from kv_transfer.parts import Piece
 
@@ -49,7 +50,7 @@ class Extras:
     """What the sequences of a committed request have beside its parameters, made of these."""
 
     processors: LogitsProcessorChain | None = None
-    beams: BeamGroup | None = None
+    beams: BeamGroup[Sequence] | None = None
 
 
 @dataclass(slots=True)

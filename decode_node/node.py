@@ -8,7 +8,8 @@ from decode_node.core import DecodeCore
 from kv_transfer.ranks import ReceiverRanks, SenderRanks
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
-from node.parts import Base, RoleParts, assemble
+from node.base import Base
+from node.parts import RoleParts, assemble
 from node.ranks import Ranks
 from node.settings import NodeSettings
 from node.shell import NodeParts

@@ -33,7 +33,7 @@ class Running:
     received: float
     deadline: float
     sequences: dict[int, Sequence]
-    beams: BeamGroup | None = None  # has the sequences instead
+    beams: BeamGroup[Sequence] | None = None  # has the sequences instead
     samples: tuple[int, ...] = ()  # that the best beams become
     move: int = 0
     started: float = 0.0
@@ -179,7 +179,7 @@ class RunningRequests:
             self._outbox.to_router(running.attempt_id, SampleEnd(token.sample, token.finish, token.stop_token_id))
             self._drop_sample(running, token.sample)
 
-    def searched(self, group: BeamGroup) -> None:
+    def searched(self, group: BeamGroup[Sequence]) -> None:
         """A beam search has ended: its best beams are the samples."""
         running = self._running[group.attempt_id]
         stopped = self._fences.stopped(running.attempt_id)

@@ -46,13 +46,13 @@ class BeamSearch:
         assert seq.beams is not None
         seq.beams.members[seq] = Beam()
 
-    def end(self, group: BeamGroup) -> None:
+    def end(self, group: BeamGroup[Sequence]) -> None:
         """Release all sequences of the group. Idempotent."""
         members, group.members = group.members, {}
         for member in members:
             self._sequences.release(member)
 
-    def advance(self, group: BeamGroup, result: StepResult) -> None:
+    def advance(self, group: BeamGroup[Sequence], result: StepResult) -> None:
         """The best beams become the group's sequences; those of one parent share its blocks."""
         parents = list(group.members)
         chosen = group.advance(self._config.max_model_len)

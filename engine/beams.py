@@ -13,13 +13,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from baton.messages import AttemptId, TokenLogprobs
 from baton.sampling import FinishReason, SamplingParams
-
-if TYPE_CHECKING:
-    from engine.sequence import Sequence
 
 CANDIDATES_PER_BEAM = 2
 """Times the width: so many next tokens of each beam are considered. Half of them may be an EOS of some beam, and the
@@ -40,7 +37,19 @@ class Beam:
     stop_token_id: int | None = None
 
 
-class BeamGroup:
+class Member(Protocol):
+    """What a search wants to know of a sequence."""
+
+    num_computed_tokens: int
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+M = TypeVar("M", bound=Member)
+
+
+class BeamGroup(Generic[M]):
     """The beams of one request. Engine's thread only. `members`: the sequences of the beams that go on; the engine
     replaces them at each `advance`. `serial`: tells it from other groups that came at the same time."""
 
@@ -49,11 +58,11 @@ class BeamGroup:
     ) -> None:
         self.attempt_id = attempt_id
         self.serial = next(_serials)
-        self.members: dict[Sequence, Beam] = {}
+        self.members: dict[M, Beam] = {}
         self._sampling = sampling
         self._num_prompt_tokens = num_prompt_tokens
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
-        self._next: dict[Sequence, TokenLogprobs] = {}
+        self._next: dict[M, TokenLogprobs] = {}
         self._ended: list[Beam] = []  # the best ones, best first
 
     @property
@@ -66,7 +75,7 @@ class BeamGroup:
         num_logprobs = max(sampling.num_logprobs, CANDIDATES_PER_BEAM * sampling.beam_width)
         return replace(sampling, num_logprobs=num_logprobs)
 
-    def record(self, member: Sequence, logprobs: TokenLogprobs) -> None:
+    def record(self, member: M, logprobs: TokenLogprobs) -> None:
         """What may follow a member, by its last step. Once more, after a preemption, replaces it."""
         self._next[member] = logprobs
 
@@ -75,10 +84,10 @@ class BeamGroup:
         """Whether all members have taken their step, and still have their KV."""
         return all(m in self._next and m.num_computed_tokens == m.num_tokens for m in self.members)
 
-    def advance(self, most_tokens: int) -> list[tuple[Sequence, Beam]]:
+    def advance(self, most_tokens: int) -> list[tuple[M, Beam]]:
         """Choose the next beams, each with the member that it comes from; none: the search has ended. `is_complete`
         must hold. most_tokens: how long prompt and output may become."""
-        candidates: list[tuple[Sequence, Beam]] = []
+        candidates: list[tuple[M, Beam]] = []
         for member, beam in self.members.items():
             for token, logprob in self._next[member].top[: CANDIDATES_PER_BEAM * self.width]:
                 extended = self._extended(beam, token, logprob, self._next[member])

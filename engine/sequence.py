@@ -78,7 +78,7 @@ class Sequence:
     matcher: TokenMatcher | None = None
     num_prompt_logprobs: int | None = None
     processors: LogitsProcessorChain | None = None
-    beams: BeamGroup | None = None
+    beams: BeamGroup[Sequence] | None = None
 
     # Written by the engine only; others may read them (Engine.adopt has the exception, block_table).
     block_table: list[int] = field(default_factory=list)

@@ -141,7 +141,7 @@ class StepResult:
     `release`."""
 
     advanced: list[Sequence] = field(default_factory=list)  # had KV of their prompt computed
-    searched: list[BeamGroup] = field(default_factory=list)  # beam searches that have ended
+    searched: list[BeamGroup[Sequence]] = field(default_factory=list)  # beam searches that have ended
     failed: list[tuple[Sequence, str]] = field(
         default_factory=list
     )  # no token can follow, and why: their requests must end

@@ -22,7 +22,7 @@ def make_sequence(
     now: float,
     matcher: TokenMatcher | None = None,
     processors: LogitsProcessorChain | None = None,
-    beams: BeamGroup | None = None,
+    beams: BeamGroup[Sequence] | None = None,
 ) -> Sequence:
     """The sequence that computes prompt and output so far. Raises InvalidRequest if the output is complete already;
     `Engine.add` checks whether the tokens fit."""
@@ -57,7 +57,9 @@ def without_last_token(prefill: Prefill) -> Prefill:
     return dataclasses.replace(prefill, prompt_tokens=prefill.prompt_tokens[:-1])
 
 
-def beams_of(attempt_id: AttemptId, prompt: Seq[int], sampling: SamplingParams, engine: Engine) -> BeamGroup | None:
+def beams_of(
+    attempt_id: AttemptId, prompt: Seq[int], sampling: SamplingParams, engine: Engine
+) -> BeamGroup[Sequence] | None:
     """The beam search that a request asks for, if it does. Raises InvalidRequest if it may not fit."""
     if not sampling.beam_width:
         return None

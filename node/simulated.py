@@ -26,9 +26,9 @@ from kv_transfer.parts import slot_bytes_for
 from kv_transfer.slots import Slots
 from kv_transfer.transports.carriers.simulated import SimulatedCarrier
 from kv_transfer.transports.pair.transport import PairTransport
+from node.base import Base, Link
 from node.describe import TokenizerFiles, new_incarnation
 from node.logits_processors import LogitsProcessors
-from node.parts import Base, Link
 from node.settings import NodeSettings
 from node.slots import slot_sizes
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from kv_transfer.ranks import SenderRanks
 from kv_transfer.sender import KvSender
-from node.parts import Base, RoleParts, assemble
+from node.base import Base
+from node.parts import RoleParts, assemble
 from node.ranks import Ranks
 from node.settings import NodeSettings
 from node.shell import NodeParts

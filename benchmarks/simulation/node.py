@@ -15,11 +15,11 @@ from decode_node.settings import DecodeSettings
 from engine.simulated.profile import Profile
 from kv_transfer.ranks import rank_name
 from kv_transfer.slots import Slots
+from node.base import Base, Link
 from node.describe import describe
 from node.events import Event, Output
 from node.kv_feed import KvFeed
 from node.logits_processors import LogitsProcessors
-from node.parts import Base, Link
 from node.settings import NodeSettings
 from node.simulated import simulate, slots_for
 from prefill_node import node as prefill_node

@@ -36,7 +36,9 @@ def make(num_blocks: int, max_num_seqs: int = 16, ahead: bool = False, budget: i
     return engine
 
 
-def search(engine: Engine, name: str, length: int, width: int, max_tokens: int, **fields: object) -> BeamGroup:
+def search(
+    engine: Engine, name: str, length: int, width: int, max_tokens: int, **fields: object
+) -> BeamGroup[Sequence]:
     prompt = tuple(range(2, 2 + length))
     params = {"temperature": 0.0, "beam_width": width, "max_tokens": max_tokens, **fields}
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
@@ -47,9 +49,9 @@ def search(engine: Engine, name: str, length: int, width: int, max_tokens: int, 
     return group
 
 
-def run(engine: Engine, limit: int = 2000) -> list[BeamGroup]:
+def run(engine: Engine, limit: int = 2000) -> list[BeamGroup[Sequence]]:
     """What is found until nothing is left to do."""
-    found: list[BeamGroup] = []
+    found: list[BeamGroup[Sequence]] = []
     again = True
     for _ in range(limit):
         if not (again or engine.has_work):
@@ -68,7 +70,7 @@ def expected(length: int, width: int, max_tokens: int, ignore_eos: bool = False,
     return beam_search(lambda tokens: most_likely(tokens, 2 * width), prompt, width, max_tokens, eos, penalty)
 
 
-def outputs(group: BeamGroup) -> Found:
+def outputs(group: BeamGroup[Sequence]) -> Found:
     return [(beam.tokens, beam.cumulative_logprob) for beam in group.best]
 
 

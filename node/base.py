@@ -1,0 +1,60 @@
+"""What a role of a node is built on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from baton.layout import KvLayout
+from kv_transfer.mover import KvMover
+from kv_transfer.slots import Slots
+from kv_transfer.transport import Transport
+from node.describe import ServedModel
+from node.logits_processors import LogitsProcessors
+from node.settings import NodeSettings
+
+if TYPE_CHECKING:
+    from node.grammars import Grammars
+
+
+class Link(NamedTuple):
+    """The staging slots of one rank, and what carries their contents."""
+
+    staging: Slots
+    transport: Transport
+
+
+M = TypeVar("M", bound=KvMover, covariant=True)
+
+
+class MakeMover(Protocol[M]):
+    """KvSender, or KvReceiver."""
+
+    def __call__(
+        self, transport: Transport, staging: Slots, pool_bytes: Any, layout: KvLayout, rank: int, *, verify: bool
+    ) -> M: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What a role is built on: a model, and a link for each rank. A simulated model has no grammars.
+
+    make_links: makes links with so many slots more, of the same size: for movers of the other direction. Raises
+    TransferError."""
+
+    settings: NodeSettings
+    built: ServedModel
+    links: Sequence[Link]
+    make_links: Callable[[int], Sequence[Link]]
+    incarnation: str
+    grammars: Grammars | None
+    processors: LogitsProcessors
+
+    def movers(self, make: MakeMover[M], links: Sequence[Link]) -> list[M]:
+        """One for each rank, over these links."""
+        layout, verify = self.built.layout, self.settings.verify_transfers
+        return [
+            make(link.transport, link.staging, pool, layout, rank, verify=verify)
+            for rank, (link, pool) in enumerate(zip(links, self.built.pools, strict=True))
+        ]
