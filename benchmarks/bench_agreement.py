@@ -1,13 +1,16 @@
 """Whether `baton bench` measures what other tools measure: `python -m benchmarks.bench_agreement`.
 
 One server, simulated nodes behind a router, whose times do not depend on this machine's speed; the same load from each
-tool in turn, several times. Tools that are not installed in this environment are named by the path of their command.
+tool in turn, several times. Beside each tool's figures stand those of the router for the same requests, since what the
+server does differs from run to run. Tools that are not installed in this environment are named by the path of their
+command.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -28,6 +31,8 @@ from engine.checkpoint import EMBEDDED
 
 MODEL = "baton-tiny"
 INPUT_TOKENS, OUTPUT_TOKENS = 207, 64
+OF_ROUTER = {"TTFT mean": "time_to_first_token_seconds", "latency mean": "e2e_request_latency_seconds"}
+"""What the router measures, too, and its histogram."""
 FIGURES = ("requests/s", "output tokens/s", "TTFT mean", "TTFT p50", "ITL mean", "latency mean")
 TIME_SCALE = 0.05
 """Steps take 20 times as long as an H200's with an 8B model, so that a tool's own milliseconds count for little."""
@@ -62,10 +67,32 @@ def main() -> None:
             for name, run in tools.items():
                 out = Path(folder) / f"{name.replace(' ', '-')}-{number}"
                 out.mkdir()
-                found[name].append(run(url, out))
+                before = totals(url)
+                measured = run(url, out)
+                found[name].append(measured | means(before, totals(url)))
                 print(name, found[name][-1], file=sys.stderr, flush=True)
     print(table(found).markdown())
     print(json.dumps({"benchmark": "bench_agreement", "rounds": found}))
+
+
+def totals(url: str) -> dict[str, tuple[float, float]]:
+    """Seconds and observations of each of the router's histograms so far."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=READY_S) as answer:
+        page = answer.read().decode()
+    found = {}
+    for figure, histogram in OF_ROUTER.items():
+        values = (re.findall(rf"^baton:{histogram}_{end}{{.*}} (\S+)$", page, re.MULTILINE) for end in ("sum", "count"))
+        found[figure] = tuple(sum(map(float, of)) for of in values)
+    return found  # type: ignore[return-value]
+
+
+def means(before: Mapping[str, tuple[float, float]], after: Mapping[str, tuple[float, float]]) -> Measured:
+    """Of the requests between the two, a tool's warm-up included, in milliseconds."""
+    found = {}
+    for figure in OF_ROUTER:
+        seconds, count = (b - a for a, b in zip(before[figure], after[figure], strict=True))
+        found[f"{figure} of router"] = seconds / count * 1e3
+    return found
 
 
 def table(found: Mapping[str, list[Measured]]) -> Table:
@@ -82,6 +109,9 @@ def table(found: Mapping[str, list[Measured]]) -> Table:
             value = medians[name][figure]
             cells.append(f"{value:.2f} ({value / own[figure] - 1:+.1%})")
         rows.append([figure, *cells])
+    for figure in OF_ROUTER:
+        beyond = ([run[figure] / run[f"{figure} of router"] - 1 for run in runs] for runs in found.values())
+        rows.append([f"{figure}, beyond the router's own", *(f"{statistics.median(each):+.1%}" for each in beyond)])
     return Table(["ms, if nothing else is said", *medians], rows)
 
 
