@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from pathlib import Path
@@ -300,14 +301,18 @@ def test_each_rank_has_whole_groups_of_heads_and_all_have_equally_many(
         assert part == KvSlice(0, config.num_hidden_layers, part.head_start, part.head_end)
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 1), st.integers(0, 9), st.integers(0, 9))
-def test_runs_are_the_elements_of_the_cut(whole: list[int], dim: int, first: int, length: int) -> None:
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3), st.data())
+def test_runs_are_the_elements_of_the_cut(shape: list[int], sections: int, data: st.DataObject) -> None:
     """In their order, each once; rows beyond the tensor are not in it."""
-    dim = min(dim, len(whole) - 1) if len(whole) < 3 else 0
-    if dim == 1:
-        first = min(first, whole[1])
-        length = min(length, whole[1] - first)
-    numbers = torch.arange(torch.Size(whole).numel()).view(whole)
-    expected = numbers.narrow(dim, min(first, whole[dim]), max(0, min(length, whole[dim] - first))).flatten()
-    runs = Cut(dim, first, first + length, tuple(whole)).runs()
-    assert [at for start, count in runs for at in range(start, start + count)] == expected.tolist()
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    section, beyond = shape[dim], 3 if dim == 0 and sections == 1 else 0
+    first = data.draw(st.integers(0, section + beyond))
+    end = data.draw(st.integers(first, section + beyond))
+    whole = (*shape[:dim], section * sections, *shape[dim + 1 :])
+    cut = Cut(dim, first, end, whole, sections)
+    numbers = torch.arange(math.prod(whole)).view(whole).unflatten(dim, (sections, section))
+    own = numbers.narrow(dim + 1, min(first, section), max(0, min(end, section) - min(first, section)))
+    runs = cut.runs()
+    found = [runs.first + run * runs.pitch + at for run in range(runs.num_runs) for at in range(runs.length)]
+    assert found == own.flatten().tolist()
+    assert cut.shape == (*shape[:dim], (end - first) * sections, *shape[dim + 1 :])

@@ -15,9 +15,10 @@ from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized, create_weights, process_weights_after_loading
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.load.placing import NotDirect
 from engine.model.load.progress import Loaded, told
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
-from engine.model.load.weights import NotDirect, fill, match, num_bytes, stored_dtype, stored_weights
+from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.layers import connect
@@ -124,13 +125,13 @@ def _load_directly(
     if sharding is not None:
         sharding.follow(model, {name: tensor.shape for name, tensor in stored.items()})
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
-    matched = {id(target): (source, target) for source, target in match(model, stored, cut_of)}
-    loaded = Loaded(sum(num_bytes(source, target) for source, target in matched.values()))
+    matched = match(model, stored, cut_of)
+    loaded = Loaded(sum(source.num_bytes for sources in matched.values() for source in sources))
     with told(str(checkpoint.path), loaded):
         for part in [model] if unquantized else in_parts(model):
             own = part.state_dict(keep_vars=True).values()
             move_empty(part, device)
-            fill([matched.pop(id(tensor)) for tensor in own if id(tensor) in matched], loaded, cut_of)
+            fill([source for tensor in own for source in matched.pop(id(tensor), ())], loaded)
             process_weights_after_loading(model, quantization, dtype, part)
     if sharding is not None:
         connect(model, sharding, group)

@@ -151,9 +151,7 @@ def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_
 
 def _shrink(sharding: Sharding, module: nn.Module, name: str, cut: Cut) -> nn.Parameter:
     whole = getattr(module, name)
-    shape = list(whole.shape)
-    shape[cut.dim] = cut.end - cut.first
-    parameter = nn.Parameter(torch.empty(shape, dtype=whole.dtype), requires_grad=False)
+    parameter = nn.Parameter(torch.empty(cut.shape, dtype=whole.dtype), requires_grad=False)
     parameter._is_hf_initialized = True  # type: ignore[attr-defined] # transformers' initializers skip it
     sharding.add(module, name, parameter, cut)
     return parameter
