@@ -230,7 +230,15 @@ def _load(
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
     with out_of_memory("--model: the weights do not fit the GPU"):
-        model = loader.load_model(checkpoint, dtype, device, settings.load_format, settings.quantization, group)
+        model = loader.load_model(
+            checkpoint,
+            dtype,
+            device,
+            settings.load_format,
+            settings.quantization,
+            group,
+            whole_experts=settings.enable_expert_parallel,
+        )
     weights = sum(p.nbytes for p in model.parameters())
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)

@@ -72,8 +72,8 @@ def logits_and_kv(size: int, load: Load) -> tuple[torch.Tensor, list[torch.Tenso
         return torch.stack(rows), [rank.pool.tensor.clone() for rank in ranks]
 
 
-def check_same(folder: Path, size: int, *, fused: bool) -> None:
-    alone, divided = (Load(folder, SIZES, fused=fused) for _ in range(2))
+def check_same(folder: Path, size: int, *, fused: bool, whole_experts: bool = False) -> None:
+    alone, divided = (Load(folder, SIZES, fused=fused, whole_experts=whole) for whole in (False, whole_experts))
     one, (whole,) = logits_and_kv(1, alone)
     several, pools = logits_and_kv(size, divided)
     done = [{name: tally.fused for name, tally in report.pieces.items()} for report in alone.reports + divided.reports]
@@ -208,13 +208,13 @@ def request(name: str, number: int) -> Sequence:
 
 
 def fill_biases(folder: Path) -> None:
-    """transformers' initializers make them zero."""
+    """And norms: transformers' initializers make them zero, or one."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
     torch.manual_seed(2)
     for name, tensor in weights.items():
-        if name.endswith(".bias"):
+        if name.endswith(("bias", "sinks", "norm.weight")):
             weights[name] = torch.randn_like(tensor)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -257,7 +257,6 @@ SIX_KV_HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_hea
             "llama: 6 KV heads cannot be divided",
         ),
         ("llama", {"intermediate_size": 90}, 4, "model.layers.0.mlp.gate_proj: 90 features cannot be divided among 4"),
-        ("gpt_oss", {}, 2, "tensor-parallel"),
         ("gemma2", {}, 16, "gemma2: 8 attention heads cannot be divided among 16 ranks"),
     ],
 )

@@ -39,6 +39,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     quantization: str | None = None,
     group: RankGroup = ONE_RANK,
+    whole_experts: bool = False,
 ) -> PreTrainedModel:
     """The checkpoint's model class with paged attention, in eval mode, on the device.
 
@@ -47,7 +48,8 @@ def load_model(
     takes the files' tensors as they are, straight to the device; "auto" does so, too, but leaves a checkpoint that
     needs conversion to transformers; "dummy" makes random weights and needs no files but config.json. quantization:
     None, the checkpoint's own; else what to make of one that is not quantized. group: of several ranks each gets its
-    part of the model; all must call. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and
+    part of the model; all must call. whole_experts: each of several ranks gets some experts as a whole, instead of a
+    part of each. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and
     ValueError for a dtype that cannot be had.
     """
     device = torch.device(device)
@@ -55,7 +57,7 @@ def load_model(
         raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
     chosen = _on_cpu(dtype) if device.type == "cpu" else _DTYPES.get(dtype)
     try:
-        return _load(checkpoint, chosen, device, load_format, quantization, group)
+        return _load(checkpoint, chosen, device, load_format, quantization, group, whole_experts)
     except UnsupportedModel:
         raise
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -79,6 +81,7 @@ def _load(
     load_format: LoadFormat,
     requested: str | None = None,
     group: RankGroup = ONE_RANK,
+    whole_experts: bool = False,
 ) -> PreTrainedModel:
     """dtype: None for the checkpoint's own."""
     path = checkpoint.path
@@ -87,13 +90,13 @@ def _load(
         raise UnsupportedModel(f"{path}: weights that are stored quantized in this form cannot be divided among ranks")
     if load_format == "dummy":
         with told(str(path)):
-            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group)
+            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group, whole_experts)
     if problem := why_no_weights(path):
         raise UnsupportedModel(f"{path}: {problem}")
     try:
         if quantization is None:
             raise NotDirect("its weights are quantized in a way of their own")
-        return _load_directly(checkpoint, quantization, dtype, device, group)
+        return _load_directly(checkpoint, quantization, dtype, device, group, whole_experts)
     except NotDirect as reason:
         if load_format == "safetensors":
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
@@ -113,6 +116,7 @@ def _load_directly(
     dtype: torch.dtype | None,
     device: torch.device,
     group: RankGroup = ONE_RANK,
+    whole_experts: bool = False,
 ) -> PreTrainedModel:
     """Layer after layer, so that a weight is there as it is stored and as it is served for one layer at a time. Raises
     NotDirect."""
@@ -121,7 +125,7 @@ def _load_directly(
     unquantized = isinstance(quantization, Unquantized)
     stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
     dtype = dtype or config.dtype or stored_dtype(stored)
-    model, sharding = _skeleton(config, dtype, quantization, group)
+    model, sharding = _skeleton(config, dtype, quantization, group, whole_experts)
     if sharding is not None:
         sharding.follow(model, {name: tensor.shape for name, tensor in stored.items()})
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
@@ -142,13 +146,13 @@ def _load_directly(
 
 
 def _skeleton(
-    config: Any, dtype: torch.dtype, quantization: Quantization, group: RankGroup
+    config: Any, dtype: torch.dtype, quantization: Quantization, group: RankGroup, whole_experts: bool
 ) -> tuple[PreTrainedModel, Sharding | None]:
     """The model without weights, or this rank's part of it."""
     model = build_skeleton(config, dtype, IMPLEMENTATION)
-    sharding = shard(model, group.rank, group.size) if group.size > 1 else None
+    sharding = shard(model, group.rank, group.size, whole_experts=whole_experts) if group.size > 1 else None
     if sharding is not None:
-        quantization.divide(sharding.row_parallel, group)
+        quantization.divide(sharding.columns, group)
     create_weights(model, quantization)
     return model, sharding
 
@@ -159,10 +163,11 @@ def _load_dummy(
     dtype: torch.dtype | None,
     device: torch.device,
     group: RankGroup = ONE_RANK,
+    whole_experts: bool = False,
 ) -> PreTrainedModel:
     config = checkpoint.config
     dtype = dtype or config.dtype or torch.bfloat16
-    model, sharding = _skeleton(config, dtype, quantization, group)
+    model, sharding = _skeleton(config, dtype, quantization, group, whole_experts)
     move_empty(model, device)
     fill_with_dummies(model)
     process_weights_after_loading(model, quantization, dtype)

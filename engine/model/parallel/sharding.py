@@ -2,19 +2,19 @@
 
     q, k, v, gate, up    some of the outputs (whole heads); a KV head is on several ranks if there are fewer than ranks
     o, down              some of the inputs: each rank's product is a part of the sum
+    experts              a part of each, or some of them (`engine.model.parallel.experts`)
     embedding, head      some of the vocabulary
     the rest             whole, on every rank
 
-Plans: `base_model_tp_plan` in transformers' configurations; the head and the embedding are always divided. The sums and
-gathers are in `engine.model.parallel.layers`.
+Plans: `engine.model.parallel.plan`; the head, the embedding and experts are always divided. The sums and gathers are in
+`engine.model.parallel.layers`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,48 @@ from transformers import PreTrainedModel
 
 from baton.layout import KvSlice
 from engine.model.errors import UnsupportedModel
+from engine.model.experts import expert_modules
 from engine.model.parallel.cut import Cut
+from engine.model.parallel.experts import FLAG, expert_cuts
+from engine.model.parallel.plan import HEADS, WHOLE, styles
 
-_WHOLE = ("replicated_with_grad_allreduce",)
 _KV = ("k_proj", "v_proj")
+_NORMED = {"q_proj": "q_norm", "k_proj": "k_norm"}
+_OVER_HEADS = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
+"""Of attention that norms q and k over all heads: what its layers are beside the norms."""
+_WIDE_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", *_NORMED.values()}
+"""All the modules that such attention has."""
+
+
+class WideNorm(NamedTuple):
+    """A norm over all heads, of which the rank has elements [first, end): an attribute of an attention module."""
+
+    attention: nn.Module
+    name: str
+    first: int
+    end: int
 
 
 @dataclass(slots=True)
 class Sharding:
-    """One rank's part. cuts: by the id of each parameter that is a part of a stored tensor. row_parallel: modules whose
-    results are parts of a sum."""
+    """One rank's part. whole_experts: of experts, too. cuts: by the id of each parameter that is a part of a stored
+    tensor. row_parallel: modules whose results are parts of a sum. experts: modules by name, which are divided."""
 
     rank: int
     size: int
     kv: KvSlice
+    whole_experts: bool = False
     cuts: dict[int, Cut] = field(default_factory=dict)
     row_parallel: list[nn.Linear] = field(default_factory=list)
+    wide_norms: list[WideNorm] = field(default_factory=list)
+    experts: dict[str, nn.Module] = field(default_factory=dict)
     _weights: dict[nn.Module, nn.Parameter] = field(default_factory=dict)
+    _kept: list[nn.Parameter] = field(default_factory=list)
+
+    @property
+    def columns(self) -> list[nn.Module]:
+        """The modules that have some of the columns of a weight."""
+        return [*self.row_parallel, *(() if self.whole_experts else self.experts.values())]
 
     def cut_of(self, parameter: Tensor) -> Cut | None:
         return self.cuts.get(id(parameter))
@@ -47,8 +72,9 @@ class Sharding:
         """The module's parameter of that name is this part of the stored one."""
         setattr(module, name, parameter)
         self.cuts[id(parameter)] = cut
+        self._kept.append(parameter)  # so that no other object gets its id
         if name == "weight":
-            self._weights[module] = parameter  # kept, so that no other object gets its id
+            self._weights[module] = parameter
 
     def follow(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> None:
         """Once quantized layers have other parameters than `weight`: cut these as it was. stored: the shapes of the
@@ -64,12 +90,12 @@ class Sharding:
                     self.cuts[id(parameter)] = _in_proportion(own, cut, shape, tuple(parameter.shape))
 
 
-def shard(model: PreTrainedModel, rank: int, size: int) -> Sharding:
-    """Shrink the parameters of a model without weights to the rank's part. Raises UnsupportedModel, by name, for a
-    model that cannot be divided so."""
+def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool = False) -> Sharding:
+    """Shrink the parameters of a model without weights to the rank's part. whole_experts: `--enable-expert-parallel`.
+    Raises UnsupportedModel, by name, for a model that cannot be divided so."""
     config = model.config.get_text_config()
-    sharding = Sharding(rank, size, kv_slice(config, rank, size))
-    styles = _styles(model)
+    sharding = Sharding(rank, size, kv_slice(config, rank, size), whole_experts)
+    style_of = styles(model)
     embedding, head = _vocabulary(model)
     if head.weight is embedding.weight:
         head.weight = _cut_vocabulary(sharding, embedding, config.vocab_size)
@@ -77,11 +103,32 @@ def shard(model: PreTrainedModel, rank: int, size: int) -> Sharding:
     else:
         _cut_vocabulary(sharding, embedding, config.vocab_size)
         _cut_vocabulary(sharding, head, config.vocab_size)
+    _cut_experts(sharding, model)
+    done = {embedding, head, *sharding.experts.values()}
+    num_attentions = 0
     for name, module in list(model.named_modules()):
-        style = styles(name)
-        if module not in (embedding, head) and style is not None and style not in _WHOLE:
-            _cut_linear(sharding, config, name, module, style)
+        style = style_of(name)
+        if module not in done and style is not None and style not in WHOLE:
+            _cut_linear(sharding, config, name, module, style, model.get_submodule(name.rpartition(".")[0]))
+            num_attentions += name.endswith(_KV[0])
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+            if style_of(own) == HEADS:
+                first, end = _exactly(len(parameter), rank, size, own)
+                _shrink(sharding, module, own.rpartition(".")[2], Cut(0, first, end, tuple(parameter.shape)))
+    if num_attentions != config.num_hidden_layers:
+        raise UnsupportedModel(f"{config.model_type} has no tensor-parallel plan for its attention")
     return sharding
+
+
+def _cut_experts(sharding: Sharding, model: PreTrainedModel) -> None:
+    sharding.experts = dict(expert_modules(model))
+    if sharding.whole_experts and not sharding.experts:
+        model_type = model.config.get_text_config().model_type
+        raise UnsupportedModel(f"{FLAG}: {model_type} is no mixture of experts, or none whose experts are known")
+    for name, module in sharding.experts.items():
+        cuts = expert_cuts(name, module, sharding.rank, sharding.size, whole=sharding.whole_experts)
+        for parameter, cut in cuts.items():
+            _shrink(sharding, module, parameter, cut)
 
 
 def kv_slice(config: Any, rank: int, size: int) -> KvSlice:
@@ -97,19 +144,6 @@ def kv_slice(config: Any, rank: int, size: int) -> KvSlice:
     return KvSlice(0, config.num_hidden_layers, first, first + num)
 
 
-def _styles(model: PreTrainedModel) -> Callable[[str], str | None]:
-    """The plan's style for a module's name."""
-    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
-    if not any(style in ("colwise", "rowwise") for style in plan.values()):
-        raise UnsupportedModel(f"{type(model).__name__} has no tensor-parallel plan")
-    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
-
-    def style_of(name: str) -> str | None:
-        return next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
-
-    return style_of
-
-
 def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     """What turns tokens into hidden states, and these into logits."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -118,7 +152,11 @@ def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     return embedding, head
 
 
-def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, style: str) -> None:
+def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, style: str, parent: nn.Module) -> None:
+    part = name.rpartition(".")[2]
+    over_heads = style in _OVER_HEADS and {own for own, _ in parent.named_children()} == _WIDE_ATTENTION
+    if over_heads:
+        style = _OVER_HEADS[style]
     if type(module) is not nn.Linear or style not in ("colwise", "rowwise"):
         raise UnsupportedModel(f"{config.model_type}: {name} has the tensor-parallel style {style}, which is not known")
     rank, size = sharding.rank, sharding.size
@@ -128,7 +166,7 @@ def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, s
         module.in_features = end - first
         sharding.row_parallel.append(module)
         return
-    if name.rpartition(".")[2] in _KV:
+    if part in _KV:
         head_dim = module.out_features // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         first, end = sharding.kv.head_start * head_dim, sharding.kv.head_end * head_dim
     else:
@@ -136,7 +174,16 @@ def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, s
     for parameter in ("weight", "bias"):
         if getattr(module, parameter) is not None:
             _shrink(sharding, module, parameter, Cut(0, first, end, tuple(getattr(module, parameter).shape)))
+    if over_heads and part in _NORMED:
+        _require_wide(name, getattr(parent, _NORMED[part]), module.out_features)
+        sharding.wide_norms.append(WideNorm(parent, _NORMED[part], first, end))
     module.out_features = end - first
+
+
+def _require_wide(name: str, norm: nn.Module, width: int) -> None:
+    shapes = [tuple(parameter.shape) for parameter in norm.parameters()]
+    if shapes != [(width,)]:
+        raise UnsupportedModel(f"{name}: a norm of {shapes} after its {width} features cannot be divided among ranks")
 
 
 def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_size: int) -> nn.Parameter:
