@@ -141,11 +141,8 @@ def _spans(source: Source) -> Iterator[FileSpan]:
 
 
 def _kept_in_fp32(model: PreTrainedModel) -> list[str]:
-    """Patterns of modules that transformers would not cast to the model's dtype."""
-    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    in_half = getattr(model, "_keep_in_fp32_modules", None) or ()
-    kept = {torch.float16: {*always, *in_half}, torch.bfloat16: set(always)}
-    return sorted(kept.get(model.dtype, ()))
+    """Patterns of modules that transformers would not cast to fp16."""
+    return sorted(getattr(model, "_keep_in_fp32_modules", None) or ()) if model.dtype == torch.float16 else []
 
 
 def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
