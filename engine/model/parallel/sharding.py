@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from baton.layout import KvSlice
 from engine.model.errors import UnsupportedModel
-from engine.model.experts import expert_modules
+from engine.model.experts import expert_modules, is_transposed
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.experts import FLAG, expert_cuts
 from engine.model.parallel.plan import HEADS, WHOLE, styles
@@ -57,8 +57,7 @@ class Sharding:
     row_parallel: list[nn.Linear] = field(default_factory=list)
     wide_norms: list[WideNorm] = field(default_factory=list)
     experts: dict[str, nn.Module] = field(default_factory=dict)
-    _weights: dict[nn.Module, nn.Parameter] = field(default_factory=dict)
-    _kept: list[nn.Parameter] = field(default_factory=list)
+    _parts: dict[tuple[nn.Module, str], nn.Parameter] = field(default_factory=dict)
 
     @property
     def columns(self) -> list[nn.Module]:
@@ -72,22 +71,22 @@ class Sharding:
         """The module's parameter of that name is this part of the stored one."""
         setattr(module, name, parameter)
         self.cuts[id(parameter)] = cut
-        self._kept.append(parameter)  # so that no other object gets its id
-        if name == "weight":
-            self._weights[module] = parameter
+        self._parts[module, name] = parameter  # kept, so that no other object gets its id
 
     def follow(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> None:
-        """Once quantized layers have other parameters than `weight`: cut these as it was. stored: the shapes of the
-        files' tensors. Raises UnsupportedModel for one that cannot be cut at the same place."""
-        for name, module in model.named_modules():
-            former = self._weights.pop(module, None)
-            if former is None or module._parameters.get("weight") is former:
+        """Once quantized layers and experts have other parameters in place of a weight, with names that begin with its
+        name: cut these as it was. stored: the shapes of the files' tensors. Raises UnsupportedModel for one that cannot
+        be cut at the same place."""
+        names = {module: name for name, module in model.named_modules()}
+        for (module, weight), former in self._parts.items():
+            if module._parameters.get(weight) is former:
                 continue
             cut = self.cuts.pop(id(former))
-            for own, parameter in module.named_parameters(prefix=name, recurse=False):
-                shape = stored.get(own, tuple(parameter.shape))
-                if id(parameter) not in self.cuts and shape != tuple(parameter.shape):
-                    self.cuts[id(parameter)] = _in_proportion(own, cut, shape, tuple(parameter.shape))
+            for name, parameter in module.named_parameters(recurse=False):
+                own, part = f"{names[module]}.{name}", tuple(parameter.shape)
+                shape = stored.get(own, part)
+                if name.startswith(weight) and id(parameter) not in self.cuts and shape != part:
+                    self.cuts[id(parameter)] = _in_proportion(own, cut, _by_rows(module, cut), shape, part)
 
 
 def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool = False) -> Sharding:
@@ -204,15 +203,26 @@ def _shrink(sharding: Sharding, module: nn.Module, name: str, cut: Cut) -> nn.Pa
     return parameter
 
 
-def _in_proportion(name: str, cut: Cut, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
-    """The part, of such a shape, of a tensor of which each entry along the cut stands for equally many of the weight's
-    rows or columns."""
-    per_entry, rest = divmod(cut.whole[cut.dim], whole[cut.dim] if len(whole) > cut.dim else 1)
-    first, end = cut.first // per_entry, cut.end // per_entry
-    fits = not rest and not cut.first % per_entry and not cut.end % per_entry
-    if not fits or part != (*whole[: cut.dim], end - first, *whole[cut.dim + 1 :]):
+def _by_rows(module: nn.Module, cut: Cut) -> int:
+    """The dimension of the cut in what replaces a weight: that has outputs as rows, as experts need not have."""
+    return 3 - cut.dim if is_transposed(module) and cut.dim else cut.dim
+
+
+def _in_proportion(name: str, cut: Cut, dim: int, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
+    """The part, of such a shape, of a tensor of which each entry along `dim` stands for equally many of the weight's
+    along its cut."""
+    per_entry, rest = divmod(cut.whole[cut.dim], whole[dim] if len(whole) > dim else 1)
+    found = Cut(dim, cut.first // max(1, per_entry), cut.end // max(1, per_entry), whole, cut.sections)
+    if (
+        rest
+        or not per_entry
+        or cut.first % per_entry
+        or cut.end % per_entry
+        or len(whole) <= dim
+        or part != found.shape
+    ):
         raise UnsupportedModel(f"{name} is {whole}, of which {cut.first} to {cut.end} of {cut.whole} cannot be taken")
-    return Cut(cut.dim, first, end, whole)
+    return found
 
 
 def _even(number: int, rank: int, size: int) -> tuple[int, int]:
