@@ -104,6 +104,24 @@ def test_a_vocabulary_that_cannot_be_divided_evenly(ties: bool, tmp_path: Path) 
     check_same(folder, 4, fused=not ties)
 
 
+def test_a_rank_without_a_token_has_zeros(tmp_path: Path) -> None:
+    """Of nine tokens each of eight ranks has two, so that the last ones have none."""
+    shape = {**tiny_models.SHAPE, "vocab_size": 9, "eos_token_id": 2}
+    folder = tiny_models.save(LlamaConfig(**shape), tmp_path)
+    models: dict[int, Any] = {}
+
+    def run(group: RankGroup) -> None:
+        models[group.rank] = loader.load_model(Checkpoint.open(folder), group=group)
+
+    with in_threads(8, run) as group:
+        run(group)
+    assert models[4].lm_head.weight[0].any()
+    assert not models[4].lm_head.weight[1].any()
+    for rank in (5, 7):
+        assert not models[rank].lm_head.weight.any()
+        assert not models[rank].model.embed_tokens.weight.any()
+
+
 def test_a_rank_reads_and_keeps_its_part_alone(tmp_path: Path) -> None:
     folder = tiny_models.save(tiny_models.CONFIGS["llama"], tmp_path)
     whole, models = check_parts(folder, 4, head_dim=16)

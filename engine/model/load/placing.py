@@ -38,13 +38,17 @@ class Place(NamedTuple):
         _, rows, *columns = whole
         return (rows // self.num_parts, *columns)
 
+    def is_in(self, cut: Cut | None) -> bool:
+        """Whether something of the stored tensor is in that part of the model's; None: all of it."""
+        return cut is None or self.expert is None or cut.dim > 0 or cut.first <= self.expert < cut.end
+
     def cut(self, cut: Cut | None) -> Cut | None:
-        """The part of the stored tensor, if this rank has that part of the model's. None: all of it."""
+        """What is in that part; None: all of it."""
         if cut is None or self.expert is None:
             return cut
-        shape = self.stored_shape(cut.whole)
         if cut.dim == 0:
-            return None if cut.first <= self.expert < cut.end else Cut(0, 0, 0, shape)
+            return None
+        shape = self.stored_shape(cut.whole)
         if cut.dim == 1 and cut.sections != self.num_parts:
             raise UnsupportedModel(f"{self.name}: {self.num_parts} parts of an expert cannot be divided so")
         return Cut(cut.dim - 1, cut.first, cut.end, shape)

@@ -83,10 +83,10 @@ def match(
         cut = cut_of(target)
         _require_fitting(tensor, place, tuple(target.shape) if cut is None else cut.whole)
         first = found.setdefault(id(target), {}).setdefault((place.expert, place.part), tensor)
-        if first is tensor:
+        if first is tensor and place.is_in(cut):
             source = Source(tensor, target, place.cut(cut), place.slices(cut, tuple(target.shape)))
-            sources.setdefault(id(target), []).extend([source] if source.num_bytes else [])
-        elif not _same_bytes(first, tensor):
+            sources.setdefault(id(target), []).append(source)
+        elif first is not tensor and not _same_bytes(first, tensor):
             raise NotDirect(f"{name} and {first.name} are tied, but differ")
     for name, target in own.items():
         _require_all(name, target, cut_of(target), found.get(id(target), {}), places)

@@ -10,6 +10,7 @@ vLLM's `--enable-expert-parallel`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,9 +19,11 @@ from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, argument_names, attach, is_transposed, weights_of, why_not
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.group import RankGroup
-from engine.model.tolerance import close
+from engine.model.tolerance import close, rounding
 
 FLAG = "--enable-expert-parallel"
+_ROUNDINGS = 4
+"""Of sums over ranks that are rounded in another order, over a product's own."""
 _BIASES = tuple(f"{name}_bias" for name in NAMES)
 
 
@@ -93,7 +96,9 @@ def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor
             return group.all_reduce(result[0]), *result[1:]
         return group.all_reduce(result)
 
-    if not close(_first(forward(x)), _each_summed(inner, x, parts, group)):
+    usual = rounding(x.dtype)
+    tolerance = replace(usual, product=_ROUNDINGS * usual.product)
+    if not close(_first(forward(x)), _each_summed(inner, x, parts, group), tolerance):
         raise UnsupportedModel(f"{name}: its experts cannot be divided among ranks: it does not just add them up")
     block.forward = forward
 
