@@ -56,6 +56,7 @@ async def test_answers_are_those_of_transformers(family: str, prefill: str, deco
             assert not [str(difference) for difference in found if difference is not None]
         for each in nodes:
             await asyncio.to_thread(each.wait_whole)
+            assert 1 < each.metrics().sum("baton:expert_imbalance") < 8
 
 
 def node(cluster: Cluster, folder: Path, role: Any, way: str) -> Node:

@@ -3,6 +3,7 @@ with whole experts."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from transformers import GptOssConfig, Olmo2Config, PreTrainedModel, Qwen2MoeCon
 
 from baton_kernels.experts import reference
 from engine.model.errors import UnsupportedModel
+from engine.model.expert_counts import ExpertCounts
 from engine.model.experts import NAMES, expert_modules, weights_of
+from engine.model.fast.forwards import logits_as_served
+from engine.model.fast.patches import Target
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton
 from engine.model.parallel.experts import expert_cuts, sum_block
-from engine.model.parallel.group import OneRank, RankGroup
+from engine.model.parallel.group import ONE_RANK, OneRank, RankGroup
 from engine.model.parallel.sharding import shard
 from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, in_threads
@@ -299,3 +303,48 @@ def test_sums_in_16_bits_are_close_enough(whole: bool, folders: dict[str, Path])
 
     with in_threads(8, run) as group:
         run(group)
+
+
+# ---- how evenly experts are chosen ----
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_choices_are_counted_as_the_router_made_them(family: str, folders: dict[str, Path]) -> None:
+    """The same on one rank and on several, with whole experts too."""
+    config = FAMILIES[family]
+    counts: dict[tuple[int, bool, int], ExpertCounts] = {}
+
+    def run(group: RankGroup, whole: bool) -> None:
+        model, probed = Load(folders[family], SIZES, fused=True, whole_experts=whole)(group)
+        found = ExpertCounts.of(model, group.size if whole else 1)
+        assert found is not None
+        assert found.imbalance() == 0
+        logits_as_served(Target(model, probed.layers, 128), probed.kv)
+        counts[group.size, whole, group.rank] = found
+
+    run(ONE_RANK, whole=False)
+    for whole in (False, True):
+        with in_threads(2, functools.partial(run, whole=whole)) as group:
+            run(group, whole=whole)
+    one = counts[1, False, 0].tokens
+    assert one.shape == (2, config.num_local_experts)
+    assert one.sum(axis=1).min() >= config.num_experts_per_tok
+    assert len(counts) == 5
+    assert all((each.tokens == one).all() for each in counts.values())
+
+
+def test_the_imbalance_is_that_since_the_last_reading(folders: dict[str, Path]) -> None:
+    model = loader.load_model(Checkpoint.open(folders["gpt_oss"]))
+    counts = ExpertCounts.of(model, 1)
+    assert counts is not None
+    assert counts.imbalance() == 0
+    counts.tokens[0] += [1, 1, 1, 1]
+    counts.tokens[1] += [0, 8, 0, 0]
+    assert counts.imbalance() == pytest.approx((1 + 4) / 2)
+    assert counts.imbalance() == pytest.approx((1 + 4) / 2)
+    counts.tokens[1] += [2, 0, 2, 0]
+    assert counts.imbalance() == pytest.approx(2)
+
+
+def test_a_dense_model_has_no_choices_to_count() -> None:
+    assert ExpertCounts.of(skeleton("llama"), 1) is None
