@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.core_model_loading import MergeModulelist, Transpose, WeightConverter
 
 from engine.model.errors import UnsupportedModel
@@ -188,14 +188,14 @@ def test_experts_that_are_stored_one_by_one(family: str, tmp_path: Path) -> None
         assert_same(directly(folder, dtype), by_transformers(folder, dtype))
 
 
-def test_what_stays_in_fp32(tmp_path: Path) -> None:
-    """A bias of GLM-4.5, for which 16 bits are not enough to decide between experts."""
-    folder = tiny_models.save(tiny_models.MIXTURES["glm4_moe"], tmp_path)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    change(folder, **{name: torch.rand(8)})
-    model = directly(folder, torch.bfloat16)
-    assert model.get_buffer(name).dtype == torch.float32
-    assert_same(model, by_transformers(folder, torch.bfloat16))
+def test_what_stays_in_fp32(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of classes that say so, as GLM-4.5's does of a bias that decides between experts."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["input_layernorm"])
+    model = directly(folders["llama"], torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if "norm" in name}
+    assert dtypes["model.layers.1.input_layernorm.weight"] == torch.float32
+    assert dtypes["model.norm.weight"] == torch.bfloat16
+    assert_same(model, by_transformers(folders["llama"], torch.bfloat16))
 
 
 EXPERT = "model.layers.1.mlp.experts.3."
