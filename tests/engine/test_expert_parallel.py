@@ -254,6 +254,9 @@ def test_a_block_that_does_more_than_to_add_is_refused(folders: dict[str, Path])
     del block.forward
     with pytest.raises(UnsupportedModel, match="mlp: its experts cannot be divided among ranks: it does not just add"):
         sum_block("mlp", block, parts[:1], torch.randn(1, 3, 64), Doubled())
+    block.forward = lambda x, positions: x
+    with pytest.raises(UnsupportedModel, match=r"it takes more than hidden states: .*positions"):
+        sum_block("mlp", block, parts, torch.randn(1, 3, 64), Doubled())
 
 
 def test_shared_experts_with_a_gate_of_their_own(tmp_path: Path) -> None:

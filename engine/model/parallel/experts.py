@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, argument_names, attach, is_transposed, weights_of, why_not
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.group import RankGroup
-from engine.model.tolerance import close, rounding
+from engine.model.tolerance import Tolerance, close, rounding
 
 FLAG = "--enable-expert-parallel"
+_UNDIVIDED = "its experts cannot be divided among ranks"
 _ROUNDINGS = 4
-"""Of sums over ranks that are rounded in another order, over a product's own."""
 _BIASES = tuple(f"{name}_bias" for name in NAMES)
 
 
@@ -96,11 +97,19 @@ def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor
             return group.all_reduce(result[0]), *result[1:]
         return group.all_reduce(result)
 
-    usual = rounding(x.dtype)
-    tolerance = replace(usual, product=_ROUNDINGS * usual.product)
-    if not close(_first(forward(x)), _each_summed(inner, x, parts, group), tolerance):
-        raise UnsupportedModel(f"{name}: its experts cannot be divided among ranks: it does not just add them up")
+    try:
+        same = close(_first(forward(x)), _each_summed(inner, x, parts, group), _sums_rounded(x.dtype))
+    except TypeError as error:
+        raise UnsupportedModel(f"{name}: {_UNDIVIDED}: it takes more than hidden states: {error}") from error
+    if not same:
+        raise UnsupportedModel(f"{name}: {_UNDIVIDED}: it does not just add them up")
     block.forward = forward
+
+
+def _sums_rounded(dtype: torch.dtype) -> Tolerance:
+    """Of sums over ranks that are rounded in another order."""
+    product = rounding(dtype)
+    return replace(product, product=_ROUNDINGS * product.product)
 
 
 def _each_summed(inner: Callable[..., Any], x: Tensor, parts: Sequence[nn.Module], group: RankGroup) -> Tensor:

@@ -19,9 +19,8 @@ from engine.model.tolerance import Tolerance
 @torch.no_grad()
 def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> None:
     """Have the layers of a model with its weights, each with its linear method, work with the other ranks' parts."""
-    blocks = {model.get_submodule(name.rpartition(".")[0]): name for name in sharding.experts}
-    within = {module: block for block in blocks for module in block.modules()}
-    parts: dict[nn.Module, list[nn.Module]] = {block: [sharding.experts[name]] for block, name in blocks.items()}
+    parts = _blocks(model, sharding)
+    within = {module: block for block in parts for module in model.get_submodule(block).modules()}
     for module in sharding.row_parallel:
         if module.bias is not None and group.rank:
             module.bias.zero_()  # the sum has it once
@@ -29,9 +28,10 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> Non
             parts[within[module]].append(module)
         else:
             attach(module, RowParallelLinear(_method(module), group))
-    for block, name in blocks.items():
-        connect_experts(sharding.experts[name], group, whole=sharding.whole_experts)
-        sum_block(name, block, parts[block], _few_tokens(model), group)
+    for experts in sharding.experts.values():
+        connect_experts(experts, group, whole=sharding.whole_experts)
+    for block, summed in parts.items():
+        sum_block(block, model.get_submodule(block), summed, _few_tokens(model), group)
     for norm in sharding.wide_norms:
         setattr(norm.attention, norm.name, NormOverRanks(norm, group))
     head: Any = model.get_output_embeddings()
@@ -109,6 +109,14 @@ class NormOverRanks(nn.Module):
         copies = ranks.shape[-2] * ranks.shape[-1] // self.norm.weight.shape[0]  # ranks that have the same KV heads
         normed: Tensor = self.norm(ranks[..., ::copies, :].flatten(-2))
         return normed[..., self._first : self._end]
+
+
+def _blocks(model: PreTrainedModel, sharding: Sharding) -> dict[str, list[nn.Module]]:
+    """The names of the modules that divided experts are in, with these."""
+    found: dict[str, list[nn.Module]] = {}
+    for name, experts in sharding.experts.items():
+        found.setdefault(name.rpartition(".")[0], []).append(experts)
+    return found
 
 
 def _few_tokens(model: PreTrainedModel) -> Tensor:
