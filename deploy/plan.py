@@ -70,6 +70,7 @@ def plan(
         own += _kv_events(settings, index)
         if settings.num_ranks(name) > 1:
             own.append(f"--tensor-parallel-size={settings.num_ranks(name)}")
+            own += ["--enable-expert-parallel"] if settings.enable_expert_parallel else []
         env = {"OMP_NUM_THREADS": threads, **gpus[name].env}
         arguments = (*settings.node_flags(), *own, f"--cpu-threads={threads}", *gpus[name].arguments)
         nodes.append(Child(name, f"{name.split('-')[0]}_node.main", arguments, env))
@@ -82,6 +83,8 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
     names = node_names(settings)
     ranks = {name: settings.num_ranks(name) for name in names}
     if not any(size > 1 for size in ranks.values()):
+        if settings.enable_expert_parallel:
+            raise ValueError("--enable-expert-parallel: divides experts among ranks, and no node has more than one")
         return None
     if settings.device != "cpu" and machine.gpus:
         raise ValueError(f"{_rank_flag(settings, ranks)}: several ranks compute on a CPU so far, with --device cpu")

@@ -43,6 +43,10 @@ class OwnSettings(Settings):
     decode_tensor_parallel_size: int | None = Field(
         None, ge=1, le=64, description="ranks of each decode node; unset: --tensor-parallel-size"
     )
+    enable_expert_parallel: bool = Field(
+        False,
+        description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,

@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model import fast
 from engine.model.attention import Probe, probe
+from engine.model.expert_counts import ExpertCounts
 from engine.model.graphs import decode_capture_sizes, step_padding
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
@@ -69,6 +70,7 @@ class Built:
     served_model_name: str
     tokenizer: TokenizerFiles
     checkpoint: Checkpoint
+    expert_counts: ExpertCounts | None = None
 
     def warm_up(self) -> None:
         """On a GPU, do the work that would delay the first requests. On the engine's thread, before any request; takes
@@ -88,6 +90,10 @@ class Built:
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def expert_imbalance(self) -> Callable[[], float] | None:
+        return None if self.expert_counts is None else self.expert_counts.imbalance
 
     @property
     def generation_defaults(self) -> GenerationDefaults:
@@ -135,6 +141,7 @@ def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks
         served_model_name=settings.served_model_name or settings.model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
+        expert_counts=ExpertCounts.of(part.model, group.size if settings.enable_expert_parallel else 1),
     )
 
 
@@ -230,7 +237,15 @@ def _load(
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
     with out_of_memory("--model: the weights do not fit the GPU"):
-        model = loader.load_model(checkpoint, dtype, device, settings.load_format, settings.quantization, group)
+        model = loader.load_model(
+            checkpoint,
+            dtype,
+            device,
+            settings.load_format,
+            settings.quantization,
+            group,
+            whole_experts=settings.enable_expert_parallel,
+        )
     weights = sum(p.nbytes for p in model.parameters())
     probed = probe(model, max_model_len)
     fast.apply(model, probed, max_model_len)

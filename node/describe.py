@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +34,8 @@ class TokenizerFiles:
 class ServedModel(Protocol):
     """An engine with all that a role is built on: `build.Built`, or `simulated.Simulated`.
 
-    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs.
+    pools: the KV pool of each rank, see `KvMover`. graph_sizes: empty without CUDA graphs. expert_imbalance: see
+    `ExpertCounts`; None where it is not counted.
     """
 
     @property
@@ -42,6 +43,9 @@ class ServedModel(Protocol):
 
     @property
     def graph_sizes(self) -> list[int]: ...
+
+    @property
+    def expert_imbalance(self) -> Callable[[], float] | None: ...
 
     @property
     def layer_groups(self) -> int: ...

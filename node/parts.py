@@ -87,6 +87,7 @@ def assemble(
         count_free_slots=lambda: sum(mover.num_free_slots for mover in movers),
         outward=_outward(settings, role),
         watch_steps=built.engine.counters.watch,
+        expert_imbalance=built.expert_imbalance,
     )
 
 

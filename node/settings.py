@@ -101,6 +101,10 @@ class NodeSettings(ClusterSettings):
         description="ranks among which the model and its KV are divided, each a process of its own; on a CPU so far; "
         "nodes with different numbers work together",
     )
+    enable_expert_parallel: bool = Field(
+        False,
+        description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,
@@ -226,6 +230,8 @@ class NodeSettings(ClusterSettings):
             raise ValueError("--profile-dir: a simulated node computes nothing to profile")
         if self.engine == "simulated" and self.tensor_parallel_size > 1:
             raise ValueError("--tensor-parallel-size: a simulated node has one rank")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("--enable-expert-parallel: divides experts among ranks, and --tensor-parallel-size is 1")
         if self.engine == "simulated" and self.verify_transfers:
             raise ValueError("--verify-transfers: a simulated node's KV has no bytes to verify")
         if self.advertise is not None and self.advertise.is_wildcard:

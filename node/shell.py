@@ -69,7 +69,8 @@ class NodeParts:
     """The parts of a node except its network. `info.address` is filled in once the port is known.
 
     `warm_up` is called on the role's thread, before any request; it may take seconds, and raises ValueError. `count` is
-    called there too, `count_free_slots` on any thread. `watch_steps`: see `StepCounters.watch`; likewise there.
+    called there too, `count_free_slots` and `expert_imbalance` on any thread. `watch_steps`: see `StepCounters.watch`;
+    likewise there.
     """
 
     role: Role
@@ -84,6 +85,7 @@ class NodeParts:
     outward: Outward | None = None
     watch_steps: Watch = lambda _: None
     kv_events: Closeable | None = None
+    expert_imbalance: Callable[[], float] | None = None
 
     def close(self) -> None:
         """End all transfers and threads of the transports, and the publisher of KV events."""
@@ -153,6 +155,8 @@ class Node:
         self._metrics = NodeMetrics(registry, info.served_model_name)
         self._metrics.set_cache_config(info.layout.block_size, info.num_blocks, info.layout.layers[0].dtype)
         self._metrics.watch_slots(self._parts.num_slots, self._parts.count_free_slots)
+        if self._parts.expert_imbalance is not None:
+            self._metrics.watch_experts(self._parts.expert_imbalance)
         limits = Limits.of(info, self._settings.request_timeout)
         self._sessions = Sessions(info.incarnation, self._loop.post, self._metrics, limits, trust)
         self._peers = self._side.serve(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from baton_kernels.experts import ExpertWeights, Gate, can_compute, experts
 from baton_kernels.experts.reference import dequantize, gated
 from baton_kernels.gated_activation import ACTIVATIONS
-from baton_kernels.quantized_linear.reference import quantize_rows
+from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.parallel.scales import quantize_columns
 
 NAMES = ("gate_up_proj", "down_proj")
 GATES: tuple[Gate, ...] = (*ACTIVATIONS, "clamped")
@@ -50,7 +51,7 @@ def why_not(module: nn.Module) -> str | None:
 def _why_unusual(module: nn.Module) -> str | None:
     if any(getattr(module, name, wanted) is not wanted for name, wanted in _USUAL.items()):
         return "its experts are no gated MLPs, or spread over devices"
-    if len(_argument_names(module)) != 3:
+    if len(argument_names(module)) != 3:
         return "it is not called with x, ids and weights"
     return None
 
@@ -124,17 +125,17 @@ def _number(module: nn.Module, name: str, default: float) -> float:
 
 
 @torch.no_grad()
-def quantize_fp8(module: nn.Module) -> bool:
+def quantize_fp8(module: nn.Module, others: RankGroup = ONE_RANK) -> bool:
     """Store the weights in float8_e4m3fn with a scale for each of an expert's outputs, and let `experts` compute the
-    module; once. On a CPU they get the values that these stand for, in their own type. False: nothing can compute
-    it."""
+    module; once. On a CPU they get the values that these stand for, in their own type. others: the ranks that have the
+    other columns of down. False: nothing can compute it."""
     if _QUANTIZED in module.__dict__:
         return True
     of = weights_of(module)
     if why_not(module) is not None or of is None:
         return False
     module.__dict__[_QUANTIZED] = True
-    parts = [_quantized(weight) for weight in (of.gate_up, of.down)]
+    parts = [_quantized(weight, group) for weight, group in ((of.gate_up, ONE_RANK), (of.down, others))]
     if not of.gate_up.is_cuda:
         for weight, (values, scale) in zip((of.gate_up, of.down), parts, strict=True):
             weight.copy_(values.float() * scale[..., None])
@@ -193,7 +194,7 @@ def forward_of(
 ) -> Callable[..., Tensor]:
     """The module's forward, whose arguments have names of their own in each class. slots: the argument of `experts`,
     given x."""
-    names = _argument_names(module)
+    names = argument_names(module)
 
     def forward(*given: Tensor, **named: Tensor) -> Tensor:
         x, ids, weights = (*given, *(named[name] for name in names[len(given) :])) if named else given
@@ -208,16 +209,17 @@ def own_forward(module: nn.Module) -> Callable[..., Tensor]:
     return forward
 
 
-def _argument_names(module: nn.Module) -> list[str]:
+def argument_names(module: nn.Module) -> list[str]:
+    """Of its forward: for x, ids and weights."""
     return list(inspect.signature(own_forward(module)).parameters)[1:]
 
 
-def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor, group: RankGroup) -> tuple[Tensor, Tensor]:
     """[num_experts, rows, columns] in fp8, and [num_experts, rows]; one expert after another, as each takes three
     copies in fp32."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
     for expert in range(weight.shape[0]):
-        codes, scales = quantize_rows(weight[expert], torch.float8_e4m3fn)
+        codes, scales = quantize_columns(weight[expert], torch.float8_e4m3fn, group)
         values[expert], scale[expert] = codes, scales[:, 0]
     return values, scale

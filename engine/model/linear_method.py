@@ -161,9 +161,9 @@ class Quantization(ABC):
         equal parts of it."""
         return False
 
-    def divide(self, row_parallel: Sequence[nn.Linear], group: RankGroup) -> None:  # noqa: B027 - most find nothing
-        """The model is a rank's part; these modules have some of the columns. What is found while weights load must be
-        the same as for the whole."""
+    def divide(self, columns: Sequence[nn.Module], group: RankGroup) -> None:  # noqa: B027 - most find nothing
+        """The model is a rank's part; these linear layers and experts (their down) have some of the columns. What is
+        found while weights load must be the same as for the whole."""
 
     @abstractmethod
     def create_weights(self, name: str, module: nn.Linear) -> None:

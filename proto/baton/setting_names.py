@@ -45,6 +45,7 @@ ALL_NAMES = frozenset(
         "dtype",
         "duration",
         "enable_auto_tool_choice",
+        "enable_expert_parallel",
         "enable_tokenizer_info_endpoint",
         "endpoint",
         "enforce_eager",

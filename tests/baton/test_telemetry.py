@@ -100,6 +100,7 @@ def test_node_messages_become_metrics():
     for num_preemptions in (2, 2, 5):
         metrics.set_counts({"free": 5, "cached": 1}, num_preemptions, num_damaged=num_preemptions - 2)
     metrics.watch_slots(8, lambda: 6)
+    metrics.watch_experts(lambda: 1.5)
     labels = {"model_name": "tiny", "role": "decode"}
 
     def value(name: str, **more: str) -> float | None:
@@ -117,6 +118,7 @@ def test_node_messages_become_metrics():
     assert value("kv_cache_usage_perc") == 0.25
     assert value("kv_blocks", state="cached") == 1
     assert value("num_preemptions_total") == 5
+    assert value("expert_imbalance") == 1.5
     assert value("kv_transfer_damaged_blocks_total") == 3
     assert (value("kv_slots", state="free"), value("kv_slots", state="in_use")) == (6, 2)
     for outcome, reason in (("finished", ""), ("cancelled", ""), ("failed", "overloaded"), ("handed_off", "")):

@@ -75,6 +75,13 @@ def test_each_pool_has_its_number_of_ranks_and_they_share_the_cores() -> None:
     assert placement(settings("--prefill=2"), Machine(16, ())) is None
 
 
+def test_experts_are_divided_on_nodes_that_have_ranks() -> None:
+    flags = ("--decode-tensor-parallel-size=2", "--enable-expert-parallel")
+    children = planned(Machine(4, ()), *flags)
+    nodes = {name: parse(NodeSettings, child.arguments) for name, child in children.items() if name != "router"}
+    assert {name: node.enable_expert_parallel for name, node in nodes.items()} == {"prefill-0": False, "decode-0": True}
+
+
 @pytest.mark.parametrize(
     ("machine", "flags", "why"),
     [
@@ -97,6 +104,11 @@ def test_ranks_without_a_place_are_refused_by_the_flag(machine: Machine, flags: 
     with pytest.raises(ValueError, match=re.escape(why)):
         placement(settings(*flags), machine)
     assert placement(settings(*flags, "--device=cpu"), Machine(8, machine.gpus))
+
+
+def test_experts_are_not_divided_where_no_node_has_ranks() -> None:
+    with pytest.raises(ValueError, match="--enable-expert-parallel: divides experts among ranks, and no node has more"):
+        placement(settings("--enable-expert-parallel"), Machine(4, ()))
 
 
 def test_decode_nodes_may_be_alone() -> None:

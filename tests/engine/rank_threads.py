@@ -31,12 +31,26 @@ Inbox = SimpleQueue[tuple[int, Int32Array]]
 class Load:
     """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`."""
 
-    def __init__(self, folder: Path, config: EngineConfig, *, fused: bool, quantization: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        *,
+        fused: bool,
+        quantization: str | None = None,
+        whole_experts: bool = False,
+    ) -> None:
         self._folder, self.config, self._fused, self._quantization = folder, config, fused, quantization
+        self._whole_experts = whole_experts
         self.reports: list[FusedReport] = []
 
     def __call__(self, group: RankGroup) -> tuple[PreTrainedModel, Probe]:
-        model = loader.load_model(Checkpoint.open(self._folder), group=group, quantization=self._quantization)
+        model = loader.load_model(
+            Checkpoint.open(self._folder),
+            group=group,
+            quantization=self._quantization,
+            whole_experts=self._whole_experts,
+        )
         probed = probe(model, self.config.max_model_len)
         if self._fused:
             self.reports.append(fast.apply(model, probed, self.config.max_model_len))

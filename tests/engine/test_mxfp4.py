@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig
 
 from engine.model import fast
 from engine.model.attention import probe
@@ -20,7 +21,10 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.parallel.group import RankGroup
 from tests.engine import tiny_models
+from tests.engine.rank_threads import in_threads
+from tests.engine.test_expert_parallel import load_all
 from tests.engine.test_parity import MAX_TOKENS, ask, make_engine, run
+from tests.engine.test_sharding import check_same, fill_biases
 from tools.quantize import write
 
 torch.set_num_threads(1)
@@ -148,12 +152,46 @@ def test_columns_that_blocks_do_not_divide_are_refused(folders: tuple[Path, Path
         load_model(Checkpoint.open(tmp_path), load_format="dummy")
 
 
-def test_ranks_cannot_divide_it(folders: tuple[Path, Path]) -> None:
-    class TwoRanks(RankGroup):
-        rank, size = 0, 2
+@pytest.mark.parametrize("whole", [False, True])
+def test_ranks_have_exactly_the_values_of_their_parts(whole: bool, tmp_path: Path) -> None:
+    """Blocks of 32 columns end where a rank's part does."""
+    config = {**tiny_models.SHAPE, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
+    source = tiny_models.save(GptOssConfig(**config, sliding_window=20), tmp_path / "source")
+    fill_biases(source)
+    write(source, tmp_path / "mxfp4", "mxfp4")
+    write(source, tmp_path / "plain", "mxfp4", dequantized=True)
+    check_same(tmp_path / "mxfp4", 4, fused=True, whole_experts=whole)
+    quantized, plain = (load_all(tmp_path / name, 4, whole_experts=whole) for name in ("mxfp4", "plain"))
+    for rank, model in quantized.items():
+        theirs = dict(plain[rank].named_parameters())
+        assert theirs.keys() == {name for name, _ in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, theirs[name]), f"{name} of rank {rank}"
 
-    with pytest.raises(UnsupportedModel, match="cannot be divided among ranks"):
-        load_model(Checkpoint.open(folders[0]), group=TwoRanks())  # type: ignore[abstract]
+
+def test_blocks_that_are_on_several_ranks_are_refused(folders: tuple[Path, Path]) -> None:
+    def run(group: RankGroup) -> None:
+        why = r"do not divide its 48 columns on each rank \(--enable-expert-parallel divides whole experts\)"
+        with pytest.raises(UnsupportedModel, match=why):
+            load_model(Checkpoint.open(folders[0]), group=group)
+
+    with in_threads(2, run) as group:
+        run(group)
+
+
+def test_ranks_refuse_files_with_other_blocks(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    checkpoint = changed(folders[0], tmp_path, {}, files=False)
+    stored = load_file(folders[0] / "model.safetensors")
+    name = "model.layers.1.mlp.experts.gate_up_proj_scales"
+    stored[name] = stored[name][:, :, :1].contiguous()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def run(group: RankGroup) -> None:
+        with pytest.raises(UnsupportedModel, match=rf"{name} is \(2, 192, 1\), of which . to . of .* cannot be taken"):
+            load_model(checkpoint, group=group, whole_experts=True)
+
+    with in_threads(2, run) as group:
+        run(group)
 
 
 @pytest.mark.gpu

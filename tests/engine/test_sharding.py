@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from pathlib import Path
@@ -71,8 +72,8 @@ def logits_and_kv(size: int, load: Load) -> tuple[torch.Tensor, list[torch.Tenso
         return torch.stack(rows), [rank.pool.tensor.clone() for rank in ranks]
 
 
-def check_same(folder: Path, size: int, *, fused: bool) -> None:
-    alone, divided = (Load(folder, SIZES, fused=fused) for _ in range(2))
+def check_same(folder: Path, size: int, *, fused: bool, whole_experts: bool = False) -> None:
+    alone, divided = (Load(folder, SIZES, fused=fused, whole_experts=whole) for whole in (False, whole_experts))
     one, (whole,) = logits_and_kv(1, alone)
     several, pools = logits_and_kv(size, divided)
     done = [{name: tally.fused for name, tally in report.pieces.items()} for report in alone.reports + divided.reports]
@@ -101,6 +102,24 @@ def test_a_vocabulary_that_cannot_be_divided_evenly(ties: bool, tmp_path: Path) 
     folder = tiny_models.save(LlamaConfig(**shape, attention_bias=True, mlp_bias=True), tmp_path)
     fill_biases(folder)
     check_same(folder, 4, fused=not ties)
+
+
+def test_a_rank_without_a_token_has_zeros(tmp_path: Path) -> None:
+    """Of nine tokens each of eight ranks has two, so that the last ones have none."""
+    shape = {**tiny_models.SHAPE, "vocab_size": 9, "eos_token_id": 2}
+    folder = tiny_models.save(LlamaConfig(**shape), tmp_path)
+    models: dict[int, Any] = {}
+
+    def run(group: RankGroup) -> None:
+        models[group.rank] = loader.load_model(Checkpoint.open(folder), group=group)
+
+    with in_threads(8, run) as group:
+        run(group)
+    assert models[4].lm_head.weight[0].any()
+    assert not models[4].lm_head.weight[1].any()
+    for rank in (5, 7):
+        assert not models[rank].lm_head.weight.any()
+        assert not models[rank].model.embed_tokens.weight.any()
 
 
 def test_a_rank_reads_and_keeps_its_part_alone(tmp_path: Path) -> None:
@@ -207,13 +226,13 @@ def request(name: str, number: int) -> Sequence:
 
 
 def fill_biases(folder: Path) -> None:
-    """transformers' initializers make them zero."""
+    """And norms: transformers' initializers make them zero, or one."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
     torch.manual_seed(2)
     for name, tensor in weights.items():
-        if name.endswith(".bias"):
+        if name.endswith(("bias", "sinks", "norm.weight")):
             weights[name] = torch.randn_like(tensor)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -256,7 +275,6 @@ SIX_KV_HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_hea
             "llama: 6 KV heads cannot be divided",
         ),
         ("llama", {"intermediate_size": 90}, 4, "model.layers.0.mlp.gate_proj: 90 features cannot be divided among 4"),
-        ("gpt_oss", {}, 2, "tensor-parallel"),
         ("gemma2", {}, 16, "gemma2: 8 attention heads cannot be divided among 16 ranks"),
     ],
 )
@@ -300,14 +318,18 @@ def test_each_rank_has_whole_groups_of_heads_and_all_have_equally_many(
         assert part == KvSlice(0, config.num_hidden_layers, part.head_start, part.head_end)
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 1), st.integers(0, 9), st.integers(0, 9))
-def test_runs_are_the_elements_of_the_cut(whole: list[int], dim: int, first: int, length: int) -> None:
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3), st.data())
+def test_runs_are_the_elements_of_the_cut(shape: list[int], sections: int, data: st.DataObject) -> None:
     """In their order, each once; rows beyond the tensor are not in it."""
-    dim = min(dim, len(whole) - 1) if len(whole) < 3 else 0
-    if dim == 1:
-        first = min(first, whole[1])
-        length = min(length, whole[1] - first)
-    numbers = torch.arange(torch.Size(whole).numel()).view(whole)
-    expected = numbers.narrow(dim, min(first, whole[dim]), max(0, min(length, whole[dim] - first))).flatten()
-    runs = Cut(dim, first, first + length, tuple(whole)).runs()
-    assert [at for start, count in runs for at in range(start, start + count)] == expected.tolist()
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    section, beyond = shape[dim], 3 if dim == 0 and sections == 1 else 0
+    first = data.draw(st.integers(0, section + beyond))
+    end = data.draw(st.integers(first, section + beyond))
+    whole = (*shape[:dim], section * sections, *shape[dim + 1 :])
+    cut = Cut(dim, first, end, whole, sections)
+    numbers = torch.arange(math.prod(whole)).view(whole).unflatten(dim, (sections, section))
+    own = numbers.narrow(dim + 1, min(first, section), max(0, min(end, section) - min(first, section)))
+    runs = cut.runs()
+    found = [runs.first + run * runs.pitch + at for run in range(runs.num_runs) for at in range(runs.length)]
+    assert found == own.flatten().tolist()
+    assert cut.shape == (*shape[:dim], (end - first) * sections, *shape[dim + 1 :])

@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.core_model_loading import MergeModulelist, Transpose, WeightConverter
 
 from engine.model.errors import UnsupportedModel
-from engine.model.load import loader, parallel_read
+from engine.model.load import loader, parallel_read, placing
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton
+from engine.model.parallel.cut import Cut
 from tests.engine import tiny_models
 
 torch.set_num_threads(1)
@@ -178,15 +180,80 @@ def test_tied_weights_that_differ_are_two(tmp_path: Path) -> None:
     assert not torch.equal(model.get_parameter("lm_head.weight"), model.get_parameter("model.embed_tokens.weight"))
 
 
-def test_conversions_are_left_to_transformers(tmp_path: Path) -> None:
-    """A mixture's experts are stored one by one, and computed from one tensor."""
-    from transformers import Qwen3MoeConfig
+@pytest.mark.parametrize("family", tiny_models.MIXTURES)
+def test_experts_that_are_stored_one_by_one(family: str, tmp_path: Path) -> None:
+    """As transformers' conversions of the model's class put them together, and rename the rest."""
+    folder = tiny_models.save(tiny_models.MIXTURES[family], tmp_path)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_same(directly(folder, dtype), by_transformers(folder, dtype))
 
-    sizes: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
-    folder = tiny_models.save(Qwen3MoeConfig(**tiny_models.SHAPE, **sizes), tmp_path)
-    with pytest.raises(UnsupportedModel, match="transformers converts model"):
+
+def test_what_stays_in_fp32(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of classes that say so, as GLM-4.5's does of a bias that decides between experts."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["input_layernorm"])
+    model = directly(folders["llama"], torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters() if "norm" in name}
+    assert dtypes["model.layers.1.input_layernorm.weight"] == torch.float32
+    assert dtypes["model.norm.weight"] == torch.bfloat16
+    assert_same(model, by_transformers(folders["llama"], torch.bfloat16))
+
+
+EXPERT = "model.layers.1.mlp.experts.3."
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"up_proj.weight": None}, "the checkpoint has not all experts of model.layers.1.mlp.experts.gate_up_proj"),
+        ({"gate_proj.weight": torch.rand(64, 32)}, r".*3.gate_proj.weight is \(64, 32\), not \(32, 64\)"),
+        (
+            {"down_proj.weight": torch.rand(64, 32).to(torch.float8_e4m3fn)},
+            "transformers converts model.layers.1.mlp.experts.3.down_proj.weight",
+        ),
+        ({"gate_proj.weight_scale": torch.rand(1)}, "the model has no model.layers.1.mlp.experts.3.gate_proj.weight_s"),
+    ],
+)
+def test_experts_that_are_stored_otherwise(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.MIXTURES["qwen3_moe"], tmp_path)
+    change(folder, **{EXPERT + name: tensor for name, tensor in changes.items()})
+    with pytest.raises(UnsupportedModel, match=f"--load-format safetensors: {reason}"):
         loader.load_model(Checkpoint.open(folder), load_format="safetensors")
-    assert_same(loader.load_model(Checkpoint.open(folder)), by_transformers(folder, torch.float32))
+
+
+def test_an_expert_too_many(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.MIXTURES["qwen3_moe"], tmp_path)
+    change(folder, **{EXPERT.replace("3", "8") + "down_proj.weight": torch.rand(64, 32)})
+    with pytest.raises(UnsupportedModel, match=r"converts model\.layers\.1\.mlp\.experts\.8\.down_proj"):
+        loader.load_model(Checkpoint.open(folder), load_format="safetensors")
+
+
+def test_conversions_that_compute_are_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a transposition of each expert, as some classes have."""
+    converter = WeightConverter(
+        ["mlp.experts.*.down_proj.weight"], ["mlp.experts.down_proj"], [Transpose(0, 1), MergeModulelist(0)]
+    )
+    monkeypatch.setattr(placing, "get_model_conversion_mapping", lambda _: [converter])
+    folder = tiny_models.save(tiny_models.MIXTURES["qwen3_moe"], tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"transformers converts model.*down_proj"):
+        loader.load_model(Checkpoint.open(folder), load_format="safetensors")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_runs_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """One by one where they are long; else several at a time, and each value once."""
+    numbers = torch.arange(5 * 7 * 6, dtype=torch.float32).view(5, 7, 6)
+    (tmp_path / "file").write_bytes(b"head" + numbers.numpy().tobytes())
+    monkeypatch.setattr(parallel_read, "SPAN_BYTES", 100)
+    read: list[int] = []
+    for shortest in (8, 13):
+        monkeypatch.setattr(parallel_read, "MIN_RUN_BYTES", shortest)
+        target = torch.full((5, 7, 2), float("nan"), dtype=dtype)
+        runs = Cut(2, 3, 5, (5, 7, 6)).runs()
+        spans = list(parallel_read.run_spans(tmp_path / "file", 4, torch.float32, target, runs))
+        assert len(spans) == {8: 35, 13: 9}[shortest]
+        parallel_read.read_spans(spans, read.append)
+        assert torch.equal(target, numbers[:, :, 3:5].to(dtype))
+    assert sum(read) == 2 * 5 * 7 * 2 * 4
 
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors"])

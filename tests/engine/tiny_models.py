@@ -11,8 +11,12 @@ from transformers import (
     Gemma2Config,
     Glm4MoeConfig,
     GptOssConfig,
+    GraniteMoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -56,8 +60,12 @@ MIXTURES = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": OlmoeConfig(**{**SHAPE, "head_dim": 8}, num_experts=8, num_experts_per_tok=3),
+    "granite_moe": GraniteMoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, logits_scaling=2.0),
+    "minimax_m2": MiniMaxM2Config(**SHAPE, num_local_experts=8, num_experts_per_tok=3, rotary_dim=8),
 }
-"""Whose checkpoints have a tensor for each expert, which only transformers puts together."""
+"""Whose checkpoints have other tensors than the model: mostly one for each expert."""
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> Path:

@@ -167,3 +167,11 @@ def test_defaults_that_depend_on_role_and_device():
 def test_running_ahead_is_for_gpus_unless_told(checkpoint):
     assert not build(settings(checkpoint)).engine.config.async_scheduling
     assert build(settings(checkpoint, async_scheduling=True)).engine.config.async_scheduling
+
+
+def test_experts_are_not_divided_on_a_node_of_one_rank() -> None:
+    with pytest.raises(
+        ValueError, match="--enable-expert-parallel: divides experts among ranks, and --tensor-parallel"
+    ):
+        NodeSettings(model="none", enable_expert_parallel=True)
+    assert NodeSettings(model="none", enable_expert_parallel=True, tensor_parallel_size=2).enable_expert_parallel

@@ -15,9 +15,10 @@ from engine.model.attention import IMPLEMENTATION
 from engine.model.errors import UnsupportedModel
 from engine.model.linear_method import Quantization, Unquantized, create_weights, process_weights_after_loading
 from engine.model.load.checkpoint import Checkpoint
+from engine.model.load.placing import NotDirect
 from engine.model.load.progress import Loaded, told
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
-from engine.model.load.weights import NotDirect, fill, match, num_bytes, stored_dtype, stored_weights
+from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.layers import connect
@@ -38,6 +39,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     quantization: str | None = None,
     group: RankGroup = ONE_RANK,
+    whole_experts: bool = False,
 ) -> PreTrainedModel:
     """The checkpoint's model class with paged attention, in eval mode, on the device.
 
@@ -46,7 +48,8 @@ def load_model(
     takes the files' tensors as they are, straight to the device; "auto" does so, too, but leaves a checkpoint that
     needs conversion to transformers; "dummy" makes random weights and needs no files but config.json. quantization:
     None, the checkpoint's own; else what to make of one that is not quantized. group: of several ranks each gets its
-    part of the model; all must call. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and
+    part of the model; all must call. whole_experts: each of several ranks gets some experts as a whole, instead of a
+    part of each. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and
     ValueError for a dtype that cannot be had.
     """
     device = torch.device(device)
@@ -54,7 +57,7 @@ def load_model(
         raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
     chosen = _on_cpu(dtype) if device.type == "cpu" else _DTYPES.get(dtype)
     try:
-        return _load(checkpoint, chosen, device, load_format, quantization, group)
+        return _load(checkpoint, chosen, device, load_format, quantization, group, whole_experts)
     except UnsupportedModel:
         raise
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -78,6 +81,7 @@ def _load(
     load_format: LoadFormat,
     requested: str | None = None,
     group: RankGroup = ONE_RANK,
+    whole_experts: bool = False,
 ) -> PreTrainedModel:
     """dtype: None for the checkpoint's own."""
     path = checkpoint.path
@@ -86,13 +90,13 @@ def _load(
         raise UnsupportedModel(f"{path}: weights that are stored quantized in this form cannot be divided among ranks")
     if load_format == "dummy":
         with told(str(path)):
-            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group)
+            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group, whole_experts)
     if problem := why_no_weights(path):
         raise UnsupportedModel(f"{path}: {problem}")
     try:
         if quantization is None:
             raise NotDirect("its weights are quantized in a way of their own")
-        return _load_directly(checkpoint, quantization, dtype, device, group)
+        return _load_directly(checkpoint, quantization, dtype, device, group, whole_experts)
     except NotDirect as reason:
         if load_format == "safetensors":
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
@@ -112,6 +116,7 @@ def _load_directly(
     dtype: torch.dtype | None,
     device: torch.device,
     group: RankGroup = ONE_RANK,
+    whole_experts: bool = False,
 ) -> PreTrainedModel:
     """Layer after layer, so that a weight is there as it is stored and as it is served for one layer at a time. Raises
     NotDirect."""
@@ -120,17 +125,17 @@ def _load_directly(
     unquantized = isinstance(quantization, Unquantized)
     stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
     dtype = dtype or config.dtype or stored_dtype(stored)
-    model, sharding = _skeleton(config, dtype, quantization, group)
+    model, sharding = _skeleton(config, dtype, quantization, group, whole_experts)
     if sharding is not None:
         sharding.follow(model, {name: tensor.shape for name, tensor in stored.items()})
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
-    matched = {id(target): (source, target) for source, target in match(model, stored, cut_of)}
-    loaded = Loaded(sum(num_bytes(source, target) for source, target in matched.values()))
+    matched = match(model, stored, cut_of)
+    loaded = Loaded(sum(source.num_bytes for sources in matched.values() for source in sources))
     with told(str(checkpoint.path), loaded):
         for part in [model] if unquantized else in_parts(model):
             own = part.state_dict(keep_vars=True).values()
             move_empty(part, device)
-            fill([matched.pop(id(tensor)) for tensor in own if id(tensor) in matched], loaded, cut_of)
+            fill([source for tensor in own for source in matched.pop(id(tensor), ())], loaded)
             process_weights_after_loading(model, quantization, dtype, part)
     if sharding is not None:
         connect(model, sharding, group)
@@ -141,13 +146,13 @@ def _load_directly(
 
 
 def _skeleton(
-    config: Any, dtype: torch.dtype, quantization: Quantization, group: RankGroup
+    config: Any, dtype: torch.dtype, quantization: Quantization, group: RankGroup, whole_experts: bool
 ) -> tuple[PreTrainedModel, Sharding | None]:
     """The model without weights, or this rank's part of it."""
     model = build_skeleton(config, dtype, IMPLEMENTATION)
-    sharding = shard(model, group.rank, group.size) if group.size > 1 else None
+    sharding = shard(model, group.rank, group.size, whole_experts=whole_experts) if group.size > 1 else None
     if sharding is not None:
-        quantization.divide(sharding.row_parallel, group)
+        quantization.divide(sharding.columns, group)
     create_weights(model, quantization)
     return model, sharding
 
@@ -158,10 +163,11 @@ def _load_dummy(
     dtype: torch.dtype | None,
     device: torch.device,
     group: RankGroup = ONE_RANK,
+    whole_experts: bool = False,
 ) -> PreTrainedModel:
     config = checkpoint.config
     dtype = dtype or config.dtype or torch.bfloat16
-    model, sharding = _skeleton(config, dtype, quantization, group)
+    model, sharding = _skeleton(config, dtype, quantization, group, whole_experts)
     move_empty(model, device)
     fill_with_dummies(model)
     process_weights_after_loading(model, quantization, dtype)

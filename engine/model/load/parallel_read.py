@@ -18,25 +18,43 @@ import torch
 from torch import Tensor
 
 from engine.model.errors import UnsupportedModel
+from engine.model.parallel.cut import Runs
 
 SPAN_BYTES = 8 << 20
+MIN_RUN_BYTES = 64 << 10
+"""Of runs that are read one by one: what lies between shorter ones is read in less time than a call takes."""
 _MAX_THREADS = 12
 _BUFFERS_PER_WORKER = 2
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Bytes of a file that hold values of `dtype`, for `target`: one dimension, the same number of values, any dtype or
-    device."""
+    """Bytes of a file that hold values of `dtype` for `target`, of any dtype or device: [num_values], which lie
+    together; with a pitch [num_runs, length], of which each run begins `pitch` values after the one before, and all
+    that lies between is read with them."""
 
     file: Path
     offset: int
     dtype: torch.dtype
     target: Tensor
+    pitch: int = 0
 
     @property
     def num_bytes(self) -> int:
+        """Of the target's values as they are stored."""
         return self.target.numel() * self.dtype.itemsize
+
+    @property
+    def num_read_bytes(self) -> int:
+        if not self.pitch:
+            return self.num_bytes
+        runs, length = self.target.shape
+        return ((runs - 1) * self.pitch + length) * self.dtype.itemsize
+
+    def values(self, read: Tensor) -> Tensor:
+        """The target's values among the bytes that were read; a view, of the target's shape."""
+        stored = read.view(self.dtype)
+        return stored if not self.pitch else stored.as_strided(self.target.shape, (self.pitch, 1))
 
 
 def cut_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> Iterator[FileSpan]:
@@ -45,6 +63,20 @@ def cut_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> It
     step = SPAN_BYTES // dtype.itemsize
     for start in range(0, flat.numel(), step):
         yield FileSpan(file, offset + start * dtype.itemsize, dtype, flat[start : start + step])
+
+
+def run_spans(file: Path, offset: int, dtype: torch.dtype, target: Tensor, runs: Runs) -> Iterator[FileSpan]:
+    """As `cut_spans`, for values that lie in runs of a tensor at `offset`. Short runs are read together with what lies
+    between them."""
+    size, (first, length, pitch, num_runs) = dtype.itemsize, runs
+    rows = target.view(-1)[: num_runs * length].view(num_runs, length)
+    if length * size >= MIN_RUN_BYTES or pitch * size > SPAN_BYTES // 2:
+        for run in range(num_runs):
+            yield from cut_spans(file, offset + (first + run * pitch) * size, dtype, rows[run])
+        return
+    step = SPAN_BYTES // (pitch * size)
+    for run in range(0, num_runs, step):
+        yield FileSpan(file, offset + (first + run * pitch) * size, dtype, rows[run : run + step], pitch)
 
 
 @torch.no_grad()
@@ -88,20 +120,20 @@ def _read_spans(
 
 
 class _HostReadWorker:
-    """Reads straight into the target, or through a buffer if the dtype differs."""
+    """Reads straight into the target, or through a buffer if the dtype differs or the values lie in runs."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
     def take(self, descriptor: int, span: FileSpan) -> None:
-        if span.dtype == span.target.dtype:
+        if span.dtype == span.target.dtype and not span.pitch:
             _read(descriptor, span, span.target.view(torch.uint8))
             return
         if self._buffer is None:
             self._buffer = torch.empty(SPAN_BYTES, dtype=torch.uint8)
-        values = self._buffer[: span.num_bytes]
-        _read(descriptor, span, values)
-        span.target.copy_(values.view(span.dtype))
+        read = self._buffer[: span.num_read_bytes]
+        _read(descriptor, span, read)
+        span.target.copy_(span.values(read))
 
     def finish(self) -> None:
         pass
@@ -123,10 +155,10 @@ class _CudaReadWorker:
         turn = self._next % _BUFFERS_PER_WORKER
         self._next += 1
         self._copied[turn].synchronize()  # returns at once if never recorded
-        values = self._buffers[turn][: span.num_bytes]
-        _read(descriptor, span, values)
+        read = self._buffers[turn][: span.num_read_bytes]
+        _read(descriptor, span, read)
         with torch.cuda.stream(self._stream):
-            stored = values.view(span.dtype)
+            stored = span.values(read)
             if span.dtype != span.target.dtype:  # cast on the device: copy_ between devices would cast on the host
                 stored = stored.to(self._device, non_blocking=True)
             span.target.copy_(stored, non_blocking=True)

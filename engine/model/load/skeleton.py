@@ -8,6 +8,7 @@ transformers does when it loads a checkpoint, on the CPU in fp32, so that they a
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from typing import Any
 
@@ -36,11 +37,24 @@ def build_skeleton(config: Any, dtype: torch.dtype, attention: str) -> PreTraine
     with _BUILDING, no_init_weights():
         model: Any = auto_class.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
     model.tie_weights()  # skipped together with the initializers
+    _keep_in_fp32(model, dtype)
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # transformers' initializers skip these
     model.initialize_weights()
     skeleton: PreTrainedModel = model.eval().requires_grad_(False)
     return skeleton
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What transformers keeps in fp32 in a model of either type of 16 bits: biases of the choice of experts
+    (GLM-4.5)."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None)
+    if not patterns or dtype not in (torch.float16, torch.bfloat16):
+        return
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if kept.search(name):
+            tensor.data = tensor.data.float()
 
 
 def move_empty(model: nn.Module, device: torch.device) -> None:

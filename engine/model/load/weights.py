@@ -1,4 +1,4 @@
-"""Reads a checkpoint's weights straight into an empty model, if their names and shapes are the model's own.
+"""Reads a checkpoint's weights straight into an empty model, if they need no more than to be put in their places.
 
 A checkpoint that needs conversion, or whose tensors are not exactly the model's, is left to transformers: `NotDirect`
 says why.
@@ -6,24 +6,21 @@ says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.load.parallel_read import FileSpan, cut_spans, read_spans
+from engine.model.load.parallel_read import FileSpan, cut_spans, read_spans, run_spans
+from engine.model.load.placing import NotDirect, Place, Placing
 from engine.model.load.progress import Loaded
 from engine.model.load.safetensors_index import DTYPES, StoredTensor
 from engine.model.parallel.cut import Cut
 
 _COMPARE_BYTES = 16 << 20
-
-
-class NotDirect(Exception):
-    """Loading this checkpoint takes more than copying its tensors."""
 
 
 def stored_weights(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
@@ -47,77 +44,105 @@ def stored_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
     return floating[0]
 
 
+class Source(NamedTuple):
+    """What fills `slices` of one of the model's tensors: a stored tensor, or the part `cut` of it."""
+
+    stored: StoredTensor
+    target: Tensor
+    cut: Cut | None = None
+    slices: tuple[int | slice, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """What is wanted of the stored tensor."""
+        if self.cut is None:
+            return self.stored.num_bytes
+        runs = self.cut.runs()
+        return runs.num_runs * runs.length * DTYPES[self.stored.dtype].itemsize
+
+
 def match(
     model: PreTrainedModel, stored: Mapping[str, StoredTensor], cut_of: Callable[[Tensor], Cut | None] = lambda _: None
-) -> list[tuple[StoredTensor, Tensor]]:
-    """Which stored tensor fills which of the model's, or of which a part does. Tied tensors are one, stored once, or
-    more often with equal bytes.
+) -> dict[int, list[Source]]:
+    """What fills each of the model's tensors, by their ids. Tied tensors are one, stored once, or more often with equal
+    bytes; experts may be stored one by one. cut_of: the part of a tensor that this model has.
 
-    Raises NotDirect unless the names and shapes are exactly the model's.
+    Raises NotDirect unless names, but for transformers' renamings, and shapes are exactly the model's.
     """
     if kept := _kept_in_fp32(model):
         raise NotDirect(f"the model keeps {', '.join(kept)} in fp32")
-    _refuse_converted(model, stored)
     own: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    if unexpected := sorted(stored.keys() - own.keys()):
+    placing = Placing(model)
+    places = {name: placing.of(name) for name in stored}
+    if unexpected := sorted(name for name, place in places.items() if place.name not in own):
         raise NotDirect(f"the model has no {unexpected[0]}")
-    sources: dict[int, StoredTensor] = {}
+    found: dict[int, dict[tuple[int | None, int], StoredTensor]] = {}
+    sources: dict[int, list[Source]] = {}
     for name, tensor in stored.items():
-        cut = cut_of(own[name])
-        shape = tuple(own[name].shape) if cut is None else cut.whole
-        if tensor.shape != shape:
-            raise NotDirect(f"{name} is {tensor.shape}, not {shape} as in the model")
-        first = sources.setdefault(id(own[name]), tensor)
-        if first is not tensor and not _same_bytes(first, tensor):
+        place, target = places[name], own[places[name].name]
+        cut = cut_of(target)
+        _require_fitting(tensor, place, tuple(target.shape) if cut is None else cut.whole)
+        first = found.setdefault(id(target), {}).setdefault((place.expert, place.part), tensor)
+        if first is tensor and place.is_in(cut):
+            source = Source(tensor, target, place.cut(cut), place.slices(cut, tuple(target.shape)))
+            sources.setdefault(id(target), []).append(source)
+        elif first is not tensor and not _same_bytes(first, tensor):
             raise NotDirect(f"{name} and {first.name} are tied, but differ")
-    if missing := [name for name, tensor in own.items() if id(tensor) not in sources]:
-        raise NotDirect(f"the checkpoint has no {missing[0]}")
-    targets = {id(tensor): tensor for tensor in own.values()}
-    return [(source, targets[key]) for key, source in sources.items()]
+    for name, target in own.items():
+        _require_all(name, target, cut_of(target), found.get(id(target), {}), places)
+    return sources
 
 
-def fill(
-    matched: list[tuple[StoredTensor, Tensor]],
-    loaded: Loaded,
-    cut_of: Callable[[Tensor], Cut | None] = lambda _: None,
+def _require_fitting(tensor: StoredTensor, place: Place, whole: tuple[int, ...]) -> None:
+    """Raises NotDirect. Experts in 8 bits have scales besides, which are not put together here."""
+    if place.expert is not None:
+        dtype = DTYPES[tensor.dtype]
+        if len(whole) != 3 or not dtype.is_floating_point or dtype.itemsize < 2 or place.expert >= whole[0]:
+            raise NotDirect(f"transformers converts {tensor.name}")
+    shape = place.stored_shape(whole)
+    if tensor.shape != shape:
+        raise NotDirect(f"{tensor.name} is {tensor.shape}, not {shape} as in the model")
+
+
+def _require_all(
+    name: str,
+    target: Tensor,
+    cut: Cut | None,
+    found: Mapping[tuple[int | None, int], StoredTensor],
+    places: Mapping[str, Place],
 ) -> None:
-    """Read the tensors into their targets, or of each the part that its target holds."""
-    read_spans([span for source, target in matched for span in _spans(source, target, cut_of(target))], loaded.add)
-
-
-def num_bytes(source: StoredTensor, target: Tensor) -> int:
-    """What is read of the stored tensor."""
-    return min(source.num_bytes, target.numel() * DTYPES[source.dtype].itemsize)
-
-
-def _spans(source: StoredTensor, target: Tensor, cut: Cut | None) -> Iterator[FileSpan]:
-    dtype = DTYPES[source.dtype]
-    assert target.is_contiguous(), source
-    if cut is None:
-        assert source.num_bytes == target.numel() * dtype.itemsize, source
-        yield from cut_spans(source.file, source.offset, dtype, target.data)
+    """Raises NotDirect for a tensor of the model of which something is not stored."""
+    if not found:
+        raise NotDirect(f"the checkpoint has no {name}")
+    if found.keys() == {(None, 0)}:
         return
-    flat, at = target.data.view(-1), 0
-    for first, length in cut.runs():
-        yield from cut_spans(source.file, source.offset + first * dtype.itemsize, dtype, flat[at : at + length])
-        at += length
-    flat[at:].zero_()
+    num_experts = target.shape[0] if cut is None else cut.whole[0]
+    num_parts = {places[tensor.name].num_parts for tensor in found.values()}
+    if {len(found)} != {num_experts * num for num in num_parts}:
+        raise NotDirect(f"the checkpoint has not all experts of {name}")
+
+
+def fill(sources: Iterable[Source], loaded: Loaded) -> None:
+    """Read the tensors, or their parts, into their targets, which may have got their memory since they were matched."""
+    read_spans([span for source in sources for span in _spans(source)], loaded.add)
+
+
+def _spans(source: Source) -> Iterator[FileSpan]:
+    stored, dtype = source.stored, DTYPES[source.stored.dtype]
+    target = source.target.data[source.slices]
+    assert target.is_contiguous(), source
+    if source.cut is None:
+        assert stored.num_bytes == target.numel() * dtype.itemsize, source
+        yield from cut_spans(stored.file, stored.offset, dtype, target)
+        return
+    runs = source.cut.runs()
+    yield from run_spans(stored.file, stored.offset, dtype, target, runs)
+    target.view(-1)[runs.num_runs * runs.length :].zero_()
 
 
 def _kept_in_fp32(model: PreTrainedModel) -> list[str]:
-    """Patterns of modules that transformers would not cast to the model's dtype."""
-    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    in_half = getattr(model, "_keep_in_fp32_modules", None) or ()
-    kept = {torch.float16: {*always, *in_half}, torch.bfloat16: set(always)}
-    return sorted(kept.get(model.dtype, ()))
-
-
-def _refuse_converted(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
-    """Some conversions keep a tensor's name and change its values, so equal names are not enough."""
-    transforms = get_model_conversion_mapping(model)
-    for name in stored:
-        if any(transform.rename_source_key(name)[1] is not None for transform in transforms):
-            raise NotDirect(f"transformers converts {name}")
+    """Patterns of modules that transformers would not cast to fp16."""
+    return sorted(getattr(model, "_keep_in_fp32_modules", None) or ()) if model.dtype == torch.float16 else []
 
 
 def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
+class Runs(NamedTuple):
+    """Elements that lie in equal runs at equal distances: `num_runs` of `length`, each beginning `pitch` elements after
+    the one before, the first at `first`."""
+
+    first: int
+    length: int
+    pitch: int
+    num_runs: int
+
+
 class Cut(NamedTuple):
-    """Indices [first, end) of dimension `dim`, 0 or 1, of a tensor of the shape `whole`. What is beyond the tensor is
-    zero."""
+    """Indices [first, end) of dimension `dim` of a tensor of the shape `whole`; if the dimension consists of several
+    equal `sections` (gate and up in one tensor), these indices of each. What is beyond dimension 0 is zero."""
 
     dim: int
     first: int
     end: int
     whole: tuple[int, ...]
-
-    def runs(self) -> list[tuple[int, int]]:
-        """Where its elements are in the whole, in their order: (first element, number of elements) each."""
-        num_rows, columns = self.whole[0], self._row_elements
-        if self.dim == 0:
-            first, end = min(self.first, num_rows), min(self.end, num_rows)
-            return [(first * columns, (end - first) * columns)] if end > first else []
-        return [(row * columns + self.first, self.end - self.first) for row in range(num_rows)]
+    sections: int = 1
 
     @property
-    def _row_elements(self) -> int:
-        product = 1
-        for length in self.whole[1:]:
-            product *= length
-        return product
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        part = (self.end - self.first) * self.sections
+        return (*self.whole[: self.dim], part, *self.whole[self.dim + 1 :])
+
+    def runs(self) -> Runs:
+        """Where its elements are in the whole, in their order."""
+        section = self.whole[self.dim] // self.sections
+        inner = math.prod(self.whole[self.dim + 1 :])
+        first, end = (min(index, section) for index in (self.first, self.end))
+        num_runs = math.prod(self.whole[: self.dim]) * self.sections if end > first else 0
+        return Runs(first * inner, (end - first) * inner, section * inner, num_runs)

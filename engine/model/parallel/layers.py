@@ -10,18 +10,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model.linear_method import LinearMethod, Product, attach, method_of
+from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
-from engine.model.parallel.sharding import Sharding
+from engine.model.parallel.sharding import Sharding, WideNorm
 from engine.model.tolerance import Tolerance
 
 
 @torch.no_grad()
 def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> None:
     """Have the layers of a model with its weights, each with its linear method, work with the other ranks' parts."""
+    parts = _blocks(model, sharding)
+    within = {module: block for block in parts for module in model.get_submodule(block).modules()}
     for module in sharding.row_parallel:
         if module.bias is not None and group.rank:
             module.bias.zero_()  # the sum has it once
-        attach(module, RowParallelLinear(_method(module), group))
+        if module in within:
+            parts[within[module]].append(module)
+        else:
+            attach(module, RowParallelLinear(_method(module), group))
+    for experts in sharding.experts.values():
+        connect_experts(experts, group, whole=sharding.whole_experts)
+    for block, summed in parts.items():
+        sum_block(block, model.get_submodule(block), summed, _few_tokens(model), group)
+    for norm in sharding.wide_norms:
+        setattr(norm.attention, norm.name, NormOverRanks(norm, group))
     head: Any = model.get_output_embeddings()
     vocab_size = model.config.get_text_config().vocab_size
     attach(head, VocabParallelHead(_method(head), group, vocab_size))
@@ -82,6 +94,35 @@ class VocabParallelHead(_Collective):
 
     def _join(self, own: Tensor) -> Tensor:
         return self._group.all_gather(own)[..., : self.out_features]
+
+
+class NormOverRanks(nn.Module):
+    """A norm over the heads of all ranks, of which each gets its own. x: the rank's."""
+
+    def __init__(self, wide: WideNorm, group: RankGroup) -> None:
+        super().__init__()
+        self.norm: Any = getattr(wide.attention, wide.name)
+        self._first, self._end, self._group = wide.first, wide.end, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = self._group.all_gather(x).view(*x.shape[:-1], self._group.size, -1)
+        copies = ranks.shape[-2] * ranks.shape[-1] // self.norm.weight.shape[0]  # ranks that have the same KV heads
+        normed: Tensor = self.norm(ranks[..., ::copies, :].flatten(-2))
+        return normed[..., self._first : self._end]
+
+
+def _blocks(model: PreTrainedModel, sharding: Sharding) -> dict[str, list[nn.Module]]:
+    """The names of the modules that divided experts are in, with these."""
+    found: dict[str, list[nn.Module]] = {}
+    for name, experts in sharding.experts.items():
+        found.setdefault(name.rpartition(".")[0], []).append(experts)
+    return found
+
+
+def _few_tokens(model: PreTrainedModel) -> Tensor:
+    hidden_size = model.config.get_text_config().hidden_size
+    x = torch.randn(1, 3, hidden_size, generator=torch.Generator().manual_seed(0))
+    return x.to(model.device, model.dtype)
 
 
 def _method(module: nn.Module) -> LinearMethod:

@@ -2,19 +2,19 @@
 
     q, k, v, gate, up    some of the outputs (whole heads); a KV head is on several ranks if there are fewer than ranks
     o, down              some of the inputs: each rank's product is a part of the sum
+    experts              a part of each, or some of them (`engine.model.parallel.experts`)
     embedding, head      some of the vocabulary
     the rest             whole, on every rank
 
-Plans: `base_model_tp_plan` in transformers' configurations; the head and the embedding are always divided. The sums and
-gathers are in `engine.model.parallel.layers`.
+Plans: `engine.model.parallel.plan`; the head, the embedding and experts are always divided. The sums and gathers are in
+`engine.model.parallel.layers`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,47 @@ from transformers import PreTrainedModel
 
 from baton.layout import KvSlice
 from engine.model.errors import UnsupportedModel
+from engine.model.experts import expert_modules, is_transposed
 from engine.model.parallel.cut import Cut
+from engine.model.parallel.experts import FLAG, expert_cuts
+from engine.model.parallel.plan import HEADS, WHOLE, styles
 
-_WHOLE = ("replicated_with_grad_allreduce",)
 _KV = ("k_proj", "v_proj")
+_NORMED = {"q_proj": "q_norm", "k_proj": "k_norm"}
+_OVER_HEADS = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
+"""Of attention that norms q and k over all heads: what its layers are beside the norms."""
+_WIDE_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", *_NORMED.values()}
+"""All the modules that such attention has."""
+
+
+class WideNorm(NamedTuple):
+    """A norm over all heads, of which the rank has elements [first, end): an attribute of an attention module."""
+
+    attention: nn.Module
+    name: str
+    first: int
+    end: int
 
 
 @dataclass(slots=True)
 class Sharding:
-    """One rank's part. cuts: by the id of each parameter that is a part of a stored tensor. row_parallel: modules whose
-    results are parts of a sum."""
+    """One rank's part. whole_experts: of experts, too. cuts: by the id of each parameter that is a part of a stored
+    tensor. row_parallel: modules whose results are parts of a sum. experts: modules by name, which are divided."""
 
     rank: int
     size: int
     kv: KvSlice
+    whole_experts: bool = False
     cuts: dict[int, Cut] = field(default_factory=dict)
     row_parallel: list[nn.Linear] = field(default_factory=list)
-    _weights: dict[nn.Module, nn.Parameter] = field(default_factory=dict)
+    wide_norms: list[WideNorm] = field(default_factory=list)
+    experts: dict[str, nn.Module] = field(default_factory=dict)
+    _parts: dict[tuple[nn.Module, str], nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> list[nn.Module]:
+        """The modules that have some of the columns of a weight."""
+        return [*self.row_parallel, *(() if self.whole_experts else self.experts.values())]
 
     def cut_of(self, parameter: Tensor) -> Cut | None:
         return self.cuts.get(id(parameter))
@@ -47,29 +71,30 @@ class Sharding:
         """The module's parameter of that name is this part of the stored one."""
         setattr(module, name, parameter)
         self.cuts[id(parameter)] = cut
-        if name == "weight":
-            self._weights[module] = parameter  # kept, so that no other object gets its id
+        self._parts[module, name] = parameter  # kept, so that no other object gets its id
 
     def follow(self, model: nn.Module, stored: Mapping[str, tuple[int, ...]]) -> None:
-        """Once quantized layers have other parameters than `weight`: cut these as it was. stored: the shapes of the
-        files' tensors. Raises UnsupportedModel for one that cannot be cut at the same place."""
-        for name, module in model.named_modules():
-            former = self._weights.pop(module, None)
-            if former is None or module._parameters.get("weight") is former:
+        """Once quantized layers and experts have other parameters in place of a weight, with names that begin with its
+        name: cut these as it was. stored: the shapes of the files' tensors. Raises UnsupportedModel for one that cannot
+        be cut at the same place."""
+        names = {module: name for name, module in model.named_modules()}
+        for (module, weight), former in self._parts.items():
+            if module._parameters.get(weight) is former:
                 continue
             cut = self.cuts.pop(id(former))
-            for own, parameter in module.named_parameters(prefix=name, recurse=False):
-                shape = stored.get(own, tuple(parameter.shape))
-                if id(parameter) not in self.cuts and shape != tuple(parameter.shape):
-                    self.cuts[id(parameter)] = _in_proportion(own, cut, shape, tuple(parameter.shape))
+            for name, parameter in module.named_parameters(recurse=False):
+                own, part = f"{names[module]}.{name}", tuple(parameter.shape)
+                shape = stored.get(own, part)
+                if name.startswith(weight) and id(parameter) not in self.cuts and shape != part:
+                    self.cuts[id(parameter)] = _in_proportion(own, cut, _by_rows(module, cut), shape, part)
 
 
-def shard(model: PreTrainedModel, rank: int, size: int) -> Sharding:
-    """Shrink the parameters of a model without weights to the rank's part. Raises UnsupportedModel, by name, for a
-    model that cannot be divided so."""
+def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool = False) -> Sharding:
+    """Shrink the parameters of a model without weights to the rank's part. whole_experts: `--enable-expert-parallel`.
+    Raises UnsupportedModel, by name, for a model that cannot be divided so."""
     config = model.config.get_text_config()
-    sharding = Sharding(rank, size, kv_slice(config, rank, size))
-    styles = _styles(model)
+    sharding = Sharding(rank, size, kv_slice(config, rank, size), whole_experts)
+    style_of = styles(model)
     embedding, head = _vocabulary(model)
     if head.weight is embedding.weight:
         head.weight = _cut_vocabulary(sharding, embedding, config.vocab_size)
@@ -77,11 +102,32 @@ def shard(model: PreTrainedModel, rank: int, size: int) -> Sharding:
     else:
         _cut_vocabulary(sharding, embedding, config.vocab_size)
         _cut_vocabulary(sharding, head, config.vocab_size)
+    _cut_experts(sharding, model)
+    done = {embedding, head, *sharding.experts.values()}
+    num_attentions = 0
     for name, module in list(model.named_modules()):
-        style = styles(name)
-        if module not in (embedding, head) and style is not None and style not in _WHOLE:
-            _cut_linear(sharding, config, name, module, style)
+        style = style_of(name)
+        if module not in done and style is not None and style not in WHOLE:
+            _cut_linear(sharding, config, name, module, style, model.get_submodule(name.rpartition(".")[0]))
+            num_attentions += name.endswith(_KV[0])
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+            if style_of(own) == HEADS:
+                first, end = _exactly(len(parameter), rank, size, own)
+                _shrink(sharding, module, own.rpartition(".")[2], Cut(0, first, end, tuple(parameter.shape)))
+    if num_attentions != config.num_hidden_layers:
+        raise UnsupportedModel(f"{config.model_type} has no tensor-parallel plan for its attention")
     return sharding
+
+
+def _cut_experts(sharding: Sharding, model: PreTrainedModel) -> None:
+    sharding.experts = dict(expert_modules(model))
+    if sharding.whole_experts and not sharding.experts:
+        model_type = model.config.get_text_config().model_type
+        raise UnsupportedModel(f"{FLAG}: {model_type} is no mixture of experts, or none whose experts are known")
+    for name, module in sharding.experts.items():
+        cuts = expert_cuts(name, module, sharding.rank, sharding.size, whole=sharding.whole_experts)
+        for parameter, cut in cuts.items():
+            _shrink(sharding, module, parameter, cut)
 
 
 def kv_slice(config: Any, rank: int, size: int) -> KvSlice:
@@ -97,19 +143,6 @@ def kv_slice(config: Any, rank: int, size: int) -> KvSlice:
     return KvSlice(0, config.num_hidden_layers, first, first + num)
 
 
-def _styles(model: PreTrainedModel) -> Callable[[str], str | None]:
-    """The plan's style for a module's name."""
-    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
-    if not any(style in ("colwise", "rowwise") for style in plan.values()):
-        raise UnsupportedModel(f"{type(model).__name__} has no tensor-parallel plan")
-    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
-
-    def style_of(name: str) -> str | None:
-        return next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
-
-    return style_of
-
-
 def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     """What turns tokens into hidden states, and these into logits."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -118,7 +151,11 @@ def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     return embedding, head
 
 
-def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, style: str) -> None:
+def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, style: str, parent: nn.Module) -> None:
+    part = name.rpartition(".")[2]
+    over_heads = style in _OVER_HEADS and {own for own, _ in parent.named_children()} == _WIDE_ATTENTION
+    if over_heads:
+        style = _OVER_HEADS[style]
     if type(module) is not nn.Linear or style not in ("colwise", "rowwise"):
         raise UnsupportedModel(f"{config.model_type}: {name} has the tensor-parallel style {style}, which is not known")
     rank, size = sharding.rank, sharding.size
@@ -128,7 +165,7 @@ def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, s
         module.in_features = end - first
         sharding.row_parallel.append(module)
         return
-    if name.rpartition(".")[2] in _KV:
+    if part in _KV:
         head_dim = module.out_features // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         first, end = sharding.kv.head_start * head_dim, sharding.kv.head_end * head_dim
     else:
@@ -136,7 +173,16 @@ def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, s
     for parameter in ("weight", "bias"):
         if getattr(module, parameter) is not None:
             _shrink(sharding, module, parameter, Cut(0, first, end, tuple(getattr(module, parameter).shape)))
+    if over_heads and part in _NORMED:
+        _require_wide(name, getattr(parent, _NORMED[part]), module.out_features)
+        sharding.wide_norms.append(WideNorm(parent, _NORMED[part], first, end))
     module.out_features = end - first
+
+
+def _require_wide(name: str, norm: nn.Module, width: int) -> None:
+    shapes = [tuple(parameter.shape) for parameter in norm.parameters()]
+    if shapes != [(width,)]:
+        raise UnsupportedModel(f"{name}: a norm of {shapes} after its {width} features cannot be divided among ranks")
 
 
 def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_size: int) -> nn.Parameter:
@@ -151,23 +197,32 @@ def _cut_vocabulary(sharding: Sharding, module: nn.Embedding | nn.Linear, vocab_
 
 def _shrink(sharding: Sharding, module: nn.Module, name: str, cut: Cut) -> nn.Parameter:
     whole = getattr(module, name)
-    shape = list(whole.shape)
-    shape[cut.dim] = cut.end - cut.first
-    parameter = nn.Parameter(torch.empty(shape, dtype=whole.dtype), requires_grad=False)
+    parameter = nn.Parameter(torch.empty(cut.shape, dtype=whole.dtype), requires_grad=False)
     parameter._is_hf_initialized = True  # type: ignore[attr-defined] # transformers' initializers skip it
     sharding.add(module, name, parameter, cut)
     return parameter
 
 
-def _in_proportion(name: str, cut: Cut, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
-    """The part, of such a shape, of a tensor of which each entry along the cut stands for equally many of the weight's
-    rows or columns."""
-    per_entry, rest = divmod(cut.whole[cut.dim], whole[cut.dim] if len(whole) > cut.dim else 1)
-    first, end = cut.first // per_entry, cut.end // per_entry
-    fits = not rest and not cut.first % per_entry and not cut.end % per_entry
-    if not fits or part != (*whole[: cut.dim], end - first, *whole[cut.dim + 1 :]):
+def _by_rows(module: nn.Module, cut: Cut) -> int:
+    """The dimension of the cut in what replaces a weight: that has outputs as rows, as experts need not have."""
+    return 3 - cut.dim if is_transposed(module) and cut.dim else cut.dim
+
+
+def _in_proportion(name: str, cut: Cut, dim: int, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
+    """The part, of such a shape, of a tensor of which each entry along `dim` stands for equally many of the weight's
+    along its cut."""
+    per_entry, rest = divmod(cut.whole[cut.dim], whole[dim] if len(whole) > dim else 1)
+    found = Cut(dim, cut.first // max(1, per_entry), cut.end // max(1, per_entry), whole, cut.sections)
+    if (
+        rest
+        or not per_entry
+        or cut.first % per_entry
+        or cut.end % per_entry
+        or len(whole) <= dim
+        or part != found.shape
+    ):
         raise UnsupportedModel(f"{name} is {whole}, of which {cut.first} to {cut.end} of {cut.whole} cannot be taken")
-    return Cut(cut.dim, first, end, whole)
+    return found
 
 
 def _even(number: int, rank: int, size: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from engine.model.errors import UnsupportedModel
 from engine.model.experts import NAMES, expert_shape, keep_four_bits, store_values
 from engine.model.linear_method import Quantization
 from engine.model.load.safetensors_index import StoredTensor
+from engine.model.parallel.experts import FLAG
+from engine.model.parallel.group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,16 @@ class Mxfp4(Quantization):
                 raise UnsupportedModel(f"MXFP4 with {name} {stated[name]}: only {size} can be run")
         self._stored = stored
         self._unquantized = list(stated.get("modules_to_not_convert") or ())
+        self._columns: frozenset[nn.Module] = frozenset()
+        self._num_ranks = 1
+
+    @property
+    def can_divide(self) -> bool:
+        """Where blocks end at the ends of the ranks' parts."""
+        return True
+
+    def divide(self, columns: Sequence[nn.Module], group: RankGroup) -> None:
+        self._columns, self._num_ranks = frozenset(columns), group.size
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: linear layers are not quantized."""
@@ -43,7 +55,8 @@ class Mxfp4(Quantization):
         for weight in NAMES:
             num_experts, rows, columns = expert_shape(module, weight)
             if columns % GROUP:
-                raise UnsupportedModel(f"{name}.{weight}: blocks of {GROUP} do not divide its {columns} columns")
+                hint = f" on each rank ({FLAG} divides whole experts)" if module in self._columns else ""
+                raise UnsupportedModel(f"{name}.{weight}: blocks of {GROUP} do not divide its {columns} columns{hint}")
             scales = torch.empty(num_experts, rows, columns // GROUP, dtype=torch.uint8)
             blocks = torch.empty(*scales.shape, GROUP // 2, dtype=torch.uint8)
             delattr(module, weight)
@@ -75,7 +88,11 @@ class Mxfp4(Quantization):
         return name not in self._unquantized
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises UnsupportedModel for files that have other blocks than the format's."""
+        """Raises UnsupportedModel for files that have other blocks than the format's. tensor: what this rank has of
+        them."""
         found = self._stored.get(name)
-        if found is not None and (found.dtype, found.shape) != ("U8", tuple(tensor.shape)):
+        if found is None:
+            return
+        fits = found.shape == tuple(tensor.shape) if self._num_ranks == 1 else found.shape[3:] == tensor.shape[3:]
+        if not fits or found.dtype != "U8":
             raise UnsupportedModel(f"{name} is {found.dtype} {found.shape}, in MXFP4 U8 {tuple(tensor.shape)}")

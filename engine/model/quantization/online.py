@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from baton_kernels.quantized_linear import QuantizedWeight
-from baton_kernels.quantized_linear.reference import quantize_rows
 from engine.model.experts import quantize_fp8
 from engine.model.linear_method import LinearMethod, Quantization
 from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.parallel.scales import quantize_columns
 from engine.model.quantization.linear import install, stays_quantized
 
 log = logging.getLogger(__name__)
@@ -30,16 +30,15 @@ class _Online(Quantization):
     values: torch.dtype
 
     def __init__(self) -> None:
-        self._row_parallel: frozenset[nn.Linear] = frozenset()
+        self._columns: frozenset[nn.Module] = frozenset()
         self._group: RankGroup = ONE_RANK
 
     @property
     def can_divide(self) -> bool:
         return True
 
-    def divide(self, row_parallel: Sequence[nn.Linear], group: RankGroup) -> None:
-        """The scale of a row is that of all its columns."""
-        self._row_parallel, self._group = frozenset(row_parallel), group
+    def divide(self, columns: Sequence[nn.Module], group: RankGroup) -> None:
+        self._columns, self._group = frozenset(columns), group
 
     def create_weights(self, name: str, module: nn.Linear) -> None:
         """Nothing to do: the files have what nn.Linear has."""
@@ -47,17 +46,10 @@ class _Online(Quantization):
     def process_weights_after_loading(self, name: str, module: nn.Linear, dtype: torch.dtype) -> LinearMethod:
         if self._leaves(name.rpartition(".")[2], module, dtype):
             return super().process_weights_after_loading(name, module, dtype)
-        quantize = self._quantize_part if module in self._row_parallel else quantize_rows
-        parts = [quantize(rows, self.values) for rows in torch.split(module.weight.detach(), _ROWS)]
+        others = self._group if module in self._columns else ONE_RANK
+        parts = [quantize_columns(rows, self.values, others) for rows in torch.split(module.weight.detach(), _ROWS)]
         values, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return install(module, QuantizedWeight(values, scale), dtype)
-
-    def _quantize_part(self, rows: Tensor, values: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of rows whose other columns are on other ranks; all of them must call."""
-        largest = rows.float().abs().amax(1, keepdim=True)
-        largest = self._group.all_gather(largest).amax(1, keepdim=True)
-        quantized, scale = quantize_rows(torch.cat([rows.float(), largest], 1), values)
-        return quantized[:, :-1].contiguous(), scale
 
     def _leaves(self, part: str, module: nn.Linear, dtype: torch.dtype) -> bool:
         """Whether the module stays as it is. part: the last part of its name."""
@@ -71,7 +63,7 @@ class OnlineFp8(_Online):
 
     def process_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> bool:
         """With a scale per output feature of each expert."""
-        quantized = quantize_fp8(module)
+        quantized = quantize_fp8(module, self._group if module in self._columns else ONE_RANK)
         if not quantized:
             log.warning("not quantized: %s", name)
         return quantized

@@ -278,6 +278,12 @@ class NodeMetrics:
         self._slots.labels(*self._values, "free").set_function(count_free)
         self._slots.labels(*self._values, "in_use").set_function(lambda: total - count_free())
 
+    def watch_experts(self, imbalance: Callable[[], float]) -> None:
+        """Of a mixture of experts; called as in `watch_slots`."""
+        text = "Tokens of a layer's most chosen expert over the mean of its experts, since the page was last read."
+        found = Gauge("baton:expert_imbalance", text, ["model_name"], registry=self._registry)
+        found.labels(*self._values).set_function(imbalance)
+
     def _time_tokens(self, attempt_id: AttemptId, sample: int) -> None:
         now = self._clock()
         if received := self._received.pop(attempt_id, None):

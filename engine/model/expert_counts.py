@@ -1,0 +1,55 @@
+"""How evenly tokens choose experts, counted where it costs next to nothing: on a CPU. On a GPU it would be one more
+kernel in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from engine.model.experts import NAMES, argument_names, expert_modules, expert_shape
+
+
+class ExpertCounts:
+    """tokens: [num_layers, num_experts] int64, how many chose each expert since the start, as the router chose: of the
+    experts of all ranks. The thread that computes counts; any one other may read."""
+
+    def __init__(self, modules: list[nn.Module], num_parts: int) -> None:
+        """num_parts: ranks among which whole experts are divided, so that each module has as many less."""
+        most = max(expert_shape(module, NAMES[0])[0] for module in modules) * num_parts
+        self.tokens = np.zeros((len(modules), most), np.int64)
+        self._read = self.tokens.copy()
+        self._last = 0.0
+        for layer, module in zip(self.tokens, modules, strict=True):
+            module.register_forward_pre_hook(_count(module, layer), with_kwargs=True, prepend=True)
+
+    @classmethod
+    def of(cls, model: nn.Module, num_parts: int) -> ExpertCounts | None:
+        """Of the model as it is served, from now on; None: it has no experts, or is on a GPU."""
+        modules = [module for _, module in expert_modules(model)]
+        if not modules or any(parameter.is_cuda for parameter in modules[0].parameters()):
+            return None
+        return cls(modules, num_parts)
+
+    def imbalance(self) -> float:
+        """Of the tokens since the last call: those of a layer's most chosen expert over the mean of its experts; the
+        mean of all layers. Without any, what it said before; 0 at first."""
+        now = self.tokens.copy()
+        new = now - self._read
+        chosen = new[new.any(axis=1)]
+        if len(chosen):
+            self._read, self._last = now, float((chosen.max(axis=1) / chosen.mean(axis=1)).mean())
+        return self._last
+
+
+def _count(module: nn.Module, into: npt.NDArray[np.int64]) -> Callable[..., None]:
+    names = argument_names(module)
+
+    def count(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = given[1] if len(given) > 1 else named[names[1]]
+        into[:] += np.bincount(ids.flatten().numpy(), minlength=len(into))
+
+    return count

@@ -1,0 +1,133 @@
+"""Routed experts divided among ranks: each rank has a part of every expert, or some experts as a whole.
+
+    a part of every expert       rows of gate and up, columns of down: a rank's results are parts of a sum
+    whole experts (`whole`)      a rank computes the tokens that chose its own; other choices add nothing
+
+The router is on every rank. The block of a layer's router, experts and shared experts is summed once, at its end. After
+vLLM's `--enable-expert-parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.errors import UnsupportedModel
+from engine.model.experts import NAMES, argument_names, attach, is_transposed, weights_of, why_not
+from engine.model.parallel.cut import Cut
+from engine.model.parallel.group import RankGroup
+from engine.model.tolerance import Tolerance, close, rounding
+
+FLAG = "--enable-expert-parallel"
+_UNDIVIDED = "its experts cannot be divided among ranks"
+_ROUNDINGS = 4
+_BIASES = tuple(f"{name}_bias" for name in NAMES)
+
+
+def expert_cuts(name: str, module: nn.Module, rank: int, size: int, *, whole: bool) -> dict[str, Cut]:
+    """What a rank has of the module's parameters, by their names; others are whole. name: of the module. Raises
+    UnsupportedModel."""
+    reason, of = why_not(module), weights_of(module)
+    shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)}
+    if reason is None and (unknown := sorted(shapes.keys() - {*NAMES, *_BIASES})):
+        reason = f"they have {unknown[0]}"
+    if reason is not None or of is None:
+        raise UnsupportedModel(f"{name}: these experts cannot be divided among ranks: {reason}")
+    if whole:
+        first, end = _equal_part(of.num_experts, rank, size, f"{FLAG}: {name}", "experts")
+        return {own: Cut(0, first, end, shape) for own, shape in shapes.items()}
+    hint = f"features of each expert ({FLAG} divides whole experts)"
+    first, end = _equal_part(of.intermediate_size, rank, size, name, hint)
+    rows, columns = (2, 1) if is_transposed(module) else (1, 2)
+    gate_up = (2 * first, 2 * end) if of.interleaved else (first, end)
+    cuts = {
+        own: Cut(dim, *gate_up, shapes[own], 1 if of.interleaved else 2)
+        for own, dim in ((NAMES[0], rows), (_BIASES[0], 1))
+        if own in shapes
+    }
+    return cuts | {NAMES[1]: Cut(columns, first, end, shapes[NAMES[1]])}
+
+
+def _equal_part(number: int, rank: int, size: int, name: str, what: str) -> tuple[int, int]:
+    part, rest = divmod(number, size)
+    if rest:
+        raise UnsupportedModel(f"{name}: {number} {what} cannot be divided among {size} ranks")
+    return rank * part, (rank + 1) * part
+
+
+def connect_experts(module: nn.Module, group: RankGroup, *, whole: bool) -> None:
+    """Have experts with their weights compute what the rank has of them."""
+    of = weights_of(module)
+    assert of is not None
+    attach(module, of)
+    if whole:
+        module.num_experts = of.num_experts  # type: ignore[assignment] # as transformers' forward reads it
+        module.register_forward_pre_hook(_own_choices(module, group.rank, of.num_experts), with_kwargs=True)
+    elif of.down_bias is not None and group.rank:
+        of.down_bias.zero_()  # the sum has it once
+
+
+def _own_choices(
+    module: nn.Module, rank: int, num_experts: int
+) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Numbers the rank's own experts from 0, and turns choices of others into choices of none."""
+    names = argument_names(module)
+
+    def own(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, ids, weights = (*given, *(named[name] for name in names[len(given) :]))
+        ids = ids - rank * num_experts
+        return (x, ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts), weights), {}
+
+    return own
+
+
+def sum_block(name: str, block: nn.Module, parts: Sequence[nn.Module], x: Tensor, group: RankGroup) -> None:
+    """Let the block, in which the results of `parts` are parts of sums, return its whole result, by one sum at its end.
+    x: [1, num_tokens, hidden_size], to compare. Raises UnsupportedModel for a block that does more with the results
+    than to add them up."""
+    inner: Callable[..., Any] = block.forward
+
+    def forward(*given: Any, **named: Any) -> Any:
+        result = inner(*given, **named)
+        if isinstance(result, tuple):
+            return group.all_reduce(result[0]), *result[1:]
+        return group.all_reduce(result)
+
+    try:
+        same = close(_first(forward(x)), _each_summed(inner, x, parts, group), _sums_rounded(x.dtype))
+    except TypeError as error:
+        raise UnsupportedModel(f"{name}: {_UNDIVIDED}: it takes more than hidden states: {error}") from error
+    if not same:
+        raise UnsupportedModel(f"{name}: {_UNDIVIDED}: it does not just add them up")
+    block.forward = forward
+
+
+def _sums_rounded(dtype: torch.dtype) -> Tolerance:
+    """Of sums over ranks that are rounded in another order."""
+    product = rounding(dtype)
+    return replace(product, product=_ROUNDINGS * product.product)
+
+
+def _each_summed(inner: Callable[..., Any], x: Tensor, parts: Sequence[nn.Module], group: RankGroup) -> Tensor:
+    """The block's result with a sum after each part."""
+    own = [part.forward for part in parts]
+
+    def summed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *given, **named: group.all_reduce(forward(*given, **named))
+
+    for part, forward in zip(parts, own, strict=True):
+        part.forward = summed(forward)
+    try:
+        return _first(inner(x))
+    finally:
+        for part, forward in zip(parts, own, strict=True):
+            part.forward = forward
+
+
+def _first(result: Any) -> Tensor:
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found

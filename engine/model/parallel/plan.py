@@ -1,0 +1,44 @@
+"""What becomes of each module of a divided model, by name: transformers' tensor-parallel plan, and ours where it has
+none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from transformers import PreTrainedModel
+
+from engine.model.errors import UnsupportedModel
+
+WHOLE = ("replicated_with_grad_allreduce",)
+HEADS = "heads"
+"""Of a parameter with an entry for each attention head; ours."""
+_ATTENTION = {
+    **{f"model.layers.*.self_attn.{part}_proj": "colwise" for part in "qkv"},
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+_SHARED_EXPERT = {
+    **{f"model.layers.*.mlp.shared_expert.{part}_proj": "colwise" for part in ("gate", "up")},
+    "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+_OWN: Mapping[str, Mapping[str, str]] = {
+    "gpt_oss": {**_ATTENTION, "model.layers.*.self_attn.sinks": HEADS},
+    "granitemoe": _ATTENTION,
+    "qwen2_moe": _SHARED_EXPERT,
+}
+"""By `model_type`: what transformers' plans leave out."""
+
+
+def styles(model: PreTrainedModel) -> Callable[[str], str | None]:
+    """The style for the name of a module or parameter; None: it is whole on every rank. Raises UnsupportedModel for a
+    model without a plan."""
+    stated: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    plan = {**stated, **_OWN.get(model.config.get_text_config().model_type, {})}
+    if not any(style in ("colwise", "rowwise") for style in plan.values()):
+        raise UnsupportedModel(f"{type(model).__name__} has no tensor-parallel plan")
+    patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
+
+    def style_of(name: str) -> str | None:
+        return next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+
+    return style_of
