@@ -22,6 +22,7 @@ from engine.model.memory import GIB
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.layers import connect
 from engine.model.parallel.sharding import Sharding, shard
+from engine.model.parallel.stages import WHOLE, Stage, StageWeights, keep_stage
 from engine.model.quantization import choose_quantization
 from engine.model.quantization.stored import is_unused
 
@@ -38,6 +39,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     quantization: str | None = None,
     group: RankGroup = ONE_RANK,
+    stage: Stage = WHOLE,
 ) -> PreTrainedModel:
     """The checkpoint's model class with paged attention, in eval mode, on the device.
 
@@ -45,16 +47,16 @@ def load_model(
     the two best logits do not occur), "float32", "float16" (not on a CPU) or "bfloat16". load_format: "safetensors"
     takes the files' tensors as they are, straight to the device; "auto" does so, too, but leaves a checkpoint that
     needs conversion to transformers; "dummy" makes random weights and needs no files but config.json. quantization:
-    None, the checkpoint's own; else what to make of one that is not quantized. group: of several ranks each gets its
-    part of the model; all must call. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and
-    ValueError for a dtype that cannot be had.
+    None, the checkpoint's own; else what to make of one that is not quantized. stage: of several stages each gets its
+    layers; group: of a stage's ranks each gets its part of these; all must call. Code that comes with a checkpoint is
+    never run. Raises UnsupportedModel, and ValueError for a dtype that cannot be had.
     """
     device = torch.device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
     chosen = _on_cpu(dtype) if device.type == "cpu" else _DTYPES.get(dtype)
     try:
-        return _load(checkpoint, chosen, device, load_format, quantization, group)
+        return _load(checkpoint, chosen, device, load_format, quantization, group, stage)
     except UnsupportedModel:
         raise
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -78,25 +80,27 @@ def _load(
     load_format: LoadFormat,
     requested: str | None = None,
     group: RankGroup = ONE_RANK,
+    stage: Stage = WHOLE,
 ) -> PreTrainedModel:
     """dtype: None for the checkpoint's own."""
     path = checkpoint.path
     quantization = choose_quantization(checkpoint.config, checkpoint.weights, requested)
-    if group.size > 1 and (quantization is None or not quantization.can_divide):
+    is_divided = group.size > 1 or stage.size > 1
+    if (is_divided and quantization is None) or (group.size > 1 and quantization and not quantization.can_divide):
         raise UnsupportedModel(f"{path}: weights that are stored quantized in this form cannot be divided among ranks")
     if load_format == "dummy":
         with told(str(path)):
-            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group)
+            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group, stage)
     if problem := why_no_weights(path):
         raise UnsupportedModel(f"{path}: {problem}")
     try:
         if quantization is None:
             raise NotDirect("its weights are quantized in a way of their own")
-        return _load_directly(checkpoint, quantization, dtype, device, group)
+        return _load_directly(checkpoint, quantization, dtype, device, group, stage)
     except NotDirect as reason:
         if load_format == "safetensors":
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
-        if group.size > 1:
+        if is_divided:
             raise UnsupportedModel(f"{path} cannot be divided among ranks: {reason}") from reason
         log.info("weights go through transformers: %s", reason)
     with told(str(path)):
@@ -112,6 +116,7 @@ def _load_directly(
     dtype: torch.dtype | None,
     device: torch.device,
     group: RankGroup = ONE_RANK,
+    stage: Stage = WHOLE,
 ) -> PreTrainedModel:
     """Layer after layer, so that a weight is there as it is stored and as it is served for one layer at a time. Raises
     NotDirect."""
@@ -120,7 +125,8 @@ def _load_directly(
     unquantized = isinstance(quantization, Unquantized)
     stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
     dtype = dtype or config.dtype or stored_dtype(stored)
-    model, sharding = _skeleton(config, dtype, quantization, group)
+    model, sharding, weights = _skeleton(config, dtype, quantization, group, stage)
+    stored = weights.of(stored)
     if sharding is not None:
         sharding.follow(model, {name: tensor.shape for name, tensor in stored.items()})
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
@@ -141,15 +147,17 @@ def _load_directly(
 
 
 def _skeleton(
-    config: Any, dtype: torch.dtype, quantization: Quantization, group: RankGroup
-) -> tuple[PreTrainedModel, Sharding | None]:
-    """The model without weights, or this rank's part of it."""
+    config: Any, dtype: torch.dtype, quantization: Quantization, group: RankGroup, stage: Stage
+) -> tuple[PreTrainedModel, Sharding | None, StageWeights]:
+    """The model without weights, or this rank's part of it; which tensors of the files it has, and of which it has
+    parts."""
     model = build_skeleton(config, dtype, IMPLEMENTATION)
+    weights = keep_stage(model, stage)
     sharding = shard(model, group.rank, group.size) if group.size > 1 else None
     if sharding is not None:
         quantization.divide(sharding.row_parallel, group)
     create_weights(model, quantization)
-    return model, sharding
+    return model, sharding, weights
 
 
 def _load_dummy(
@@ -158,10 +166,11 @@ def _load_dummy(
     dtype: torch.dtype | None,
     device: torch.device,
     group: RankGroup = ONE_RANK,
+    stage: Stage = WHOLE,
 ) -> PreTrainedModel:
     config = checkpoint.config
     dtype = dtype or config.dtype or torch.bfloat16
-    model, sharding = _skeleton(config, dtype, quantization, group)
+    model, sharding, _ = _skeleton(config, dtype, quantization, group, stage)
     move_empty(model, device)
     fill_with_dummies(model)
     process_weights_after_loading(model, quantization, dtype)

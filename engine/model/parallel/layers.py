@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from engine.model.linear_method import LinearMethod, Product, attach, method_of
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding
+from engine.model.parallel.stages import StandIn
 from engine.model.tolerance import Tolerance
 
 
@@ -23,9 +24,12 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> Non
             module.bias.zero_()  # the sum has it once
         attach(module, RowParallelLinear(_method(module), group))
     head: Any = model.get_output_embeddings()
-    vocab_size = model.config.get_text_config().vocab_size
-    attach(head, VocabParallelHead(_method(head), group, vocab_size))
-    _connect_embedding(model.get_input_embeddings(), group)
+    if not isinstance(head, StandIn):
+        vocab_size = model.config.get_text_config().vocab_size
+        attach(head, VocabParallelHead(_method(head), group, vocab_size))
+    embedding: Any = model.get_input_embeddings()
+    if not isinstance(embedding, StandIn):
+        _connect_embedding(embedding, group)
 
 
 class _Collective(LinearMethod):

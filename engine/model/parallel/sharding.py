@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from baton.layout import KvSlice
 from engine.model.errors import UnsupportedModel
 from engine.model.parallel.cut import Cut
+from engine.model.parallel.stages import WHOLE, Stage, StandIn
 
 _WHOLE = ("replicated_with_grad_allreduce",)
 _KV = ("k_proj", "v_proj")
@@ -65,27 +66,30 @@ class Sharding:
 
 
 def shard(model: PreTrainedModel, rank: int, size: int) -> Sharding:
-    """Shrink the parameters of a model without weights to the rank's part. Raises UnsupportedModel, by name, for a
-    model that cannot be divided so."""
+    """Shrink the parameters of a model without weights, or of a stage of it, to the rank's part. Raises
+    UnsupportedModel, by name, for a model that cannot be divided so."""
     config = model.config.get_text_config()
     sharding = Sharding(rank, size, kv_slice(config, rank, size))
     styles = _styles(model)
     embedding, head = _vocabulary(model)
-    if head.weight is embedding.weight:
+    if embedding is not None and head is not None and head.weight is embedding.weight:
         head.weight = _cut_vocabulary(sharding, embedding, config.vocab_size)
         head.out_features = embedding.num_embeddings
     else:
-        _cut_vocabulary(sharding, embedding, config.vocab_size)
-        _cut_vocabulary(sharding, head, config.vocab_size)
+        for module in (embedding, head):
+            if module is not None:
+                _cut_vocabulary(sharding, module, config.vocab_size)
     for name, module in list(model.named_modules()):
         style = styles(name)
-        if module not in (embedding, head) and style is not None and style not in _WHOLE:
+        if isinstance(module, StandIn) or module in (embedding, head):
+            continue
+        if style is not None and style not in _WHOLE:
             _cut_linear(sharding, config, name, module, style)
     return sharding
 
 
-def kv_slice(config: Any, rank: int, size: int) -> KvSlice:
-    """The KV that the rank holds. Raises UnsupportedModel for heads that cannot be divided."""
+def kv_slice(config: Any, rank: int, size: int, stage: Stage = WHOLE) -> KvSlice:
+    """The KV that the stage's rank holds. Raises UnsupportedModel for heads that cannot be divided."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % size:
@@ -94,7 +98,8 @@ def kv_slice(config: Any, rank: int, size: int) -> KvSlice:
         raise UnsupportedModel(f"{config.model_type}: {kv_heads} KV heads cannot be divided among {size} ranks")
     num = max(1, kv_heads // size)
     first = rank * kv_heads // size
-    return KvSlice(0, config.num_hidden_layers, first, first + num)
+    layers = stage.layers(config.num_hidden_layers)
+    return KvSlice(layers.start, layers.stop, first, first + num)
 
 
 def _styles(model: PreTrainedModel) -> Callable[[str], str | None]:
@@ -110,12 +115,14 @@ def _styles(model: PreTrainedModel) -> Callable[[str], str | None]:
     return style_of
 
 
-def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
-    """What turns tokens into hidden states, and these into logits."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear or head.bias is not None:
+def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear | None]:
+    """What turns tokens into hidden states, and these into logits. None: another stage has it."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    known = isinstance(embedding, (nn.Embedding, StandIn)) and type(head) in (nn.Linear, StandIn)
+    if not known or getattr(head, "bias", None) is not None:
         raise UnsupportedModel(f"{type(model).__name__}: its vocabulary is no embedding and linear layer")
-    return embedding, head
+    return (*(None if isinstance(module, StandIn) else module for module in (embedding, head)),)  # type: ignore[return-value]
 
 
 def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, style: str) -> None:
