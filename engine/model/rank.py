@@ -161,9 +161,8 @@ class RankModel:
             logits: Tensor = self.model(**arguments).logits[0]
             return logits
         del arguments["logits_to_keep"]
-        hidden: Tensor = self.model.base_model(**arguments).last_hidden_state[
-            0
-        ]  # what stands in for the rest passes it on
+        # What stands in for later layers and the norm passes it on.
+        hidden: Tensor = self.model.base_model(**arguments).last_hidden_state[0]
         return hidden
 
 

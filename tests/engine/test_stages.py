@@ -173,37 +173,41 @@ def test_dummy_weights_are_those_of_the_stage_alone() -> None:
 # ---- at the same time ----
 
 
-def test_a_stage_computes_while_the_next_one_has_the_step_before(tmp_path: Path) -> None:
-    """The second stage is kept from its first step until the first stage has computed two."""
+@pytest.mark.parametrize("stages", [2, 3])
+def test_rank_0_computes_as_many_steps_as_there_are_stages(stages: int, tmp_path: Path) -> None:
+    """The other stages are kept from a prompt's first step until the first stage has computed all of them. The next
+    step is due at once, though the engine knows that the one before takes 10 s."""
     folder = tiny_models.save(CONFIGS["llama"], tmp_path)
-    config = dataclasses.replace(SIZES, max_num_batched_tokens=16, async_scheduling=True, num_stages=2)
-    may_go_on, woken = threading.Event(), threading.Event()
-    with ranked_runner(
-        2,
-        Load(folder, config, fused=True, num_stages=2),
-        before=lambda rank: may_go_on.wait(60),
-        wake=woken.set,
-    ) as (runner, _):
+    size = -(-25 // stages)
+    config = dataclasses.replace(SIZES, max_num_batched_tokens=size, async_scheduling=True, num_stages=stages)
+    may_go_on, woken, now = threading.Event(), threading.Event(), [0.0]
+    may_go_on.set()
+    load = Load(folder, config, fused=True, num_stages=stages)
+    with ranked_runner(stages, load, before=lambda rank: may_go_on.wait(60), wake=woken.set) as (runner, _):
+        engine = Engine(config, runner, clock=lambda: now[0])
+        engine.add(request("before", 0))
+        while engine.has_work or engine.computing:
+            engine.compute(engine.schedule(now[0]))
+            now[0] += 10
+        woken.clear()
+        may_go_on.clear()
         try:
-            engine = Engine(config, runner)
-            engine.add(request("long", 0))  # two chunks
-            for _ in range(2):
+            engine.add(request("long", 1))
+            for launched in range(stages):
                 assert engine.has_room
                 assert engine.launch_at is None
-                result = engine.compute(engine.schedule(0.0), wait=False)
-                assert not result.advanced
-            first, second = engine._in_flight
-            assert [chunk.start for launched in (first, second) for chunk in launched.chunks] == [0, 16]
-            assert not first.step.is_done()
+                assert not engine.compute(engine.schedule(now[0]), wait=False).advanced
+                assert len(engine._in_flight) == launched + 1
+            assert [step.chunks[0].start for step in engine._in_flight] == list(range(0, 25, size))
+            assert not any(step.step.is_done() for step in engine._in_flight)
             assert engine.layers_computed() == {}
             assert not engine.has_room
             assert not woken.is_set()
         finally:
             may_go_on.set()
         assert woken.wait(60)
-        assert engine.compute(engine.schedule(0.0)).num_tokens == 16
-        result = engine.compute(engine.schedule(0.0))
-        assert len(result.sampled) == 1
+        assert engine.compute(engine.schedule(now[0])).num_tokens == size
+        assert len(answer(engine, "long")) == 12
         engine.check_integrity()
 
 
@@ -232,7 +236,7 @@ def test_a_row_is_not_given_anew_while_a_step_in_a_stage_has_it(tmp_path: Path) 
 
 def answer(engine: Engine, request_id: str) -> list[int]:
     tokens = []
-    while engine.has_work or engine._in_flight:
+    while engine.has_work or engine.computing:
         result = engine.compute(engine.schedule(0.0))
         tokens += [token.token for token in result.sampled if token.sequence.attempt_id.request_id == request_id]
     return tokens

@@ -52,7 +52,7 @@ class RankGroup(Protocol):
         """Start to send x, which must not change before the call that is returned has waited for its end."""
 
     def receive(self, x: Tensor, of: int) -> None:
-        """Overwrite x with the next tensor that this rank was sent."""
+        """Overwrite x with the next tensor that rank `of` sends to this one."""
 
     def part(self, first: int, size: int) -> RankGroup:
         """The group of ranks [first, first + size), of which this must be one; only these need to call."""

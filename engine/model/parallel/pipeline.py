@@ -23,10 +23,6 @@ from engine.model.errors import UnsupportedModel
 from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.stages import Stage
 
-_MOST_ON_THE_WAY = 2
-"""Hidden states that a rank keeps until they are with the next stage. With more, the slowest stage would not be
-faster."""
-
 
 class Pipeline:
     """One rank's place: its `stage`, and `peers`, the ranks of that stage, among which its layers are divided.
@@ -42,7 +38,7 @@ class Pipeline:
 
     def send_hidden(self, hidden: Tensor) -> None:
         """To the next stage. hidden: [num_tokens, hidden_size], which must not change any more."""
-        while len(self._on_the_way) >= _MOST_ON_THE_WAY:
+        while len(self._on_the_way) >= self.stage.size:  # of a step that has retired, since no more are under way
             self._on_the_way.popleft()()
         self._on_the_way.append(self.everyone.send(hidden, self.everyone.rank + self._stage_size))
 

@@ -60,12 +60,7 @@ class StandIn(nn.Module):
 
 
 class AbsentLayer(StandIn):
-    """In the place of a decoder layer, with its plain attributes, some of which models read (`attention_type`)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        plain = {name: value for name, value in vars(layer).items() if not name.startswith("_") and name != "training"}
-        vars(self).update(plain)
+    """In the place of a decoder layer."""
 
 
 class Received(AbsentLayer):
@@ -123,7 +118,7 @@ def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
     for index, layer in enumerate(layers):
         if index not in held:
             weights.absent.append(names[layer])
-            layers[index] = Received(layer) if index == held.start - 1 else AbsentLayer(layer)
+            layers[index] = Received() if index == held.start - 1 else AbsentLayer()
     if not stage.is_last:
         weights.absent += [names[head], names[after]]
         model.set_output_embeddings(StandIn())
