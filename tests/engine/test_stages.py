@@ -180,16 +180,17 @@ def test_rank_0_computes_as_many_steps_as_there_are_stages(stages: int, tmp_path
     folder = tiny_models.save(CONFIGS["llama"], tmp_path)
     size = -(-25 // stages)
     config = dataclasses.replace(SIZES, max_num_batched_tokens=size, async_scheduling=True, num_stages=stages)
-    may_go_on, woken, now = threading.Event(), threading.Event(), [0.0]
+    may_go_on, woken, now = threading.Event(), threading.Semaphore(0), [0.0]
     may_go_on.set()
     load = Load(folder, config, fused=True, num_stages=stages)
-    with ranked_runner(stages, load, before=lambda rank: may_go_on.wait(60), wake=woken.set) as (runner, _):
+    with ranked_runner(stages, load, before=lambda rank: may_go_on.wait(60), wake=woken.release) as (runner, _):
         engine = Engine(config, runner, clock=lambda: now[0])
         engine.add(request("before", 0))
-        while engine.has_work or engine.computing:
-            engine.compute(engine.schedule(now[0]))
+        while engine.has_work:
+            engine.compute(engine.schedule(now[0]), wait=False)
+            assert woken.acquire(timeout=60)
             now[0] += 10
-        woken.clear()
+            engine.retire()
         may_go_on.clear()
         try:
             engine.add(request("long", 1))
@@ -202,10 +203,10 @@ def test_rank_0_computes_as_many_steps_as_there_are_stages(stages: int, tmp_path
             assert not any(step.step.is_done() for step in engine._in_flight)
             assert engine.layers_computed() == {}
             assert not engine.has_room
-            assert not woken.is_set()
+            assert not woken.acquire(blocking=False)
         finally:
             may_go_on.set()
-        assert woken.wait(60)
+        assert woken.acquire(timeout=60)
         assert engine.compute(engine.schedule(now[0])).num_tokens == size
         assert len(answer(engine, "long")) == 12
         engine.check_integrity()
