@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import model_validator
+
 from node.settings import NodeSettings
 
 
@@ -14,3 +16,12 @@ class DecodeSettings(NodeSettings):
 
     num_outward_slots: ClassVar[int] = 4
     """For requests that move to another decode node: parts of one are gathered while those of another are sent."""
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> DecodeSettings:
+        if self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "--pipeline-parallel-size: for prefill nodes only; on a decode node each token would wait for all of "
+                "its stages"
+            )
+        return self

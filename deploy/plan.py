@@ -68,9 +68,10 @@ def plan(
     for index, (name, held) in enumerate(ports.items()):
         own = [f"--node-id={name}", f"--listen={held.listen}", f"--metrics-port={held.metrics.port}"]
         own += _kv_events(settings, index)
-        if settings.num_ranks(name) > 1:
-            own.append(f"--tensor-parallel-size={settings.num_ranks(name)}")
-            own += ["--enable-expert-parallel"] if settings.enable_expert_parallel else []
+        sizes = zip(_PARALLEL, settings.parallel_sizes(name), strict=True)
+        own += [f"{flag_name(flag)}={size}" for flag, size in sizes if size > 1]
+        if settings.enable_expert_parallel and settings.parallel_sizes(name)[0] > 1:
+            own.append("--enable-expert-parallel")
         env = {"OMP_NUM_THREADS": threads, **gpus[name].env}
         arguments = (*settings.node_flags(), *own, f"--cpu-threads={threads}", *gpus[name].arguments)
         nodes.append(Child(name, f"{name.split('-')[0]}_node.main", arguments, env))
@@ -82,9 +83,9 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
     ranks that this machine has no place for."""
     names = node_names(settings)
     ranks = {name: settings.num_ranks(name) for name in names}
+    if settings.enable_expert_parallel and all(settings.parallel_sizes(name)[0] == 1 for name in names):
+        raise ValueError("--enable-expert-parallel: divides experts among ranks, and no stage has more than one")
     if not any(size > 1 for size in ranks.values()):
-        if settings.enable_expert_parallel:
-            raise ValueError("--enable-expert-parallel: divides experts among ranks, and no node has more than one")
         return None
     if settings.device != "cpu" and machine.gpus:
         raise ValueError(f"{_rank_flag(settings, ranks)}: several ranks compute on a CPU so far, with --device cpu")
@@ -93,18 +94,30 @@ def placement(settings: OwnSettings, machine: Machine) -> str | None:
             flag = _rank_flag(settings, {name: size})
             raise ValueError(
                 f"{flag}: {name} would have {size} ranks on {machine.num_cores} cores; the ranks of a node wait for "
-                "each other in every layer, so each needs a core of its own"
+                "each other in every step, so each needs a core of its own"
             )
     threads = _threads(settings, machine, names)
-    said = ", ".join(f"{name} {size} rank{'s' if size > 1 else ''}" for name, size in ranks.items())
+    said = ", ".join(f"{name} {_ranks(*settings.parallel_sizes(name))}" for name in names)
     return f"{said}; {sum(ranks.values())} ranks on {machine.num_cores} cores, threads of each: {threads}"
 
 
+def _ranks(tensor: int, stages: int) -> str:
+    number = f"{tensor * stages} rank{'s' if tensor * stages > 1 else ''}"
+    return number if stages == 1 else f"{number} in {stages} stages"
+
+
 def _rank_flag(settings: OwnSettings, ranks: Mapping[str, int]) -> str:
-    """The one that gave the first of these nodes several ranks."""
+    """The one that gave the first of these nodes several ranks, or most of them."""
     name = next(name for name, size in ranks.items() if size > 1)
+    tensor, stages = settings.parallel_sizes(name)
+    if stages > tensor:
+        return flag_name("prefill_pipeline_parallel_size")
     own = f"{name.split('-')[0]}_tensor_parallel_size"
     return flag_name(own if getattr(settings, own) else "tensor_parallel_size")
+
+
+_PARALLEL = "tensor_parallel_size", "pipeline_parallel_size"
+"""The flags of a node for what `OwnSettings.parallel_sizes` says."""
 
 
 def _threads(settings: OwnSettings, machine: Machine, names: Sequence[str]) -> int:

@@ -43,6 +43,13 @@ class OwnSettings(Settings):
     decode_tensor_parallel_size: int | None = Field(
         None, ge=1, le=64, description="ranks of each decode node; unset: --tensor-parallel-size"
     )
+    prefill_pipeline_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="stages of each prefill node, among which the model's layers are divided; each has the ranks of "
+        "--prefill-tensor-parallel-size",
+    )
     enable_expert_parallel: bool = Field(
         False,
         description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
@@ -63,9 +70,14 @@ class OwnSettings(Settings):
 
     def num_ranks(self, node: str) -> int:
         """Of the node of that name."""
+        tensor, stages = self.parallel_sizes(node)
+        return tensor * stages
+
+    def parallel_sizes(self, node: str) -> tuple[int, int]:
+        """Of the node of that name: ranks of each stage, and stages."""
         is_prefill = node.startswith("prefill")
         own = self.prefill_tensor_parallel_size if is_prefill else self.decode_tensor_parallel_size
-        return own or self.tensor_parallel_size
+        return own or self.tensor_parallel_size, self.prefill_pipeline_parallel_size if is_prefill else 1
 
     def node_flags(self) -> list[str]:
         """Flags for every node: the model, and the settings given here by flag, environment or file."""
@@ -82,6 +94,8 @@ class OwnSettings(Settings):
 
 
 _PER_PROCESS = {"listen", "advertise", "metrics_port", "node_id"}
+_OF_ONE_ROLE = {"pipeline_parallel_size"}
+"""Here there is a flag of its own for the nodes that take it."""
 
 
 _BETWEEN_MACHINES = {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"}
@@ -89,7 +103,7 @@ _BETWEEN_MACHINES = {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_re
 
 
 def _handed_on(settings: type[Settings]) -> dict[str, FieldInfo]:
-    skipped = {"config", *_PER_PROCESS, *_BETWEEN_MACHINES} | OwnSettings.model_fields.keys()
+    skipped = {"config", *_PER_PROCESS, *_OF_ONE_ROLE, *_BETWEEN_MACHINES} | OwnSettings.model_fields.keys()
     return {name: field for name, field in settings.model_fields.items() if name not in skipped}
 
 

@@ -15,13 +15,14 @@ class EngineConfig:
     `num_blocks` is the length of the pool tensor and includes the null block 0. `max_num_batched_tokens` bounds the
     prompt tokens of a step; the tokens of decodes come on top. `max_num_seqs` bounds the running sequences.
     `async_scheduling`: launch a step before the previous one has retired, for a runner that computes on a device of its
-    own. `saturating_num_tokens`: a step with this many prompt tokens takes no further prompt, since it keeps the device
-    busy and another prompt would only delay the first tokens of the others; the budget above is for chunks of long
-    prompts, whose attention gains from it (idea from DistServe, section 4.3). None: only the budget bounds a step.
-    `target_itl_s`: the time that a step with decodes should take at most; its prompts get chunks for which that is
-    predicted, see `engine.prompt_budget`. None: only the budget bounds it. `padding`: to how many tokens the
-    device pads a step with prompts and decodes.
-    `num_speculative_tokens`: the most draft tokens of a sequence that a step verifies after its last token.
+    own. `num_stages`: of a runner that computes so many steps at a time, each in another stage of its own; the engine
+    then launches so many before the oldest has retired. `saturating_num_tokens`: a step with this many prompt tokens
+    takes no further prompt, since it keeps the device busy and another prompt would only delay the first tokens of the
+    others; the budget above is for chunks of long prompts, whose attention gains from it (idea from DistServe, section
+    4.3). None: only the budget bounds a step. `target_itl_s`: the time that a step with decodes should take at most;
+    its prompts get chunks for which that is predicted, see `engine.prompt_budget`. None: only the budget bounds it.
+    `padding`: to how many tokens the device pads a step with prompts and decodes. `num_speculative_tokens`: the most
+    draft tokens of a sequence that a step verifies after its last token.
     """
 
     num_blocks: int
@@ -32,6 +33,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     async_scheduling: bool = False
+    num_stages: int = 1
     saturating_num_tokens: int | None = None
     num_speculative_tokens: int = 0
     target_itl_s: float | None = None

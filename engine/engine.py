@@ -69,7 +69,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.blocks, self._timing.step_time)
         self.waiting = self.scheduler.waiting
         self._in_flight: deque[InFlight] = deque()
-        self._num_ahead = 1 if config.async_scheduling else 0
+        self._num_ahead = max(1, config.num_stages - 1) if config.async_scheduling else 0
         self._decided = 0.0  # when the turn of the last plan began
         self.sequences = LiveSequences(config, self.blocks, self.scheduler, runner, self._in_flight)
         self._forks = Forks(config, self.blocks, self.scheduler, runner, self.sequences, tier)
@@ -93,8 +93,8 @@ class Engine:
     @property
     def only_launches(self) -> bool:
         """Whether `compute` returns once a step is launched. The device idles until the launch, so callers defer what
-        can wait until after it. If False, `compute` takes as long as the step itself."""
-        return self.config.async_scheduling
+        can wait until after it. If False, `compute` takes as long as the step itself, or as its first stage."""
+        return self.config.async_scheduling and self.config.num_stages == 1
 
     @property
     def has_work(self) -> bool:
@@ -114,7 +114,10 @@ class Engine:
     @property
     def launch_at(self) -> float | None:
         """When to launch the next step, by the engine's clock; requests that arrive before can join it. None: at once,
-        or not before the oldest has retired. At once also if sequences wait for room: later ones are behind them."""
+        or not before the oldest has retired. At once also if sequences wait for room: later ones are behind them; and
+        over several stages, of which the first one is free."""
+        if self.config.num_stages > 1:
+            return None
         if not self.has_room or not self.num_running or self._oldest_is_done:
             return None
         if self.num_waiting > self.waiting.num_deferred:

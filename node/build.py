@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from baton.layout import QUANTIZED_TOKENS, KvLayout, as_quantized, num_blocks_for
+from baton.layout import QUANTIZED_TOKENS, KvLayout, LayerKv, as_quantized, num_blocks_for
 from baton.messages import GenerationDefaults
 from engine.checkpoint import EMBEDDED, has_tokenizer
 from engine.config import EngineConfig
@@ -30,9 +30,11 @@ from engine.model.graphs import decode_capture_sizes, step_padding
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.memory import out_of_memory
-from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.others import NO_OTHERS
+from engine.model.parallel.part import RankPart
+from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.parallel.sharding import kv_slice
+from engine.model.parallel.stages import Stage
 from engine.model.runner import TorchModelRunner
 from node import pool_size
 from node.ranks import Ranks
@@ -104,28 +106,28 @@ def build(settings: NodeSettings, wake: Callable[[], None] | None = None, ranks:
     """Load the model of `settings`, or rank 0's part of it, and size all that it needs. wake: see TorchModelRunner.
     ranks: the further ranks, which load theirs meanwhile. Takes seconds to minutes. Raises ValueError with a one-line
     message for the user."""
-    if settings.tensor_parallel_size > 1 and ranks is None:
+    if settings.num_ranks > 1 and ranks is None:
         raise ValueError("--tensor-parallel-size: more than one rank needs a node of its own")
     if ranks is None:
-        return _build(settings, wake, None, ONE_RANK)
+        return _build(settings, wake, None, ONE_STAGE)
     try:
-        return _build(settings, wake, ranks, ranks.join())
+        return _build(settings, wake, ranks, Pipeline(ranks.join(), settings.pipeline_parallel_size))
     except RuntimeError as error:  # of a collective: another rank has ended
         raise ranks.why(error) from error
 
 
-def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks | None, group: RankGroup) -> Built:
+def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks | None, pipeline: Pipeline) -> Built:
     checkpoint = Checkpoint.find(settings.model, settings.revision)
     tokenizer = _read_tokenizer(settings, checkpoint.path)
-    part = load_part(settings, checkpoint, group)
+    part = load_part(settings, checkpoint, pipeline)
     config, device = part.config, part.model.device
     layer_groups = settings.layer_groups(device.type == "cuda")
     with out_of_memory(_POOL_ADVICE):
         others = NO_OTHERS if ranks is None else ranks.others
         runner = TorchModelRunner(
-            part.model, config, part.probed, wake=wake, layer_groups=layer_groups, group=group, others=others
+            part.model, config, part.probed, wake=wake, layer_groups=layer_groups, pipeline=pipeline, others=others
         )
-    layout = _layout(settings, checkpoint, config, part.probed, group.size)
+    layout = _layout(settings, checkpoint, config, part.kv)
     pools = [runner.pool.as_bytes()]
     if ranks is not None:
         pools += ranks.pools([layout.num_bytes(held) for held in layout.ranks[1:]])
@@ -141,20 +143,22 @@ def _build(settings: NodeSettings, wake: Callable[[], None] | None, ranks: Ranks
         served_model_name=settings.served_model_name or settings.model,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
-        expert_counts=ExpertCounts.of(part.model, group.size if settings.enable_expert_parallel else 1),
+        expert_counts=ExpertCounts.of(part.model, pipeline.peers.size if settings.enable_expert_parallel else 1),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of the model, and the sizes that are the same on all ranks."""
+    """A rank's part of the model, and what is the same on all ranks: sizes, and what the layers of all stages keep. The
+    latter is of the heads that one rank has."""
 
     model: PreTrainedModel
     probed: Probe
     config: EngineConfig
+    kv: tuple[LayerKv, ...]
 
 
-def load_part(settings: NodeSettings, checkpoint: Checkpoint, group: RankGroup) -> Part:
+def load_part(settings: NodeSettings, checkpoint: Checkpoint, pipeline: Pipeline) -> Part:
     """Load what this rank computes; all ranks must call. Raises ValueError, and RuntimeError when a rank is lost."""
     if not sys.stderr.isatty():
         disable_progress_bar()  # not useful in a log file
@@ -163,25 +167,25 @@ def load_part(settings: NodeSettings, checkpoint: Checkpoint, group: RankGroup) 
         _require_fp8(device, settings.block_size)
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
-    elif group.size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // group.size))
+    elif settings.num_ranks > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_ranks))
     torch.manual_seed(settings.seed)
     limits = _limits(settings, checkpoint, device)
-    model, probed = _load(settings, checkpoint, device, limits.max_model_len, group)
-    return Part(model, probed, _with_pool(settings, limits, model, probed, group))
+    model, probed = _load(settings, checkpoint, device, limits.max_model_len, pipeline)
+    kv = pipeline.kv_of_all(probed.kv)
+    return Part(model, probed, _with_pool(settings, limits, model, probed, pipeline), kv)
 
 
-def _layout(
-    settings: NodeSettings, checkpoint: Checkpoint, config: EngineConfig, probed: Probe, num_ranks: int
-) -> KvLayout:
+def _layout(settings: NodeSettings, checkpoint: Checkpoint, config: EngineConfig, kv: tuple[LayerKv, ...]) -> KvLayout:
     """Of the whole model's blocks, and of what each rank has of them."""
     fingerprint = _fingerprint(settings, checkpoint, config.max_model_len)
-    if num_ranks == 1:
-        return KvLayout(probed.kv, settings.block_size, fingerprint)
+    if settings.num_ranks == 1:
+        return KvLayout(kv, settings.block_size, fingerprint)
     text = checkpoint.config.get_text_config()
-    held = tuple(kv_slice(text, rank, num_ranks) for rank in range(num_ranks))
+    size, num_stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    held = tuple(kv_slice(text, i, size, Stage(stage, num_stages)) for stage in range(num_stages) for i in range(size))
     num_heads = max(part.head_end for part in held)
-    layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in probed.kv)
+    layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in kv)
     return KvLayout(layers, settings.block_size, fingerprint, held)
 
 
@@ -211,6 +215,7 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
     if max_model_len > limit:
         raise ValueError(f"--max-model-len: {max_model_len} is beyond the model's context of {limit}")
     on_gpu = device.type == "cuda"
+    overlaps = on_gpu or settings.pipeline_parallel_size > 1
     limits = EngineConfig(
         num_blocks=num_blocks_for(max_model_len, settings.block_size) + _NULL_BLOCK,
         max_model_len=max_model_len,
@@ -220,7 +225,8 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.batched_tokens(on_gpu),
         saturating_num_tokens=settings.saturating_num_tokens,
-        async_scheduling=on_gpu if settings.async_scheduling is None else settings.async_scheduling,
+        async_scheduling=overlaps if settings.async_scheduling is None else settings.async_scheduling,
+        num_stages=settings.pipeline_parallel_size,
         target_itl_s=settings.target_itl_s,
     )
     if on_gpu and not settings.enforce_eager:
@@ -232,7 +238,7 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
 
 
 def _load(
-    settings: NodeSettings, checkpoint: Checkpoint, device: torch.device, max_model_len: int, group: RankGroup
+    settings: NodeSettings, checkpoint: Checkpoint, device: torch.device, max_model_len: int, pipeline: Pipeline
 ) -> tuple[PreTrainedModel, Probe]:
     began = time.monotonic()
     dtype = _DTYPES.get(settings.dtype, settings.dtype)
@@ -243,8 +249,7 @@ def _load(
             device,
             settings.load_format,
             settings.quantization,
-            group,
-            whole_experts=settings.enable_expert_parallel,
+            part=RankPart(pipeline.peers, pipeline.stage, settings.enable_expert_parallel),
         )
     weights = sum(p.nbytes for p in model.parameters())
     probed = probe(model, max_model_len)
@@ -274,11 +279,11 @@ def _require_fp8(device: torch.device, block_size: int) -> None:
 
 
 def _with_pool(
-    settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe, group: RankGroup
+    settings: NodeSettings, limits: EngineConfig, model: PreTrainedModel, probed: Probe, pipeline: Pipeline
 ) -> EngineConfig:
     """`limits` with the pool's size: the one that is set, or what fits into the memory of every rank."""
     began = time.monotonic()
-    num_blocks = group.minimum(pool_size.num_blocks(settings, limits, model, probed))
+    num_blocks = pipeline.everyone.minimum(pool_size.num_blocks(settings, limits, model, probed))
     log.info(
         "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d "
         "seconds=%.2f",

@@ -90,8 +90,9 @@ def _check_device(settings: NodeSettings) -> None:
 
 
 def _check_ranks(settings: NodeSettings) -> None:
-    if settings.tensor_parallel_size > 1 and settings.device != "cpu" and num_gpus():
-        raise StartupError("--tensor-parallel-size: several ranks compute on a CPU so far, with --device cpu")
+    if settings.num_ranks > 1 and settings.device != "cpu" and num_gpus():
+        flag = "--tensor-parallel-size" if settings.tensor_parallel_size > 1 else "--pipeline-parallel-size"
+        raise StartupError(f"{flag}: several ranks compute on a CPU so far, with --device cpu")
 
 
 def _check_transport(settings: NodeSettings) -> None:

@@ -20,11 +20,13 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
 
     from engine.model.load.checkpoint import Checkpoint
     from engine.model.parallel.others import serve
+    from engine.model.parallel.pipeline import Pipeline
     from engine.model.rank import RankModel
     from node.build import load_part
 
-    group = seat.join()  # after the imports, which take seconds: rank 0 has its own meanwhile
-    part = load_part(settings, Checkpoint.find(settings.model, settings.revision), group)
+    everyone = seat.join()  # after the imports, which take seconds: rank 0 has its own meanwhile
+    pipeline = Pipeline(everyone, settings.pipeline_parallel_size)
+    part = load_part(settings, Checkpoint.find(settings.model, settings.revision), pipeline)
     device = part.model.device
     last_tokens = torch.zeros(part.config.max_num_seqs, dtype=torch.int32, device=device)
     rank = RankModel(
@@ -32,7 +34,7 @@ def run_rank(seat: RankSeat, settings: NodeSettings) -> None:
         part.config,
         part.probed,
         last_tokens,
-        group=group,
+        pipeline=pipeline,
         layer_groups=settings.layer_groups(device.type == "cuda"),
         memory=seat.memory,
     )

@@ -248,7 +248,7 @@ def _story(rank: _Rank, why: str) -> str:
 def fork_ranks(settings: NodeSettings, run: RunRank, limits: Limits | None = None) -> Ranks | None:
     """Fork ranks 1, 2, ..., which `run`; None if the settings want one rank. Call it on the main thread, before this
     process has others, and before it uses a GPU. The forks never return."""
-    size = settings.tensor_parallel_size
+    size = settings.num_ranks
     if size == 1:
         return None
     ring, hearts = SharedRing(size - 1), mmap.mmap(-1, 8 * size)

@@ -101,6 +101,13 @@ class NodeSettings(ClusterSettings):
         description="ranks among which the model and its KV are divided, each a process of its own; on a CPU so far; "
         "nodes with different numbers work together",
     )
+    pipeline_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="stages among which the model's layers and their KV are divided, each of --tensor-parallel-size "
+        "ranks, on a CPU so far; prefill nodes only",
+    )
     enable_expert_parallel: bool = Field(
         False,
         description="of a mixture of experts, give each rank some experts as a whole, instead of a part of each",
@@ -147,7 +154,9 @@ class NodeSettings(ClusterSettings):
         (), description="sequences per step to capture CUDA graphs for, smaller steps being padded; unset: a ladder"
     )
     async_scheduling: bool | None = Field(
-        None, description="start a step before the tokens of the one before are read; unset: on with a GPU"
+        None,
+        description="start a step before the tokens of the one before are read; unset: on with a GPU, and with several "
+        "--pipeline-parallel-size stages",
     )
 
     block_size: int = Field(16, ge=1, description="tokens in one KV block; the same on all nodes")
@@ -232,11 +241,17 @@ class NodeSettings(ClusterSettings):
             raise ValueError("--tensor-parallel-size: a simulated node has one rank")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError("--enable-expert-parallel: divides experts among ranks, and --tensor-parallel-size is 1")
+        if self.engine == "simulated" and self.pipeline_parallel_size > 1:
+            raise ValueError("--pipeline-parallel-size: a simulated node has one rank")
         if self.engine == "simulated" and self.verify_transfers:
             raise ValueError("--verify-transfers: a simulated node's KV has no bytes to verify")
         if self.advertise is not None and self.advertise.is_wildcard:
             raise ValueError(f"--advertise: nobody can connect to {self.advertise}")
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def carried_by(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.setting_names import closest
-from baton.settings import SettingsError, load
+from baton.settings import SettingsError, flag_name, load
 from decode_node.settings import DecodeSettings
 from node.settings import NodeSettings
 from prefill_node.settings import PrefillSettings
@@ -38,16 +38,22 @@ def make_settings(flags: Mapping[str, Any]) -> tuple[PrefillSettings, DecodeSett
             meant = closest(name, NAMES)
             hint = f", did you mean {meant!r}?" if meant else ""
             raise TypeError(f"{name!r} is no flag of a node that can be set here{hint}")
-    given = {**_OF_PROCESSES, "tensor_parallel_size": 1, **flags}
+    given = {**_OF_PROCESSES, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, **flags}
     try:
-        both = load(PrefillSettings, given), load(DecodeSettings, given)
+        first = load(PrefillSettings, given)
+        _require_one_rank(first)
+        both = first, load(DecodeSettings, given)
     except SettingsError as error:
         raise ValueError(str(error)) from None
-    if both[0].tensor_parallel_size > 1:
-        raise ValueError(
-            "--tensor-parallel-size: ranks are processes, and the nodes of an LLM are in this one; start a cluster "
-            "with baton up and give its router: LLM(router=...)"
-        )
     # `memory` is no choice of --transport: it connects nodes of one process
     prefill, decode = (settings.model_copy(update={"transport": "memory"}) for settings in both)
     return prefill, decode  # type: ignore[return-value]
+
+
+def _require_one_rank(settings: NodeSettings) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(settings, name) > 1:
+            raise ValueError(
+                f"{flag_name(name)}: ranks are processes, and the nodes of an LLM are in this one; start a cluster "
+                "with baton up and give its router: LLM(router=...)"
+            )

@@ -22,6 +22,7 @@ from engine.model import rope
 from engine.model.errors import UnsupportedModel
 from engine.model.kv_pool import KvPool, require_served
 from engine.model.layer_marks import SeesLayers
+from engine.model.parallel.stages import num_held_layers
 
 IMPLEMENTATION = "baton_paged"
 _SITE = "baton_attention_site"
@@ -240,10 +241,11 @@ def probe(model: PreTrainedModel, max_model_len: int | None = None) -> Probe:
         for module in model.modules():
             bind(module, None)
     layers = [module for module, _ in site.calls]
-    if len(layers) != config.num_hidden_layers or len(set(layers)) != len(layers):
+    num_held = num_held_layers(model)
+    if len(layers) != num_held or len(set(layers)) != len(layers):
         raise UnsupportedModel(
             f"{type(model).__name__}: {len(set(layers))} modules called paged attention {len(layers)} times, "
-            f"for {config.num_hidden_layers} layers"
+            f"for {num_held} layers"
         )
     kv = tuple(kept for _, kept in site.calls)
     require_served(kv, type(model).__name__)

@@ -21,7 +21,8 @@ from engine.model.extensions import BatchExtension
 from engine.model.graphs import StepGraph, StepGraphs, single_prompt_sizes
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import SeesLayers
-from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
+from engine.model.parallel.stages import received_by
 from engine.model.prompt_logprobs import HiddenStates
 from engine.model.rank_step import ALL_TOKENS, EAGER, RankStep
 from engine.model.upload import upload
@@ -36,7 +37,8 @@ class RankModel:
     the pool. All ranks of a node must make the same calls, in the same order.
 
     last_tokens: [max_num_seqs] int32, the last token of each row of the batch. The sampler of rank 0 writes its own;
-    the other ranks get them with each step. memory: where the pool is to be, see KvPool.
+    the other ranks of the first stage get them with each step. pipeline: the rank's place, for which the model was
+    loaded. memory: where the pool is to be, see KvPool.
     """
 
     def __init__(
@@ -46,12 +48,13 @@ class RankModel:
         probed: Probe,
         last_tokens: Tensor,
         *,
-        group: RankGroup = ONE_RANK,
+        pipeline: Pipeline = ONE_STAGE,
         layer_groups: int = 1,
         extensions: tuple[BatchExtension, ...] = (),
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self.model, self.group = model, group
+        self.model, self.pipeline = model, pipeline
+        self.group = pipeline.peers
         self._config = config
         self.pool = KvPool(probed.kv, config.num_blocks, config.block_size, model.device, memory)
         self._step = attach(probed.layers, self.pool)
@@ -59,6 +62,7 @@ class RankModel:
         tables = torch.zeros(config.max_num_seqs, max_blocks, dtype=torch.int32, device=model.device)
         self._state = DeviceState(tables, last_tokens, config.block_size, extensions)
         self._hidden_states = HiddenStates(model)
+        self._received = received_by(model)
         self._graphs: StepGraphs | None = None
         groups = layer_groups_of(len(probed.kv), layer_groups)
         self.group_ends = tuple(end for _, end in groups) if len(groups) > 1 else ()
@@ -101,17 +105,37 @@ class RankModel:
     @torch.inference_mode()
     def compute(self, step: RankStep, marks: SeesLayers | None = None, score: Score | None = None) -> Tensor:
         """Launch the step; its logits: [num_logits, vocab_size], or with padding below if they are from a graph, and
-        then valid until the next step. score: takes what `step.scored` asks for."""
+        then valid until the next step. score: takes what `step.scored` asks for. Of several stages, all but the last
+        return hidden states, and the last one sends what it has to rank 0: what is scored, then the logits."""
         if step.tables.size:
             both = upload(step.tables, self.model.device)
             update_block_tables(self._state.block_tables, both[0], both[1])
         if step.fresh.size:
             self.pool.clear(step.fresh.tolist())
-        self.group.broadcast(self._state.last_tokens)
+        if self.pipeline.stage.is_first:
+            self.group.broadcast(self._state.last_tokens)
         if step.graph != EAGER:
             assert self._graphs is not None
             return self._graphs.run(step.graph, step.packed, marks)
-        inputs = self._inputs(step)
+        return self._compute(step, self._inputs(step), marks, score)
+
+    def _compute(self, step: RankStep, inputs: ModelInputs, marks: SeesLayers | None, score: Score | None) -> Tensor:
+        stage = self.pipeline.stage
+        if self._received is not None:
+            width = self.model.config.get_text_config().hidden_size
+            self._received.hidden = self.pipeline.receive_hidden(step.num_tokens, width, self.model.dtype)[None]
+        if not stage.is_last:
+            hidden = self._forward(inputs, marks)
+            self.pipeline.send_hidden(hidden)
+            return hidden
+        if stage.is_first:
+            return self._logits(step, inputs, marks, score)
+        logits = self._logits(step, inputs, marks, lambda _, piece: self.pipeline.send_logits(piece))
+        self.pipeline.send_logits(logits if step.num_logits == ALL_TOKENS else logits[: step.num_logits])
+        return logits
+
+    def _logits(self, step: RankStep, inputs: ModelInputs, marks: SeesLayers | None, score: Score | None) -> Tensor:
+        """Those of the step, and of what it asks for besides."""
         if not len(step.scored):
             return self._forward(inputs, marks)
         with self._hidden_states.kept() as hidden:
@@ -130,9 +154,16 @@ class RankModel:
         return batch.unpack(packed, size, self._state, step.lengths.tolist(), step.ends.tolist())
 
     def _forward(self, inputs: ModelInputs, marks: SeesLayers | None) -> Tensor:
+        """Logits; of a stage before the last hidden states, [num_tokens, hidden_size]."""
         self._step.batch, self._step.slot_mapping, self._step.marks = inputs.paged, inputs.slot_mapping, marks
-        logits: Tensor = self.model(**_arguments(inputs)).logits[0]
-        return logits
+        arguments = _arguments(inputs)
+        if self.pipeline.stage.is_last:
+            logits: Tensor = self.model(**arguments).logits[0]
+            return logits
+        del arguments["logits_to_keep"]
+        # What stands in for later layers and the norm passes it on.
+        hidden: Tensor = self.model.base_model(**arguments).last_hidden_state[0]
+        return hidden
 
 
 def _arguments(inputs: ModelInputs) -> dict[str, Any]:

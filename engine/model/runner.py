@@ -23,26 +23,27 @@ from engine.model.extensions import BatchExtension
 from engine.model.input_batch import InputBatch
 from engine.model.kv_pool import KvPool
 from engine.model.layer_marks import LayerMarks
-from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.others import NO_OTHERS, OtherRanks
+from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.prompt_logprobs import Scored, ScoredPiece
 from engine.model.rank import RankModel, Score
 from engine.model.rank_step import ALL_TOKENS, EAGER, Int32Array, RankStep
 from engine.model.sampler import Sampler
+from engine.model.staged_step import Sample, StagedStep, StagedSteps
 from engine.model.warm_up import first_steps
 from engine.sequence import Sequence
-from engine.step import Choice, Chunk
+from engine.step import Choice, Chunk, LaunchedStep
 
 
 class TorchModelRunner:
     """The engine's ModelRunner: one forward per step, prefill chunks and decodes flattened into one row of tokens.
 
     While serving, only `LaunchedStep.wait` waits for a GPU. Owns `rank`, its own part of the model and of the KV pool,
-    and drives `others`, the ranks besides it. The model must have been loaded by `load.loader.load_model`, for
-    `group`. Pass `probed` if the probe was made before, to size the pool. `wake` is called, on a thread of its own,
-    when a GPU is done with a step, or with a group of layers of a step that ends a prompt to hand off; `layer_groups`:
-    the number of these groups. `extensions`: what the model takes for each token besides its id. Raises
-    UnsupportedModel.
+    and drives `others`, the ranks besides it. The model must have been loaded by `load.loader.load_model`, for this
+    rank's place in the `pipeline`. Pass `probed` if the probe was made before, to size the pool. `wake` is called, on a
+    thread of its own, when a GPU or the last stage is done with a step, or a GPU with a group of layers of a step that
+    ends a prompt to hand off; `layer_groups`: the number of these groups. `extensions`: what the model takes for each
+    token besides its id. Raises UnsupportedModel.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TorchModelRunner:
         wake: Callable[[], None] | None = None,
         layer_groups: int = 1,
         extensions: tuple[BatchExtension, ...] = (),
-        group: RankGroup = ONE_RANK,
+        pipeline: Pipeline = ONE_STAGE,
         others: OtherRanks = NO_OTHERS,
     ) -> None:
         probed = probed or probe(model, config.max_model_len)
@@ -66,7 +67,7 @@ class TorchModelRunner:
             config,
             probed,
             self._sampler.last_tokens,
-            group=group,
+            pipeline=pipeline,
             layer_groups=layer_groups,
             extensions=extensions,
         )
@@ -74,6 +75,10 @@ class TorchModelRunner:
         self._input_batch = InputBatch(config, self._sampler)
         self._wake = wake
         self._watch = EventThread(model.device, "device-watch") if wake and model.device.type == "cuda" else None
+        self._staged: StagedSteps | None = None
+        if pipeline.stage.size > 1:
+            num_layers = model.config.get_text_config().num_hidden_layers
+            self._staged = StagedSteps(pipeline, config.vocab_size, num_layers, wake)
 
     @property
     def pool(self) -> KvPool:
@@ -100,25 +105,41 @@ class TorchModelRunner:
         self.rank.capture(decode_sizes, most_prompt_tokens)
 
     @torch.inference_mode()
-    def launch(self, chunks: Seq[Chunk]) -> TorchStep:
+    def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
         """See `engine.step.ModelRunner`."""
+        if self._staged is not None:
+            self._staged.before_launch(chunks)
         ordered = batch.singles_first(chunks)
         rows, tables = self._input_batch.place(ordered)
         columns = self._sampler.prepare(batch.sample_batch(ordered, rows))
         marks = self._marks(chunks)
         pieces = prompt_logprobs.pieces(ordered, self._config.vocab_size)
         scored: list[Scored] = []
-        logits = self._compute(
-            self._as_numbers(ordered, rows, tables, pieces),
-            marks,
-            lambda index, piece_logits: scored.append(pieces[index].score(piece_logits)),
-        )
-        sampled = self._sampler.launch(logits, columns)
-        step = TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
+
+        def score(index: int, piece_logits: Tensor) -> None:
+            scored.append(pieces[index].score(piece_logits))
+
+        @torch.inference_mode()
+        def sample(logits: Tensor) -> TorchStep:
+            sampled = self._sampler.launch(logits, columns)
+            return TorchStep(list(chunks), ordered, sampled, _mark(sampled), marks, len(self.pool.layers), scored)
+
+        numbers = self._as_numbers(ordered, rows, tables, pieces)
+        if self._staged is not None:
+            return self._begin(self._staged, chunks, numbers, score, sample)
+        step = sample(self._compute(numbers, marks, score))
         if self._watch is not None and self._wake is not None:
             for event in step.events:
                 self._watch.add(event, self._wake)
         return step
+
+    def _begin(
+        self, staged: StagedSteps, chunks: Seq[Chunk], step: RankStep, score: Score, sample: Sample
+    ) -> StagedStep:
+        """Compute the first stage, while the others compute theirs of earlier steps."""
+        self._others.compute(step)
+        self.rank.compute(step)
+        return staged.launched(chunks, step, score, sample)
 
     def _compute(self, step: RankStep, marks: LayerMarks | None, score: Score) -> Tensor:
         self._others.compute(step)
@@ -158,6 +179,8 @@ class TorchModelRunner:
     def forget(self, sequence: Sequence) -> None:
         """See `engine.step.ModelRunner`."""
         self._input_batch.forget(sequence)
+        if self._staged is not None:
+            self._staged.forgotten(sequence)
 
     def _fresh_blocks(self, chunks: Seq[Chunk]) -> list[int]:
         """On a CPU: each block that a chunk starts to fill but does not complete. Its empty slots may hold other KV,

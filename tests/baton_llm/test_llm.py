@@ -214,6 +214,8 @@ def test_flags_are_checked(monkeypatch):
         LLM(max_num_seqs=0)
     with pytest.raises(ValueError, match=r"--tensor-parallel-size: .* LLM\(router=...\)"):
         LLM(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"--pipeline-parallel-size: .* LLM\(router=...\)"):
+        LLM(pipeline_parallel_size=2)
     with pytest.raises(ValueError, match="--model /nowhere"):
         LLM("/nowhere", tensor_parallel_size=1)
     with pytest.raises(TypeError, match="for a router"):

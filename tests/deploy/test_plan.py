@@ -82,6 +82,16 @@ def test_experts_are_divided_on_nodes_that_have_ranks() -> None:
     assert {name: node.enable_expert_parallel for name, node in nodes.items()} == {"prefill-0": False, "decode-0": True}
 
 
+def test_prefill_nodes_alone_have_stages() -> None:
+    flags = ("--tensor-parallel-size=2", "--prefill-pipeline-parallel-size=3")
+    children = planned(Machine(16, ()), *flags)
+    prefill, decode = (parse(NodeSettings, children[name].arguments) for name in ("prefill-0", "decode-0"))
+    assert (prefill.tensor_parallel_size, prefill.pipeline_parallel_size) == (2, 3)
+    assert (decode.tensor_parallel_size, decode.pipeline_parallel_size) == (2, 1)
+    said = "prefill-0 6 ranks in 3 stages, decode-0 2 ranks; 8 ranks on 16 cores, threads of each: 2"
+    assert placement(settings(*flags), Machine(16, ())) == said
+
+
 @pytest.mark.parametrize(
     ("machine", "flags", "why"),
     [
@@ -93,6 +103,10 @@ def test_experts_are_divided_on_nodes_that_have_ranks() -> None:
         (
             *(Machine(4, ()), ("--tensor-parallel-size=2", "--decode-tensor-parallel-size=5")),
             "--decode-tensor-parallel-size: decode-0 would have 5 ranks on 4 cores",
+        ),
+        (
+            *(Machine(4, ()), ("--prefill-tensor-parallel-size=2", "--prefill-pipeline-parallel-size=3")),
+            "--prefill-pipeline-parallel-size: prefill-0 would have 6 ranks on 4 cores",
         ),
         (
             *(Machine(4, ("0",)), ("--prefill-tensor-parallel-size=2",)),
@@ -107,8 +121,8 @@ def test_ranks_without_a_place_are_refused_by_the_flag(machine: Machine, flags: 
 
 
 def test_experts_are_not_divided_where_no_node_has_ranks() -> None:
-    with pytest.raises(ValueError, match="--enable-expert-parallel: divides experts among ranks, and no node has more"):
-        placement(settings("--enable-expert-parallel"), Machine(4, ()))
+    with pytest.raises(ValueError, match="--enable-expert-parallel: divides experts among ranks, and no stage has"):
+        placement(settings("--enable-expert-parallel", "--prefill-pipeline-parallel-size=2"), Machine(4, ()))
 
 
 def test_decode_nodes_may_be_alone() -> None:
@@ -155,6 +169,7 @@ def test_what_was_not_set_is_left_to_the_process() -> None:
 def test_every_setting_of_node_and_router_can_be_given() -> None:
     own = {"config", "listen", "advertise", "metrics_port", "node_id"}
     own |= {"ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"}
+    own |= {"pipeline_parallel_size"}  # of prefill nodes only: --prefill-pipeline-parallel-size
     assert (
         NodeSettings.model_fields.keys() | RouterSettings.model_fields.keys()
     ) - own <= UpSettings.model_fields.keys()

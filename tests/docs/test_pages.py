@@ -70,5 +70,6 @@ def test_named_flags_exist() -> None:
     known = {f"--{name.replace('_', '-')}" for name in UpSettings.model_fields | RouterSettings.model_fields} | {
         "--listen",
         "--advertise",
+        "--pipeline-parallel-size",
     }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= known | {"--help"}

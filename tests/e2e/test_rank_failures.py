@@ -20,11 +20,12 @@ from tests.e2e.test_node_loss import check_right
 pytestmark = pytest.mark.timeout(300)
 
 DEGREES = {"prefill-0": 2, "decode-0": 4, "decode-1": 2}
+STAGES = {"prefill-0": 2}
 
 
 class Ranked(Fragile):
-    """A prefill node of two ranks, and decode nodes of four and of two, the latter with a small pool; `all` is in front
-    of all, `pair` of the first of each kind, `small` of the others."""
+    """A prefill node of two stages of two ranks, and decode nodes of four ranks and of two, the latter with a small
+    pool; `all` is in front of all, `pair` of the first of each kind, `small` of the others."""
 
     def __init__(self, cluster: Cluster) -> None:
         common, small = ("--max-model-len=1600", "--async-scheduling"), "--num-gpu-blocks-override=100"
@@ -39,7 +40,8 @@ class Ranked(Fragile):
 
 def ranked(cluster: Cluster, name: str, *flags: str) -> Node:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
-    return cluster.node(role, name, f"--tensor-parallel-size={DEGREES[name]}", *flags)
+    sizes = (f"--tensor-parallel-size={DEGREES[name]}", f"--pipeline-parallel-size={STAGES.get(name, 1)}")
+    return cluster.node(role, name, *sizes, *flags)
 
 
 def ranks_of(node: Node) -> list[int]:
@@ -110,15 +112,24 @@ async def test_a_rank_of_a_decode_node_is_lost(ranked_nodes: Ranked, number: sig
         assert "rank 2 (process" in node.log_tail()
 
 
-@pytest.mark.parametrize("state", ["prefilling", pytest.param("handing_off", marks=pytest.mark.full)])
-async def test_a_rank_of_a_prefill_node_is_lost(ranked_nodes: Ranked, state: State) -> None:
-    """A decode node computes the prompt then."""
+@pytest.mark.parametrize(
+    ("number", "rank", "state"),
+    [
+        (signal.SIGKILL, 3, "prefilling"),
+        pytest.param(signal.SIGKILL, 1, "prefilling", marks=pytest.mark.full),
+        pytest.param(signal.SIGKILL, 2, "handing_off", marks=pytest.mark.full),
+        pytest.param(signal.SIGSTOP, 2, "prefilling", marks=pytest.mark.full),
+    ],
+)
+async def test_a_rank_of_a_prefill_node_is_lost(
+    ranked_nodes: Ranked, number: signal.Signals, rank: int, state: State
+) -> None:
+    """Of either stage. A decode node computes the prompt then."""
     async with Client(ranked_nodes.all) as client:
         scene = await Director(ranked_nodes, ranked_nodes.all, client, stream=False).scene(state)
         node = ranked_nodes.prefill[0]
-        (rank,) = ranks_of(node)
-        os.kill(rank, signal.SIGKILL)
+        os.kill(ranks_of(node)[rank - 1], number)
         scene.thaw()
         check_right(scene.request, await scene.request.request.end())
         await asyncio.to_thread(wait_until, lambda: "it runs" if node.alive else None)
-        assert "rank 1 (process" in node.log_tail()
+        assert f"rank {rank} (process" in node.log_tail()

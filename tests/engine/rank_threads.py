@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,10 @@ from engine.model.attention import Probe, probe
 from engine.model.fast import FusedReport
 from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
-from engine.model.parallel.group import ONE_RANK, GlooRanks, RankGroup
+from engine.model.parallel.group import GlooRanks, RankGroup
 from engine.model.parallel.others import RemoteRanks, serve
+from engine.model.parallel.part import RankPart
+from engine.model.parallel.pipeline import ONE_STAGE, Pipeline
 from engine.model.rank import RankModel
 from engine.model.rank_step import Int32Array
 from engine.model.runner import TorchModelRunner
@@ -29,7 +32,8 @@ Inbox = SimpleQueue[tuple[int, Int32Array]]
 
 
 class Load:
-    """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`."""
+    """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`. num_stages: among
+    which the layers are divided."""
 
     def __init__(
         self,
@@ -39,17 +43,17 @@ class Load:
         fused: bool,
         quantization: str | None = None,
         whole_experts: bool = False,
+        num_stages: int = 1,
     ) -> None:
         self._folder, self.config, self._fused, self._quantization = folder, config, fused, quantization
-        self._whole_experts = whole_experts
+        self._whole_experts, self.num_stages = whole_experts, num_stages
         self.reports: list[FusedReport] = []
 
-    def __call__(self, group: RankGroup) -> tuple[PreTrainedModel, Probe]:
+    def __call__(self, pipeline: Pipeline) -> tuple[PreTrainedModel, Probe]:
         model = loader.load_model(
             Checkpoint.open(self._folder),
-            group=group,
             quantization=self._quantization,
-            whole_experts=self._whole_experts,
+            part=RankPart(pipeline.peers, pipeline.stage, self._whole_experts),
         )
         probed = probe(model, self.config.max_model_len)
         if self._fused:
@@ -60,11 +64,17 @@ class Load:
 @contextlib.contextmanager
 def in_threads(size: int, run: Callable[[RankGroup], None]) -> Iterator[RankGroup]:
     """The group as rank 0 sees it; `run` has the other ranks, a thread each. At the end all of them must have ended."""
-    store = HashStore()
+    store, joined = HashStore(), threading.Barrier(size)
+
+    def join(rank: int) -> GlooRanks:
+        group = GlooRanks(store, rank, size, TIMEOUT_S)
+        joined.wait(TIMEOUT_S)  # a rank that ends at once would break the connections of those that still join
+        return group
+
     with ThreadPoolExecutor(max(1, size - 1)) as pool:
-        others = [pool.submit(lambda rank: run(GlooRanks(store, rank, size, TIMEOUT_S)), r) for r in range(1, size)]
+        others = [pool.submit(lambda rank: run(join(rank)), rank) for rank in range(1, size)]
         try:
-            yield GlooRanks(store, 0, size, TIMEOUT_S)
+            yield join(0)
         finally:
             for other in others:
                 other.result(TIMEOUT_S)
@@ -72,11 +82,17 @@ def in_threads(size: int, run: Callable[[RankGroup], None]) -> Iterator[RankGrou
 
 @contextlib.contextmanager
 def ranked_runner(
-    size: int, load: Load, make: type[TorchModelRunner] = TorchModelRunner
+    size: int,
+    load: Load,
+    make: type[TorchModelRunner] = TorchModelRunner,
+    *,
+    before: Callable[[int], object] = lambda rank: None,
+    wake: Callable[[], None] | None = None,
 ) -> Iterator[tuple[TorchModelRunner, list[RankModel]]]:
-    """The runner of rank 0, and all ranks' models."""
+    """The runner of rank 0, and the models of all `size` ranks. before: is called by each other rank, on its thread,
+    when it has a message and has not done it."""
     if size == 1:
-        model, probed = load(ONE_RANK)
+        model, probed = load(ONE_STAGE)
         runner = make(model, load.config, probed)
         yield runner, [runner.rank]
         return
@@ -84,11 +100,18 @@ def ranked_runner(
     ranks: dict[int, RankModel] = {}
 
     def run(group: RankGroup) -> None:
-        model, probed = load(group)
+        pipeline = Pipeline(group, load.num_stages)
+        model, probed = load(pipeline)
         last_tokens = torch.zeros(load.config.max_num_seqs, dtype=torch.int32)
-        ranks[group.rank] = RankModel(model, load.config, probed, last_tokens, group=group)
+        ranks[group.rank] = RankModel(model, load.config, probed, last_tokens, pipeline=pipeline)
         group.minimum(0)  # all are there
-        serve(ranks[group.rank], inboxes[group.rank - 1].get)
+
+        def receive() -> tuple[int, Int32Array]:
+            message = inboxes[group.rank - 1].get()
+            before(group.rank)
+            return message
+
+        serve(ranks[group.rank], receive)
 
     def send(kind: int, array: Int32Array) -> None:
         for inbox in inboxes:
@@ -97,8 +120,9 @@ def ranked_runner(
     with in_threads(size, run) as group:
         others = RemoteRanks(send)
         try:
-            model, probed = load(group)
-            runner = make(model, load.config, probed, group=group, others=others)
+            pipeline = Pipeline(group, load.num_stages)
+            model, probed = load(pipeline)
+            runner = make(model, load.config, probed, pipeline=pipeline, others=others, wake=wake)
             group.minimum(0)
             yield runner, [runner.rank, *(ranks[rank] for rank in range(1, size))]
         finally:

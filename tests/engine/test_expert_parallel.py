@@ -24,6 +24,8 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton
 from engine.model.parallel.experts import expert_cuts, sum_block
 from engine.model.parallel.group import ONE_RANK, OneRank, RankGroup
+from engine.model.parallel.part import RankPart
+from engine.model.parallel.pipeline import Pipeline
 from engine.model.parallel.sharding import shard
 from tests.engine import tiny_models
 from tests.engine.rank_threads import Load, in_threads
@@ -114,7 +116,7 @@ def load_all(folder: Path, size: int, **how: Any) -> dict[int, PreTrainedModel]:
     load = Load(folder, SIZES, fused=False, **how)
 
     def run(group: RankGroup) -> None:
-        models[group.rank], _ = load(group)
+        models[group.rank], _ = load(Pipeline(group, 1))
 
     with in_threads(size, run) as group:
         run(group)
@@ -152,7 +154,7 @@ def test_an_mlp_is_summed_once(whole: bool, folders: dict[str, Path]) -> None:
         def all_gather(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cat([x, x], dim=-1)
 
-    model: Any = loader.load_model(Checkpoint.open(folders["glm4_moe"]), group=Counted(), whole_experts=whole)
+    model: Any = loader.load_model(Checkpoint.open(folders["glm4_moe"]), part=RankPart(Counted(), whole_experts=whole))
     module: Any = model.model.layers[1].mlp
     assert hasattr(module, "shared_experts")
     for layer, num_sums in ((model.model.layers[0].mlp, 1), (module, 1)):
@@ -184,7 +186,9 @@ def test_random_weights(family: str, whole: bool, tmp_path: Path) -> None:
     FAMILIES[family].save_pretrained(tmp_path)
 
     def run(group: RankGroup) -> None:
-        model = loader.load_model(Checkpoint.open(tmp_path), group=group, load_format="dummy", whole_experts=whole)
+        model = loader.load_model(
+            Checkpoint.open(tmp_path), load_format="dummy", part=RankPart(group, whole_experts=whole)
+        )
         for _, module in expert_modules(model):
             assert all(0.1 < getattr(module, name).std() < 0.5 for name in NAMES)
 
@@ -203,7 +207,6 @@ def skeleton(family: str, **changes: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("family", "changes", "whole", "why"),
     [
-        ("llama", {}, True, "--enable-expert-parallel: llama is no mixture of experts"),
         (
             "mixtral",
             {"num_local_experts": 6},
@@ -222,6 +225,13 @@ def skeleton(family: str, **changes: Any) -> PreTrainedModel:
 def test_what_cannot_be_divided_is_named(family: str, changes: dict[str, Any], whole: bool, why: str) -> None:
     with pytest.raises(UnsupportedModel, match=re.escape(why)):
         shard(skeleton(family, **changes), 0, 4, whole_experts=whole)
+
+
+def test_whole_experts_are_for_mixtures() -> None:
+    part = RankPart(whole_experts=True)
+    part.require_possible(skeleton("mixtral"))
+    with pytest.raises(UnsupportedModel, match="--enable-expert-parallel: llama is no mixture of experts"):
+        part.require_possible(skeleton("llama"))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +309,9 @@ def test_sums_in_16_bits_are_close_enough(whole: bool, folders: dict[str, Path])
     """Over eight ranks, with shared experts. The bias that stays in fp32 is on every rank."""
 
     def run(group: RankGroup) -> None:
-        model = loader.load_model(Checkpoint.open(folders["glm4_moe"]), "bfloat16", group=group, whole_experts=whole)
+        model = loader.load_model(
+            Checkpoint.open(folders["glm4_moe"]), "bfloat16", part=RankPart(group, whole_experts=whole)
+        )
         gate: Any = model.get_submodule("model.layers.1.mlp.gate")
         assert gate.e_score_correction_bias.dtype == torch.float32
         assert gate.e_score_correction_bias.std() > 0.1
@@ -318,7 +330,7 @@ def test_choices_are_counted_as_the_router_made_them(family: str, folders: dict[
     counts: dict[tuple[int, bool, int], ExpertCounts] = {}
 
     def run(group: RankGroup, whole: bool) -> None:
-        model, probed = Load(folders[family], SIZES, fused=True, whole_experts=whole)(group)
+        model, probed = Load(folders[family], SIZES, fused=True, whole_experts=whole)(Pipeline(group, 1))
         found = ExpertCounts.of(model, group.size if whole else 1)
         assert found is not None
         assert found.imbalance() == 0

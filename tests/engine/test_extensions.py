@@ -20,9 +20,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.attention import IMPLEMENTATION
 from engine.model.batch import BatchSize, DeviceState, _cut, pack, unpack
-from engine.model.runner import TorchModelRunner, TorchStep
+from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
-from engine.step import Chunk
+from engine.step import Chunk, LaunchedStep
 from tests.engine import tiny_models
 
 torch.set_num_threads(1)
@@ -83,7 +83,7 @@ class Biased(LlamaForCausalLM):
 class Recording(TorchModelRunner):
     """Remembers how long the chunks of each batch were."""
 
-    def launch(self, chunks: Seq[Chunk]) -> TorchStep:
+    def launch(self, chunks: Seq[Chunk]) -> LaunchedStep:
         self.batches = [*getattr(self, "batches", []), [chunk.length for chunk in chunks]]
         return super().launch(chunks)
 

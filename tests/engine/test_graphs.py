@@ -21,7 +21,7 @@ from engine.model.load import loader
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.rank import Score
 from engine.model.rank_step import RankStep
-from engine.model.runner import TorchModelRunner
+from engine.model.runner import TorchModelRunner, TorchStep
 from engine.sequence import Sequence
 from engine.step import Chunk
 from tests.engine import tiny_models
@@ -136,6 +136,7 @@ def test_a_replayed_step_equals_the_step_op_by_op(
                 step.wait()
                 logits.append(runner.last)
                 if chunks is prompts and seqs[0].num_tokens > 1:
+                    assert isinstance(step, TorchStep)
                     assert step.marks is not None
                     assert len(step.marks.events) == NUM_GROUPS, "a graph hides when its layers are computed"
             for seq in seqs:

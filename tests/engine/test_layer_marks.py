@@ -43,6 +43,7 @@ def launch(runner: TorchModelRunner, hand_off: bool = True, end: int = 40) -> To
     seq.block_table = [1, 2, 3]
     step = runner.launch([Chunk.of(seq, 0, end)])
     runner.forget(seq)
+    assert isinstance(step, TorchStep)
     return step
 
 

@@ -20,6 +20,7 @@ from engine.model.fast.patches import Target
 from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.loader import load_model
 from engine.model.parallel.group import RankGroup
+from engine.model.parallel.part import RankPart
 from tests.engine import tiny_models
 from tests.engine.rank_threads import in_threads
 from tests.engine.test_expert_parallel import load_all
@@ -173,7 +174,7 @@ def test_blocks_that_are_on_several_ranks_are_refused(folders: tuple[Path, Path]
     def run(group: RankGroup) -> None:
         why = r"do not divide its 48 columns on each rank \(--enable-expert-parallel divides whole experts\)"
         with pytest.raises(UnsupportedModel, match=why):
-            load_model(Checkpoint.open(folders[0]), group=group)
+            load_model(Checkpoint.open(folders[0]), part=RankPart(group))
 
     with in_threads(2, run) as group:
         run(group)
@@ -188,7 +189,7 @@ def test_ranks_refuse_files_with_other_blocks(folders: tuple[Path, Path], tmp_pa
 
     def run(group: RankGroup) -> None:
         with pytest.raises(UnsupportedModel, match=rf"{name} is \(2, 192, 1\), of which . to . of .* cannot be taken"):
-            load_model(checkpoint, group=group, whole_experts=True)
+            load_model(checkpoint, part=RankPart(group, whole_experts=True))
 
     with in_threads(2, run) as group:
         run(group)

@@ -28,6 +28,8 @@ from engine.model.load.checkpoint import Checkpoint
 from engine.model.load.skeleton import build_skeleton
 from engine.model.parallel.cut import Cut
 from engine.model.parallel.group import GlooRanks, RankGroup
+from engine.model.parallel.part import RankPart
+from engine.model.parallel.pipeline import Pipeline
 from engine.model.parallel.sharding import kv_slice, shard
 from engine.model.runner import TorchModelRunner
 from engine.sequence import Sequence
@@ -56,11 +58,16 @@ class LogitsOf(TorchModelRunner):
     def __call__(self, *chunks: Chunk) -> list[torch.Tensor]:
         ordered = singles_first(chunks)
         step = self._as_numbers(ordered, *self._input_batch.place(ordered), [])
-        return [row.clone() for row in self._compute(step, None, lambda *_: None)]
+        if self._staged is None:
+            return [row.clone() for row in self._compute(step, None, lambda *_: None)]
+        rows: list[torch.Tensor] = []
+        self._begin(self._staged, chunks, step, lambda *_: None, rows.extend)  # type: ignore[arg-type]
+        self._staged.settle()
+        return rows
 
 
 def logits_and_kv(size: int, load: Load) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Of a prompt in chunks beside decodes: [num_logits, vocab_size], and of each rank its pool."""
+    """Of a prompt in chunks beside decodes: [num_logits, vocab_size], and of each of the `size` ranks its pool."""
     with ranked_runner(size, load, LogitsOf) as (runner, ranks):
         assert isinstance(runner, LogitsOf)
         for rank in ranks:
@@ -111,7 +118,7 @@ def test_a_rank_without_a_token_has_zeros(tmp_path: Path) -> None:
     models: dict[int, Any] = {}
 
     def run(group: RankGroup) -> None:
-        models[group.rank] = loader.load_model(Checkpoint.open(folder), group=group)
+        models[group.rank] = loader.load_model(Checkpoint.open(folder), part=RankPart(group))
 
     with in_threads(8, run) as group:
         run(group)
@@ -149,7 +156,7 @@ def test_quantized_weights_that_cannot_be_divided_are_refused(form: str, tmp_pat
         in_threads(2, lambda _: None) as group,
         pytest.raises(UnsupportedModel, match="in this form cannot"),
     ):
-        loader.load_model(Checkpoint.open(tmp_path / "q"), group=group)
+        loader.load_model(Checkpoint.open(tmp_path / "q"), part=RankPart(group))
 
 
 def check_parts(
@@ -161,7 +168,7 @@ def check_parts(
     models: dict[int, PreTrainedModel] = {}
 
     def run(group: RankGroup) -> None:
-        models[group.rank], _ = load(group)
+        models[group.rank], _ = load(Pipeline(group, 1))
 
     with in_threads(size, run) as group:
         run(group)

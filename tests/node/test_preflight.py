@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton import xgrammar_compiler
+from decode_node.settings import DecodeSettings
 from engine.checkpoint import local_folder
 from node import preflight
 from node.errors import StartupError
@@ -100,3 +101,17 @@ def test_an_admin_key_that_is_not_there(folder: Path) -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; import node.preflight"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_several_ranks_are_refused_by_the_flag_on_a_gpu(name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert told("baton-tiny", **{name: 2}) == f"{flag}: several ranks compute on a CPU so far, with --device cpu"
+
+
+def test_stages_are_refused_by_the_flag_where_there_are_none() -> None:
+    with pytest.raises(ValueError, match="--pipeline-parallel-size: for prefill nodes only"):
+        DecodeSettings(model="baton-tiny", pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match="--pipeline-parallel-size: a simulated node has one rank"):
+        NodeSettings(model="m", engine="simulated", profile="h200-8b", pipeline_parallel_size=2)

@@ -20,6 +20,7 @@ from engine.model.fast.norms import norm_forward
 from engine.model.fast.patches import Target
 from engine.model.fast.tally import Tally
 from engine.model.linear_method import method_of
+from engine.model.parallel.stages import StandIn
 from engine.model.tolerance import close
 
 _PRE_NORM = ("input_layernorm", "post_attention_layernorm")
@@ -60,7 +61,7 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
     forwards = []
     for index, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
         parts = _parts(target, layer, attention)
-        if parts is None or final not in target.norms:
+        if parts is None or not (final in target.norms or isinstance(final, StandIn)):
             tally.add(f"layer {index}", "adds to the residual in another way")
             continue
         forwards.append(_layer_forward(stream, parts, first=index == 0))
@@ -70,11 +71,13 @@ def fuse_residuals(target: Target, tally: Tally) -> None:
         return
     for layer, forward in zip(layers, forwards, strict=True):
         target.patches.set_forward(layer, forward)
-    target.patches.set_forward(final, _final_forward(stream, norm_forward(final, target.norms[final])))
+    add = torch.Tensor.add if isinstance(final, StandIn) else norm_forward(final, target.norms[final])
+    target.patches.set_forward(final, _final_forward(stream, add))
 
 
 def _chain(target: Target) -> tuple[list[nn.Module], list[nn.Module], nn.Module] | None:
-    """The decoder layers, their attention modules, and the norm that follows."""
+    """The decoder layers that this stage holds, their attention modules, and what follows: the norm, or what stands in
+    for the next stage's first layer."""
     for module in target.model.modules():
         layers = getattr(module, "layers", None)
         final = getattr(module, "norm", None)
@@ -82,8 +85,10 @@ def _chain(target: Target) -> tuple[list[nn.Module], list[nn.Module], nn.Module]
             continue
         wanted = set(target.layers)
         attentions = [child for layer in layers for child in layer.children() if child in wanted]
-        if attentions == target.layers and len(layers) == len(attentions):
-            return list(layers), attentions, final
+        held = [layer for layer in layers if not isinstance(layer, StandIn)]
+        if attentions == target.layers and len(held) == len(attentions):
+            after = list(layers).index(held[-1]) + 1
+            return held, attentions, layers[after] if after < len(layers) else final
     return None
 
 
@@ -163,9 +168,11 @@ def _layer_forward(stream: _Stream, parts: _Parts, first: bool) -> Forward:
     return forward
 
 
-def _final_forward(stream: _Stream, norm: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    def forward(hidden_states: Tensor) -> Tensor:
+def _final_forward(stream: _Stream, add: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What follows the layers: takes what the last one adds, and adds it to the residual first."""
+
+    def forward(hidden_states: Tensor, **_: object) -> Tensor:
         residual, stream.residual = stream.residual, None
-        return norm(hidden_states, residual)
+        return add(hidden_states, residual)
 
     return forward

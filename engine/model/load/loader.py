@@ -20,9 +20,10 @@ from engine.model.load.progress import Loaded, told
 from engine.model.load.skeleton import build_skeleton, fill_with_dummies, in_parts, move_empty
 from engine.model.load.weights import fill, match, stored_dtype, stored_weights
 from engine.model.memory import GIB
-from engine.model.parallel.group import ONE_RANK, RankGroup
 from engine.model.parallel.layers import connect
+from engine.model.parallel.part import WHOLE_MODEL, RankPart
 from engine.model.parallel.sharding import Sharding, shard
+from engine.model.parallel.stages import StageWeights, keep_stage
 from engine.model.quantization import choose_quantization
 from engine.model.quantization.stored import is_unused
 
@@ -38,8 +39,7 @@ def load_model(
     device: str | torch.device = "cpu",
     load_format: LoadFormat = "auto",
     quantization: str | None = None,
-    group: RankGroup = ONE_RANK,
-    whole_experts: bool = False,
+    part: RankPart = WHOLE_MODEL,
 ) -> PreTrainedModel:
     """The checkpoint's model class with paged attention, in eval mode, on the device.
 
@@ -47,17 +47,16 @@ def load_model(
     the two best logits do not occur), "float32", "float16" (not on a CPU) or "bfloat16". load_format: "safetensors"
     takes the files' tensors as they are, straight to the device; "auto" does so, too, but leaves a checkpoint that
     needs conversion to transformers; "dummy" makes random weights and needs no files but config.json. quantization:
-    None, the checkpoint's own; else what to make of one that is not quantized. group: of several ranks each gets its
-    part of the model; all must call. whole_experts: each of several ranks gets some experts as a whole, instead of a
-    part of each. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and
-    ValueError for a dtype that cannot be had.
+    None, the checkpoint's own; else what to make of one that is not quantized. part: what of it this rank gets; all
+    ranks must call. Code that comes with a checkpoint is never run. Raises UnsupportedModel, and ValueError for a dtype
+    that cannot be had.
     """
     device = torch.device(device)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ValueError(f"--dtype must be auto, {', '.join(_DTYPES)}, not {dtype}")
     chosen = _on_cpu(dtype) if device.type == "cpu" else _DTYPES.get(dtype)
     try:
-        return _load(checkpoint, chosen, device, load_format, quantization, group, whole_experts)
+        return _load(checkpoint, chosen, device, load_format, quantization, part)
     except UnsupportedModel:
         raise
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -80,27 +79,27 @@ def _load(
     device: torch.device,
     load_format: LoadFormat,
     requested: str | None = None,
-    group: RankGroup = ONE_RANK,
-    whole_experts: bool = False,
+    part: RankPart = WHOLE_MODEL,
 ) -> PreTrainedModel:
     """dtype: None for the checkpoint's own."""
     path = checkpoint.path
     quantization = choose_quantization(checkpoint.config, checkpoint.weights, requested)
-    if group.size > 1 and (quantization is None or not quantization.can_divide):
+    cuts_weights = part.group.size > 1
+    if (part.is_divided and quantization is None) or (cuts_weights and quantization and not quantization.can_divide):
         raise UnsupportedModel(f"{path}: weights that are stored quantized in this form cannot be divided among ranks")
     if load_format == "dummy":
         with told(str(path)):
-            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, group, whole_experts)
+            return _load_dummy(checkpoint, quantization or Unquantized(), dtype, device, part)
     if problem := why_no_weights(path):
         raise UnsupportedModel(f"{path}: {problem}")
     try:
         if quantization is None:
             raise NotDirect("its weights are quantized in a way of their own")
-        return _load_directly(checkpoint, quantization, dtype, device, group, whole_experts)
+        return _load_directly(checkpoint, quantization, dtype, device, part)
     except NotDirect as reason:
         if load_format == "safetensors":
             raise UnsupportedModel(f"{path} cannot be loaded with --load-format safetensors: {reason}") from reason
-        if group.size > 1:
+        if part.is_divided:
             raise UnsupportedModel(f"{path} cannot be divided among ranks: {reason}") from reason
         log.info("weights go through transformers: %s", reason)
     with told(str(path)):
@@ -115,8 +114,7 @@ def _load_directly(
     quantization: Quantization,
     dtype: torch.dtype | None,
     device: torch.device,
-    group: RankGroup = ONE_RANK,
-    whole_experts: bool = False,
+    part: RankPart = WHOLE_MODEL,
 ) -> PreTrainedModel:
     """Layer after layer, so that a weight is there as it is stored and as it is served for one layer at a time. Raises
     NotDirect."""
@@ -125,20 +123,21 @@ def _load_directly(
     unquantized = isinstance(quantization, Unquantized)
     stored = {name: tensor for name, tensor in stored_weights(checkpoint).items() if unquantized or not is_unused(name)}
     dtype = dtype or config.dtype or stored_dtype(stored)
-    model, sharding = _skeleton(config, dtype, quantization, group, whole_experts)
+    model, sharding, weights = _skeleton(config, dtype, quantization, part)
+    stored = weights.of(stored)
     if sharding is not None:
         sharding.follow(model, {name: tensor.shape for name, tensor in stored.items()})
     cut_of = sharding.cut_of if sharding is not None else lambda _: None
     matched = match(model, stored, cut_of)
     loaded = Loaded(sum(source.num_bytes for sources in matched.values() for source in sources))
     with told(str(checkpoint.path), loaded):
-        for part in [model] if unquantized else in_parts(model):
-            own = part.state_dict(keep_vars=True).values()
-            move_empty(part, device)
+        for layer in [model] if unquantized else in_parts(model):
+            own = layer.state_dict(keep_vars=True).values()
+            move_empty(layer, device)
             fill([source for tensor in own for source in matched.pop(id(tensor), ())], loaded)
-            process_weights_after_loading(model, quantization, dtype, part)
+            process_weights_after_loading(model, quantization, dtype, layer)
     if sharding is not None:
-        connect(model, sharding, group)
+        connect(model, sharding, part.group)
     seconds = time.monotonic() - began
     rate = loaded.total / GIB / seconds
     log.info("weights read gib=%.2f seconds=%.2f gib_per_s=%.2f", loaded.total / GIB, seconds, rate)
@@ -146,15 +145,19 @@ def _load_directly(
 
 
 def _skeleton(
-    config: Any, dtype: torch.dtype, quantization: Quantization, group: RankGroup, whole_experts: bool
-) -> tuple[PreTrainedModel, Sharding | None]:
-    """The model without weights, or this rank's part of it."""
+    config: Any, dtype: torch.dtype, quantization: Quantization, part: RankPart
+) -> tuple[PreTrainedModel, Sharding | None, StageWeights]:
+    """The model without weights, or this rank's part of it; which tensors of the files it has, and of which it has
+    parts."""
     model = build_skeleton(config, dtype, IMPLEMENTATION)
-    sharding = shard(model, group.rank, group.size, whole_experts=whole_experts) if group.size > 1 else None
+    part.require_possible(model)
+    weights = keep_stage(model, part.stage)
+    group = part.group
+    sharding = shard(model, group.rank, group.size, whole_experts=part.whole_experts) if group.size > 1 else None
     if sharding is not None:
         quantization.divide(sharding.columns, group)
     create_weights(model, quantization)
-    return model, sharding
+    return model, sharding, weights
 
 
 def _load_dummy(
@@ -162,17 +165,16 @@ def _load_dummy(
     quantization: Quantization,
     dtype: torch.dtype | None,
     device: torch.device,
-    group: RankGroup = ONE_RANK,
-    whole_experts: bool = False,
+    part: RankPart = WHOLE_MODEL,
 ) -> PreTrainedModel:
     config = checkpoint.config
     dtype = dtype or config.dtype or torch.bfloat16
-    model, sharding = _skeleton(config, dtype, quantization, group, whole_experts)
+    model, sharding, _ = _skeleton(config, dtype, quantization, part)
     move_empty(model, device)
     fill_with_dummies(model)
     process_weights_after_loading(model, quantization, dtype)
     if sharding is not None:
-        connect(model, sharding, group)
+        connect(model, sharding, part.group)
     log.warning("weights are random: --load-format dummy")
     return model
 

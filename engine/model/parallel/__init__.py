@@ -3,7 +3,10 @@
     rank 0   engine, scheduler, sampler -> a step's inputs --StepChannel--> ranks 1, 2, ...
     every rank   its part of the forward, with sums and gathers over the RankGroup in between
 
-Tensor parallel: each rank has some of the attention heads, of the MLP's columns and of the vocabulary, as transformers'
-plan of the model says (`sharding`). Everything that decides is on rank 0; the others only compute. After Megatron-LM
-(Shoeybi et al. 2019) and vLLM's executor.
+Pipeline parallel: the layers are divided among stages (`stages`), each of so many ranks; hidden states go from stage to
+stage, and logits from the last one to rank 0 (`pipeline`), which meanwhile computes the next step's first stage.
+
+Tensor parallel: each rank of a stage has some of the attention heads, of the MLP's columns and of the vocabulary, as
+transformers' plan of the model says (`sharding`). Everything that decides is on rank 0; the others only compute. After
+Megatron-LM (Shoeybi et al. 2019) and vLLM's executor.
 """

@@ -1,7 +1,8 @@
-"""The ranks of a node, as each of them sees the others: sums, gathers and broadcasts."""
+"""The ranks of a node, as each of them sees the others: sums, gathers, broadcasts, tensors from one to another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
+    PrefixStore,
     ProcessGroupGloo,
     ReduceOp,
     Store,
@@ -22,11 +24,14 @@ _CONNECT_TIMEOUT_S = 15.0
 """The bound for connecting ranks that are all there, which takes milliseconds. gloo holds Python's lock meanwhile, so
 that nobody in this process could end the wait for one that is not there."""
 _HOST = "127.0.0.1"
+_TAG = 0
+"""Of all that is sent from one rank to another: it arrives in the order in which it was sent."""
 
 
 class RankGroup(Protocol):
-    """All ranks must call the same methods in the same order, with tensors of the same shape. On a GPU the work is
-    queued on the current stream. Raises RuntimeError when a rank is lost."""
+    """All ranks must call the same methods in the same order, with tensors of the same shape; `send` and `receive`, in
+    pairs, only the two that take part. On a GPU the work is queued on the current stream. Raises RuntimeError when a
+    rank is lost."""
 
     rank: int
     size: int
@@ -42,6 +47,15 @@ class RankGroup(Protocol):
 
     def minimum(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
+
+    def send(self, x: Tensor, to: int) -> Callable[[], None]:
+        """Start to send x, which must not change before the call that is returned has waited for its end."""
+
+    def receive(self, x: Tensor, of: int) -> None:
+        """Overwrite x with the next tensor that rank `of` sends to this one."""
+
+    def part(self, first: int, size: int) -> RankGroup:
+        """The group of ranks [first, first + size), of which this must be one; only these need to call."""
 
 
 class OneRank:
@@ -62,6 +76,15 @@ class OneRank:
     def minimum(self, number: int) -> int:
         return number
 
+    def send(self, x: Tensor, to: int) -> Callable[[], None]:
+        raise RuntimeError(f"there is no rank {to}")
+
+    def receive(self, x: Tensor, of: int) -> None:
+        raise RuntimeError(f"there is no rank {of}")
+
+    def part(self, first: int, size: int) -> RankGroup:
+        return self
+
 
 ONE_RANK = OneRank()
 
@@ -71,7 +94,7 @@ class GlooRanks:
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         self.rank, self.size = rank, size
-        self._timeout = timedelta(seconds=timeout_s)
+        self._store, self._timeout = store, timedelta(seconds=timeout_s)
         store.set(_there(rank), "")
         store.wait([_there(other) for other in range(size)], self._timeout)
         gloo: Any = ProcessGroupGloo
@@ -101,6 +124,27 @@ class GlooRanks:
         told = torch.tensor([number], dtype=torch.int64)
         self._reduce(told, ReduceOp.MIN)
         return int(told)
+
+    def send(self, x: Tensor, to: int) -> Callable[[], None]:
+        x = x.contiguous()
+        work = self._group.send([x], to, _TAG)
+
+        def wait() -> None:
+            work.wait(self._timeout)
+            x.data_ptr()  # kept until here: gloo reads it meanwhile
+
+        return wait
+
+    def receive(self, x: Tensor, of: int) -> None:
+        self._group.recv([x], of, _TAG).wait(self._timeout)
+
+    def part(self, first: int, size: int) -> RankGroup:
+        if size == self.size:
+            return self
+        if size == 1:
+            return ONE_RANK
+        store = PrefixStore(f"ranks {first} to {first + size}", self._store)
+        return GlooRanks(store, self.rank - first, size, self._timeout.total_seconds())
 
     def _reduce(self, x: Tensor, kind: Any) -> None:
         options: Any = AllreduceOptions()

@@ -13,6 +13,7 @@ from engine.model.linear_method import LinearMethod, Product, attach, method_of
 from engine.model.parallel.experts import connect_experts, sum_block
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.sharding import Sharding, WideNorm
+from engine.model.parallel.stages import StandIn
 from engine.model.tolerance import Tolerance
 
 
@@ -35,9 +36,12 @@ def connect(model: PreTrainedModel, sharding: Sharding, group: RankGroup) -> Non
     for norm in sharding.wide_norms:
         setattr(norm.attention, norm.name, NormOverRanks(norm, group))
     head: Any = model.get_output_embeddings()
-    vocab_size = model.config.get_text_config().vocab_size
-    attach(head, VocabParallelHead(_method(head), group, vocab_size))
-    _connect_embedding(model.get_input_embeddings(), group)
+    if not isinstance(head, StandIn):
+        vocab_size = model.config.get_text_config().vocab_size
+        attach(head, VocabParallelHead(_method(head), group, vocab_size))
+    embedding: Any = model.get_input_embeddings()
+    if not isinstance(embedding, StandIn):
+        _connect_embedding(embedding, group)
 
 
 class _Collective(LinearMethod):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from engine.model.errors import UnsupportedModel
 
-WHOLE = ("replicated_with_grad_allreduce",)
+REPLICATED = ("replicated_with_grad_allreduce",)
 HEADS = "heads"
 """Of a parameter with an entry for each attention head; ours."""
 _ATTENTION = {

@@ -24,8 +24,9 @@ from baton.layout import KvSlice
 from engine.model.errors import UnsupportedModel
 from engine.model.experts import expert_modules, is_transposed
 from engine.model.parallel.cut import Cut
-from engine.model.parallel.experts import FLAG, expert_cuts
-from engine.model.parallel.plan import HEADS, WHOLE, styles
+from engine.model.parallel.experts import expert_cuts
+from engine.model.parallel.plan import HEADS, REPLICATED, styles
+from engine.model.parallel.stages import WHOLE, Stage, StandIn, num_held_layers
 
 _KV = ("k_proj", "v_proj")
 _NORMED = {"q_proj": "q_norm", "k_proj": "k_norm"}
@@ -90,48 +91,48 @@ class Sharding:
 
 
 def shard(model: PreTrainedModel, rank: int, size: int, *, whole_experts: bool = False) -> Sharding:
-    """Shrink the parameters of a model without weights to the rank's part. whole_experts: `--enable-expert-parallel`.
-    Raises UnsupportedModel, by name, for a model that cannot be divided so."""
+    """Shrink the parameters of a model without weights, or of a stage of it, to the rank's part. whole_experts:
+    `--enable-expert-parallel`. Raises UnsupportedModel, by name, for a model that cannot be divided so."""
     config = model.config.get_text_config()
     sharding = Sharding(rank, size, kv_slice(config, rank, size), whole_experts)
     style_of = styles(model)
     embedding, head = _vocabulary(model)
-    if head.weight is embedding.weight:
+    if embedding is not None and head is not None and head.weight is embedding.weight:
         head.weight = _cut_vocabulary(sharding, embedding, config.vocab_size)
         head.out_features = embedding.num_embeddings
     else:
-        _cut_vocabulary(sharding, embedding, config.vocab_size)
-        _cut_vocabulary(sharding, head, config.vocab_size)
+        for module in (embedding, head):
+            if module is not None:
+                _cut_vocabulary(sharding, module, config.vocab_size)
     _cut_experts(sharding, model)
     done = {embedding, head, *sharding.experts.values()}
     num_attentions = 0
     for name, module in list(model.named_modules()):
         style = style_of(name)
-        if module not in done and style is not None and style not in WHOLE:
+        if isinstance(module, StandIn) or module in done:
+            continue
+        if style is not None and style not in REPLICATED:
             _cut_linear(sharding, config, name, module, style, model.get_submodule(name.rpartition(".")[0]))
             num_attentions += name.endswith(_KV[0])
         for own, parameter in module.named_parameters(prefix=name, recurse=False):
             if style_of(own) == HEADS:
                 first, end = _exactly(len(parameter), rank, size, own)
                 _shrink(sharding, module, own.rpartition(".")[2], Cut(0, first, end, tuple(parameter.shape)))
-    if num_attentions != config.num_hidden_layers:
+    if num_attentions != num_held_layers(model):
         raise UnsupportedModel(f"{config.model_type} has no tensor-parallel plan for its attention")
     return sharding
 
 
 def _cut_experts(sharding: Sharding, model: PreTrainedModel) -> None:
     sharding.experts = dict(expert_modules(model))
-    if sharding.whole_experts and not sharding.experts:
-        model_type = model.config.get_text_config().model_type
-        raise UnsupportedModel(f"{FLAG}: {model_type} is no mixture of experts, or none whose experts are known")
     for name, module in sharding.experts.items():
         cuts = expert_cuts(name, module, sharding.rank, sharding.size, whole=sharding.whole_experts)
         for parameter, cut in cuts.items():
             _shrink(sharding, module, parameter, cut)
 
 
-def kv_slice(config: Any, rank: int, size: int) -> KvSlice:
-    """The KV that the rank holds. Raises UnsupportedModel for heads that cannot be divided."""
+def kv_slice(config: Any, rank: int, size: int, stage: Stage = WHOLE) -> KvSlice:
+    """The KV that the stage's rank holds. Raises UnsupportedModel for heads that cannot be divided."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if heads % size:
@@ -140,15 +141,18 @@ def kv_slice(config: Any, rank: int, size: int) -> KvSlice:
         raise UnsupportedModel(f"{config.model_type}: {kv_heads} KV heads cannot be divided among {size} ranks")
     num = max(1, kv_heads // size)
     first = rank * kv_heads // size
-    return KvSlice(0, config.num_hidden_layers, first, first + num)
+    layers = stage.layers(config.num_hidden_layers)
+    return KvSlice(layers.start, layers.stop, first, first + num)
 
 
-def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
-    """What turns tokens into hidden states, and these into logits."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear or head.bias is not None:
+def _vocabulary(model: PreTrainedModel) -> tuple[nn.Embedding | None, nn.Linear | None]:
+    """What turns tokens into hidden states, and these into logits. None: another stage has it."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    known = isinstance(embedding, (nn.Embedding, StandIn)) and type(head) in (nn.Linear, StandIn)
+    if not known or getattr(head, "bias", None) is not None:
         raise UnsupportedModel(f"{type(model).__name__}: its vocabulary is no embedding and linear layer")
-    return embedding, head
+    return (*(None if isinstance(module, StandIn) else module for module in (embedding, head)),)  # type: ignore[return-value]
 
 
 def _cut_linear(sharding: Sharding, config: Any, name: str, module: nn.Module, style: str, parent: nn.Module) -> None:

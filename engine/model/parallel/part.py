@@ -1,0 +1,35 @@
+"""Which part of a model a rank gets."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from engine.model.errors import UnsupportedModel
+from engine.model.experts import expert_modules
+from engine.model.parallel.experts import FLAG
+from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.parallel.stages import WHOLE, Stage
+
+
+class RankPart(NamedTuple):
+    """Of a stage's layers what the rank has in its group, which is all ranks of that stage. whole_experts: some experts
+    as a whole, instead of a part of each."""
+
+    group: RankGroup = ONE_RANK
+    stage: Stage = WHOLE
+    whole_experts: bool = False
+
+    @property
+    def is_divided(self) -> bool:
+        return self.group.size > 1 or self.stage.size > 1
+
+    def require_possible(self, model: PreTrainedModel) -> None:
+        """model: all of it, without weights. Raises UnsupportedModel if it has no experts to give to ranks."""
+        if self.whole_experts and not expert_modules(model):
+            model_type = model.config.get_text_config().model_type
+            raise UnsupportedModel(f"{FLAG}: {model_type} is no mixture of experts, or none whose experts are known")
+
+
+WHOLE_MODEL = RankPart()

@@ -1,0 +1,83 @@
+"""The stages of a node's model, as each rank sees them, and what travels between them.
+
+    rank = stage * size of a stage + number in the stage, as in Megatron-LM and vLLM
+
+    stage 0 --hidden states--> stage 1 --hidden states--> ... last stage --logits that are wanted--> rank 0
+
+Hidden states go from each rank to the one of the same number in the next stage. Sends do not wait for the other end, so
+a stage goes on with the next step while what it has sent is on its way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton.layout import LayerKv
+from engine.model.errors import UnsupportedModel
+from engine.model.parallel.group import ONE_RANK, RankGroup
+from engine.model.parallel.stages import Stage
+
+
+class Pipeline:
+    """One rank's place: its `stage`, and `peers`, the ranks of that stage, among which its layers are divided.
+    everyone: all ranks of the node, which must all call this. One thread sends; another may receive."""
+
+    def __init__(self, everyone: RankGroup, num_stages: int) -> None:
+        assert everyone.size % num_stages == 0
+        self.everyone = everyone
+        self._stage_size = everyone.size // num_stages
+        self.stage = Stage(everyone.rank // self._stage_size, num_stages)
+        self.peers = everyone.part(self.stage.number * self._stage_size, self._stage_size)
+        self._on_the_way: deque[Callable[[], None]] = deque()
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """To the next stage. hidden: [num_tokens, hidden_size], which must not change any more."""
+        while len(self._on_the_way) >= self.stage.size:  # of a step that has retired, since no more are under way
+            self._on_the_way.popleft()()
+        self._on_the_way.append(self.everyone.send(hidden, self.everyone.rank + self._stage_size))
+
+    def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
+        """Wait for those of the stage before: [num_tokens, hidden_size]."""
+        hidden = torch.empty(num_tokens, hidden_size, dtype=dtype)
+        self.everyone.receive(hidden, self.everyone.rank - self._stage_size)
+        return hidden
+
+    def send_logits(self, logits: Tensor) -> None:
+        """From the last stage, whose first rank has them sent, to rank 0; returns when they are there. logits: [rows,
+        vocab_size]; also without rows, since they say as well that the last stage is done with the step."""
+        if self.peers.rank == 0:
+            self.everyone.send(logits.float() if logits.numel() else torch.zeros(1), 0)()
+
+    def receive_logits(self, num_rows: int, vocab_size: int) -> Tensor:
+        """On rank 0, wait for those of the last stage: [num_rows, vocab_size], fp32."""
+        logits = torch.empty((num_rows, vocab_size) if num_rows else (1,))
+        self.everyone.receive(logits, self.everyone.size - self._stage_size)
+        return logits if num_rows else logits.new_empty(0, vocab_size)
+
+    def kv_of_all(self, own: tuple[LayerKv, ...]) -> tuple[LayerKv, ...]:
+        """What the layers of all stages keep; own: those of this one. All ranks must call. Raises UnsupportedModel if
+        stages differ in more than how far back their layers look."""
+        if self.stage.size == 1:
+            return own
+        alike = dataclasses.replace(own[0], sliding_window=None)
+        form = zlib.crc32(repr(alike).encode())
+        if self.everyone.minimum(form) != -self.everyone.minimum(-form):
+            raise UnsupportedModel("the KV of different pipeline stages differs in shape")
+        told = self.everyone.rank == self.stage.number * self._stage_size  # by one rank of each stage
+        num_layers = torch.zeros(self.stage.size, dtype=torch.int64)
+        num_layers[self.stage.number] = len(own) * told
+        num_layers = self.everyone.all_reduce(num_layers)
+        first = int(num_layers[: self.stage.number].sum())
+        windows = torch.zeros(int(num_layers.sum()), dtype=torch.int64)
+        windows[first : first + len(own)] = torch.tensor([(layer.sliding_window or 0) * told for layer in own])
+        windows = self.everyone.all_reduce(windows)
+        return tuple(dataclasses.replace(alike, sliding_window=window or None) for window in windows.tolist())
+
+
+ONE_STAGE = Pipeline(ONE_RANK, 1)

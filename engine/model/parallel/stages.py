@@ -1,0 +1,157 @@
+"""Which layers of a model each stage of a pipeline holds, and what stands in a stage for the layers of others.
+
+    first stage   embedding, layers
+    between       layers
+    last stage    layers, final norm, head (of tied ones its own copy)
+
+By transformers' pipeline-parallel plan of the model (`base_model_pp_plan`). What a stage does not hold is taken out of
+the model before anything has memory, and is not read from the files; the other layers keep their places and names,
+since models look up by a layer's number which attention or which angles it has. After vLLM's backend for transformers
+models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.model.errors import UnsupportedModel
+
+T = TypeVar("T")
+_STAND_IN_ROWS = 64
+
+
+class Stage(NamedTuple):
+    """Number `number`, from 0, of `size` stages."""
+
+    number: int
+    size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.size - 1
+
+    def layers(self, num_layers: int) -> range:
+        """The decoder layers of the stage: all stages have equally many; the ones left over go one each to stages, from
+        the last but one backwards, because the last has the head (as in vLLM)."""
+        each, left = divmod(num_layers, self.size)
+        more = range(self.size - 1 - left, self.size - 1)  # the stages with one more
+        first = self.number * each + sum(stage < self.number for stage in more)
+        return range(first, first + each + (self.number in more))
+
+
+WHOLE = Stage(0, 1)
+
+
+class StandIn(nn.Module):
+    """In the place of a module that another stage holds: passes on what it gets."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class AbsentLayer(StandIn):
+    """In the place of a decoder layer."""
+
+
+class Received(AbsentLayer):
+    """The last layer before those of the stage. hidden: what the stage before has sent, [1, num_tokens, hidden_size];
+    None, as in probes: what comes from the stand-in for the embedding."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states if self.hidden is None else self.hidden
+
+
+class StandInEmbedding(StandIn):
+    """Gives some hidden states for each token, the same for the same token, with which probes work as well."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._rows = torch.randn(_STAND_IN_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """hidden_states: token ids, here."""
+        return self._rows[hidden_states % _STAND_IN_ROWS]
+
+
+@dataclass(slots=True)
+class StageWeights:
+    """Which of a checkpoint's tensors a stage has. absent: the modules that it does not hold. renamed: tensors that it
+    has under another name."""
+
+    absent: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    def of(self, stored: Mapping[str, T]) -> dict[str, T]:
+        """Those of the files' tensors, by the names that they have in the model."""
+        copied = {new: stored[old] for old, new in self.renamed.items() if old in stored and new not in stored}
+        absent = tuple(f"{name}." for name in self.absent)
+        return {name: tensor for name, tensor in {**stored, **copied}.items() if not name.startswith(absent)}
+
+
+def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
+    """Take out of a model without weights what the stage does not hold. Raises UnsupportedModel, by name, for a model
+    that cannot be divided so."""
+    weights = StageWeights()
+    if stage.size == 1:
+        return weights
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if num_layers < stage.size:
+        told = f"{num_layers} layers cannot be divided among {stage.size} pipeline stages"
+        raise UnsupportedModel(f"{model.config.model_type}: {told}")
+    layers, after = _planned(model, num_layers)
+    names = {module: name for name, module in model.named_modules()}
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    held = stage.layers(num_layers)
+    for index, layer in enumerate(layers):
+        if index not in held:
+            weights.absent.append(names[layer])
+            layers[index] = Received() if index == held.start - 1 else AbsentLayer()
+    if not stage.is_last:
+        weights.absent += [names[head], names[after]]
+        model.set_output_embeddings(StandIn())
+        model.set_submodule(names[after], StandIn())
+    if not stage.is_first:
+        weights.absent.append(names[embedding])
+        if head.weight is embedding.weight:
+            weights.renamed[f"{names[embedding]}.weight"] = f"{names[head]}.weight"
+        model.set_submodule(names[embedding], StandInEmbedding(embedding.embedding_dim, embedding.weight.dtype))
+    return weights
+
+
+def _planned(model: PreTrainedModel, num_layers: int) -> tuple[nn.ModuleList, nn.Module]:
+    """The decoder layers, and the norm after them, by the plan."""
+    plan: dict[str, Any] = getattr(model.config.get_text_config(), "base_model_pp_plan", None) or {}
+    parts = [getattr(model.base_model, name, None) for name in plan]
+    named = f"{type(model).__name__} has no pipeline-parallel plan"
+    if not plan:
+        raise UnsupportedModel(named)
+    layers, after = parts[-2:] if len(parts) > 2 else (None, None)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    fits = parts[0] is embedding and isinstance(embedding, nn.Embedding) and head is not None
+    if not fits or not isinstance(layers, nn.ModuleList) or len(layers) != num_layers or after is None:
+        raise UnsupportedModel(f"{named} of an embedding, decoder layers and a norm")
+    return layers, after
+
+
+def num_held_layers(model: PreTrainedModel) -> int:
+    """How many decoder layers the model has here."""
+    num_layers: int = model.config.get_text_config().num_hidden_layers
+    return num_layers - sum(isinstance(module, AbsentLayer) for module in model.modules())
+
+
+def received_by(model: nn.Module) -> Received | None:
+    """Where the model takes what the stage before has sent; None in the first stage."""
+    return next((module for module in model.modules() if isinstance(module, Received)), None)
