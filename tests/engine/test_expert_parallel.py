@@ -43,12 +43,10 @@ CI = {
     ("gpt_oss", 4, True, False),
     ("qwen3_moe", 4, True, True),
     ("glm4_moe", 2, False, True),
-    ("glm4_moe", 4, True, False),
-    ("mixtral", 4, False, True),
+    ("mixtral", 2, True, False),
     ("olmoe", 4, True, True),
     ("granite_moe", 2, False, False),
-    ("minimax_m2", 4, False, True),
-    ("minimax_m2", 2, True, False),
+    ("minimax_m2", 4, False, False),
 }
 CASES = [
     pytest.param(*case, marks=[] if case in CI else pytest.mark.full)
@@ -81,8 +79,15 @@ def test_logits_and_kv_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "minimax_m2"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("gpt_oss", "fp8"),
+        ("qwen3_moe", "fp8"),
+        ("minimax_m2", None),
+        *(pytest.param(family, None, marks=pytest.mark.full) for family in ("gpt_oss", "qwen3_moe")),
+    ],
+)
 def test_a_rank_has_its_part_to_the_bit(
     family: str, quantization: str | None, whole: bool, folders: dict[str, Path]
 ) -> None:
@@ -180,8 +185,7 @@ def test_tokens_that_chose_experts_of_others_get_zeros_here(folders: dict[str, P
     torch.testing.assert_close(total, reference.experts(x, ids, weights, of), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "whole"), [("gpt_oss", True), ("qwen3_moe", False)])
 def test_random_weights(family: str, whole: bool, tmp_path: Path) -> None:
     FAMILIES[family].save_pretrained(tmp_path)
 
@@ -323,7 +327,7 @@ def test_sums_in_16_bits_are_close_enough(whole: bool, folders: dict[str, Path])
 # ---- how evenly experts are chosen ----
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.full)])
 def test_choices_are_counted_as_the_router_made_them(family: str, folders: dict[str, Path]) -> None:
     """The same on one rank and on several, with whole experts too."""
     config = FAMILIES[family]
