@@ -120,9 +120,9 @@ def keep_stage(model: PreTrainedModel, stage: Stage) -> StageWeights:
             weights.absent.append(names[layer])
             layers[index] = Received() if index == held.start - 1 else AbsentLayer()
     if not stage.is_last:
-        weights.absent += [names[head], names[after]]
-        model.set_output_embeddings(StandIn())
-        model.set_submodule(names[after], StandIn())
+        for module in (head, after):
+            weights.absent.append(names[module])
+            model.set_submodule(names[module], StandIn())
     if not stage.is_first:
         weights.absent.append(names[embedding])
         if head.weight is embedding.weight:
