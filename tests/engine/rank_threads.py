@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
 
+from baton.kv_groups import group_layers
 from engine.config import EngineConfig
 from engine.model import fast
 from engine.model.attention import Probe, probe
@@ -29,7 +31,8 @@ Inbox = SimpleQueue[tuple[int, Int32Array]]
 
 
 class Load:
-    """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`."""
+    """What each rank does first, on its own thread. reports: of all ranks, in no order, if `fused`. config: with the
+    windows of the model's KV groups, or with one that keeps everything."""
 
     def __init__(self, folder: Path, config: EngineConfig, *, fused: bool, quantization: str | None = None) -> None:
         self._folder, self.config, self._fused, self._quantization = folder, config, fused, quantization
@@ -40,6 +43,8 @@ class Load:
         probed = probe(model, self.config.max_model_len)
         if self._fused:
             self.reports.append(fast.apply(model, probed, self.config.max_model_len))
+        if self.config.table_shape.has_windows:
+            probed = dataclasses.replace(probed, groups=group_layers(probed.kv))
         return model, probed
 
 
