@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from baton.kv_groups import group_layers
 from baton.layout import QUANTIZED_TOKENS, KvLayout, as_quantized, num_blocks_for
 from baton.messages import GenerationDefaults
 from engine.checkpoint import EMBEDDED, has_tokenizer
@@ -161,6 +162,9 @@ def load_part(settings: NodeSettings, checkpoint: Checkpoint, group: RankGroup) 
     torch.manual_seed(settings.seed)
     limits = _limits(settings, checkpoint, device)
     model, probed = _load(settings, checkpoint, device, limits.max_model_len, group)
+    if not settings.disable_hybrid_kv_cache_manager:
+        probed = dataclasses.replace(probed, groups=group_layers(probed.kv))
+        limits = _with_windows(limits, probed.layout(limits.block_size).windows)
     return Part(model, probed, _with_pool(settings, limits, model, probed, group))
 
 
@@ -169,13 +173,14 @@ def _layout(
 ) -> KvLayout:
     """Of the whole model's blocks, and of what each rank has of them."""
     fingerprint = _fingerprint(settings, checkpoint, config.max_model_len)
+    whole = probed.layout(settings.block_size, fingerprint)
     if num_ranks == 1:
-        return KvLayout(probed.kv, settings.block_size, fingerprint)
+        return whole
     text = checkpoint.config.get_text_config()
-    held = tuple(kv_slice(text, rank, num_ranks) for rank in range(num_ranks))
+    held = tuple(kv_slice(text, rank, num_ranks)._replace(layer_end=whole.num_layers) for rank in range(num_ranks))
     num_heads = max(part.head_end for part in held)
     layers = tuple(dataclasses.replace(layer, num_kv_heads=num_heads) for layer in probed.kv)
-    return KvLayout(layers, settings.block_size, fingerprint, held)
+    return KvLayout(layers, settings.block_size, fingerprint, held, whole.groups)
 
 
 def _fingerprint(settings: NodeSettings, checkpoint: Checkpoint, max_model_len: int) -> str:
@@ -219,9 +224,18 @@ def _limits(settings: NodeSettings, checkpoint: Checkpoint, device: torch.device
     if on_gpu and not settings.enforce_eager:
         padding = step_padding(limits, settings.captured_prompt_tokens, settings.captured_mixed_tokens)
         limits = dataclasses.replace(limits, padding=padding)
-    if settings.num_gpu_blocks_override is not None:  # report too few now, not after the weights are loaded
+    has_windows = getattr(checkpoint.config.get_text_config(), "sliding_window", None) is not None
+    if settings.num_gpu_blocks_override is not None and not has_windows:
+        # Report too few now, not after the weights are loaded: only then it is known which layers have a window.
         dataclasses.replace(limits, num_blocks=settings.num_gpu_blocks_override + _NULL_BLOCK)
     return limits
+
+
+def _with_windows(limits: EngineConfig, windows: tuple[int | None, ...]) -> EngineConfig:
+    """The smallest pool that works for tables of such groups. Nothing falls behind a window as long as the context."""
+    shorter = tuple(window if window and window < limits.max_model_len else None for window in windows)
+    limits = dataclasses.replace(limits, num_blocks=sys.maxsize, windows=shorter)
+    return dataclasses.replace(limits, num_blocks=limits.most_blocks(limits.max_model_len) + _NULL_BLOCK)
 
 
 def _load(
@@ -265,11 +279,12 @@ def _with_pool(
     began = time.monotonic()
     num_blocks = group.minimum(pool_size.num_blocks(settings, limits, model, probed))
     log.info(
-        "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s max_model_len=%d max_num_seqs=%d max_num_batched_tokens=%d "
-        "seconds=%.2f",
+        "kv pool kv_blocks=%d kv_gib=%.2f dtype=%s windows=%s max_model_len=%d max_num_seqs=%d "
+        "max_num_batched_tokens=%d seconds=%.2f",
         num_blocks,
-        num_blocks * KvLayout(probed.kv, settings.block_size, "").block_bytes / GIB,
+        num_blocks * probed.layout(settings.block_size).block_bytes / GIB,
         probed.kv[0].dtype,
+        ",".join(str(window or "none") for window in limits.windows),
         limits.max_model_len,
         limits.max_num_seqs,
         limits.max_num_batched_tokens,

@@ -47,6 +47,7 @@ ALL_NAMES = frozenset(
         "enable_auto_tool_choice",
         "enable_tokenizer_info_endpoint",
         "endpoint",
+        "disable_hybrid_kv_cache_manager",
         "enforce_eager",
         "engine",
         "first_token",
